@@ -39,15 +39,15 @@ class Sockets:
     """What real connections cost beyond the simulation, found by three sizes, of which the second is predicted from the first.
 
     Args:
-        small, large: hosts without collectors.
-        collected: hosts with collectors.
+        small, large: hosts without collectors, each in a process of its own.
+        collected: hosts with collectors, of which one process plays all but the leader.
         steps: of each.
     """
 
     def __init__(self, small: int, large: int, collected: int, steps: int) -> None:
         self.large = large
         fan_ins = {small: small, large: large, collected: FAN_IN}
-        self.measured = {hosts: real(hosts, steps, fan_in) for hosts, fan_in in fan_ins.items()}
+        self.measured = {hosts: real(hosts, steps, fan_in, 1 if hosts == collected else hosts - 1) for hosts, fan_in in fan_ins.items()}
         self.beside = {hosts: simulated(hosts, steps, LINKS["10us"], fan_in) for hosts, fan_in in fan_ins.items()}
         # A message in and one out, through TLS and the kernel; then the bytes, as collectors' messages are long.
         self.per_way = (self.measured[small]["leader_ms"] - self.beside[small]["leader_ms"]) / (small - 1)
@@ -195,7 +195,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="16 to 1000 hosts, 16, 32 and 200 real ones; writes no report")
     parser.add_argument("--sizes", type=int, nargs="+", help="hosts (default: 16 to 10 000)")
     parser.add_argument(
-        "--real", type=int, nargs=2, help="a smaller and a larger number of real hosts, without collectors (default: 32, 192)"
+        "--real", type=int, nargs=2, help="a smaller and a larger number of real hosts, without collectors (default: 32, 256)"
     )
     parser.add_argument("--real-collected", type=int, help="real hosts with collectors (default: 1000)")
     parser.add_argument("--steps", type=int, default=0, help="per size (default: 6; --quick: 3)")
@@ -205,7 +205,7 @@ def main() -> int:
     logging.getLogger("gemini_ft").setLevel(logging.ERROR)  # ranks that join announce what they resume
     sizes = options.sizes or ([16, 128, 1000] if options.quick else [16, 64, 128, 512, 1000, 4000, 10000])
     count = options.steps or (3 if options.quick else 6)
-    small, large = options.real or ((16, 32) if options.quick else (32, 192))
+    small, large = options.real or ((16, 32) if options.quick else (32, 256))
     steps = {hosts: steps_of(hosts, count) for hosts in sizes}
     changes = {hosts: changed(hosts, LINKS["100us"], FAN_IN) for hosts in sizes}
     starts = {hosts: start_of(hosts) for hosts in sizes}

@@ -1,4 +1,4 @@
-"""Real connections on loopback, for `scale.py`: the leader in a process of its own, all other hosts in this one."""
+"""Real connections on loopback, for `scale.py`: the leader in a process of its own, all other hosts in as many as are wanted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import multiprocessing
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection as Pipe
 
@@ -15,8 +15,9 @@ from gemini_ft.agent.leadership import Leader
 from gemini_ft.agent.lifecycle import raise_descriptor_limit
 from gemini_ft.agent.reporting import MemberLink
 from gemini_ft.core.bundles import Bundles
+from gemini_ft.core.decisions import Commit
 from gemini_ft.core.gathering import Gathering
-from gemini_ft.core.ledger import Commit, Ledger
+from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.succession import Succession
 from gemini_ft.core.tree import ways_up
 from gemini_ft.wire.handshake import Listener, dial, listen
@@ -24,23 +25,35 @@ from gemini_ft.wire.peer_messages import Claims, PeerMessage, Rejoin
 from gemini_ft.wire.tcp import Address, Connection, Handler
 from scale_simulation import SECRET, groups, held, holders_of, report, take_all
 
+_AT_A_TIME, _PAUSE = 16, 0.2  # hosts that connect, and seconds until the next ones do: a listener takes few strangers at a time
+_TIMEOUT = 120.0  # seconds for hosts to connect, or to hear of a commit
 
-def lead(pipe: Pipe, hosts: int, fan_in: int) -> None:
+
+class Job:
+    """All hosts, and where they report: the first one leads."""
+
+    def __init__(self, hosts: int, fan_in: int) -> None:
+        self.holders = holders_of(hosts)
+        self.copies = held(self.holders)
+        self.names = sorted(self.copies)
+        self.ways = ways_up(self.names, self.names[0], fan_in)
+        self.collected = groups(self.ways, self.holders)
+        self.turns = {name: turn for turn, name in enumerate(sorted(self.names, key=lambda name: name not in self.collected))}  # to connect
+
+
+def lead(pipe: Pipe, job: Job) -> None:
     """The leader's process: tells its address, then after each word its processor time so far."""
     raise_descriptor_limit()
 
     async def serve() -> None:
-        holders = holders_of(hosts)
-        copies = held(holders)
-        first = min(copies)
-        ways = ways_up(sorted(copies), first, fan_in)
-        leader = Leader(first, Ledger(holders, None, 30.0), len(holders), None, lambda message: None, ways=ways)
+        first = job.names[0]
+        leader = Leader(first, Ledger(job.holders, None, 30.0), len(job.holders), None, lambda message: None, ways=job.ways)
         listener = await take_in(leader)
         pipe.send(listener.address)
         loop = asyncio.get_running_loop()
         while (step := await loop.run_in_executor(None, pipe.recv)) is not None:
             if step > 0:
-                take_all(leader.take, [report(owner, first, step) for owner in copies[first]])
+                take_all(leader.take, [report(owner, first, step) for owner in job.copies[first]])
             pipe.send(time.process_time())
 
     asyncio.run(serve())
@@ -66,65 +79,117 @@ def first_leads(name: str, first: str) -> Succession:
     return Succession(name, [first], 0, 0.0, timeout=0.0)
 
 
-async def follow(pipe: Pipe, hosts: int, steps: int, fan_in: int) -> dict[str, float]:
-    """All other hosts, in one process, on real connections to the leader's and among each other."""
-    holders = holders_of(hosts)
-    copies = held(holders)
-    names = sorted(copies)
-    ways = ways_up(names, names[0], fan_in)
-    there = {name: Collector(name, Gathering(name, theirs)) for name, theirs in groups(ways, holders).items()}
-    addresses = {names[0]: pipe.recv(), **{name: (await take_in(part)).address for name, part in there.items()}}
-    heard: set[str] = set()
-    everybody = asyncio.Event()
+class Hosts:
+    """Some of the other hosts, in a process of their own, on real connections to the leader and to those that collect."""
 
-    def on_decision(name: str, message: PeerMessage) -> None:
+    def __init__(self, job: Job, names: Sequence[str]) -> None:
+        self._job, self._names = job, names
+        self.there = {name: Collector(name, Gathering(name, job.collected[name])) for name in names if name in job.collected}
+        self._links: dict[str, MemberLink] = {}
+        self._heard: set[str] = set()
+        self._everybody = asyncio.Event()
+
+    def _on_decision(self, name: str, message: PeerMessage) -> None:
         if isinstance(message, Commit):
-            heard.add(name)
-            if len(heard) == hosts - 1:
-                everybody.set()
+            self._heard.add(name)
+            if len(self._heard) == len(self._names):
+                self._everybody.set()
+
+    async def connect(self, addresses: Mapping[str, Address]) -> None:
+        """Reports to those that take reports; collectors before others, and a few hosts at a time."""
+        job = self._job
+        begin = time.monotonic()
+        for name in sorted(self._names, key=job.turns.__getitem__):
+            await asyncio.sleep(max(0.0, begin + _PAUSE * (job.turns[name] // _AT_A_TIME) - time.monotonic()))
+            up = job.ways[name][0]
+            ways, told, order = [up] * (up != job.names[0]), partial(self._on_decision, name), first_leads(name, job.names[0])
+            bundles = Bundles(name, {owner: job.holders[owner] for owner in job.copies[name]})
+            dial, collector = partial(connect, addresses, name), self.there.get(name)
+            self._links[name] = MemberLink(ways, dial, order, told, rejoin, print, bundles, collector)
+        async with asyncio.timeout(_TIMEOUT):
+            while not all(link.reaches_leader for link in self._links.values()):
+                await asyncio.sleep(0.1)
+
+    async def report(self, step: int) -> None:
+        """All copies of these hosts are complete; ends when all of them have heard of the commit."""
+        self._heard.clear()
+        self._everybody.clear()
+        for name, link in self._links.items():
+            take_all(link.take, [report(owner, name, step) for owner in self._job.copies[name]])
+        async with asyncio.timeout(_TIMEOUT):
+            await self._everybody.wait()
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+
+
+def play(pipe: Pipe, job: Job, names: Sequence[str]) -> None:
+    """The process of some hosts: tells where its collectors listen, then ends each step that it is told when they know of the commit."""
+    raise_descriptor_limit()
+
+    async def serve() -> None:
+        hosts, loop = Hosts(job, names), asyncio.get_running_loop()
+        pipe.send({name: (await take_in(part)).address for name, part in hosts.there.items()})
+        await hosts.connect(await loop.run_in_executor(None, pipe.recv))
+        pipe.send("connected")
+        while (step := await loop.run_in_executor(None, pipe.recv)) is not None:
+            await hosts.report(step)
+            pipe.send("heard")
+        hosts.close()
+        await asyncio.sleep(0.1)
+
+    asyncio.run(serve())
+
+
+def real(hosts: int, steps: int, fan_in: int, processes: int = 1) -> dict[str, float]:
+    """Figures of the leader's process; all other hosts are in so many others."""
+    job = Job(hosts, fan_in)
+    context = multiprocessing.get_context("fork")  # a process for each of two hundred hosts: what they have read is shared
+
+    def start(what: Callable[..., None], *arguments: object) -> tuple[Pipe, multiprocessing.process.BaseProcess]:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=what, args=(theirs, job, *arguments), daemon=True)
+        process.start()
+        theirs.close()
+        return ours, process
+
+    others = job.names[1:]
+    started = [start(lead), *(start(play, others[number::processes]) for number in range(processes))]
+    (leader, *crowd), children = [pipe for pipe, _ in started], [process for _, process in started]
 
     def asked(step: int) -> float:
-        pipe.send(step)
-        return float(pipe.recv())
+        leader.send(step)
+        return float(leader.recv())
 
-    links = {}
-    for name in sorted(ways, key=lambda name: name not in there):
-        up = ways[name][0]
-        ways_to, told = [up] * (up != names[0]), partial(on_decision, name)
-        bundles, order = Bundles(name, holders), first_leads(name, names[0])
-        links[name] = MemberLink(ways_to, partial(connect, addresses, name), order, told, rejoin, print, bundles, there.get(name))
-        if len(links) % 16 == 0:
-            await asyncio.sleep(0.2)  # a listener takes few strangers at a time
-    async with asyncio.timeout(120):
-        while not all(link.reaches_leader for link in links.values()):
-            await asyncio.sleep(0.1)
-    took, delays = [], []
-    for step in range(1, steps + 1):
-        heard.clear()
-        everybody.clear()
-        before, begin = asked(0), time.monotonic()
-        for name, link in links.items():
-            take_all(link.take, [report(owner, name, step) for owner in copies[name]])
-        asked(step)
-        async with asyncio.timeout(120):
-            await everybody.wait()
-        delays.append(time.monotonic() - begin)
-        took.append(asked(0) - before)
-    for link in links.values():
-        link.close()
-    pipe.send(None)
-    await asyncio.sleep(0.1)
-    return {"leader_ms": 1e3 * statistics.median(took[1:]), "latency_ms": 1e3 * statistics.median(delays[1:])}
-
-
-def real(hosts: int, steps: int, fan_in: int) -> dict[str, float]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=lead, args=(theirs, hosts, fan_in))
-    process.start()
     try:
-        return asyncio.run(follow(ours, hosts, steps, fan_in))
+        addresses = {job.names[0]: leader.recv()}
+        for pipe in crowd:
+            addresses |= pipe.recv()
+        tell(crowd, addresses)
+        took, delays = [], []
+        for step in range(1, steps + 1):
+            before, begin = asked(0), time.monotonic()
+            for pipe in crowd:
+                pipe.send(step)
+            asked(step)
+            for pipe in crowd:
+                pipe.recv()
+            delays.append(time.monotonic() - begin)
+            took.append(asked(0) - before)
+        for pipe in (leader, *crowd):
+            pipe.send(None)
+        return {"leader_ms": 1e3 * statistics.median(took[1:]), "latency_ms": 1e3 * statistics.median(delays[1:])}
     finally:
-        process.join(10)
-        process.kill()
-        process.join()
+        for process in children:
+            process.join(10)
+            process.kill()
+            process.join()
+
+
+def tell(crowd: Sequence[Pipe], what: object) -> None:
+    """Tells all processes something, and waits for their answers."""
+    for pipe in crowd:
+        pipe.send(what)
+    for pipe in crowd:
+        pipe.recv()

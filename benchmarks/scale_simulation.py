@@ -20,8 +20,9 @@ from gemini_ft.agent import collecting, failover, leadership, reporting
 from gemini_ft.agent.failover import Failover
 from gemini_ft.agent.leadership import Leader
 from gemini_ft.config import LEADER_TIMEOUT
+from gemini_ft.core.decisions import Abort, Commit
 from gemini_ft.core.effects import Completed, Skipped
-from gemini_ft.core.ledger import Abort, Commit, Ledger
+from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.placement import place
 from gemini_ft.core.succession import Succession, candidates
 from gemini_ft.core.tree import ways_up

@@ -7,19 +7,19 @@ epoch than its own steps down.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from gemini_ft.agent.collecting import SILENCE, Collector, CollectorPort
+from gemini_ft.agent.asking import Dial, ask
+from gemini_ft.agent.collecting import Collector, CollectorPort
 from gemini_ft.agent.leadership import Leader, MemberPort
-from gemini_ft.agent.reporting import Dial, MemberLink
+from gemini_ft.agent.reporting import MemberLink
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.gathering import Gathering
 from gemini_ft.core.succession import Succession
 from gemini_ft.core.tree import collectors
-from gemini_ft.errors import GeminiError, PeerError
+from gemini_ft.errors import PeerError
 from gemini_ft.wire.messages import kind_of
 from gemini_ft.wire.peer_messages import AllFinished, DrainHost, Heartbeat, PeerMessage, ReportFinished, WayUp
 from gemini_ft.wire.tcp import Connection
@@ -175,14 +175,8 @@ class Failover:
                 await asyncio.gather(*(self._call(host) for host in missing[at : at + _AT_ONCE]))
 
     async def _call(self, host: str) -> None:
-        answer = _Answer()
-        with contextlib.suppress(GeminiError, TimeoutError):
-            async with asyncio.timeout(SILENCE):
-                connection = await self._dial(host, self.succession.epoch, answer)
-                try:
-                    await answer.heard.wait()
-                finally:
-                    connection.abort("the call is over")
+        answer = await ask(self._dial, host, self.succession.epoch)
+        if answer is not None:
             asyncio.get_running_loop().call_soon(self.hear, answer.epoch)  # which may end this task
 
 
@@ -202,23 +196,3 @@ class Refusal:
 
     def on_lost(self, reason: str) -> None:
         """Does nothing: whoever dialled has its answer."""
-
-
-class _Answer:
-    """The end of a leader's call to a host that has not come to it."""
-
-    def __init__(self) -> None:
-        self.heard = asyncio.Event()
-        self.epoch = 0  # that the other host knows of
-
-    def on_message(self, message: PeerMessage) -> memoryview | None:
-        if isinstance(message, WayUp):
-            self.epoch = message.epoch
-            self.heard.set()
-        return None
-
-    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
-        raise PeerError("raw bytes on a reporting connection")
-
-    def on_lost(self, reason: str) -> None:
-        self.heard.set()

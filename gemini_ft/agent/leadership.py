@@ -18,8 +18,9 @@ from gemini_ft.agent.collecting import SILENCE
 from gemini_ft.agent.storing import Storing
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.uploads import UnclearUploadError
+from gemini_ft.core.decisions import Abort, Commit, Decision, Holders, Manifest, Thaw
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Skipped
-from gemini_ft.core.ledger import Abort, Commit, Decision, Holders, Ledger, Manifest, Thaw
+from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.traffic import Pace
 from gemini_ft.core.tree import Ways
 from gemini_ft.core.versions import Version

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
+from gemini_ft.agent.asking import Dial, ask
 from gemini_ft.agent.collecting import GATHER, HEARTBEAT, SILENCE, Collector
 from gemini_ft.core.bundles import Bundles
+from gemini_ft.core.decisions import Holders
 from gemini_ft.core.effects import Completed
-from gemini_ft.core.ledger import Holders
 from gemini_ft.core.succession import Succession
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.handshake import TIMEOUT
 from gemini_ft.wire.messages import pack
 from gemini_ft.wire.peer_messages import Admitted, Heartbeat, PeerMessage, Relayed, WayUp, peers
-from gemini_ft.wire.tcp import Connection, Handler
+from gemini_ft.wire.tcp import Connection
 
 _DELAY = 0.05  # seconds after the first connection that fails; twice as many after each further one
 _LONGEST = 1.0  # the most of these
@@ -30,9 +32,7 @@ TRIES = 6  # connections in a row that must fail before the next host is dialled
 _LOOKS = 3  # looks in a row that must have heard nothing: this process may have been stopped itself
 _AGAIN = 4  # times that a host that declines to lead is asked before the leader is dialled again
 LOOK = 0.25  # seconds between looks at whether the leader is silent
-
-Dial = Callable[[str, int, Handler], Awaitable[Connection]]
-"""Connects to a host, which is asked to lead an epoch: its answer, `WayUp`, says whether it does."""
+RETURN = 30.0  # seconds, up to twice as many, between looks of a host that reports elsewhere at whether its own collector is there again
 
 
 class _End(Enum):
@@ -316,8 +316,27 @@ class MemberLink:
         self.connection = connection
         self._heard, self._looks = time.monotonic(), 0
         self._take_early()
-        await self._stay()
+        returning = asyncio.get_running_loop().create_task(self._return()) if self._at else None
+        try:
+            await self._stay()
+        finally:
+            if returning is not None:
+                returning.cancel()
         return self._was_open, self._end
+
+    async def _return(self) -> None:
+        """Turns to this host's own collector when that takes reports again: else, in time, all hosts would report to a few.
+
+        Everything undecided is said again there, so that no commit is lost by it.
+        """
+        own = self._ways[0]
+        while True:
+            await asyncio.sleep(RETURN * (1 + random.random()))  # the hosts of one collector come back one by one
+            told = await ask(self._dial, own, self._succession.epoch)
+            if told is not None and told.is_open and told.epoch == self._succession.epoch:
+                self._at = 0
+                self._leave(_End.BROKEN, f"host {own!r} takes this host's reports again")
+                return
 
     async def _stay(self) -> None:
         """Gives signs of life until the connection is lost, or gives none."""

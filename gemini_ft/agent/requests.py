@@ -270,7 +270,9 @@ class Requests:
 
     def _visited(self, visit: Visit) -> Visited:
         streams = {
-            name: StreamInfo(slots=stream.home.vault.inventory(), committed=stream.home.host.committed, spec=stream.home.spec)
+            name: StreamInfo(
+                slots=stream.home.vault.inventory(), committed=stream.home.host.committed, spec=stream.home.spec, leader=stream.leader
+            )
             for name, stream in self._streams.by_name.items()
         }
         run, address = self._run, self._streams.address

@@ -17,8 +17,8 @@ from gemini_ft.agent.storing import Stagings
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.vault import Giver
 from gemini_ft.agent.workers import WorkerConnection
+from gemini_ft.core.decisions import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Send, Tell, Upload, Withdraw
-from gemini_ft.core.ledger import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, PeerError, RecoveryError, SupersededError
 from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of
@@ -351,6 +351,11 @@ class Stream:
     # -- figures
 
     @property
+    def leader(self) -> str | None:
+        """The host that leads the commits, as far as this one knows."""
+        return self._session.succession.leader if self._session is not None else None
+
+    @property
     def patience(self) -> float:
         """Seconds for which the last upload of the job is tried again."""
         return self._session.patience if self._session is not None else 0.0
@@ -367,7 +372,7 @@ class Stream:
         return {
             "incarnation": str(spec.incarnation) if spec else None,
             "world_size": spec.world_size if spec else None,
-            "leader": session.succession.leader if session is not None else None,
+            "leader": self.leader,
             "epoch": session.succession.epoch if session is not None else None,
             "reaches_leader": session is not None and session.reaches_leader,
             "committed": host.committed.iteration if host.committed else None,

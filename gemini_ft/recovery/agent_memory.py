@@ -76,9 +76,10 @@ class Remembered:
         Empty where its host is gone, or has committed another version since: then a host that has a copy must do, which has compared it.
         """
         for part in self.parts.values():
-            if part.spec is not None and (address := part.spec.addresses.get(part.spec.leader)) is not None:
+            leader = part.leader or (part.spec.leader if part.spec is not None else None)
+            if part.spec is not None and leader is not None and (address := part.spec.addresses.get(leader)) is not None:
                 with contextlib.suppress(GeminiError, OSError):
-                    return committed_roots(part.spec.leader, address, self.claims, self.secret, version, _TIMEOUT)
+                    return committed_roots(leader, address, self.claims, self.secret, version, _TIMEOUT)
         return {}
 
     @property

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from gemini_ft.core.decisions import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Skipped
-from gemini_ft.core.ledger import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.wire.messages import (
     PROTOCOL_VERSION,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from gemini_ft.config import DEFAULT_TRAFFIC, LEADER_TIMEOUT, TrafficConfig
-from gemini_ft.core.ledger import Abort, Commit
+from gemini_ft.core.decisions import Abort, Commit
 from gemini_ft.core.traffic import Profile
 from gemini_ft.core.tree import FAN_IN
 from gemini_ft.core.versions import Incarnation, Version
@@ -431,6 +431,7 @@ class StreamInfo(Message):
     slots: list[SlotInfo]
     committed: Version | None
     spec: SessionSpec | None  # of the newest incarnation
+    leader: str | None = None  # the host that leads the commits now, as far as is known here
 
 
 class Visited(Answer):

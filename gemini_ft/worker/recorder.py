@@ -15,7 +15,7 @@ from typing import Any
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient, as_error
 from gemini_ft.config import GeminiConfig
-from gemini_ft.core.ledger import Abort, Commit
+from gemini_ft.core.decisions import Abort, Commit
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, GeminiError
 from gemini_ft.events import EventLog

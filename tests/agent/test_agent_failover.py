@@ -6,10 +6,11 @@ import asyncio
 import time
 
 import pytest
-from crew_kit import Crew, version
+from crew_kit import Crew, Member, version
 
+from gemini_ft.agent import reporting
+from gemini_ft.core.decisions import Commit, Holders
 from gemini_ft.core.effects import Completed
-from gemini_ft.core.ledger import Commit, Holders
 from gemini_ft.wire.peer_messages import AllFinished, DrainHost, ReportFinished
 
 
@@ -196,5 +197,32 @@ def test_a_failover_that_is_closed_hears_of_no_leader() -> None:
             crew[1].failover.close()
             crew[1].failover.hear(2)
             assert crew[1].succession.epoch == 0
+
+
+def test_hosts_return_to_their_own_collector_when_it_is_there_again_and_no_commit_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all hosts would report to one collector in the end, after each other one was away for a moment."""
+    monkeypatch.setattr(reporting, "RETURN", 0.05)
+    monkeypatch.setattr(reporting, "TRIES", 1)
+
+    def reporting_to(collector: Member) -> set[str]:
+        return {name for name, connection in collector.incoming if not connection.closed.is_set()}
+
+    async def work() -> None:
+        async with Crew(7, fan_in=2) as crew:
+            own, other = crew[1], crew[4]
+            assert (reporting_to(own), reporting_to(other)) == ({"h2", "h3"}, {"h5", "h6"})
+            await crew.commit(1)
+            own.end()
+            await crew.until(lambda: reporting_to(other) == {"h2", "h3", "h5", "h6"})
+            await own.restart()
+            iteration = 1
+            async with asyncio.timeout(30):
+                while reporting_to(other) != {"h5", "h6"}:
+                    iteration += 1
+                    await crew.commit(iteration)
+            await crew.commit(iteration + 1)
+            assert reporting_to(own) == {"h2", "h3"}
+            committed = [message.version.iteration for message in crew[2].heard if isinstance(message, Commit)]
+            assert set(committed) >= set(range(1, iteration + 2))
 
     asyncio.run(work())

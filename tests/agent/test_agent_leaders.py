@@ -13,6 +13,7 @@ from agent_kit import Job, Rank, eventually, stopped
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.events import read_events
+from gemini_ft.recovery.agent_memory import remembered
 from gemini_ft.storage.checkpoints import checkpoint_folder, list_checkpoints, read_manifest, shard_key
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.retention import read_back
@@ -63,6 +64,8 @@ def test_the_next_host_leads_when_the_leaders_agent_is_killed_and_the_next_one_a
     second.reconnect(job.version(3))
     job.commit(ranks, 4)
     assert {job.stream(host)["epoch"] for host in "abc"} == {2}
+    [memory] = remembered(job.run)
+    assert set(memory.roots_of_leader(job.version(4))) == {0, 1, 2}  # the one that leads now has all of them
     said = [(event["leader"], event["epoch"], event["host"]) for event in read_events(tmp_path / "events") if event["event"] == "leader"]
     assert said == [("b", 1, "b"), ("c", 2, "c")]
 

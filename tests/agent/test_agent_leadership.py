@@ -16,9 +16,10 @@ from gemini_ft.agent.leadership import Audience, Leader, MemberPort
 from gemini_ft.agent.reporting import MemberLink
 from gemini_ft.agent.uploads import UnclearUploadError
 from gemini_ft.core.bundles import Bundles
+from gemini_ft.core.decisions import Abort, Commit, Holders, Thaw
 from gemini_ft.core.effects import Completed, Copies, Gathered, Skipped
 from gemini_ft.core.gathering import Gathering
-from gemini_ft.core.ledger import Abort, Cadence, Commit, Holders, Ledger, Thaw
+from gemini_ft.core.ledger import Cadence, Ledger
 from gemini_ft.core.succession import Succession, candidates
 from gemini_ft.core.tree import collectors, ways_up
 from gemini_ft.core.versions import Incarnation, Version

@@ -29,7 +29,7 @@ from gemini_ft.agent.memory import SlotMemory, SlotShape
 from gemini_ft.agent.serving import Fetcher
 from gemini_ft.agent.vault import Vault
 from gemini_ft.agent.workers import Desk
-from gemini_ft.core.ledger import Commit
+from gemini_ft.core.decisions import Commit
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import AgentError, MemoryBudgetError

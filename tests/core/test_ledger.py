@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import pytest
 
+from gemini_ft.core.decisions import Abort, Commit, Decision, Fatal, Holders, Manifest, Thaw
 from gemini_ft.core.effects import Completed, Copies, Gathered, Skipped
-from gemini_ft.core.ledger import Abort, Cadence, Commit, Decision, Fatal, Holders, Ledger, Manifest, Thaw
+from gemini_ft.core.ledger import Cadence, Ledger
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError
 

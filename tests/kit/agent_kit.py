@@ -24,8 +24,8 @@ import numpy as np
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
+from gemini_ft.core.decisions import Abort, Commit
 from gemini_ft.core.layout import Layout, TensorSpec, build_layout
-from gemini_ft.core.ledger import Abort, Commit
 from gemini_ft.core.roots import checksum, layout_digest, shard_root
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import GeminiError

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from gemini_ft.core.decisions import Abort, Commit, Decision, Fatal, Holders, Manifest, Thaw
 from gemini_ft.core.effects import Completed, Report, Skipped
-from gemini_ft.core.ledger import Abort, Cadence, Commit, Decision, Fatal, Holders, Manifest, Thaw
+from gemini_ft.core.ledger import Cadence
 from gemini_ft.core.protocol import NO_ROOTS
 from gemini_ft.core.versions import Version
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gemini_ft.core.decisions import Commit, Holders
 from gemini_ft.core.effects import Completed, Skipped
-from gemini_ft.core.ledger import Commit, Holders
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError
 from gemini_ft.wire.messages import PROTOCOL_VERSION, Channel, Chunk, kind_of, pack

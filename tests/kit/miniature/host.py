@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gemini_ft.core.bundles import Bundles
+from gemini_ft.core.decisions import Abort, Commit, Decision, Holders, Manifest, Thaw
 from gemini_ft.core.effects import (
     CancelSend,
     Completed,
@@ -25,7 +26,7 @@ from gemini_ft.core.effects import (
     Withdraw,
 )
 from gemini_ft.core.gathering import Gathering
-from gemini_ft.core.ledger import Abort, Cadence, Commit, Decision, Holders, Ledger, Manifest, Thaw
+from gemini_ft.core.ledger import Cadence, Ledger
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.slots import Slot, SlotState
 from gemini_ft.core.succession import Succession, candidates

@@ -6,7 +6,8 @@ from collections.abc import Callable, Set
 from functools import partial
 from random import Random
 
-from gemini_ft.core.ledger import Decision, Ledger, Manifest
+from gemini_ft.core.decisions import Decision, Manifest
+from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.placement import place
 from gemini_ft.core.slots import Slot, SlotState
 from gemini_ft.core.tree import FAN_IN

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gemini_ft.core.ledger import Abort, Commit, Decision
+from gemini_ft.core.decisions import Abort, Commit, Decision
 from gemini_ft.core.versions import Version
 
 if TYPE_CHECKING:

@@ -1,0 +1,68 @@
+"""The decisions of the leader's book, which all hosts carry out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gemini_ft.core.rounds import Pair
+from gemini_ft.core.versions import Version
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A decision: ``version`` is complete at every holder that counts. ``freeze``: upload it."""
+
+    version: Version
+    freeze: bool
+    digest_at: int | None = None  # iteration from which ranks must add digests of their replicated state
+    roots: dict[int, str] = field(default_factory=dict)  # owner -> root of its shard: of its own copy, and of every other that counts
+    agreed: bool = False  # to one host: the roots of what it holds are those that it reported, and are not repeated
+
+
+@dataclass(frozen=True)
+class Abort:
+    """A decision: ``version`` will never be complete everywhere."""
+
+    version: Version
+    reason: str
+
+
+@dataclass(frozen=True)
+class Holders:
+    """A decision: the holder set has changed; these pairs do not count until they have caught up."""
+
+    epoch: int
+    excluded: frozenset[Pair]
+    newly: frozenset[Pair]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A decision: all shards of ``version`` are in storage, so write the manifest, which makes it a checkpoint."""
+
+    version: Version
+    records: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class Thaw:
+    """A decision: the upload of ``version`` is over.
+
+    ``unclear``: the manifest may exist, or be written even now by a host that led and has been lost: what was uploaded must stay.
+    """
+
+    version: Version
+    error: str = ""
+    unclear: bool = False
+
+
+@dataclass(frozen=True)
+class Fatal:
+    """A decision: the job must not go on; ``text`` is the error that every rank raises."""
+
+    error: str
+    text: str
+
+
+Decision = Commit | Abort | Holders | Manifest | Thaw | Fatal
