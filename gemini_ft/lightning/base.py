@@ -51,6 +51,14 @@ class Gemini:
             )
         super().__init__(**given.base)
 
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Shares the data out among all ranks; Lightning's DDP is wrong where hosts have different numbers of them, as under Ray."""
+        strategy: Any = super()
+        if self._gemini_shards:  # the mesh says which ranks have different data
+            return dict(strategy.distributed_sampler_kwargs)
+        return {"num_replicas": strategy.world_size, "rank": strategy.global_rank}
+
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Does nothing: inherited from DDPStrategy this would register "ddp" a second time."""

@@ -214,11 +214,6 @@ class GeminiDdpMixin(GeminiMixin, _DDPStrategy):
         self._gemini_unsent = False
         return checkpoint
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Shares the data out among all ranks; Lightning's own is wrong where hosts have different numbers of them, as under Ray."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
     def _register_ddp_hooks(self) -> None:
         if self.gemini_rules is None:
             super()._register_ddp_hooks()

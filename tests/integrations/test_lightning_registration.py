@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import lightning.fabric
 import lightning.pytorch
@@ -113,7 +114,8 @@ def test_the_trainer_knows_the_name(package: Any, ours: ModuleType) -> None:
     assert isinstance(trainer.strategy, package.strategies.DDPStrategy)
 
 
-def test_data_is_shared_out_by_the_number_of_ranks_where_hosts_have_different_numbers_of_them() -> None:
+@pytest.mark.parametrize("made_by", [lightning.pytorch.Trainer, lightning.fabric.Fabric])
+def test_data_is_shared_out_by_the_number_of_ranks_where_hosts_have_different_numbers_of_them(made_by: Any) -> None:
     """As Ray may place them: here the last of three ranks, alone on its host."""
 
     class Uneven(LightningEnvironment):
@@ -129,8 +131,17 @@ def test_data_is_shared_out_by_the_number_of_ranks_where_hosts_have_different_nu
 
         def set_global_rank(self, rank: int) -> None: ...
 
-    trainer = lightning.pytorch.Trainer(strategy="gemini", accelerator="cpu", devices=1, plugins=[Uneven()], barebones=True)
-    assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 3, "rank": 2}
+    made = made_by(strategy="gemini", accelerator="cpu", devices=1, plugins=[Uneven()])
+    assert made.strategy.distributed_sampler_kwargs == {"num_replicas": 3, "rank": 2}
+
+
+@pytest.mark.parametrize("name", ["GeminiModelParallelStrategy", "GeminiFabricModelParallelStrategy"])
+def test_data_is_shared_out_as_the_mesh_of_sharded_parameters_says(name: str) -> None:
+    """Ranks that hold parts of the same tensors in parallel get the same data."""
+    options = {"parallelize_fn": lambda model, _: model} if "Fabric" in name else {}
+    strategy = getattr(gemini_ft.lightning, name)(**options)
+    strategy._device_mesh = {"data_parallel": Mock(size=lambda: 2, get_local_rank=lambda: 1)}
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": 1}
 
 
 @pytest.mark.parametrize(("package", "ours"), TRAINERS)
