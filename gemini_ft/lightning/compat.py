@@ -136,7 +136,9 @@ def fill_mesh(strategy: Any) -> None:
 
     Lightning's own choice is tensor parallel inside a host and data parallel across hosts.
     """
-    world_size = strategy.num_nodes * strategy.num_processes
+    # As the strategy itself does a moment later: an environment that knows better, as where hosts have different numbers of ranks, stays so.
+    strategy.cluster_environment.set_world_size(strategy.num_nodes * strategy.num_processes)
+    world_size = strategy.world_size
     if strategy._tensor_parallel_size == "auto":
         strategy._tensor_parallel_size = 1 if strategy._data_parallel_size == "auto" else world_size // strategy._data_parallel_size
     if strategy._data_parallel_size == "auto":

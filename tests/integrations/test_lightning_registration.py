@@ -114,25 +114,37 @@ def test_the_trainer_knows_the_name(package: Any, ours: ModuleType) -> None:
     assert isinstance(trainer.strategy, package.strategies.DDPStrategy)
 
 
+class Uneven(LightningEnvironment):
+    """The last of three ranks, alone on its host, as Ray may place them."""
+
+    creates_processes_externally = True
+
+    def world_size(self) -> int:
+        return 3
+
+    def global_rank(self) -> int:
+        return 2
+
+    def set_world_size(self, size: int) -> None: ...
+
+    def set_global_rank(self, rank: int) -> None: ...
+
+
 @pytest.mark.parametrize("made_by", [lightning.pytorch.Trainer, lightning.fabric.Fabric])
 def test_data_is_shared_out_by_the_number_of_ranks_where_hosts_have_different_numbers_of_them(made_by: Any) -> None:
-    """As Ray may place them: here the last of three ranks, alone on its host."""
-
-    class Uneven(LightningEnvironment):
-        creates_processes_externally = True
-
-        def world_size(self) -> int:
-            return 3
-
-        def global_rank(self) -> int:
-            return 2
-
-        def set_world_size(self, size: int) -> None: ...
-
-        def set_global_rank(self, rank: int) -> None: ...
-
     made = made_by(strategy="gemini", accelerator="cpu", devices=1, plugins=[Uneven()])
     assert made.strategy.distributed_sampler_kwargs == {"num_replicas": 3, "rank": 2}
+
+
+@pytest.mark.parametrize(("environment", "devices", "ranks"), [(Uneven, 1, 3), (LightningEnvironment, 2, 4)])
+def test_a_mesh_without_sizes_has_all_ranks(environment: type[LightningEnvironment], devices: int, ranks: int) -> None:
+    """Lightning's own environment hears the number of ranks only when the group is made."""
+    hosts = 1 if environment is Uneven else 2  # nobody says a number of hosts under Ray
+    trainer = lightning.pytorch.Trainer(
+        strategy="gemini_fsdp2", accelerator="cpu", devices=devices, num_nodes=hosts, plugins=[environment()]
+    )
+    compat.fill_mesh(trainer.strategy)
+    assert (trainer.strategy._data_parallel_size, trainer.strategy._tensor_parallel_size) == (ranks, 1)
 
 
 @pytest.mark.parametrize("name", ["GeminiModelParallelStrategy", "GeminiFabricModelParallelStrategy"])
