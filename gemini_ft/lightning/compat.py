@@ -136,7 +136,7 @@ def fill_mesh(strategy: Any) -> None:
 
     Lightning's own choice is tensor parallel inside a host and data parallel across hosts.
     """
-    # The strategy says so itself a moment later. An environment that knows better, as where hosts have different numbers of ranks, ignores it.
+    # The strategy says the same a moment later. An environment that knows better, as Ray does of uneven hosts, ignores it.
     strategy.cluster_environment.set_world_size(strategy.num_nodes * strategy.num_processes)
     world_size = strategy.world_size
     if strategy._tensor_parallel_size == "auto":
