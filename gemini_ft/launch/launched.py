@@ -47,7 +47,7 @@ def this_launch(name: str) -> Launch:
         ticks=ticks,
         started=_boot_time() + ticks / os.sysconf("SC_CLK_TCK"),
         command=own_command(),
-        folder=os.getcwd(),
+        folder=os.getcwd() if ray_train.run_name() is None else "",  # Ray makes one for each session of a cluster
         script=_digest_of_script(),
         environ=relevant(_environment_at_start()),
     )

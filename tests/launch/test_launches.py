@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,6 +68,15 @@ class TestChanges:
 
     def test_a_process_finds_none_in_itself(self) -> None:
         assert changes(this_launch("a"), this_launch("b")) == []
+
+    def test_the_folder_of_a_worker_of_ray_is_none_as_every_cluster_has_others(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        context = SimpleNamespace(get_experiment_name=lambda: "name")
+        monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=lambda: context))
+        before = this_launch("a")
+        monkeypatch.chdir(tmp_path)
+        assert changes(before, this_launch("b")) == []
 
 
 def test_hosts_that_come_later_take_over_the_name_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
