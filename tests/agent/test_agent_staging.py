@@ -159,9 +159,10 @@ def test_a_shard_that_cannot_be_read_gives_its_memory_back_at_once(
     monkeypatch.setattr(stored_shards, "_ONE_REQUEST", 0)  # nothing of the data comes with the small parts
     if not in_one_request:
         monkeypatch.setattr(staging, "_CHUNKS", 1)
+    stream = f"{damage}-{in_one_request}"  # in the name of its memory
     settings: dict[str, object] = {"url": storage.root.as_uri(), "every_steps": 1}
     record, path = store(storage), storage.root / "shard-0"
-    copy = staging.StoredCopy("run", "main", Stage(owner=0, version=STORED, record=record.model_dump_json(), storage=settings), print)
+    copy = staging.StoredCopy("run", stream, Stage(owner=0, version=STORED, record=record.model_dump_json(), storage=settings), print)
     staging.hang_up()
     blob = bytearray(path.read_bytes())
     blob[record.data.offset] ^= 1
@@ -171,7 +172,7 @@ def test_a_shard_that_cannot_be_read_gives_its_memory_back_at_once(
     vault, budget = new_vault(2**30)
     with pytest.raises(CorruptDataError if damage == "bit" else StorageError) as held:
         asyncio.run(vault.stage(copy, STORED, wanted=lambda: True))
-    assert "memfd:gemini:main:0" not in Path("/proc/self/maps").read_text(), f"kept by the frames of {held.value}"
+    assert f"gemini:{stream}:" not in Path("/proc/self/maps").read_text(), f"kept by the frames of {held.value}"
     assert budget.used == 0
 
 
