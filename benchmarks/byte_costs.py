@@ -88,7 +88,7 @@ def _measure() -> dict[str, tuple[float, float]]:
 
     from gemini_ft.core.layout import TensorSpec, build_layout
     from gemini_ft.core.roots import checksum
-    from gemini_ft.state.copy_plan import ChunkSums, CopyPlan, MappedSlot
+    from gemini_ft.state.copy_plan import CopyPlan, MappedSlot
     from gemini_ft.state.tensors import Source
     from gemini_ft.wire.lane import KEY_BYTES, SLICE, Seal
 
@@ -105,9 +105,10 @@ def _measure() -> dict[str, tuple[float, float]]:
     seal, piece = Seal(bytes(KEY_BYTES // 2)), slot.view[:SLICE]
     mine, theirs = _connected()
 
-    def copy(sums: ChunkSums | None = None) -> None:
+    def copy(then: Callable[[memoryview], object] = lambda chunk: None) -> None:
         for number, batch in enumerate(plan.batches):
-            slot.write(number, batch, sums)
+            slot.write(number, batch)
+            then(slot.view[number * CHUNK : (number + 1) * CHUNK])
 
     def send() -> None:
         at = 0
@@ -126,7 +127,7 @@ def _measure() -> dict[str, tuple[float, float]]:
     return {
         "copy": _timed(copy),
         "hash": _timed(lambda: [checksum(slot.view[at : at + CHUNK]) for at in range(0, SIZE, CHUNK)]),
-        "copy and hash": _timed(lambda: copy(ChunkSums(slot.view, SIZE, CHUNK))),
+        "copy and hash": _timed(lambda: copy(checksum)),
         "send": _timed(send, receive),
         "receive": _timed(receive, send),
         "verify": _timed(lambda: [checksum(piece) for _ in range(0, SIZE, SLICE)]),

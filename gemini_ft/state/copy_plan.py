@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from gemini_ft import accelerator
 from gemini_ft.agent.memory import keep_from_children, populate, use_huge_pages
 from gemini_ft.core.layout import Layout
-from gemini_ft.core.roots import running_checksum
 from gemini_ft.errors import MemoryBudgetError
 from gemini_ft.state.copies import Copy, plan_copies
 from gemini_ft.state.tensors import Source
@@ -25,7 +23,6 @@ _libc = ctypes.CDLL(None)
 _libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _libc.memcpy.restype = ctypes.c_void_p
 _LARGE = 64 * 1024  # bytes; from here on a copy of its own, below it one call for many
-_BLOCK = 512 * 1024  # bytes that are copied and then hashed while they are in the core's cache
 
 
 @dataclass(frozen=True)
@@ -34,38 +31,6 @@ class Batch:
 
     small: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # and all that are not plain memory
     large: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # contiguous CPU memory
-
-
-class ChunkSums:
-    """The checksums of a slot's chunks, formed block by block behind the copies.
-
-    Args:
-        view: the slot's memory.
-        nbytes: of tensors in it.
-        chunk_bytes: where it is cut.
-    """
-
-    def __init__(self, view: memoryview, nbytes: int, chunk_bytes: int) -> None:
-        self._view, self._nbytes, self._chunk_bytes = view, nbytes, chunk_bytes
-        self.at = 0  # all bytes before this one have been hashed
-        self._border = min(chunk_bytes, nbytes)
-        self._sum, self._closed = running_checksum(), deque[int]()
-
-    def reach(self, end: int) -> None:
-        """Hashes on up to ``end``: all bytes before it have been laid down, in this chunk and perhaps the next."""
-        while self.at < min(end, self._nbytes):
-            stop = min(end, self._border)
-            self._sum.update(self._view[self.at : stop])
-            self.at = stop
-            if stop == self._border:
-                self._closed.append(self._sum.intdigest())
-                self._sum, self._border = running_checksum(), min(stop + self._chunk_bytes, self._nbytes)
-
-    def next(self) -> int:
-        """The checksum of the next chunk, which has been laid down."""
-        if not self._closed:
-            self.reach(self._border)
-        return self._closed.popleft()
 
 
 class MappedSlot:
@@ -88,26 +53,15 @@ class MappedSlot:
         """Touches all pages, from this process: they come from its own NUMA node, and not during the first copy."""
         populate(self.memory, 0, len(self.memory), lambda: not self._closed)
 
-    def write(self, number: int, batch: Batch, sums: ChunkSums | None = None) -> None:
-        """Lays down one batch of a plan, always the same one; from an accelerator, queues that on the current stream.
-
-        Args:
-            number: which batch that is.
-            batch: the copies.
-            sums: follows the copies that are made at once.
-        """
+    def write(self, number: int, batch: Batch) -> None:
+        """Lays down one batch of a plan, always the same one; from an accelerator, queues that on the current stream."""
         if batch.small:
             if number not in self._targets:
                 self._targets[number] = [self._target(offset, source) for offset, source in batch.small]
             torch._foreach_copy_(self._targets[number], [source for _, source in batch.small], non_blocking=True)
         for offset, source in batch.large:
-            address, end = source.data_ptr() - offset, offset + source.nbytes
-            for start in range(offset, end, _BLOCK):
-                stop = min(start + _BLOCK, end)
-                # torch would start a pool of threads of its own for a large copy, beside those that train
-                _libc.memcpy(self.address + start, address + start, stop - start)
-                if sums is not None and stop - sums.at >= _BLOCK:
-                    sums.reach(stop)  # everything before is there: small tensors come first, large ones by ascending offset
+            # torch would start a pool of threads of its own for a large copy, beside those that train
+            _libc.memcpy(self.address + offset, source.data_ptr(), source.nbytes)
 
     def forget(self) -> None:
         """Forgets the plan: another one follows."""

@@ -20,7 +20,7 @@ from gemini_ft import accelerator
 from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.core.roots import checksum
 from gemini_ft.errors import AgentError, ConcurrentWriteError, GeminiError
-from gemini_ft.state.copy_plan import ChunkSums, CopyPlan, MappedSlot, same_bytes
+from gemini_ft.state.copy_plan import CopyPlan, MappedSlot, same_bytes
 from gemini_ft.wire.messages import Chunk
 from gemini_ft.wire.worker_messages import Copied, GiveUp, Request, ToAgent
 from gemini_ft.worker.outcomes import ENDING, LATE
@@ -305,13 +305,13 @@ class Snapshotter:
     def _copy(self, job: Job, slot: MappedSlot) -> None:
         assert self.plan is not None
         events = self._queue_copies(job, slot) if self.plan.device is not None else []
-        step, sums = self.plan.chunk_bytes, ChunkSums(slot.view, self.plan.nbytes, self.plan.chunk_bytes)
+        step = self.plan.chunk_bytes
         for number, batch in enumerate(self.plan.batches):
             if events:
                 events[number].synchronize()
             else:
-                slot.write(number, batch, sums)
-            self._publish(job, number, number * step, min(step, self.plan.nbytes - number * step), sums.next())
+                slot.write(number, batch)
+            self._publish(job, number, slot, number * step, min(step, self.plan.nbytes - number * step))
         self._copy_extras(job, slot)
 
     def _queue_copies(self, job: Job, slot: MappedSlot) -> list[Any]:
@@ -340,10 +340,10 @@ class Snapshotter:
         slot.view[start : start + len(job.extras)] = job.extras
         chunks = -(-start // step)
         for number, offset in enumerate(range(start, start + len(job.extras), step)):
-            nbytes = min(step, start + len(job.extras) - offset)
-            self._publish(job, chunks + number, offset, nbytes, checksum(slot.view[offset : offset + nbytes]))
+            self._publish(job, chunks + number, slot, offset, min(step, start + len(job.extras) - offset))
 
-    def _publish(self, job: Job, index: int, offset: int, nbytes: int, digest: int) -> None:
+    def _publish(self, job: Job, index: int, slot: MappedSlot, offset: int, nbytes: int) -> None:
+        digest = checksum(slot.view[offset : offset + nbytes])
         job.checksums.append(digest)
         self._tell(Chunk(owner=self._owner, iteration=job.iteration, index=index, offset=offset, nbytes=nbytes, digest=digest))
 

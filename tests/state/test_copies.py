@@ -163,18 +163,6 @@ def test_planned_copies_fill_the_shards_of_all_owners(world: int, limit: int | N
     assert gathered == {source.spec.name: raw(source.tensor) for source in sources}
 
 
-@pytest.mark.parametrize("chunk_bytes", [2**20, 3 * 2**20 + 8, 2**26])
-def test_checksums_follow_copies_of_all_sizes_over_the_borders_of_chunks(chunk_bytes: int) -> None:
-    """Small tensors are copied first, large ones in blocks: none may be hashed before it is there."""
-    sizes = 100, 300_000, 20, 131_072, 16_384, 5, 700_001, 3, 131_071
-    tensors = [filled((size,)) for size in sizes]
-    sources = [Source(TensorSpec(f"t{i}", "float32", (size,), (0,)), tensors[i], False) for i, size in enumerate(sizes)]
-    layout = build_layout([source.spec for source in sources], 0, 1)
-    slot = shard_of(sources, layout, chunk_bytes)
-    for piece, tensor in zip(layout.pieces, tensors, strict=True):
-        assert torch.equal(slot[piece.offset : piece.offset + piece.nbytes], tensor.view(torch.uint8))
-
-
 def test_planned_copies_follow_the_live_tensors() -> None:
     tensor = torch.zeros(4)
     sources = [Source(TensorSpec("a", "float32", (4,), (0,)), tensor, mutable=False)]
