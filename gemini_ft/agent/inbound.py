@@ -82,7 +82,8 @@ class Inbound:
         fresh = [index for index in indices if vault.memory[owner, index] not in before]  # a number may be that of a slot just freed
         await vault.prefault(owner, fresh)
         for index in fresh:
-            self._home.custodians.entrust(vault.memory[owner, index])
+            if (memory := vault.memory.get((owner, index))) is not None:  # else it was freed meanwhile
+                self._home.custodians.entrust(memory)
 
     def keeper(self, owner: int) -> int | None:
         return next((keeper.rank for keeper in self._keepers(owner)), None)

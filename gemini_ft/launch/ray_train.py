@@ -13,7 +13,7 @@ def run_name() -> str | None:
 
 
 def launch_name() -> str | None:
-    """A name for one ``fit()``: the driver's job, in the session of its cluster. None: this process is no worker of Ray Train."""
+    """A name for what one driver starts under this name of a run: its job, in its cluster. None: this process is no worker of Ray Train."""
     if (name := run_name()) is None:
         return None
     runtime = sys.modules["ray"].get_runtime_context()
