@@ -20,7 +20,7 @@ from gemini_ft.storage.shard import ShardRecord, StoredShard
 from gemini_ft.wire.worker_messages import Stage
 
 _PARALLEL = 4  # ranged reads at a time
-_CHUNKS = 8  # read in one request
+CHUNKS_AT_A_TIME = 8  # read in one request
 
 
 class StoredCopy:
@@ -55,7 +55,7 @@ class StoredCopy:
             CorruptDataError: a part does not match its checksum (the rest is not read any more), or the whole not the committed root.
             StorageError: the storage cannot be read.
         """
-        size, step = memory.shape.data_bytes, _CHUNKS * self._stored.record.chunk_bytes
+        size, step = memory.shape.data_bytes, CHUNKS_AT_A_TIME * self._stored.record.chunk_bytes
         transfer = TransferProgress(f"rank {self._order.owner}'s shard of {self._order.version} from storage", size, self._log)
 
         def read(offset: int) -> None:

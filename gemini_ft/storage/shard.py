@@ -31,7 +31,7 @@ from gemini_ft.storage.base import Storage, ignore
 
 CHUNK_BYTES = 8 * 2**20
 _HEADER = 64 * 1024  # bytes; a header up to here is read with what follows it
-_ONE_REQUEST = CHUNK_BYTES + 2**20  # bytes; up to here a journey to the storage costs more than the bytes
+ONE_REQUEST = CHUNK_BYTES + 2**20  # bytes; up to here a journey to the storage costs more than the bytes
 LARGEST = 2**50  # bytes; no store takes larger objects
 
 # The dtypes that safetensors readers know. Any other one is stored as plain bytes and named in the metadata.
@@ -259,7 +259,7 @@ class StoredShard:
         if start <= _HEADER:
             start = 0  # a store that has files behind it may wait 20 ms before it seeks, in case the bytes before are wanted too
         ends = (max(stop, record.data.offset + record.data.nbytes), stop) if self._whole else (stop,)
-        nbytes = next((end - start for end in ends if end - start <= _ONE_REQUEST), 0)
+        nbytes = next((end - start for end in ends if end - start <= ONE_REQUEST), 0)
         blob = memoryview(bytearray(nbytes))
         self._storage.get_range(record.key, start, blob)
         return start, blob

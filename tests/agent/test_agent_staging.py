@@ -156,9 +156,9 @@ def test_a_shard_that_cannot_be_read_gives_its_memory_back_at_once(
     storage: LocalStorage, damage: str, in_one_request: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its budget is given back, and it is read again while the first error is still being handled."""
-    monkeypatch.setattr(stored_shards, "_ONE_REQUEST", 0)  # nothing of the data comes with the small parts
+    monkeypatch.setattr(stored_shards, "ONE_REQUEST", 0)  # nothing of the data comes with the small parts
     if not in_one_request:
-        monkeypatch.setattr(staging, "_CHUNKS", 1)
+        monkeypatch.setattr(staging, "CHUNKS_AT_A_TIME", 1)
     stream = f"{damage}-{in_one_request}"  # in the name of its memory
     settings: dict[str, object] = {"url": storage.root.as_uri(), "every_steps": 1}
     record, path = store(storage), storage.root / "shard-0"
