@@ -23,6 +23,7 @@ from scale_simulation import REPLICAS, changed, simulated
 
 LINKS = {"10us": 10e-6, "100us": 100e-6}  # seconds that a frame takes
 LOST = 1, 10, 100  # hosts at a time
+_MOST_CHANGED = 4000  # hosts of which another one leads: beyond that the simulation takes minutes
 Figures = dict[str, float]
 
 
@@ -207,7 +208,7 @@ def main() -> int:
     count = options.steps or (3 if options.quick else 6)
     small, large = options.real or ((16, 32) if options.quick else (32, 256))
     steps = {hosts: steps_of(hosts, count) for hosts in sizes}
-    changes = {hosts: changed(hosts, LINKS["100us"], FAN_IN) for hosts in sizes}
+    changes = {hosts: changed(hosts, LINKS["100us"], FAN_IN) for hosts in sizes if hosts <= _MOST_CHANGED}
     starts = {hosts: start_of(hosts) for hosts in sizes}
     losing = min(1000, max(sizes))
     lost = {number: joining(losing, number) for number in LOST if 2 * number <= losing}
