@@ -53,8 +53,8 @@ class Truth:
         self.keepers = {owner: hosts - {node} for owner, hosts in self.keepers.items()}
 
     def find(self, node: Node) -> None:
-        """An agent has copies again."""
-        if self.safe is not None:
+        """An agent has copies again. One that goes on in a session that is over has promised them to nobody."""
+        if self.safe is not None and node.session in (None, self.session):
             found = {owner for owner in self.keepers if has(node, owner, self.safe)}
             self.keepers = {owner: hosts | {node} if owner in found else hosts for owner, hosts in self.keepers.items()}
 
