@@ -26,9 +26,9 @@ from typing import Any
 
 import common
 from gemini_ft.events import read_events
+from recovery_parts import PARTS, PHASES, explanation, split
 
 PACKAGES = ("torch", "lightning", "gemini-ft")
-PHASES = ("detection", "rendezvous", "process start", "group", "restore", "first step")
 STEPS_BETWEEN = 4  # optimizer steps from one recovery to the next failure
 SPARE_HEAD_START = 5.0  # seconds a spare gets at least to start and to wait in the rendezvous
 PATIENCE = 180.0  # seconds until a job that makes no step counts as failed
@@ -43,27 +43,6 @@ class Job:
     loop: str
     keeper: str
 
-
-EXPLAINED_FROM = 0.2  # seconds of a phase from which on the report says what it consists of
-# Mark -> what happens until then, and whose it is. A mark is reached when the slowest rank has reached it.
-PARTS = {
-    "victim": ("what was killed is gone: the kernel takes its memory back", "kernel"),
-    "noticed": ("the launcher has noticed, and has ended the other workers", "launcher"),
-    "gone": ("these are gone: the kernel takes their memory back", "kernel"),
-    "created": ("rendezvous; the new processes exist", "launcher"),
-    "started": ("forked, or an interpreter started; everything is imported", "launcher"),
-    "group": ("process group", "torch"),
-    "model": ("the script builds its model: fresh pages, random numbers", "script"),
-    "wrapped": ("DDP wraps it, and sends rank 0's weights", "torch"),
-    "joined": ("agents are found, copies compared; ranks agree on what to resume", "gemini-ft"),
-    "prepared": ("small state is read; DDP, Lightning and the optimizer's state are prepared", "script, gemini-ft"),
-    "resumed": ("every byte is read, verified and laid into fresh pages", "gemini-ft"),
-    "restored": ("the rest is put back: loops, counters, random states; torchrun: all of the state", "integration"),
-    "forward": ("first batch and forward pass: fresh pages for activations", "training"),
-    "backward": ("backward pass and all-reduce: fresh pages for gradients and buckets", "training"),
-    "step": ("the update", "training"),
-}
-PHASE_ENDS = dict(zip(("gone", "created", "started", "group", "restored", "step"), PHASES, strict=True))
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 GEMINI_RUN = (sys.executable, "-m", "gemini_ft.cli.main", "run")
@@ -255,22 +234,6 @@ def fail(job: Running, scenario: str) -> Recovery:
     return Recovery(phases, parts, max(before.steps()) - max(new.steps("restored")), before.ordinary_step())
 
 
-def split(marks: Mapping[str, float]) -> tuple[tuple[float, ...], dict[tuple[str, str], float]]:
-    """Phases, and the parts of each that add up to it: every mark ends a part that the one before it began.
-
-    A spare's worker may exist before the last old one has gone: a phase that is over when the one before it ends took no time.
-    """
-    ends = [marks["start"]]
-    for mark in PHASE_ENDS:
-        ends.append(max(marks[mark], ends[-1]))
-    parts = {}
-    for (mark, phase), (begin, end) in zip(PHASE_ENDS.items(), pairwise(ends), strict=True):
-        inside = sorted((at, name) for name, at in marks.items() if begin < at < end and name not in PHASE_ENDS)
-        for (before, _), (at, name) in pairwise([(begin, ""), *inside, (end, mark)]):
-            parts[phase, name] = at - before
-    return tuple(b - a for a, b in pairwise(ends)), parts
-
-
 def _stepped(events: Sequence[Mapping[str, Any]], count: int, besides: set[int] | None = None) -> bool:
     attempt = Attempt.newest(events)
     return attempt is not None and not (besides or set()) & set(attempt.pids.values()) and attempt.has_stepped(count)
@@ -386,27 +349,10 @@ def report(results: Mapping[str, Mapping[str, Mapping[str, Any]]], ratio: Mappin
         what = "a killed worker" if scenario == "worker" else "a lost host, a spare waiting"
         header = ["job", *PHASES, "(ordinary step)", "total", "worst", "steps lost", "failures"]
         parts.append(f"## {what.capitalize()}, {megabytes} of state\n\n{common.table(header, lines)}")
-        parts += explanation(rows)
+        parts += explanation({JOBS[name].title: row for name, row in rows.items()})
     shown = [[name, "not measured" if value is None else f"{value:.3f}"] for name, value in ratio.items()]
     parts.append("## Ratios\n\nThe worst over sizes and loops.\n\n" + common.table(["ratio", "value"], shown))
     return "\n\n".join(parts)
-
-
-def explanation(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What the phases of one case consist of that are not short."""
-    lines = []
-    for name, row in rows.items():
-        for part, seconds in row.get("parts_s", {}).items():
-            phase, mark = part.split(": ")
-            if row["phases_s"][phase] >= EXPLAINED_FROM and seconds >= 0.01:
-                lines.append([JOBS[name].title, phase, f"{seconds:.2f}", *PARTS[mark]])
-    if not lines:
-        return []
-    told = (
-        f"Phases of {EXPLAINED_FROM:g} s and more, by what they consist of. Where ranks overlap, a part ends with the slowest rank; "
-        "medians of parts need not add up to the median of their phase."
-    )
-    return [told, common.table(["job", "phase", "seconds", "until", "whose"], lines)]
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ def placing(hosts: int) -> float:
 
 
 class Sockets:
-    """What real connections cost beyond the simulation, found by three sizes, of which the second is predicted from the first.
+    """The cost of real connections beyond the simulation, found by three sizes, of which the second is predicted from the first.
 
     Args:
         small, large: hosts without collectors, each in a process of its own.
@@ -143,8 +143,8 @@ def table(columns: Mapping[str, tuple[str, int]], first: str, found: Mapping[int
 
 
 def panels(steps: Mapping[int, Figures], starts: Mapping[int, Figures]) -> list[Panel]:
-    def curve(key: str, found: Mapping[int, Figures] = steps, factor: float = 1.0) -> dict[int, float]:
-        return {hosts: factor * figures[key] for hosts, figures in found.items()}
+    def curve(key: str, found: Mapping[int, Figures] = steps) -> dict[int, float]:
+        return {hosts: figures[key] for hosts, figures in found.items()}
 
     return [
         Panel(

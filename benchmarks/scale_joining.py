@@ -124,7 +124,7 @@ class Cast:
         self.heard[_ALIKE] = list(self._parts({name: common for name, (_, common) in introductions.items()}))
 
     def _introduction(self, rank: int) -> tuple[bytes, list[bytes]]:
-        """What the ranks of a host say first, and what they say together with others."""
+        """The first words of a host's ranks, and those that they say together with others."""
 
         def cut(number: int, blob: bytes) -> list[bytes]:
             if number == _BRIEF:
@@ -148,7 +148,7 @@ class Cast:
             yield pickle.dumps([rendezvous.part_of(blob, ranks[blob], rank) for blob, ranks in zip(common[name], alike, strict=True)])
 
     def _say(self, number: int, blob: bytes) -> list[bytes]:
-        """What all ranks say in an exchange. The first rank that is played is rank 0, and where it has the word the others say nothing."""
+        """The words of all ranks in an exchange. Rank 0 is played first, and where it has the word the others say nothing."""
         if number not in self.heard:
             said = pickle.loads(blob)
             value = getattr(said, "value", said)
@@ -187,7 +187,7 @@ class Cast:
 
     @property
     def bytes_said(self) -> int:
-        """What all ranks say in all exchanges, which is what each of them hears."""
+        """Bytes of all ranks' words in all exchanges, all of which each of them hears."""
         return sum(len(blob) for said in self.heard.values() for blob in said)
 
 
@@ -246,7 +246,7 @@ async def memory(frame: bytes) -> dict[str, float]:
 
 
 def _gathered(copies: Mapping[str, Sequence[int]], step: int, but_one: bool) -> Iterator[Gathered]:
-    """What the collectors send in a step; ``but_one``: without the last host's copies."""
+    """The messages of the collectors in a step; ``but_one``: without the last host's copies."""
     names = sorted(copies)[: len(copies) - but_one]
     for at in range(0, len(names), FAN_IN):
         roots = {name: "".join(root(owner, step) for owner in copies[name]) for name in names[at : at + FAN_IN]}

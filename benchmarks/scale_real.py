@@ -170,11 +170,8 @@ def real(hosts: int, steps: int, fan_in: int, processes: int = 1) -> dict[str, f
         took, delays = [], []
         for step in range(1, steps + 1):
             before, begin = asked(0), time.monotonic()
-            for pipe in crowd:
-                pipe.send(step)
             asked(step)
-            for pipe in crowd:
-                pipe.recv()
+            tell(crowd, step)
             delays.append(time.monotonic() - begin)
             took.append(asked(0) - before)
         for pipe in (leader, *crowd):

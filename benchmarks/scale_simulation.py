@@ -58,7 +58,7 @@ def held(holders: Placed) -> dict[str, list[int]]:
 
 
 def groups(ways: Mapping[str, Sequence[str]], holders: Placed) -> dict[str, Placed]:
-    """What each collector must know of its own hosts: all of them are in one process here."""
+    """Each collector's part of the placement, that of its own hosts: all of them are in one process here."""
     copies, members = held(holders), dict[str, set[str]]()
     for host, (up, *others) in ways.items():
         if others:
@@ -136,7 +136,7 @@ class Crowd:
         return name not in self._stopped
 
     def _words(self, name: str) -> list[PeerMessage]:
-        """What a leader must hear of a host that knows nothing of it, as an agent says it."""
+        """A host's words to a leader that knows nothing of it, as an agent says them."""
         self._greetings += 1
         epoch, at = self._hosts[name].succession.epoch, self._committed
         roots = {} if at is None else {owner: root(owner, at.iteration) for owner in self.copies[name]}

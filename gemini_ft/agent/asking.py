@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
-from gemini_ft.errors import GeminiError, PeerError
+from gemini_ft.agent.collecting import SILENCE, ReportingEnd
+from gemini_ft.errors import GeminiError
 from gemini_ft.wire.peer_messages import PeerMessage, WayUp
 from gemini_ft.wire.tcp import Connection, Handler
 
-_PATIENCE = 2.5  # seconds
 Dial = Callable[[str, int, Handler], Awaitable[Connection]]
 """Connects to a host, which is asked to lead an epoch: its answer, `WayUp`, says whether it does."""
 
@@ -19,7 +19,7 @@ async def ask(dial: Dial, host: str, epoch: int) -> WayUp | None:
     """The answer of a host that is asked whether reports go to the leader from there; None: there is none in time."""
     answer = _Answer()
     with contextlib.suppress(GeminiError, TimeoutError):
-        async with asyncio.timeout(_PATIENCE):
+        async with asyncio.timeout(SILENCE):
             connection = await dial(host, epoch, answer)
             try:
                 return await answer.told
@@ -28,7 +28,7 @@ async def ask(dial: Dial, host: str, epoch: int) -> WayUp | None:
     return None
 
 
-class _Answer:
+class _Answer(ReportingEnd):
     """The end of a connection that is for one answer."""
 
     def __init__(self) -> None:
@@ -38,9 +38,6 @@ class _Answer:
         if isinstance(message, WayUp) and not self.told.done():
             self.told.set_result(message)
         return None
-
-    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
-        raise PeerError("raw bytes on a reporting connection")
 
     def on_lost(self, reason: str) -> None:
         if not self.told.done():

@@ -192,7 +192,14 @@ class Collector:
                 self._send(Silent(hosts=silent))
 
 
-class CollectorPort:
+class ReportingEnd:
+    """An end of a connection for reports and decisions, which carries messages alone."""
+
+    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
+        raise PeerError("raw bytes on a reporting connection")
+
+
+class CollectorPort(ReportingEnd):
     """A collector's end of a host's connection."""
 
     def __init__(self, collector: Collector, connection: Connection, host: str) -> None:
@@ -208,9 +215,6 @@ class CollectorPort:
         if not isinstance(message, Heartbeat):
             self._collector.hear(message, self)
         return None
-
-    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
-        raise PeerError("raw bytes on a reporting connection")
 
     def on_lost(self, reason: str) -> None:
         self._collector.leave(self)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from gemini_ft.agent.asking import Dial, ask
-from gemini_ft.agent.collecting import Collector, CollectorPort
+from gemini_ft.agent.collecting import Collector, CollectorPort, ReportingEnd
 from gemini_ft.agent.leadership import Leader, MemberPort
 from gemini_ft.agent.reporting import MemberLink
 from gemini_ft.agent.tasks import Tasks
@@ -79,21 +79,24 @@ class Failover:
 
     def take(self, message: PeerMessage) -> None:
         """Takes a report to the leader, whichever host that is."""
-        if isinstance(message, ReportFinished):
-            self._finished[message.rank] = message
-        elif isinstance(message, DrainHost):
-            self._drained[message.host] = message
+        self._remember(message)
         if self.leader is not None:
             self.leader.take(message)
         elif self.member is not None:
             self.member.take(message)
 
     def _decide(self, message: PeerMessage) -> None:
-        if isinstance(message, DrainHost):  # it may not have reached that host
-            self._drained[message.host] = message
-        elif isinstance(message, AllFinished):  # the same; the hosts of some ranks may have left by now
-            self._finished = {rank: ReportFinished(rank=rank) for rank in self._holders}
+        self._remember(message)
         self._on_decision(message)
+
+    def _remember(self, message: PeerMessage) -> None:
+        """Keeps what the next leader must hear as well: this one may be lost before it has reached all whom it concerns."""
+        if isinstance(message, ReportFinished):
+            self._finished[message.rank] = message
+        elif isinstance(message, AllFinished):  # the hosts of some ranks may have left by now
+            self._finished = {rank: ReportFinished(rank=rank) for rank in self._holders}
+        elif isinstance(message, DrainHost):
+            self._drained[message.host] = message
 
     def _everything(self) -> list[PeerMessage]:
         return [*self._undecided(), *self._drained.values(), *self._finished.values()]
@@ -180,7 +183,7 @@ class Failover:
             asyncio.get_running_loop().call_soon(self.hear, answer.epoch)  # which may end this task
 
 
-class Refusal:
+class Refusal(ReportingEnd):
     """The end of a connection of a host that this one cannot help: it hears which epoch is led."""
 
     def __init__(self, connection: Connection, epoch: int) -> None:
@@ -190,9 +193,6 @@ class Refusal:
         if not isinstance(message, Heartbeat):
             raise PeerError(f"{kind_of(message)!r} to a host that neither leads this run nor collects reports for its leader")
         return None
-
-    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
-        raise PeerError("raw bytes on a reporting connection")
 
     def on_lost(self, reason: str) -> None:
         """Does nothing: whoever dialled has its answer."""

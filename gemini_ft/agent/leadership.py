@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from gemini_ft.agent.collecting import SILENCE
+from gemini_ft.agent.collecting import SILENCE, ReportingEnd
 from gemini_ft.agent.storing import Storing
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.uploads import UnclearUploadError
@@ -149,8 +149,8 @@ class Leader:
     def hear_gathered(self, message: Gathered | GatheredSkips, port: MemberPort) -> None:
         """Takes what a collector has gathered, of the hosts that still report by way of it."""
         kept = message.only(lambda host: self._ways.counts(host, port))
-        if hosts := set(kept.roots if isinstance(kept, Gathered) else kept.owners):
-            self.take(kept, Audience(hosts, port))
+        if kept.hosts:
+            self.take(kept, Audience(set(kept.hosts), port))
 
     def take(self, message: PeerMessage, member: Audience | None = None) -> None:
         """Takes a report, of another host or our own; ``member``: who hears the answer, if it is for nobody else."""
@@ -359,7 +359,7 @@ class Audience:
         connection.send(message if self.port.is_alone else Relayed.of(sorted(self.hosts), message))
 
 
-class MemberPort:
+class MemberPort(ReportingEnd):
     """The leader's end of another host's connection, on which a collector also passes on what others say."""
 
     def __init__(self, leader: Leader, connection: Connection, host: str) -> None:
@@ -391,9 +391,6 @@ class MemberPort:
             case _:
                 self._leader.hear(message, self.host, self)
         return None
-
-    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
-        raise PeerError("raw bytes on a reporting connection")
 
     def on_lost(self, reason: str) -> None:
         self._leader.leave(self)

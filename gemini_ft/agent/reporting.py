@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 from gemini_ft.agent.asking import Dial, ask
-from gemini_ft.agent.collecting import GATHER, HEARTBEAT, SILENCE, Collector
+from gemini_ft.agent.collecting import GATHER, HEARTBEAT, SILENCE, Collector, ReportingEnd
 from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.decisions import Holders
 from gemini_ft.core.effects import Completed
@@ -360,7 +360,7 @@ class MemberLink:
                 self._leave(_End.SILENT, "it is silent")
 
 
-class _Way:
+class _Way(ReportingEnd):
     """One connection of a `MemberLink`."""
 
     def __init__(self, link: MemberLink) -> None:
@@ -369,9 +369,6 @@ class _Way:
     def on_message(self, message: PeerMessage) -> memoryview | None:
         self._link.hear(message, self)
         return None
-
-    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
-        raise PeerError("raw bytes on a reporting connection")
 
     def on_lost(self, reason: str) -> None:
         self._link.on_lost(reason, self)

@@ -108,8 +108,8 @@ class Session:
         uploading, said = (self.storing.uploader.version, self.storing.said) if self.storing is not None else (None, [])
         attempt = time.monotonic_ns()  # goes on when the agent is restarted
         unstored = self.storing.uploader.unstored if self.storing is not None else ""
-        known = {"committed": host.committed, "roots": host.heard_roots, "uploading": uploading, "unstored": unstored}
-        rejoin = Rejoin(epoch=self.succession.epoch, attempt=attempt, **known)  # type: ignore[arg-type]
+        epoch, committed, roots = self.succession.epoch, host.committed, host.heard_roots
+        rejoin = Rejoin(epoch=epoch, attempt=attempt, committed=committed, uploading=uploading, roots=roots, unstored=unstored)
         return [rejoin, *host.reports(), *said, *([need] if need is not None else []), *([UploadSoon()] if self._is_drained else [])]
 
 

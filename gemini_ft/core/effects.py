@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gemini_ft.core.versions import Version
@@ -49,6 +49,11 @@ class Gathered:
         """The same without the hosts whose word does not count."""
         return replace(self, roots={host: text for host, text in self.roots.items() if counts(host)})
 
+    @property
+    def hosts(self) -> Collection[str]:
+        """Those that report."""
+        return self.roots.keys()
+
     def each(self, held: Mapping[str, Sequence[int]]) -> list[Copies]:
         """The reports host by host; ``held``: host -> owners of the shards that it holds, in their order.
 
@@ -85,6 +90,11 @@ class GatheredSkips:
     def only(self, counts: Callable[[str], bool]) -> GatheredSkips:
         """The same without the hosts whose word does not count."""
         return replace(self, owners={host: owners for host, owners in self.owners.items() if counts(host)})
+
+    @property
+    def hosts(self) -> Collection[str]:
+        """Those that report."""
+        return self.owners.keys()
 
 
 Report = Completed | Skipped

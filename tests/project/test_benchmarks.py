@@ -24,12 +24,13 @@ def test_every_benchmark_with_a_quick_form_is_on_the_page() -> None:
 
 
 def test_the_parts_of_a_recovery_add_up_to_its_phases() -> None:
+    import recovery_parts
     import recovery_time
 
     marks = {"start": 10.0, "noticed": 10.5, "victim": 10.25, "gone": 11.0, "created": 10.75, "started": 12.0, "group": 14.0}
     marks |= {"model": 13.0, "joined": 15.0, "restored": 16.0, "forward": 17.0, "step": 18.0}
-    phases, parts = recovery_time.split(marks)  # a spare's worker was there before the last old one had gone
-    assert dict(zip(recovery_time.PHASES, phases, strict=True)) == {
+    phases, parts = recovery_parts.split(marks)  # a spare's worker was there before the last old one had gone
+    assert dict(zip(recovery_parts.PHASES, phases, strict=True)) == {
         "detection": 1.0,
         "rendezvous": 0.0,
         "process start": 1.0,
@@ -37,11 +38,11 @@ def test_the_parts_of_a_recovery_add_up_to_its_phases() -> None:
         "restore": 2.0,
         "first step": 2.0,
     }
-    for phase, seconds in zip(recovery_time.PHASES, phases, strict=True):
+    for phase, seconds in zip(recovery_parts.PHASES, phases, strict=True):
         assert sum(taken for (of, _), taken in parts.items() if of == phase) == seconds
     assert [mark for phase, mark in parts if phase == "detection"] == ["victim", "noticed", "gone"]
     rows = {"torchrun": recovery_time.summary([recovery_time.Recovery(phases, parts, 0)], None)}
-    (_, shown) = recovery_time.explanation(rows)
+    (_, shown) = recovery_parts.explanation(rows)
     assert "| group | 1.00 | the script builds its model: fresh pages, random numbers | script |" in shown
     assert "| rendezvous |" not in shown
 
