@@ -114,19 +114,12 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None]
         return _introduction(config, clients[0], run, stream, fingerprint(secret), now)
 
     try:
-        with _no_collections():
-            everyone = introduced(introduce, config.timeout + 10)
-            session = _agree(config, clients[0], hello, everyone, rank, resizable)
+        with _no_collections():  # what all have said is let go before it ends
+            return _agree(config, clients, hello, introduced(introduce, config.timeout + 10), rank, resizable)
     except BaseException:
         for client in clients:
             client.close()  # the agent must not wait for us to choose
         raise
-    if rank == 0:
-        for warning in unknown_variables(os.environ) if "GEMINI_LAUNCHER_PID" not in os.environ else ():  # the launcher has said it
-            _log.warning("%s", warning)
-        _announce(session, bool(everyone[0].configured_secret))
-        _announce_resumption(session, {about.launch for about in everyone} - {""})
-    return session
 
 
 @contextlib.contextmanager
@@ -209,9 +202,11 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: s
     return Introduction(run, welcome, inventory, configured_secret, shared, Orders.read(run), stored, launch)
 
 
-def _agree(config: GeminiConfig, client: AgentClient, hello: Hello, everyone: list[Introduction], rank: int, resizable: bool) -> Session:
-    """Agrees on everything that all ranks must see alike, and opens the incarnation."""
-    run, stream = hello.run, hello.stream
+def _agree(
+    config: GeminiConfig, clients: list[AgentClient], hello: Hello, everyone: list[Introduction], rank: int, resizable: bool
+) -> Session:
+    """Agrees on everything that all ranks must see alike, opens the incarnation, and announces it."""
+    run, stream, client = hello.run, hello.stream, clients[0]
     secret = agree_on_secret(everyone, client.welcome.secret, rank, config.timeout)
     _agree_on_config(everyone)
     orders = Orders.agree([about.orders for about in everyone])
@@ -225,7 +220,13 @@ def _agree(config: GeminiConfig, client: AgentClient, hello: Hello, everyone: li
     opening = OpenSession(spec=spec, secret=secret)
     exchange_or_raise(lambda: client.call(opening, Opened)[0], config.timeout + 10)
     host, infos = client.welcome.info.host, [about.welcome.info for about in everyone]
-    return Session(rank, len(everyone), run, host, config, client, hello, secret, spec, choice.plan, infos, orders)
+    session = Session(rank, len(everyone), run, host, config, client, hello, secret, spec, choice.plan, infos, orders)
+    if rank == 0:
+        for warning in unknown_variables(os.environ) if "GEMINI_LAUNCHER_PID" not in os.environ else ():  # the launcher has said it
+            _log.warning("%s", warning)
+        _announce(session, bool(everyone[0].configured_secret))
+        _announce_resumption(session, {about.launch for about in everyone} - {""})
+    return session
 
 
 def _hello(config: GeminiConfig, run: str, stream: str, rank: int, secret: bytes, launch: Launch) -> Hello:

@@ -119,6 +119,11 @@ class Job:
             self._ready.extend([following] if (following := next(inner, None)) is not None else [])
             yield batch
 
+    def close(self) -> None:
+        """Ends the loader's workers: each iterator that is left to the garbage collector may wait 10 s for its own."""
+        if getattr(self.loader, "_iterator", None) is not None:
+            self.loader._iterator = None  # whose sampler refers to the loader
+
 
 def check_going_on(make: Callable[[], Any], stop: tuple[int, int], **options: Any) -> None:
     """Stopped at ``stop`` and taken up in a new life, the training sees what it would have seen."""
@@ -129,6 +134,8 @@ def check_going_on(make: Callable[[], Any], stop: tuple[int, int], **options: An
     state = codec.decode(codec.encode(before.run(range(EPOCHS), stop)))
     after = Job(make, resumable=True, seed=99, **options)  # a new process: other seeds, other states
     after.run(range(stop[0], EPOCHS), first=state)
+    for job in (plain, before, after):
+        job.close()
     got = before.seen + after.seen
     assert len(got) == len(plain.seen), f"{len(before.seen)} and {len(after.seen)} batches in place of {len(plain.seen)}"
     for expected, found in zip(plain.seen, got, strict=True):
