@@ -120,6 +120,9 @@ def main() -> None:
     measured = trials.measure("overhead_worker.py", {name: ROWS[name] for name in wanted}, plans, limit, patience)
     results = {size: {row: found.summary(size * 10**6) for row, found in rows.items()} for size, rows in measured.items()}
     ratios = {f"{size} MB": trials.against(rows, OURS, RATIOS) for size, rows in measured.items()}
+    for size, found_at in measured.items():
+        if OURS in found_at and found_at[OURS].held:
+            ratios[f"{size} MB"]["memory_vs_state"] = common.interval([held / (size * 10**6) for held in found_at[OURS].held])
     if not arguments.quick:
         body = report(results, ratios, arguments)
         path = common.write_report("checkpoint-overhead", "Cost of keeping every step", body, common.versions(PACKAGES))

@@ -245,7 +245,7 @@ def ratio_table(found: Mapping[K, Mapping[str, common.Spread]]) -> str:
     """The section with the ratios of all plans."""
     names = dict.fromkeys(name for ratios in found.values() for name in ratios)
     rows = [[name, *(common.spread(ratios[name], 3) if name in ratios else "-" for ratios in found.values())] for name in names]
-    told = "Medians over rounds of the ratios within one round, and their 95 % intervals."
+    told = "Medians over rounds of the ratios within one round (of memory: over blocks), and their 95 % intervals."
     return f"## Ratios\n\n{told}\n\n" + common.table(["ratio", *map(str, found)], rows)
 
 

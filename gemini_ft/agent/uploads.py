@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import importlib.metadata
 import platform
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -35,6 +37,7 @@ _HOME_SECONDS = 5.0  # for this host's note in its home folder, which may hang
 _ATTEMPTS = 4
 _DELETING = "deleting old checkpoints"
 _UPLOADS = "an upload"
+_REASONS = 8  # that are told of one outage
 BACKOFF = 0.5  # seconds before the second attempt, doubled for each further one
 HOSTS_PER_SECOND = 50.0  # that begin to upload: a store slows down whoever sends it thousands of requests at once
 
@@ -46,6 +49,25 @@ def turn(hosts: Sequence[str], owner: int) -> float:
 
 class UnclearUploadError(StorageError):
     """An upload has failed, and its manifest may exist, or come to exist, all the same."""
+
+
+@dataclass
+class _Failing:
+    """An operation that does not work."""
+
+    since: float  # on the system's clock
+    error: str = ""  # the newest
+    told: set[str] = field(default_factory=set)  # reasons of which the user has heard
+
+    def again(self, error: str) -> bool:
+        """Takes note of an error; returns whether the user should hear of it: one reason may hide behind another, but numbers and ids
+        make none."""
+        self.error = error
+        reason = re.sub(r"\S*\d\S*", "", error)
+        if reason in self.told or len(self.told) == _REASONS:
+            return False
+        self.told.add(reason)
+        return True
 
 
 class Uploader:
@@ -72,12 +94,12 @@ class Uploader:
         self.leads: Callable[[], int | None] = lambda: 0  # epoch in which this host decides what is stored and deleted; None: it does not
         self.is_obeyed: Callable[[], bool] = lambda: True  # whether it is certain that no other host does by now
         self._tidied = False
-        self._failures: dict[str, tuple[float, str]] = {}  # operation -> since when (on the system's clock) it fails, and why
+        self._failures: dict[str, _Failing] = {}  # operation -> what is known of it
 
     def status(self) -> dict[str, object]:
         """The figures that ``gemini status`` shows: the upload under way, its progress, any failure and since when it lasts."""
         transfers = list(self._transfers.values()) if self.version is not None else []
-        since, error = min(self._failures.values(), default=(None, ""))
+        first = min(self._failures.values(), key=lambda failing: failing.since, default=None)
         return {
             "url": self.config.url,
             "uploading": str(self.version) if self.version is not None else None,
@@ -87,8 +109,8 @@ class Uploader:
             "seconds_left": max((round(transfer.seconds_left, 1) for transfer in transfers if transfer.done), default=None),
             "stored": self._newest[0].iteration if self._newest is not None else None,
             "stored_at": self._newest[1] if self._newest is not None else None,
-            "failing_since": since,
-            "error": error,
+            "failing_since": first.since if first else None,
+            "error": first.error if first else "",
         }
 
     @property
@@ -99,7 +121,7 @@ class Uploader:
     @property
     def unstored(self) -> str:
         """Why the last upload failed; empty: it did not."""
-        return self._failures[_UPLOADS][1] if _UPLOADS in self._failures else ""
+        return self._failures[_UPLOADS].error if _UPLOADS in self._failures else ""
 
     def start(self, owner: int, memory: SlotMemory, version: Version, done: Callable[[str, str], None]) -> None:
         """Uploads one shard in the background; ``done`` gets its record, or the error."""
@@ -122,7 +144,7 @@ class Uploader:
             unclear: whether its manifest may exist, or come to exist, all the same.
 
         Returns:
-            What to tell the user: only the beginning and the end of an outage are worth a word.
+            What to tell the user: of an outage its beginning, every further reason, and its end are worth a word.
         """
         self.version = None
         written = self._written.pop(version, set())
@@ -138,15 +160,16 @@ class Uploader:
         self._newest = (version, time.time())
         # Not waited for, as the home folder may be on a network file system that hangs.
         self.background.spawn(asyncio.to_thread(note_on_host, self.config.url, self._run, self._spec.stream, version))
-        since, _ = self._failures.pop(_UPLOADS, (0.0, ""))
-        if not since:
+        outage = self._failures.pop(_UPLOADS, None)
+        if outage is None:
             return ""
-        return f"storage is well again after {time.time() - since:.0f} s: {version} is stored"
+        return f"storage is well again after {time.time() - outage.since:.0f} s: {version} is stored"
+
+    def _fails(self, operation: str) -> _Failing:
+        return self._failures.setdefault(operation, _Failing(time.time()))
 
     def _failed(self, version: Version, error: str) -> str:
-        begins = _UPLOADS not in self._failures
-        self._failures[_UPLOADS] = (self._failures.get(_UPLOADS, (time.time(), ""))[0], error)
-        if not begins:
+        if not self._fails(_UPLOADS).again(error):
             return ""
         return (
             f"storage: the upload of {version} failed: {error}; training goes on, the next upload is tried when it is due; "
@@ -344,15 +367,15 @@ class Uploader:
         except Exception as error:  # a fault of ours must not leave storage unused for ever without a word
             with contextlib.suppress(TimeoutError):  # a home may be a network file system that hangs
                 await asyncio.wait_for(asyncio.to_thread(self._recall), _HOME_SECONDS)
-            begins = _DELETING not in self._failures
-            self._failures[_DELETING] = (self._failures.get(_DELETING, (time.time(), ""))[0], str(error))
+            is_news = self._fails(_DELETING).again(str(error))
             told = f"storage: old checkpoints cannot be found or deleted: {error}; nothing more is stored until that works"
             told += f": {self._stake()}. A message will say when storing works again"
-            return told if begins else "", f"old checkpoints cannot be deleted: {error}"
+            return told if is_news else "", f"old checkpoints cannot be deleted: {error}"
         finally:
             self._tidied = True
-        since, _ = self._failures.pop(_DELETING, (0.0, ""))
-        return f"storage: old checkpoints can be deleted again after {time.time() - since:.0f} s; uploads go on" if since else "", ""
+        if (outage := self._failures.pop(_DELETING, None)) is None:
+            return "", ""
+        return f"storage: old checkpoints can be deleted again after {time.time() - outage.since:.0f} s; uploads go on", ""
 
     def _delete_manifest(self, manifest: Manifest) -> bool:
         """Deletes a manifest, which may exist although writing it failed: its shards go next. Returns whether there is none for certain."""
@@ -372,17 +395,17 @@ class Uploader:
             try:
                 result = await asyncio.to_thread(work)
             except (StorageError, SupersededError, OSError) as error:
-                begins = what not in self._failures
-                since, _ = self._failures[what] = (self._failures.get(what, (time.time(), ""))[0], str(error))
+                failing = self._fails(what)
                 if attempt == _ATTEMPTS - 1 or isinstance(error, SupersededError) or self._closed.is_set():
-                    raise StorageError(f"{error} (failing for {time.time() - since:.0f} s)") from None
-                if begins:
+                    failing.error = str(error)
+                    raise StorageError(f"{error} (failing for {time.time() - failing.since:.0f} s)") from None
+                if failing.again(str(error)):
                     self._log(f"storage: {error}; it is tried again")
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closed.wait(), BACKOFF * 2**attempt)
             else:
                 if what in self._failures:
-                    self._log(f"storage: {what} works again after {time.time() - self._failures.pop(what)[0]:.0f} s")
+                    self._log(f"storage: {what} works again after {time.time() - self._failures.pop(what).since:.0f} s")
                 return result
         raise AssertionError("unreachable")
 

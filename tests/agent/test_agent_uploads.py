@@ -136,6 +136,38 @@ def test_a_store_that_keeps_half_of_what_it_is_given_has_stored_nothing(host: Ho
     run(scenario())
 
 
+def test_a_reason_that_comes_to_another_is_told_as_well_and_each_of_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That another job has the run id now, for one: by then this job's uploads may have failed before, as the other one clears away."""
+    one, other = (Host(tmp_path / "store", monkeypatch, begun_as=Incarnation(1, nonce)) for nonce in ("0000000c", "0000000b"))
+
+    async def scenario() -> None:
+        other.storage.refuses = "put .*manifest"
+        told = [await other.upload(iteration) for iteration in (1, 12)]
+        await one.upload(1)
+        other.storage.refuses = "$^"
+        told += [await other.upload(iteration) for iteration in (123, 1234)]
+        assert ["is refused" in text for text in told] == [True, False, False, False]
+        assert ["another job has taken run id" in text for text in told] == [False, False, True, False]
+
+    run(scenario())
+
+
+def test_what_differs_each_time_is_not_told_each_time(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = iter(range(10**6))
+
+    def put(key: str, *_: Any) -> None:
+        raise StorageError(f"SlowDown: {'x' * next(words)}")
+
+    monkeypatch.setattr(host.storage, "put", put)
+
+    async def scenario() -> None:
+        told = [await host.upload(iteration) for iteration in range(1, 30)]
+        assert 2 < sum(map(bool, told)) < 10
+        assert sum("it is tried again" in line for line in host.log) < 10
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("refused", ["put .*manifest", "put .*stored"])
 def test_a_failed_upload_leaves_nothing(host: Host, refused: str) -> None:
     async def scenario() -> None:

@@ -22,10 +22,14 @@ from gemini_ft.sync.ddp_hook import hook as sparse_hook
 from gemini_ft.sync.zen import Zen
 from gemini_ft.testing import digest
 
+# Where a thread of gloo's is the last to let go of its group, as PowerSGD's callbacks may be, it waits for itself, and the process aborts.
+_groups: list[Any] = []
+
 
 @pytest.fixture(autouse=True)
 def group(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    _groups.append(dist.group.WORLD)
     yield
     dist.destroy_process_group()
 

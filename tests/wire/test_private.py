@@ -152,11 +152,11 @@ def test_a_dead_agents_port_taken_by_another_user_gets_no_byte_of_the_state(tmp_
                 ranks[0].copy(2)
                 assert is_readable(squatter.stdout.fileno(), WAIT), job.log("a")
                 heard = squatter.stdout.readline()
+                eventually(lambda: "no TLS handshake" in job.log("a"), "the line in the log")  # of the answer, which comes after that
             finally:
                 squatter.kill()
         assert heard.startswith("heard 1603"), heard  # a TLS hello, and nothing after it
         assert not any(secret.hex() in heard for secret in (SECRET, content(0, 1, 4 * CHUNK)[:8]))
-        eventually(lambda: "no TLS handshake" in job.log("a"), "the line in the log")
 
 
 def test_names_of_other_sockets_do_not_disturb_the_search_for_agents(tmp_path: Path) -> None:
