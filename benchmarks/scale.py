@@ -23,6 +23,14 @@ from scale_simulation import REPLICAS, changed, simulated
 
 LINKS = {"10us": 10e-6, "100us": 100e-6}  # seconds that a frame takes
 LOST = 1, 10, 100  # hosts at a time
+AIMS = {
+    "leader_ms_1000x8": 20,
+    "leader_ms_10000x8": 100,
+    "collector_ms_10000x8": 100,
+    "commit_ms_1000x8": 100,
+    "leader_change_s_1000x8": 2,
+    "joining_s_1000x8": 2,
+}
 _MOST_CHANGED = 4000  # hosts of which another one leads: beyond that the simulation takes minutes
 Figures = dict[str, float]
 
@@ -93,8 +101,13 @@ STEPS = {
     "collector_ms": ("busiest collector, ms", 2),
     "collector_ms_with_sockets": ("with sockets (estimated)", 1),
     "leader_messages": ("leader's messages in", 0),
-    "leader_kb": ("leader's kB", 0),
-    "collector_kb": ("collector's kB", 0),
+    "leader_sent": ("out", 0),
+    "leader_kb": ("kB", 0),
+    "collector_messages": ("that collector's in", 0),
+    "collector_sent": ("out", 0),
+    "collector_kb": ("kB", 0),
+    "host_messages": ("any other host's, in and out", 1),
+    "host_kb": ("kB", 2),
     "latency_ms_10us": ("commit after the last copy, ms (10 us)", 2),
     "latency_ms_100us": ("(100 us)", 2),
     "joining_ms": ("connecting, ms", 1),
@@ -127,6 +140,8 @@ CHANGES = {
     "leader_ms_killed": ("next leader, ms of processor", 1),
     "seconds_hung": ("first leader hangs: seconds", 2),
     "leader_ms_hung": ("next leader, ms", 1),
+    "collector_seconds_killed": ("a collector killed: seconds until a decision has come from below it to all", 2),
+    "collector_seconds_hung": ("hangs: seconds", 2),
 }
 LOSSES = {
     "survived": ("survived, if drawn by chance", 4),
@@ -138,7 +153,10 @@ LOSSES = {
 
 
 def table(columns: Mapping[str, tuple[str, int]], first: str, found: Mapping[int, Figures]) -> str:
-    rows = [[str(number), *(f"{figures[key]:.{digits}f}" for key, (_, digits) in columns.items())] for number, figures in found.items()]
+    rows = [
+        [str(number), *(f"{figures[key]:.{digits}f}" if key in figures else "" for key, (_, digits) in columns.items())]
+        for number, figures in found.items()
+    ]
     return common.table([first, *(title for title, _ in columns.values())], rows)
 
 
@@ -183,7 +201,7 @@ def panels(steps: Mapping[int, Figures], starts: Mapping[int, Figures]) -> list[
 def steps_of(hosts: int, steps: int) -> Figures:
     figures = simulated(hosts, steps, LINKS["10us"], FAN_IN, trouble=True)
     slower = simulated(hosts, steps, LINKS["100us"], FAN_IN)
-    kilobytes = {f"{who}_kb": figures[f"{who}_bytes"] / 1e3 for who in ("leader", "collector")}
+    kilobytes = {f"{who}_kb": figures[f"{who}_bytes"] / 1e3 for who in ("leader", "collector", "host")}
     return figures | kilobytes | {"latency_ms_10us": figures["latency_ms"], "latency_ms_100us": slower["latency_ms"]}
 
 
@@ -215,12 +233,28 @@ def main() -> int:
     sockets = Sockets(small, large, options.real_collected or (200 if options.quick else 1000), 3 * count)
     for figures in steps.values():
         sockets.add(figures)
+
+    def of(found: Mapping[int, Figures], name: str, hosts: int) -> float | None:
+        return round(found[hosts][name], 2) if hosts in found else None
+
+    growth = steps[1000]["leader_ms"] / 1000 / (steps[128]["leader_ms"] / 128) if {128, 1000} <= steps.keys() else None
+    ratios = {
+        "leader_ms_1000x8": of(steps, "leader_ms_with_sockets", 1000),
+        "leader_ms_10000x8": of(steps, "leader_ms_with_sockets", 10000),
+        "collector_ms_10000x8": of(steps, "collector_ms_with_sockets", 10000),
+        "leader_ms_left_out_10000x8": of(steps, "leader_ms_left_out", 10000),
+        "commit_ms_1000x8": of(steps, "latency_ms_100us", 1000),
+        "leader_change_s_1000x8": of(changes, "seconds_hung", 1000),
+        "joining_s_1000x8": of(starts, "busiest_host_s", 1000),
+        "growth_128_to_1000": round(growth, 2) if growth else None,
+        "simulated_vs_real": common.ratio(sockets.predicted, sockets.measured[large]["leader_ms"]),
+    }
     body = "\n\n".join(
         [
             table(STEPS, "hosts x 8", steps),
             "Steps with trouble, without sockets:",
             table(TROUBLE, "hosts x 8", steps),
-            "Another leader, at the default timeouts (simulated):",
+            "Another leader, and another collector, at the default timeouts (simulated):",
             table(CHANGES, "hosts x 8", changes),
             "Joining, and what agents keep:",
             table(STARTS, "hosts x 8", starts),
@@ -228,6 +262,11 @@ def main() -> int:
             table(LOSSES, "lost at a time", lost),
             "Real connections on loopback, the leader in a process of its own:",
             sockets.table(),
+            "Aims, where there is one:",
+            common.table(
+                ["ratio", "value", "at most"],
+                [[name, "" if value is None else f"{value:.2f}", str(AIMS.get(name, ""))] for name, value in ratios.items()],
+            ),
         ]
     )
     print(body)
@@ -238,10 +277,6 @@ def main() -> int:
         draw(panels(steps, starts), path.with_suffix(".svg"))
         path.write_text(f"{path.read_text()}\n![curves]({path.stem}.svg)\n")
 
-    def of(found: Mapping[int, Figures], name: str, hosts: int) -> float | None:
-        return round(found[hosts][name], 2) if hosts in found else None
-
-    growth = steps[1000]["leader_ms"] / 1000 / (steps[128]["leader_ms"] / 128) if {128, 1000} <= steps.keys() else None
     common.print_result(
         "scale",
         {
@@ -252,16 +287,7 @@ def main() -> int:
             "real": sockets.measured,
             "us_per_message_in_sockets": round(1e3 * sockets.per_way, 1),
         },
-        {
-            "leader_ms_1000x8": of(steps, "leader_ms_with_sockets", 1000),
-            "leader_ms_10000x8": of(steps, "leader_ms_with_sockets", 10000),
-            "collector_ms_10000x8": of(steps, "collector_ms_with_sockets", 10000),
-            "leader_ms_left_out_10000x8": of(steps, "leader_ms_left_out", 10000),
-            "leader_change_s_1000x8": of(changes, "seconds_hung", 1000),
-            "joining_s_1000x8": of(starts, "busiest_host_s", 1000),
-            "growth_128_to_1000": round(growth, 2) if growth else None,
-            "simulated_vs_real": common.ratio(sockets.predicted, sockets.measured[large]["leader_ms"]),
-        },
+        ratios,
     )
     return 0
 

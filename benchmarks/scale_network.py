@@ -70,6 +70,17 @@ class Processor:
         return result
 
 
+class Traffic:
+    """What all hosts without a `Processor` send and receive."""
+
+    def __init__(self) -> None:
+        self.messages = self.bytes = 0
+
+    def add(self, frame: bytes) -> None:
+        self.messages += 1
+        self.bytes += len(frame)
+
+
 class Wire:
     """One end of a connection in memory; the other end is ``far``.
 
@@ -77,13 +88,16 @@ class Wire:
         loop: of the simulation.
         latency: seconds that a frame takes.
         processor: of this end's host, unless that has no other host to hear.
+        traffic: counts the frames of this end then.
         runs: whether this end's host does, which may have been stopped.
     """
 
     far: Wire
 
-    def __init__(self, loop: SimulatedLoop, latency: float, processor: Processor | None, runs: Callable[[], bool]) -> None:
-        self._loop, self._latency, self._processor, self._runs = loop, latency, processor, runs
+    def __init__(
+        self, loop: SimulatedLoop, latency: float, processor: Processor | None, traffic: Traffic, runs: Callable[[], bool]
+    ) -> None:
+        self._loop, self._latency, self._processor, self._traffic, self._runs = loop, latency, processor, traffic, runs
         self.is_open = True
         self._arrives = 0.0  # the last frame, at the other end
         self.handler: Handler
@@ -97,6 +111,7 @@ class Wire:
         if self._processor is not None:
             self._processor.send(self, frame)
         else:
+            self._traffic.add(frame)
             self.depart(frame, self._loop.time())
 
     def depart(self, frame: bytes, at: float) -> None:
@@ -107,6 +122,7 @@ class Wire:
         if not self.is_open or not self._runs():
             return
         if self._processor is None:
+            self._traffic.add(frame)
             self.handler.on_message(peers.unpack(memoryview(frame)[4:]))
             return
         self._processor.messages += 1

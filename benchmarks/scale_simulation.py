@@ -30,7 +30,7 @@ from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError
 from gemini_ft.wire.peer_messages import PeerMessage, Rejoin
 from gemini_ft.wire.tcp import Connection, Handler
-from scale_network import Processor, SimulatedLoop, Wire
+from scale_network import Processor, SimulatedLoop, Traffic, Wire
 
 RANKS = 8  # per host
 REPLICAS = 2
@@ -101,6 +101,7 @@ class Crowd:
         self._order = candidates(self.names, self.first, self._ways)
         self.collectors = groups(self._ways, self.holders)
         self.processors = {name: Processor(loop) for name in (self.first, *self.collectors, self._order[1])}
+        self.traffic = Traffic()
         self._hosts = {name: self._place(name) for name in self.names}
 
     @property
@@ -126,7 +127,9 @@ class Crowd:
             raise PeerError("nothing listens there")
         while up in self._stopped:
             await asyncio.sleep(PERIOD)
-        near, far = (Wire(self._loop, self._latency, self.processors.get(name), partial(self._runs, name)) for name in (host, up))
+        near, far = (
+            Wire(self._loop, self._latency, self.processors.get(name), self.traffic, partial(self._runs, name)) for name in (host, up)
+        )
         near.far, far.far, near.handler = far, near, handler
         join = partial(self._hosts[up].join, cast("Connection", far), host, epoch, self._hosts[host].succession.epoch)
         far.handler = self.processors[up].work(join) if up in self.processors else join()
@@ -147,14 +150,18 @@ class Crowd:
         if isinstance(message, Commit) or (isinstance(message, Abort) and message.version == self._skipped):
             self.heard.setdefault(host, self.processors[host].free_at if host in self.processors else self._loop.time())
 
-    def lose_leader(self, step: int, hangs: bool) -> None:
-        """The first host's agent dies or hangs, when a rank of the last host has skipped a step: the next leader's first decision."""
+    def lose(self, name: str, step: int, hangs: bool) -> None:
+        """A host's agent dies or hangs, when a rank of the last host has skipped a step: which all hear once there is a way again."""
         self._skipped = version(step)
         if hangs:
-            self._stopped.add(self.first)
+            self._stopped.add(name)
         else:
-            self._gone.add(self.first)
-            self._hosts[self.first].close()
+            self._gone.add(name)
+            self._hosts[name].close()
+
+    @property
+    def collector_of_the_last(self) -> str | None:
+        return self._ways[self.names[-1]][0] if self.collectors else None
 
     def restart(self, committed: int) -> None:
         """The first host's agent is another one, which asks who leads; ``committed``: the last step that was."""
@@ -212,19 +219,26 @@ class Scenario:
         self.crowd.heard.clear()
         for processor in self.crowd.processors.values():
             processor.reset()
+        traffic = self.crowd.traffic
+        traffic.messages = traffic.bytes = 0
         begin = self._loop.time()
         happens()
         await asyncio.sleep(PERIOD)
         while deaf is not None and len(self.crowd.heard) < self._hosts - deaf:
             await asyncio.sleep(PERIOD)
         busiest = max(self.others, key=lambda processor: processor.seconds, default=self.leader)
+        plain = max(1, self._hosts - len(self.crowd.processors))
         return {
             "leader_ms": 1e3 * self.leader.seconds,
             "collector_ms": 1e3 * busiest.seconds if self.others else 0.0,
             "latency_ms": 1e3 * (max(self.crowd.heard.values(), default=begin) - begin),
             "leader_bytes": self.leader.bytes,
             "leader_messages": self.leader.messages,
+            "leader_sent": self.leader.sent,
             "collector_messages": busiest.messages if self.others else 0,
+            "collector_sent": busiest.sent if self.others else 0,
+            "host_messages": traffic.messages / plain,
+            "host_bytes": traffic.bytes / plain,
             "collector_bytes": busiest.bytes if self.others else 0,
         }
 
@@ -250,21 +264,31 @@ class Scenario:
         The lost host's agent comes back then, as another one, and a step is committed under the next leader.
         """
         crowd = self.crowd
-        found = await self.step(partial(crowd.lose_leader, step, hangs), deaf=1)
+        found = await self.step(partial(crowd.lose, crowd.first, step, hangs), deaf=1)
         took = crowd.processors[crowd.next].seconds
         crowd.restart(step - 1)
         await asyncio.sleep(_BACK)
         await self.step(partial(crowd.report, step + 1))
         return {"seconds": found["latency_ms"] / 1e3, "leader_ms": 1e3 * took}
 
+    async def collected_anew(self, step: int, hangs: bool) -> dict[str, float]:
+        """The time from a collector's loss until all other hosts have heard a decision that one below it has brought about."""
+        name = self.crowd.collector_of_the_last
+        if name is None:
+            return {}
+        found = await self.step(partial(self.crowd.lose, name, step, hangs), deaf=1)
+        return {"collector_seconds": found["latency_ms"] / 1e3}
+
 
 async def simulate_change(loop: SimulatedLoop, hosts: int, latency: float, fan_in: int, hangs: bool) -> dict[str, float]:
-    scenario = Scenario(loop, hosts, latency, fan_in)
-    await asyncio.sleep(PERIOD / 2)
-    await scenario.well(range(1, 3))
-    found = await scenario.led_anew(3, hangs)
-    scenario.crowd.close()
-    await asyncio.sleep(PERIOD)
+    found = dict[str, float]()
+    for lose in (Scenario.led_anew, Scenario.collected_anew):
+        scenario = Scenario(loop, hosts, latency, fan_in)
+        await asyncio.sleep(PERIOD / 2)
+        await scenario.well(range(1, 3))
+        found |= await lose(scenario, 3, hangs)
+        scenario.crowd.close()
+        await asyncio.sleep(PERIOD)
     return found
 
 
@@ -288,7 +312,7 @@ def simulated(hosts: int, steps: int, latency: float, fan_in: int, trouble: bool
 
 
 def changed(hosts: int, latency: float, fan_in: int) -> dict[str, float]:
-    """A change of leaders because the first one's agent is killed, and because it hangs."""
+    """A change of leaders, and of a collector, because its agent is killed, and because it hangs."""
     figures = dict[str, float]()
     for how, hangs in (("killed", False), ("hung", True)):
         what = partial(simulate_change, hosts=hosts, latency=latency, fan_in=fan_in, hangs=hangs)

@@ -28,7 +28,8 @@ from gemini_ft.wire.tcp import Connection
 
 _DELAY = 0.05  # seconds after the first connection that fails; twice as many after each further one
 _LONGEST = 1.0  # the most of these
-TRIES = 6  # connections in a row that must fail before the next host is dialled: agents begin a session, and are restarted, within seconds
+TRIES = 6  # connections in a row that must fail before the next host is dialled: agents begin a session within seconds of each other
+_TRIES_AGAIN = 3  # of a collector that was lost: another one is there, and no commit goes on meanwhile
 _LOOKS = 3  # looks in a row that must have heard nothing: this process may have been stopped itself
 _AGAIN = 4  # times that a host that declines to lead is asked before the leader is dialled again
 LOOK = 0.25  # seconds between looks at whether the leader is silent
@@ -87,6 +88,7 @@ class MemberLink:
         self._early: WayUp | None = None  # came before the dialling was over
         self._end = _End.BROKEN
         self._redial_in: float = _DELAY  # seconds
+        self._has_served = False  # the collector that is dialled: it has taken reports
         self._was_open = False  # whether this connection has led to the leader at any time
         self._begin_anew()
         self._lost = asyncio.Event()
@@ -271,9 +273,11 @@ class MemberLink:
         """Chooses the host that is dialled next; returns whether that is done at once."""
         if not self._is_leader:
             self._failures += not served
-            if end is _End.SILENT or (not served and self._failures % TRIES == 0):
+            self._has_served |= served
+            if end is _End.SILENT or (not served and self._failures % (_TRIES_AGAIN if self._has_served else TRIES) == 0):
                 self._at, self._redial_in = self._at + 1, _DELAY
-                return served
+                if self._has_served:
+                    self._has_served, self._failures = False, 0
             return served
         if end is _End.DECLINED:  # the one that was asked still hears the leader, or does not miss it yet
             self._declined += 1

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -545,6 +546,52 @@ class TestCollectors:
                 await crowd.until(lambda: all(crowd.heard[name] for name in ("m1", "m2", "m3", "m4", "m5")))
                 crowd.end("m3")
                 await crowd.until(lambda: crowd.reached == {"m1", "m2", "m4", "m5"} == set(crowd.ports) - {"m0", "m3"})
+
+        asyncio.run(work())
+
+    def test_a_collector_that_was_lost_is_dialled_a_few_times_and_no_longer(self) -> None:
+        """No commit goes on meanwhile. At the beginning of a session there is more patience: agents begin one after the other."""
+
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                dialled, dial = list[str](), crowd.links["m1"]._dial
+
+                def listening(up: str, *arguments: Any) -> Any:
+                    dialled.append(up)
+                    return dial(up, *arguments)
+
+                crowd.links["m1"]._dial = listening
+                crowd.end("m0")
+                await crowd.until(lambda: "m3" in dialled)
+                assert dialled == ["m0"] * 3 + ["m3"]
+
+        asyncio.run(work())
+
+    def test_signs_of_life_ride_on_what_travels_anyway(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reporting, "HEARTBEAT", 0.4)
+
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                beats, slowest = list[float](), 0.0
+                for link in crowd.links.values():
+                    send = link._send
+
+                    def listening(message: PeerMessage, send: Callable[[PeerMessage], None] = send) -> None:
+                        if isinstance(message, Heartbeat):
+                            beats.append(time.monotonic())
+                        send(message)
+
+                    link._send = listening  # type: ignore[method-assign]
+                begin = time.monotonic()
+                for step in range(1, 60):
+                    at = time.monotonic()
+                    crowd.complete_all(step)
+                    await crowd.until(lambda step=step: all(heard and heard[-1].version == version(step) for heard in crowd.heard.values()))
+                    await asyncio.sleep(0.02)
+                    slowest = max(slowest, time.monotonic() - at)
+                assert time.monotonic() - begin > 2 * reporting.HEARTBEAT
+                assert not beats or slowest > reporting.HEARTBEAT / 2  # a machine that stood still
+                await crowd.until(lambda: len(beats) > len(crowd.links))
 
         asyncio.run(work())
 

@@ -6,8 +6,13 @@ reports is tried in test_protocol_machine.py.
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+from typing import Any
+
 import pytest
 
+from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.decisions import Abort, Commit, Decision, Fatal, Holders, Manifest, Thaw
 from gemini_ft.core.effects import Completed, Copies, Gathered, Skipped
 from gemini_ft.core.ledger import Cadence, Ledger
@@ -387,3 +392,44 @@ def test_roots_that_are_not_of_what_a_host_holds_are_refused(told: dict[str, str
         book.report(gathered(**told), 0.0)
     book.report(gathered(a="rrss"), 0.0)
     assert book.report(gathered(b="rrss"), 0.0) == [Commit(version(1), False, None, {0: "rr", 1: "ss"})]
+
+
+# -- cost
+
+
+def effort(hosts: int, *, late: bool) -> int:
+    """Instructions of the interpreter for one host's report, in the middle of a step of so many hosts of eight ranks.
+
+    Args:
+        hosts: of which two hold each other's copies.
+        late: whether another version is under way, so that reports are counted one by one.
+    """
+    holders = {owner: (f"h{owner // 8}", f"h{(owner // 8) ^ 1}") for owner in range(8 * hosts)}
+    book, count = Ledger(holders, None, TIMEOUT), 0
+    if late:
+        book.report(Completed(0, "h1", version(2), "layout", "same", "f" * 32), 0.0)
+
+    def count_one(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return count_one
+
+    for at in range(hosts // 2 + 1):
+        bundles = Bundles(f"h{at}", holders)
+        for owner in [owner for owner, both in holders.items() if f"h{at}" in both]:
+            bundles.add(Completed(owner, f"h{at}", version(1), "layout", "same", f"{owner:032x}"))
+        (copies,) = bundles.take()
+        before = sys.gettrace()
+        sys.settrace(count_one if at == hosts // 2 else before)
+        try:
+            book.report(copies, 0.0)
+        finally:
+            sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_report_is_the_same_work_whatever_the_number_of_hosts(late: bool) -> None:
+    few, many = (effort(hosts, late=late) for hosts in (8, 256))
+    assert 0 < many < 1.5 * few
