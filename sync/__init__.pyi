@@ -5,9 +5,11 @@ from .base import Scheme as Scheme
 from .ddp_hook import HookState as HookState
 from .ddp_hook import hook as hook
 from .dense import Dense as Dense
+from .fpisa import FPISA as FPISA
 from .hierarchical import Hierarchical as Hierarchical
 from .inceptionn import InceptionnRing as InceptionnRing
 from .omnireduce import OmniReduce as OmniReduce
+from .omnireduce_streaming import OmniReduceStreaming as OmniReduceStreaming
 from .parameter_server import SinglePS as SinglePS
 from .parameter_server import SparsePS as SparsePS
 from .rows import GradientError as GradientError
@@ -16,4 +18,5 @@ from .schemes import dimensions_table as dimensions_table
 from .sparcml import DSARSplitAllgather as DSARSplitAllgather
 from .sparcml import SSARRecursiveDoubling as SSARRecursiveDoubling
 from .sparcml import SSARSplitAllgather as SSARSplitAllgather
+from .switchml import SwitchML as SwitchML
 from .zen import Zen as Zen

@@ -133,6 +133,20 @@ def test_packages_without_an_init_show_their_names(package: str) -> None:
     assert set(found.__all__) <= star.keys()
 
 
+def test_every_scheme_and_method_has_a_name_in_its_package() -> None:
+    _run(
+        "from gemini_ft import compression, sync\n"
+        "from gemini_ft.compression import base, methods\n"
+        "from gemini_ft.sync.schemes import LOSSY_SCHEMES, SCHEMES, SWITCH_SCHEMES\n"
+        "for found in {**SCHEMES, **LOSSY_SCHEMES, **SWITCH_SCHEMES}.values():\n"
+        "    assert getattr(sync, found.__name__) is found\n"
+        "classes = [each for each in vars(methods).values() if isinstance(each, type) and issubclass(each, (base.Compressor, base.Reducer))]\n"
+        "assert len(classes) > 20\n"
+        "for found in classes:\n"
+        "    assert getattr(compression, found.__name__) is found"
+    )
+
+
 def test_names_of_the_packages_beside_load_what_they_need_and_no_more() -> None:
     assert not HEAVY & _loaded_by("gemini_ft.sync", "gemini_ft.compression")
     _run(
