@@ -20,9 +20,9 @@ from peers import ROWS
 PACKAGES = ("torch", "lightning", "gemini-ft", "lm-resiliency", "nvidia-resiliency-ext", "dlrover")
 TOKENS = 768  # about 4 s of forward and backward per GB of state on one core; a GPT-2 100B on 128 A100 has 6.6 (SOSP'23, section 7.1)
 PLANS = {
-    64: (1, Plan(64, TOKENS, pairs=4, plain=3, saved=4)),
-    256: (2, Plan(256, TOKENS, pairs=3, plain=3, saved=4)),
-    1000: (1, Plan(1000, TOKENS, pairs=2, plain=2, saved=3)),
+    64: (4, Plan(64, TOKENS, pairs=4, plain=3, saved=4)),
+    256: (3, Plan(256, TOKENS, pairs=3, plain=3, saved=4)),
+    1000: (2, Plan(1000, TOKENS, pairs=2, plain=2, saved=3)),
 }
 QUICK = {64: (1, Plan(64, 512, pairs=1, plain=2, saved=3, warm=2))}
 SHORT = Plan(64, 512, pairs=2, plain=2, saved=5, warm=2)  # of --against: many short rounds tell more of ratios than a few long ones
@@ -38,6 +38,8 @@ RATIOS = {
     "cpu_vs_lm_resiliency": ("cpu_s", RIVAL),
     "iteration_vs_no_checkpoint": ("iteration_ratio", "none"),
 }
+OURS_EQUAL = "gemini_ddp"  # under plain data parallelism, where each rank keeps a half of what all have
+RATIOS_EQUAL = {f"equal_{name}": (key, f"{base}_ddp") for name, (key, base) in RATIOS.items() if base != "none"}
 
 
 def report(
@@ -119,7 +121,9 @@ def main() -> None:
     limit, patience = (1.0, 0.0) if arguments.quick else (arguments.noise_limit, arguments.patience)
     measured = trials.measure("overhead_worker.py", {name: ROWS[name] for name in wanted}, plans, limit, patience)
     results = {size: {row: found.summary(size * 10**6) for row, found in rows.items()} for size, rows in measured.items()}
-    ratios = {f"{size} MB": trials.against(rows, OURS, RATIOS) for size, rows in measured.items()}
+    ratios = {
+        f"{size} MB": trials.against(rows, OURS, RATIOS) | trials.against(rows, OURS_EQUAL, RATIOS_EQUAL) for size, rows in measured.items()
+    }
     for size, found_at in measured.items():
         if OURS in found_at and found_at[OURS].held:
             ratios[f"{size} MB"]["memory_vs_state"] = common.interval([held / (size * 10**6) for held in found_at[OURS].held])

@@ -244,9 +244,17 @@ def table(title: str, rows: Mapping[str, Row], results: Mapping[str, Mapping[str
 def ratio_table(found: Mapping[K, Mapping[str, common.Spread]]) -> str:
     """The section with the ratios of all plans."""
     names = dict.fromkeys(name for ratios in found.values() for name in ratios)
-    rows = [[name, *(common.spread(ratios[name], 3) if name in ratios else "-" for ratios in found.values())] for name in names]
-    told = "Medians over rounds of the ratios within one round (of memory: over blocks), and their 95 % intervals."
+    rows = [[name, *(_with_mark(ratios[name]) if name in ratios else "-" for ratios in found.values())] for name in names]
+    told = (
+        "Medians over rounds of the ratios within one round (of memory: over blocks), and their 95 % intervals. With a star: that is "
+        "wider than a tenth of the median, or there was one round."
+    )
     return f"## Ratios\n\n{told}\n\n" + common.table(["ratio", *map(str, found)], rows)
+
+
+def _with_mark(value: common.Spread) -> str:
+    middle, low, high = value
+    return common.spread(value, 3) + " *" * (low == high or high - low > 0.1 * abs(middle))
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -23,20 +23,23 @@ class Floor(Adapter):
     """The floor: as fast as memory and network of this machine allow.
 
     One buffer for the own state and one for the peer's, both touched beforehand; the training thread waits for the copy,
-    the exchange runs beside the training. With ``verify`` every chunk is hashed by its sender and again by its receiver.
+    the exchange runs beside the training. With ``verify`` every chunk is hashed by its sender and again by its receiver. Where ranks
+    are ``replicated``, each keeps and sends every other tensor.
     """
 
-    def __init__(self, verify: bool = False) -> None:
+    def __init__(self, verify: bool = False, replicated: bool = False) -> None:
         super().__init__()
-        self._verify = verify
+        self._verify, self._replicated = verify, replicated
         self._work: queue.Queue[int | None] = queue.Queue()
         self._idle = threading.Event()
         self._idle.set()
         self._error: BaseException | None = None
 
     def setup(self, load: Load, folder: Path) -> None:
-        self._live = list(load.tensors().values())
-        nbytes = sum(tensor.nbytes for tensor in self._live)
+        tensors = list(load.tensors().values())
+        shares = [tensors[rank::2] for rank in range(2)] if self._replicated else [tensors] * 2
+        self._live = shares[dist.get_rank()]
+        nbytes = max(sum(tensor.nbytes for tensor in share) for share in shares)
         self._own, self._peers = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
         self._slots, offset = [], 0
         for tensor in self._live:

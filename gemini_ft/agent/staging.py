@@ -66,15 +66,10 @@ class StoredCopy:
                 raise _without_frames(error) from None
             transfer.add(nbytes)
 
-        def digest(cut: tuple[int, int]) -> int:
-            return checksum(memory.data(*cut))
-
         memory.data(size, len(self.extras))[:] = self.extras
-        cuts = memory.cuts(len(self.extras))
         if size <= step:  # one request: threads would only wait for their turn
             if size:
                 read(0)
-            digests = [digest(cut) for cut in cuts]
         else:
             with ThreadPoolExecutor(_PARALLEL) as pool:
                 done, _ = wait([pool.submit(read, offset) for offset in range(0, size, step)], return_when=FIRST_EXCEPTION)
@@ -82,9 +77,9 @@ class StoredCopy:
                 if failures:
                     pool.shutdown(cancel_futures=True)
                     raise failures[0]
-                digests = list(pool.map(digest, cuts))
-        for index, (cut, value) in enumerate(zip(cuts, digests, strict=True)):
-            memory.put_chunk(index, *cut, value)
+        for index, cut in enumerate(memory.cuts(len(self.extras))):
+            is_read = index < len(self._stored.digests)  # and has been compared with its checksum on the way
+            memory.put_chunk(index, *cut, self._stored.digests[index] if is_read else checksum(memory.data(*cut)))
         if not memory.finish(self._order.version, len(self.extras), self._stored.record.root or None):
             key = self._stored.record.key
             raise CorruptDataError(f"{key}: every part is sound, and together they are not what was committed; use an older checkpoint")

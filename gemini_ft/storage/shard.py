@@ -188,10 +188,11 @@ class StoredShard:
         record = self.record
         if record.root:
             committed = Committed(owner, version, record.root, record.chunk_bytes)
-            committed.check(self._name, self.layout.to_bytes(), self._digests, record.data.nbytes, self.extras)
+            committed.check(self._name, self.layout.to_bytes(), self.digests, record.data.nbytes, self.extras)
 
     @cached_property
-    def _digests(self) -> Sequence[int]:
+    def digests(self) -> Sequence[int]:
+        """XXH3-64 of each chunk of the data."""
         blob, chunks = self._small("digests", self.record.digests), -(-self.record.data.nbytes // self.record.chunk_bytes)
         if len(blob) != 8 * chunks:
             raise CorruptDataError(f"{self._name}: {len(blob) // 8} checksums of {chunks} chunks; use an older checkpoint")
@@ -232,8 +233,8 @@ class StoredShard:
     def sample(self) -> None:
         """Reads the small parts and the first, the last and one other chunk: lost, cut or exchanged bytes show without reading all."""
         self._storage.get_range(self.record.key, self.record.nbytes - 1, memoryview(bytearray(1)))  # its end is there
-        _ = (self.layout, self.extras, self._digests)
-        count = len(self._digests)
+        _ = (self.layout, self.extras, self.digests)
+        count = len(self.digests)
         for index in sorted({0, count - 1, randrange(count)}) if count else ():
             begin, end = self._chunk(index)
             self._is_there(self.record.data.offset + begin, end - begin)
@@ -287,7 +288,7 @@ class StoredShard:
         for index in indices:
             begin, end = self._chunk(index)
             found = checksum(out[begin - first : end - first])
-            self._compare(f"bytes {begin} to {end} of its data", f"{found:016x}", f"{self._digests[index]:016x}")
+            self._compare(f"bytes {begin} to {end} of its data", f"{found:016x}", f"{self.digests[index]:016x}")
 
     def _compare(self, what: str, found: str, expected: str) -> None:
         if found != expected:
