@@ -79,6 +79,7 @@ def report(owner: int, host: str, step: int) -> Completed:
     return Completed(owner, host, version(step), "l" * 16, "", root(owner, step))
 
 
+_MOST = 120.0  # simulated seconds after which a decision that has not come to all never will
 _BACK = 5.0  # simulated seconds in which an agent that was restarted has found the leader
 
 
@@ -195,6 +196,14 @@ class Crowd:
         else:
             tell()
 
+    def trouble(self) -> str:
+        """The hosts that have not heard of a decision, and what the leader and two of them know."""
+        deaf = [name for name in self.names if name not in self.heard]
+        leader, members = self._hosts[self.first].leader, [self._hosts[name].member for name in deaf[:2]]
+        known = None if leader is None else (leader.book.committed, vars(leader.book), vars(leader))
+        what = deaf[:8], [vars(each) for each in members if each is not None], known
+        return f"{len(deaf)} of {len(self.names)} hosts have not heard of a decision: {what}"[:20_000]
+
     def close(self) -> None:
         for host in self._hosts.values():
             host.close()
@@ -226,6 +235,8 @@ class Scenario:
         await asyncio.sleep(PERIOD)
         while deaf is not None and len(self.crowd.heard) < self._hosts - deaf:
             await asyncio.sleep(PERIOD)
+            if self._loop.time() - begin > _MOST:
+                raise RuntimeError(self.crowd.trouble())
         busiest = max(self.others, key=lambda processor: processor.seconds, default=self.leader)
         plain = max(1, self._hosts - len(self.crowd.processors))
         return {
