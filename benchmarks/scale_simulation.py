@@ -196,6 +196,11 @@ class Crowd:
         else:
             tell()
 
+    async def joined(self) -> None:
+        """Returns when the leader reaches all: what a host has said before, an agent would say again, and a host here does not."""
+        while not all(host.member is None or host.member.reaches_leader for host in self._hosts.values()):
+            await asyncio.sleep(PERIOD / 2)
+
     def trouble(self) -> str:
         """The hosts that have not heard of a decision, and what the leader and two of them know."""
         deaf = [name for name in self.names if name not in self.heard]
@@ -295,7 +300,7 @@ async def simulate_change(loop: SimulatedLoop, hosts: int, latency: float, fan_i
     found = dict[str, float]()
     for lose in (Scenario.led_anew, Scenario.collected_anew):
         scenario = Scenario(loop, hosts, latency, fan_in)
-        await asyncio.sleep(PERIOD / 2)
+        await scenario.crowd.joined()
         await scenario.well(range(1, 3))
         found |= await lose(scenario, 3, hangs)
         scenario.crowd.close()
@@ -306,7 +311,7 @@ async def simulate_change(loop: SimulatedLoop, hosts: int, latency: float, fan_i
 async def simulate(loop: SimulatedLoop, hosts: int, steps: int, latency: float, fan_in: int, trouble: bool) -> dict[str, float]:
     """Figures of one size; those of a step are medians over all steps but the first."""
     scenario = Scenario(loop, hosts, latency, fan_in)
-    await asyncio.sleep(PERIOD / 2)
+    await scenario.crowd.joined()
     gc.freeze()  # the collector of a real leader does not look through ten thousand hosts
     joining = scenario.leader.seconds
     found = await scenario.well(range(1, steps + 1))
