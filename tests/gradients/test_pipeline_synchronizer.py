@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,12 @@ def test_sparse_schemes_are_dense_all_reduce(world: int, tmp_path: Path) -> None
     assert on_ranks(tmp_path, world, pipeline_case.sparse_schemes) == [[]] * world
 
 
-def test_gradients_go_through_a_switch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["switchml", "fpisa", "omnireduce-streaming"])
+def test_gradients_go_through_a_switch(scheme: str, tmp_path: Path) -> None:
     """The key that both sides derive from the run secret; what the switch added up shows that gradients went that way."""
+    case = pipeline_case.streamed if scheme == "omnireduce-streaming" else partial(pipeline_case.switched, scheme)
     with switches(key=derive(b"of the run", b"switch")) as [switch]:
-        assert on_ranks(tmp_path, 2, pipeline_case.switched, switch.place, GEMINI_SECRET="of the run") == [[]] * 2
+        assert on_ranks(tmp_path, 2, case, switch.place, GEMINI_SECRET="of the run") == [[]] * 2
         assert switch.stop()["added"] > 0
 
 
@@ -92,15 +95,20 @@ def test_all_ranks_have_one_plan_and_it_settles(fusion: str, ddp: bool, snapshot
     assert on_ranks(tmp_path, 2, pipeline_case.planned, fusion, ddp, snapshots) == [[]] * 2
 
 
-def test_a_fresh_process_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("switch", [False, True], ids=["", "through a switch"])
+def test_a_fresh_process_goes_on_as_if_never_interrupted(switch: bool, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
-    cases = [(pipeline_case.interrupted, (str(folder), 0, last)) for folder, last in ((whole, 6), (parts, 3))]
-    expected, first = zip(*on_ranks(tmp_path, 2, pipeline_case.several, *cases), strict=True)
-    second = on_ranks(tmp_path, 2, pipeline_case.interrupted, str(parts), 3, 6)
+    with switches(count=int(switch), key=derive(b"of the run", b"switch")) as made:
+        place = made[0].place if switch else ""
+        cases = [(pipeline_case.interrupted, (str(folder), 0, last, place)) for folder, last in ((whole, 6), (parts, 3))]
+        expected, first = zip(*on_ranks(tmp_path, 2, pipeline_case.several, *cases, GEMINI_SECRET="of the run"), strict=True)
+        second = on_ranks(tmp_path, 2, pipeline_case.interrupted, str(parts), 3, 6, place, GEMINI_SECRET="of the run")
+        assert all(each.stop()["added"] > 0 for each in made)
+    names = ("switchml", "fpisa") if switch else pipeline_case.PIPELINES
     for rank in range(2):
-        assert set(expected[rank]) == {f"{name}, DDP={ddp}" for name in pipeline_case.PIPELINES for ddp in (False, True)}
+        assert set(expected[rank]) == {f"{name}, DDP={ddp}" for name in names for ddp in (False, True)}
         for key, steps in expected[rank].items():
             assert len(set(steps)) == 6
             assert first[rank][key] + second[rank][key] == steps, key

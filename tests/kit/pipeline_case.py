@@ -262,20 +262,41 @@ def sparse_schemes() -> list[str]:
     return wrong
 
 
-def switched(place: str) -> list[str]:
+def through_switch(scheme: str, place: str) -> Mapping[str, object]:
+    return {"scheme": scheme, "switch": place, "patience": 20.0}
+
+
+def switched(scheme: str, place: str) -> list[str]:
     """Whole gradients in buckets through a switch, and other parameters without it."""
     join()
-    rules = [{"params": "*", "sync": {"scheme": "switchml", "switch": place, "patience": 20.0}, "fusion": {"groups": 2}}]
     wrong = []
     for ddp in (False, True):
-        trial = Loop(rules, ddp)
-        for step in range(3):
-            means = trial.step(own(step))
-            if not close(means, exact(own(step)), 1e-5):
-                wrong.append(f"ddp={ddp}, step {step}: not the mean")
-            if not alike(hexed(means)):
-                wrong.append(f"ddp={ddp}, step {step}: ranks differ")
-        trial.close()
+        with closing(Loop([{"params": "*", "sync": through_switch(scheme, place), "fusion": {"groups": 2}}], ddp)) as loop:
+            for step in range(3):
+                means = loop.step(own(step))
+                if not close(means, exact(own(step)), 1e-5):
+                    wrong.append(f"ddp={ddp}, step {step}: not the mean")
+                if not alike(hexed(means)):
+                    wrong.append(f"ddp={ddp}, step {step}: ranks differ")
+    return wrong
+
+
+def streamed(place: str) -> list[str]:
+    """Embeddings of both kinds go through a switch in blocks, and other parameters without it."""
+    join()
+    wrong = []
+    for sparse, ddp in itertools.product((True, False), (False, True)):
+        model, other = Words(sparse), Words(False)
+        with closing(Loop([{"params": "embed*", "sync": through_switch("omnireduce-streaming", place)}], ddp, model)) as loop:
+            for step in range(3):
+                other.zero_grad()
+                other(_words(step)).backward()
+                expected = exact(found(other))
+                means = {name: mean.to_dense() for name, mean in loop.step(_words(step)).items()}  # type: ignore[arg-type]
+                if not close(means, expected, 1e-5):
+                    wrong.append(f"sparse={sparse}, ddp={ddp}, step {step}: not the mean")
+                if not alike(hexed(means)):
+                    wrong.append(f"sparse={sparse}, ddp={ddp}, step {step}: ranks differ")
     return wrong
 
 
@@ -596,13 +617,18 @@ PIPELINES: dict[str, Any] = {
 }
 
 
-def interrupted(folder: str, first: int, last: int) -> dict[str, list[str]]:
-    """Steps from ``first`` on of all pipelines, from what is in the folder if that is not 0; the state afterwards is left there."""
+def interrupted(folder: str, first: int, last: int, place: str = "") -> dict[str, list[str]]:
+    """Steps from ``first`` on of all pipelines, from what is in the folder if that is not 0; the state afterwards is left there.
+
+    With the ``place`` of a switch they are those that go through it.
+    """
     join()
+    switched = [{"params": "*", "sync": through_switch(scheme, place), "fusion": {"groups": 2}} for scheme in ("switchml", "fpisa")]
+    pipelines = {each["sync"]["scheme"]: [each] for each in switched} if place else PIPELINES  # type: ignore[index]
     file = Path(folder, f"{dist.get_rank()}.pt")
     states: dict[str, Any] = torch.load(file, weights_only=True) if first else {}
     results = {}
-    for (name, pipeline), ddp in itertools.product(PIPELINES.items(), (False, True)):
+    for (name, pipeline), ddp in itertools.product(pipelines.items(), (False, True)):
         key = f"{name}, DDP={ddp}"
         with closing(Loop(pipeline, ddp, profile_steps=2)) as loop:
             if first:
