@@ -24,6 +24,13 @@ def test_an_agent_keeps_to_its_processors_and_so_do_its_threads(tmp_path: Path, 
         assert {tuple(os.sched_getaffinity(thread)) for thread in threads} == {(LAST,)}
 
 
+def test_an_agent_and_its_threads_do_not_interrupt_computation(tmp_path: Path) -> None:
+    with Job(tmp_path) as job:
+        job.commit(job.start("a"), 1)
+        threads = [int(task) for task in os.listdir(f"/proc/{job.pid('a')}/task")]
+        assert {os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_BATCH}
+
+
 @pytest.mark.parametrize(("text", "processors"), [("0", (0,)), ((3, 1, 3), (1, 3)), ("0-3,8", (0, 1, 2, 3, 8)), ("5, 1-2,2", (1, 2, 5))])
 def test_processors_are_named_as_for_taskset(text: object, processors: tuple[int, ...]) -> None:
     assert load_config({"agent_cpus": text}).agent_cpus == processors
