@@ -30,7 +30,8 @@ DIFFERENCES = {
     "settings of the rendezvous": (_BOTH, "`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`: every attempt has a key-value store of its own"),
     "pages of tensors": (
         _BOTH,
-        "`THP_MEM_ALLOC_ENABLE=1`: torch asks for huge pages for large tensors, which a restarted worker has sooner",
+        "`THP_MEM_ALLOC_ENABLE=1`: torch asks for huge pages for large tensors, which a restarted worker has sooner; `0` where a virtual "
+        "machine reports free memory to its host, which takes longer to give it back ([recovery_time.py](../benchmarks/README.md))",
     ),
     "modules of others at the start": (_WARM, "torch and what else the script imports is in `sys.modules` from the beginning"),
     "loggers at the start": (
