@@ -168,12 +168,12 @@ def panels(steps: Mapping[int, Figures], starts: Mapping[int, Figures]) -> list[
         Panel(
             "processor time per step with sockets, ms",
             {"leader": curve("leader_ms_with_sockets"), "busiest collector": curve("collector_ms_with_sockets")},
-            (10000, 100.0),
+            (10000, float(AIMS["leader_ms_10000x8"])),
         ),
         Panel(
             "commit after the last copy, ms",
             {"links of 10 us": curve("latency_ms_10us"), "links of 100 us": curve("latency_ms_100us")},
-            (1000, 100.0),
+            (1000, float(AIMS["commit_ms_1000x8"])),
         ),
         Panel(
             "leader in a step with trouble, ms",
@@ -183,12 +183,12 @@ def panels(steps: Mapping[int, Figures], starts: Mapping[int, Figures]) -> list[
                 "copies left out": curve("leader_ms_left_out"),
                 "no rank has a snapshot": curve("leader_ms_skipped"),
             },
-            (10000, 100.0),
+            (10000, float(AIMS["leader_ms_10000x8"])),
         ),
         Panel(
             "joining, s of processor",
             {"busiest host": curve("busiest_host_s", starts), "one rank": curve("other_rank_s", starts)},
-            (1000, 2.0),
+            (1000, float(AIMS["joining_s_1000x8"])),
         ),
         Panel(
             "memory of agents, MiB",

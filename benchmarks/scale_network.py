@@ -71,7 +71,7 @@ class Processor:
 
 
 class Traffic:
-    """What all hosts without a `Processor` send and receive."""
+    """Counts the messages, and their bytes, that hosts without a `Processor` send and receive, all of them together."""
 
     def __init__(self) -> None:
         self.messages = self.bytes = 0

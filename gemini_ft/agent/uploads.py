@@ -6,16 +6,15 @@ import asyncio
 import contextlib
 import importlib.metadata
 import platform
-import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from gemini_ft.agent.memory import SlotMemory
+from gemini_ft.agent.outage import Outage
 from gemini_ft.agent.progress import TransferProgress
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.config import StorageConfig
@@ -37,7 +36,6 @@ _HOME_SECONDS = 5.0  # for this host's note in its home folder, which may hang
 _ATTEMPTS = 4
 _DELETING = "deleting old checkpoints"
 _UPLOADS = "an upload"
-_REASONS = 8  # that are told of one outage
 BACKOFF = 0.5  # seconds before the second attempt, doubled for each further one
 HOSTS_PER_SECOND = 50.0  # that begin to upload: a store slows down whoever sends it thousands of requests at once
 
@@ -49,25 +47,6 @@ def turn(hosts: Sequence[str], owner: int) -> float:
 
 class UnclearUploadError(StorageError):
     """An upload has failed, and its manifest may exist, or come to exist, all the same."""
-
-
-@dataclass
-class _Failing:
-    """An operation that does not work."""
-
-    since: float  # on the system's clock
-    error: str = ""  # the newest
-    told: set[str] = field(default_factory=set)  # reasons of which the user has heard
-
-    def again(self, error: str) -> bool:
-        """Takes note of an error; returns whether the user should hear of it: one reason may hide behind another, but numbers and ids
-        make none."""
-        self.error = error
-        reason = re.sub(r"\S*\d\S*", "", error)
-        if reason in self.told or len(self.told) == _REASONS:
-            return False
-        self.told.add(reason)
-        return True
 
 
 class Uploader:
@@ -94,12 +73,12 @@ class Uploader:
         self.leads: Callable[[], int | None] = lambda: 0  # epoch in which this host decides what is stored and deleted; None: it does not
         self.is_obeyed: Callable[[], bool] = lambda: True  # whether it is certain that no other host does by now
         self._tidied = False
-        self._failures: dict[str, _Failing] = {}  # operation -> what is known of it
+        self._failures: dict[str, Outage] = {}  # operation that does not work -> what is known of that
 
     def status(self) -> dict[str, object]:
         """The figures that ``gemini status`` shows: the upload under way, its progress, any failure and since when it lasts."""
         transfers = list(self._transfers.values()) if self.version is not None else []
-        first = min(self._failures.values(), key=lambda failing: failing.since, default=None)
+        first = min(self._failures.values(), key=lambda outage: outage.since, default=None)
         return {
             "url": self.config.url,
             "uploading": str(self.version) if self.version is not None else None,
@@ -165,11 +144,11 @@ class Uploader:
             return ""
         return f"storage is well again after {time.time() - outage.since:.0f} s: {version} is stored"
 
-    def _fails(self, operation: str) -> _Failing:
-        return self._failures.setdefault(operation, _Failing(time.time()))
+    def _outage(self, operation: str) -> Outage:
+        return self._failures.setdefault(operation, Outage(time.time()))
 
     def _failed(self, version: Version, error: str) -> str:
-        if not self._fails(_UPLOADS).again(error):
+        if not self._outage(_UPLOADS).again(error):
             return ""
         return (
             f"storage: the upload of {version} failed: {error}; training goes on, the next upload is tried when it is due; "
@@ -367,7 +346,7 @@ class Uploader:
         except Exception as error:  # a fault of ours must not leave storage unused for ever without a word
             with contextlib.suppress(TimeoutError):  # a home may be a network file system that hangs
                 await asyncio.wait_for(asyncio.to_thread(self._recall), _HOME_SECONDS)
-            is_news = self._fails(_DELETING).again(str(error))
+            is_news = self._outage(_DELETING).again(str(error))
             told = f"storage: old checkpoints cannot be found or deleted: {error}; nothing more is stored until that works"
             told += f": {self._stake()}. A message will say when storing works again"
             return told if is_news else "", f"old checkpoints cannot be deleted: {error}"
@@ -395,11 +374,11 @@ class Uploader:
             try:
                 result = await asyncio.to_thread(work)
             except (StorageError, SupersededError, OSError) as error:
-                failing = self._fails(what)
+                outage = self._outage(what)
                 if attempt == _ATTEMPTS - 1 or isinstance(error, SupersededError) or self._closed.is_set():
-                    failing.error = str(error)
-                    raise StorageError(f"{error} (failing for {time.time() - failing.since:.0f} s)") from None
-                if failing.again(str(error)):
+                    outage.error = str(error)
+                    raise StorageError(f"{error} (failing for {time.time() - outage.since:.0f} s)") from None
+                if outage.again(str(error)):
                     self._log(f"storage: {error}; it is tried again")
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closed.wait(), BACKOFF * 2**attempt)

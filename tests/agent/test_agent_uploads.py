@@ -137,7 +137,7 @@ def test_a_store_that_keeps_half_of_what_it_is_given_has_stored_nothing(host: Ho
 
 
 def test_a_reason_that_comes_to_another_is_told_as_well_and_each_of_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That another job has the run id now, for one: by then this job's uploads may have failed before, as the other one clears away."""
+    """For one, that another job has taken the run id: its clearing away may have made an upload of this job fail before."""
     one, other = (Host(tmp_path / "store", monkeypatch, begun_as=Incarnation(1, nonce)) for nonce in ("0000000c", "0000000b"))
 
     async def scenario() -> None:
