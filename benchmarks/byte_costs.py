@@ -1,4 +1,4 @@
-"""Processor seconds per GB of every deed that a byte of state goes through; run alone, it prints them as one line of JSON.
+"""Processor seconds per GB of every deed that a byte of state goes through, and what the size of a slice and of a socket's buffer changes.
 
 Each deed is done over and over on one thread, with nothing else at work, by the code that does it in a run. checkpoint_overhead.py sets
 them beside what whole rows took: what is left is Python, page faults, and caches that training and network fill for themselves.
@@ -7,26 +7,35 @@ them beside what whole rows took: what is left is Python, page faults, and cache
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import mmap
+import multiprocessing
 import os
+import random
 import resource
 import socket
 import statistics
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from typing import Any
 
 import common
 
+PACKAGES = ("torch", "gemini-ft", "xxhash", "cryptography")
 CHUNK = 8 * 2**20
 SIZE = 24 * CHUNK  # larger than the caches
-ROUNDS = 7
+ROUNDS, QUICK_ROUNDS = 7, 3
+SLICES = tuple(2**power for power in range(16, 23))  # 64 KiB to 4 MiB
+CHUNKS = tuple(2**power for power in range(20, 26, 2))  # 1 to 16 MiB
+BUFFERS = (256 * 2**10, 2**20, 4 * 2**20)  # asked of the kernel in place of its own choice
 # Row -> how often each deed is done to a byte of distinct state, with one copy at a peer.
 DEEDS: Mapping[str, Mapping[str, int]] = {
-    "gemini": {"copy and hash": 1, "send": 1, "receive": 1, "verify": 1, "tag": 2},
+    "gemini": {"copy and hash": 1, "lane: send": 1, "lane: receive": 1},
     "gemini_plain": {"copy and hash": 1, "send": 1, "receive": 1, "verify": 1},
     "floor": {"copy": 1, "send": 1, "receive": 1},
     "floor_verified": {"copy": 1, "send": 1, "receive": 1, "hash": 2},
@@ -34,10 +43,12 @@ DEEDS: Mapping[str, Mapping[str, int]] = {
 }
 
 
-def measured() -> dict[str, tuple[float, float]]:
-    """The same costs, as a fresh process finds them: deed -> seconds per GB in user mode and in the kernel."""
-    run = subprocess.run([sys.executable, "-W", "ignore", __file__], capture_output=True, text=True, timeout=300, check=True)
-    return {name: (user, kernel) for name, (user, kernel) in json.loads(run.stdout.splitlines()[-1]).items()}
+def measured(quick: bool = False) -> dict[str, tuple[float, float]]:
+    """The costs of all deeds, as a fresh process finds them: deed -> seconds per GB in user mode and in the kernel."""
+    argv = [sys.executable, "-W", "ignore", __file__, "--deeds", *["--quick"] * quick]
+    run = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True)
+    found = json.loads(run.stdout.splitlines()[-1])["results"]["deeds"]
+    return {name: (user, kernel) for name, (user, kernel) in found.items()}
 
 
 def section(costs: Mapping[str, tuple[float, float]], results: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> str:
@@ -56,8 +67,7 @@ def section(costs: Mapping[str, tuple[float, float]], results: Mapping[int, Mapp
     return "\n\n".join(
         [
             "## Where the processor time goes",
-            "Processor seconds per GB of one deed alone, on one thread, memory larger than the caches and its pages there; `copy and hash` "
-            "and `verify` hash what is in the cache, `tag` is AES-GMAC. Sockets are TCP over loopback.",
+            DEEDS_TOLD,
             common.table(["deed", "user", "kernel"], unit),
             "The same per GB of distinct state as rows took it, all processes together, beside the sum of what must be done. The rest is "
             "Python, page faults, commits, and caches that training fills for itself meanwhile.",
@@ -66,10 +76,19 @@ def section(costs: Mapping[str, tuple[float, float]], results: Mapping[int, Mapp
     )
 
 
-def _timed(deed: Callable[[], object], beside: Callable[[], None] | None = None) -> tuple[float, float]:
+DEEDS_TOLD = (
+    "Processor seconds per GB of one deed alone, on one thread, memory larger than the caches and its pages there. `copy and hash` hashes "
+    f"each chunk of {CHUNK >> 20} MiB right after its copy; `verify` hashes slices that are still in the core's cache, and `tag` is "
+    "AES-GMAC over such. "
+    "`lane: send` and `lane: receive` are the project's own ends of a connection in two processes: socket and tag, at the "
+    "receiver the hash as well. `send` and `receive` are bare sockets. All of it TCP over loopback."
+)
+
+
+def _timed(deed: Callable[[], object], rounds: int, beside: Callable[[], None] | None = None) -> tuple[float, float]:
     """Medians of user and kernel seconds per GB of this thread, while another one does what is ``beside`` it."""
     found = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         other = threading.Thread(target=beside) if beside is not None else None
         if other is not None:
             other.start()
@@ -83,7 +102,7 @@ def _timed(deed: Callable[[], object], beside: Callable[[], None] | None = None)
     return round(user, 4), round(kernel, 4)
 
 
-def _measure() -> dict[str, tuple[float, float]]:
+def _deeds(rounds: int) -> dict[str, tuple[float, float]]:
     import torch
 
     from gemini_ft.core.layout import TensorSpec, build_layout
@@ -124,23 +143,154 @@ def _measure() -> dict[str, tuple[float, float]]:
         for _ in range(0, SIZE, SLICE):
             seal.add(piece)
 
+    found = {
+        "copy": _timed(copy, rounds),
+        "hash": _timed(lambda: [checksum(slot.view[at : at + CHUNK]) for at in range(0, SIZE, CHUNK)], rounds),
+        "copy and hash": _timed(lambda: copy(checksum), rounds),
+        "send": _timed(send, rounds, receive),
+        "receive": _timed(receive, rounds, send),
+        "verify": _timed(lambda: [checksum(piece) for _ in range(0, SIZE, SLICE)], rounds),
+        "tag": _timed(tag, rounds),
+    }
+    ends = lane(rounds)
+    return found | {f"lane: {name}": (ends[name]["user"], ends[name]["kernel"]) for name in ("send", "receive")}
+
+
+# --------------------------------------------------------------------------- a lane between two processes
+
+
+def lane(
+    rounds: int, slice_bytes: int | None = None, chunk_bytes: int = CHUNK, buffer_bytes: int | None = None
+) -> dict[str, dict[str, float]]:
+    """What both ends of a lane take per GB, in two processes on loopback.
+
+    Args:
+        rounds: how often the memory is sent; the figures are medians.
+        slice_bytes: bytes that are sealed and sent, or received and checked, at a time; None: as the project has it.
+        chunk_bytes: bytes of a payload.
+        buffer_bytes: what is asked of the kernel for the buffers of both sockets; None: it decides.
+
+    Returns:
+        ``send`` and ``receive`` -> seconds per GB in user mode (``user``) and in the ``kernel``, and from begin to end (``wall``).
+    """
+    mine, theirs = _connected(buffer_bytes)
+    process = multiprocessing.get_context("spawn")
+    here, there = process.Pipe()
+    other = process.Process(target=_end_of_lane, args=(theirs, False, rounds, slice_bytes, chunk_bytes, there))
+    other.start()
+    theirs.close()
+    there.close()  # so that its death ends a wait for its word
+    here.recv()  # it is there
+    sent = _end_of_lane(mine, True, rounds, slice_bytes, chunk_bytes)
+    received = here.recv()
+    other.join()
+    mine.close()
+    return {"send": sent, "receive": received}
+
+
+def _end_of_lane(
+    sock: socket.socket, sends: bool, rounds: int, slice_bytes: int | None, chunk_bytes: int, to: Connection | None = None
+) -> dict[str, float]:
+    from gemini_ft.wire import lane as code
+
+    code.SLICE = slice_bytes or code.SLICE
+    memory = memoryview(mmap.mmap(-1, SIZE))
+    memory[:] = bytes(range(256)) * (SIZE // 256)
+    chunks = [memory[at : at + chunk_bytes] for at in range(0, SIZE, chunk_bytes)]
+
+    async def payloads(end: code.Lane) -> None:
+        for chunk in chunks:
+            if sends:
+                await end.send(chunk, None, lambda waiting: None)
+                continue
+            whole: asyncio.Future[int | Exception] = asyncio.get_running_loop().create_future()
+            end.receive(chunk, len(chunk), whole.set_result)
+            if isinstance(problem := await whole, Exception):
+                raise problem
+
+    async def all_rounds() -> list[tuple[float, float, float]]:
+        end, found = code.Lane(sock, bytes(code.KEY_BYTES), sends, "the other end"), []
+        for _ in range(rounds):
+            before, begun = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+            await payloads(end)
+            ended, after = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+            found.append((after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime, ended - begun))
+        return found
+
+    sock.setblocking(False)
+    if to is not None:
+        to.send("ready")
+    each = zip(*asyncio.run(all_rounds()), strict=True)
+    result = {name: round(statistics.median(values) / SIZE * 1e9, 4) for name, values in zip(("user", "kernel", "wall"), each, strict=True)}
+    if to is not None:
+        to.send(result)
+    return result
+
+
+def sizes(rounds: int) -> dict[str, dict[str, common.Spread]]:
+    """One size changed at a time, in random order: what was changed -> seconds per GB, ``cpu`` of both ends and ``wall``."""
+    asked: dict[str, dict[str, int]] = {"as the project has it": {}}
+    asked |= {f"slice of {size >> 10} KiB": {"slice_bytes": size} for size in SLICES}
+    asked |= {f"chunk of {size >> 20} MiB": {"chunk_bytes": size} for size in CHUNKS}
+    asked |= {f"buffers of {size >> 10} KiB": {"buffer_bytes": size} for size in BUFFERS}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in asked}
+    for _ in range(rounds):
+        for name in random.sample(list(asked), len(asked)):
+            ends = lane(2, **asked[name])
+            found[name].append((sum(end["user"] + end["kernel"] for end in ends.values()), ends["receive"]["wall"]))
     return {
-        "copy": _timed(copy),
-        "hash": _timed(lambda: [checksum(slot.view[at : at + CHUNK]) for at in range(0, SIZE, CHUNK)]),
-        "copy and hash": _timed(lambda: copy(checksum)),
-        "send": _timed(send, receive),
-        "receive": _timed(receive, send),
-        "verify": _timed(lambda: [checksum(piece) for _ in range(0, SIZE, SLICE)]),
-        "tag": _timed(tag),
+        name: {"cpu": common.interval([cpu for cpu, _ in each]), "wall": common.interval([wall for _, wall in each])}
+        for name, each in found.items()
     }
 
 
-def _connected() -> tuple[socket.socket, socket.socket]:
+def _connected(buffer_bytes: int | None = None) -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         mine = socket.create_connection(server.getsockname())
-        return mine, server.accept()[0]
+        ends = mine, server.accept()[0]
+    for end, option in zip(ends, (socket.SO_SNDBUF, socket.SO_RCVBUF), strict=True):
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if buffer_bytes is not None:
+            end.setsockopt(socket.SOL_SOCKET, option, buffer_bytes)
+    return ends
+
+
+def report(deeds: Mapping[str, tuple[float, float]], found: Mapping[str, Mapping[str, common.Spread]]) -> str:
+    """The body of the dated report."""
+    lines = [[name, *(common.spread(each[key], 3) for key in ("cpu", "wall"))] for name, each in found.items()]
+    return "\n\n".join(
+        [
+            DEEDS_TOLD,
+            common.table(["deed", "user", "kernel"], [[name, f"{user:.3f}", f"{kernel:.3f}"] for name, (user, kernel) in deeds.items()]),
+            "## Slices, chunks, buffers",
+            f"A lane between two processes, {SIZE >> 20} MiB sent per round, one size changed at a time, in random order: processor "
+            "seconds of both ends per GB, and seconds from the first to the last byte; medians over rounds and their 95 % intervals.",
+            common.table(["what", "processor", "wall"], lines),
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few rounds: under a minute, writes no report")
+    parser.add_argument("--deeds", action="store_true", help="the deeds alone, no report")
+    arguments = parser.parse_args()
+    rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
+    deeds = _deeds(rounds)
+    changed = {} if arguments.deeds else sizes(1 if arguments.quick else rounds)
+    if changed and not arguments.quick:
+        path = common.write_report("byte-costs", "What a byte costs", report(deeds, changed), common.versions(PACKAGES))
+        print(f"report: benchmarks/results/{path.name}", file=sys.stderr)
+    whole = {name: sum(costs) for name, costs in deeds.items()}
+    ratios = {
+        "hashed_copy_vs_copy": common.ratio(whole["copy and hash"], whole["copy"]),
+        "lane_vs_sockets": common.ratio(whole["lane: send"] + whole["lane: receive"], whole["send"] + whole["receive"]),
+    }
+    if changed:
+        best = min(each["cpu"][0] for each in changed.values())
+        ratios["our_sizes_vs_best"] = common.ratio(changed["as the project has it"]["cpu"][0], best)
+    common.print_result("byte_costs", {"deeds": deeds, "sizes": changed}, ratios)
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    print(json.dumps(_measure()))
+    main()

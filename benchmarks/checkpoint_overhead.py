@@ -131,7 +131,8 @@ def main() -> None:
         body = report(results, ratios, arguments)
         path = common.write_report("checkpoint-overhead", "Cost of keeping every step", body, common.versions(PACKAGES))
         print(f"report: benchmarks/results/{path.name}", file=sys.stderr)
-    common.print_result("checkpoint_overhead", {str(size): rows for size, rows in results.items()}, trials.worst(ratios))
+    told = {str(size): rows for size, rows in results.items()} | {"ratios": trials.by_plan(ratios)}
+    common.print_result("checkpoint_overhead", told, trials.worst(ratios))
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def main() -> None:
         stage: {name: value for name, value in found.items() if stage != SILENT or name not in OF_SENDING}
         for stage, found in ratios.items()
     }
-    common.print_result("deepspeed_overhead", results, trials.worst(fair))
+    common.print_result("deepspeed_overhead", {**results, "ratios": trials.by_plan(ratios)}, trials.worst(fair))
 
 
 if __name__ == "__main__":

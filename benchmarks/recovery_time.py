@@ -317,7 +317,7 @@ def summary(recoveries: Sequence[Recovery], problem: str | None) -> dict[str, An
 
 
 def ratios(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, float | None]:
-    """The worst over sizes and loops of gemini-ft's median against torchrun's, for each kind of failure."""
+    """The worst over sizes and loops of gemini-ft's median against torchrun's, for each kind of failure; None: some cell has no result."""
     found: dict[str, float | None] = {}
     for scenario in ("worker", "host"):
         each = [
@@ -328,7 +328,7 @@ def ratios(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, 
             if name != BASELINE
         ]
         known = [value for value in each if value is not None]
-        found[f"{scenario}_vs_torchrun"] = max(known) if known else None
+        found[f"{scenario}_vs_torchrun"] = max(known) if known and len(known) == len(each) else None
     return found
 
 
@@ -350,8 +350,11 @@ def report(results: Mapping[str, Mapping[str, Mapping[str, Any]]], ratio: Mappin
         header = ["job", *PHASES, "(ordinary step)", "total", "worst", "steps lost", "failures"]
         parts.append(f"## {what.capitalize()}, {megabytes} of state\n\n{common.table(header, lines)}")
         parts += explanation({JOBS[name].title: row for name, row in rows.items()})
-    shown = [[name, "not measured" if value is None else f"{value:.3f}"] for name, value in ratio.items()]
-    parts.append("## Ratios\n\nThe worst over sizes and loops.\n\n" + common.table(["ratio", "value"], shown))
+    shown = [[name, "a cell has no result" if value is None else f"{value:.3f}"] for name, value in ratio.items()]
+    parts.append(
+        "## Ratios\n\nMedians of gemini-ft against those of torchrun, the worst over sizes and loops.\n\n"
+        + common.table(["ratio", "value"], shown)
+    )
     return "\n\n".join(parts)
 
 

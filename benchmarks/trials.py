@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import re
 import sys
@@ -214,13 +215,23 @@ def _attempt(into: Measured, worker: str, row: str, plan: Plan, limit: float, pa
 
 
 def paired(rows: Mapping[str, Measured], base: str, key: str) -> dict[str, common.Spread]:
-    """Row -> its figure divided by that of ``base`` in the same round."""
+    """Row -> its figure divided by that of ``base`` in the same round; infinite where the base cost nothing and the row did."""
     found = {}
     for name, measured in rows.items():
-        turns = [turn for turn, figures in measured.rounds.items() if key in figures and rows[base].rounds.get(turn, {}).get(key, 0.0) > 0]
-        if name != base and turns:
-            found[name] = common.interval([measured.rounds[turn][key] / rows[base].rounds[turn][key] for turn in turns])
+        pairs = [
+            (figures[key], rows[base].rounds[turn][key])
+            for turn, figures in measured.rounds.items()
+            if key in figures.keys() & rows[base].rounds.get(turn, {}).keys()
+        ]
+        if name != base and pairs:
+            found[name] = common.interval([_quotient(top, bottom) for top, bottom in pairs])
     return found
+
+
+def _quotient(top: float, bottom: float) -> float:
+    if bottom > 0:
+        return top / bottom
+    return math.inf if top > 0 else 1.0  # noise has made the difference of two blocks negative
 
 
 def against(rows: Mapping[str, Measured], row: str, wanted: Mapping[str, tuple[str, str]]) -> dict[str, common.Spread]:
@@ -229,10 +240,19 @@ def against(rows: Mapping[str, Measured], row: str, wanted: Mapping[str, tuple[s
     return {name: found for name, found in pairs.items() if found is not None}
 
 
-def worst(found: Mapping[K, Mapping[str, common.Spread]]) -> dict[str, float]:
-    """Each ratio at the plan at which it is highest."""
+def worst(found: Mapping[K, Mapping[str, common.Spread]]) -> dict[str, float | None]:
+    """Each ratio at the plan at which it is highest; None: it is infinite there."""
     names = dict.fromkeys(name for ratios in found.values() for name in ratios)
-    return {name: round(max(ratios[name][0] for ratios in found.values() if name in ratios), 3) for name in names}
+    return {name: _finite(max(ratios[name][0] for ratios in found.values() if name in ratios)) for name in names}
+
+
+def by_plan(found: Mapping[K, Mapping[str, common.Spread]]) -> dict[str, dict[str, list[float | None]]]:
+    """For the line of JSON: plan -> ratio -> median and the ends of its interval."""
+    return {str(key): {name: [_finite(value) for value in each] for name, each in ratios.items()} for key, ratios in found.items()}
+
+
+def _finite(value: float) -> float | None:
+    return round(value, 3) if math.isfinite(value) else None
 
 
 def table(title: str, rows: Mapping[str, Row], results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -254,7 +274,7 @@ def ratio_table(found: Mapping[K, Mapping[str, common.Spread]]) -> str:
 
 def _with_mark(value: common.Spread) -> str:
     middle, low, high = value
-    return common.spread(value, 3) + " *" * (low == high or high - low > 0.1 * abs(middle))
+    return common.spread(value, 3) + " *" * (low == high or not high - low <= 0.1 * abs(middle))
 
 
 def options(parser: argparse.ArgumentParser) -> None:
