@@ -32,6 +32,8 @@ SIZE = 24 * CHUNK  # larger than the caches
 ROUNDS, QUICK_ROUNDS = 7, 3
 SLICES = tuple(2**power for power in range(16, 23))  # 64 KiB to 4 MiB
 CHUNKS = tuple(2**power for power in range(20, 26, 2))  # 1 to 16 MiB
+_HUGE = 2 * 2**20  # so much more is mapped that all of the tensor may lie in whole huge pages
+_MAP_HUGETLB = 0x40000
 BUFFERS = (256 * 2**10, 2**20, 4 * 2**20)  # asked of the kernel in place of its own choice
 # Row -> how often each deed is done to a byte of distinct state, with one copy at a peer.
 DEEDS: Mapping[str, Mapping[str, int]] = {
@@ -156,6 +158,67 @@ def _deeds(rounds: int) -> dict[str, tuple[float, float]]:
     return found | {f"lane: {name}": (ends[name]["user"], ends[name]["kernel"]) for name in ("send", "receive")}
 
 
+# --------------------------------------------------------------------------- pages
+
+
+def pages(rounds: int) -> dict[str, tuple[float, float]]:
+    """What the pages cost that a slot's bytes are copied into or mapped over: seconds per GB in user mode and in the kernel.
+
+    An update in place stands for the optimizer, which writes every byte of the state once it is restored.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    fd = os.memfd_create("pages")
+    os.ftruncate(fd, SIZE)
+    shared = mmap.mmap(fd, SIZE)
+    slot = torch.frombuffer(shared, dtype=torch.float32)
+    slot.fill_(1.0)
+    there = torch.empty_like(slot).fill_(0.0)
+
+    def fresh(huge: bool) -> None:
+        memory = mmap.mmap(-1, SIZE + _HUGE)
+        if huge:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        _tensor(memory).copy_(slot)
+
+    def fresh_and_update(huge: bool) -> None:
+        memory = mmap.mmap(-1, SIZE + _HUGE)
+        if huge:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        _tensor(memory).copy_(slot).add_(1.0)
+
+    def private_and_update() -> None:
+        _tensor(mmap.mmap(fd, SIZE, flags=mmap.MAP_PRIVATE)).add_(1.0)
+
+    found = {
+        "copy into pages that are there": _timed(lambda: there.copy_(slot), rounds),
+        "copy into fresh pages of 4 KiB": _timed(lambda: fresh(huge=False), rounds),
+        "copy into fresh huge pages": _timed(lambda: fresh(huge=True), rounds),
+        "copy into fresh pages of 4 KiB, then an update": _timed(lambda: fresh_and_update(huge=False), rounds),
+        "copy into fresh huge pages, then an update": _timed(lambda: fresh_and_update(huge=True), rounds),
+        "map the slot privately, then an update": _timed(private_and_update, rounds),
+    }
+    if (reserved := _reserved()) is not None:
+        _tensor(reserved).copy_(slot)
+        found["copy into reserved huge pages (MAP_HUGETLB)"] = _timed(lambda: _tensor(reserved).copy_(slot), rounds)
+    return found
+
+
+def _tensor(memory: mmap.mmap) -> Any:
+    import torch
+
+    return torch.frombuffer(memory, dtype=torch.float32, count=SIZE // 4)
+
+
+def _reserved() -> mmap.mmap | None:
+    """Memory of huge pages that the administrator has reserved; None: there are not enough of them."""
+    try:
+        return mmap.mmap(-1, SIZE, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_HUGETLB)
+    except OSError:
+        return None
+
+
 # --------------------------------------------------------------------------- a lane between two processes
 
 
@@ -255,7 +318,11 @@ def _connected(buffer_bytes: int | None = None) -> tuple[socket.socket, socket.s
     return ends
 
 
-def report(deeds: Mapping[str, tuple[float, float]], found: Mapping[str, Mapping[str, common.Spread]]) -> str:
+def report(
+    deeds: Mapping[str, tuple[float, float]],
+    found: Mapping[str, Mapping[str, common.Spread]],
+    of_pages: Mapping[str, tuple[float, float]],
+) -> str:
     """The body of the dated report."""
     lines = [[name, *(common.spread(each[key], 3) for key in ("cpu", "wall"))] for name, each in found.items()]
     return "\n\n".join(
@@ -266,6 +333,10 @@ def report(deeds: Mapping[str, tuple[float, float]], found: Mapping[str, Mapping
             f"A lane between two processes, {SIZE >> 20} MiB sent per round, one size changed at a time, in random order: processor "
             "seconds of both ends per GB, and seconds from the first to the last byte; medians over rounds and their 95 % intervals.",
             common.table(["what", "processor", "wall"], lines),
+            "## Pages",
+            "Processor seconds per GB of a copy out of a slot (a memfd), by the pages that it goes into; an update in place stands for the "
+            "optimizer, which writes every byte of the state once it is restored.",
+            common.table(["what", "user", "kernel"], [[name, f"{user:.3f}", f"{kernel:.3f}"] for name, (user, kernel) in of_pages.items()]),
         ]
     )
 
@@ -278,8 +349,9 @@ def main() -> None:
     rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
     deeds = _deeds(rounds)
     changed = {} if arguments.deeds else sizes(1 if arguments.quick else rounds)
+    of_pages = {} if arguments.deeds else pages(rounds)
     if changed and not arguments.quick:
-        path = common.write_report("byte-costs", "What a byte costs", report(deeds, changed), common.versions(PACKAGES))
+        path = common.write_report("byte-costs", "What a byte costs", report(deeds, changed, of_pages), common.versions(PACKAGES))
         print(f"report: benchmarks/results/{path.name}", file=sys.stderr)
     whole = {name: sum(costs) for name, costs in deeds.items()}
     ratios = {
@@ -289,7 +361,10 @@ def main() -> None:
     if changed:
         best = min(each["cpu"][0] for each in changed.values())
         ratios["our_sizes_vs_best"] = common.ratio(changed["as the project has it"]["cpu"][0], best)
-    common.print_result("byte_costs", {"deeds": deeds, "sizes": changed}, ratios)
+    if of_pages:
+        copied, mapped = (sum(of_pages[f"{way}, then an update"]) for way in ("copy into fresh huge pages", "map the slot privately"))
+        ratios["mapped_vs_copied"] = common.ratio(mapped, copied)
+    common.print_result("byte_costs", {"deeds": deeds, "sizes": changed, "pages": of_pages}, ratios)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Measures what keeping every step of a DeepSpeed engine costs: gemini-ft beside DeepSpeed's own writers and lm-resiliency, in one run.
 
-Two ranks, one torch thread each, ZeRO-1 and ZeRO-3 in bf16 with fp32 masters. Every trial is one row in two fresh processes; see
-benchmarks/README.md.
+Two ranks, one torch thread each, ZeRO-1 and ZeRO-3 in bf16 with fp32 masters, or all in fp32. Every trial is one row in two fresh
+processes; see benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import common
@@ -41,11 +42,13 @@ RATIOS = {
 }
 
 
-def report(results: Mapping[str, Mapping[str, Mapping[str, Any]]], ratios: Mapping[str, Mapping[str, common.Spread]], limit: float) -> str:
+def report(
+    results: Mapping[str, Mapping[str, Mapping[str, Any]]], ratios: Mapping[str, Mapping[str, common.Spread]], limit: float, dtype: str
+) -> str:
     """The body of the dated report."""
     parts = [
-        "Two ranks, one torch thread each, both on this machine; bf16 weights, fp32 masters and moments; times in ms, medians. `lost` is "
-        "an iteration with saves minus one without, in the same processes. Writers write to memory (tmpfs). Blocks in which other "
+        f"Two ranks, one torch thread each, both on this machine; {dtype} weights, fp32 masters and moments; times in ms, medians. `lost` "
+        "is an iteration with saves minus one without, in the same processes. Writers write to memory (tmpfs). Blocks in which other "
         f"programs took more than {limit:.0%} of the machine were rejected."
     ]
     for stage, rows in results.items():
@@ -63,13 +66,19 @@ def main() -> None:
     )
     parser.add_argument("--stages", nargs="+", choices=PLANS, metavar="STAGE", help=f"of: {', '.join(PLANS)}")
     parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="ROW", help=f"rows to measure, of: {', '.join(ROWS)}")
+    parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp32"),
+        default="bf16",
+        help="of the weights; fp32 where a processor without bf16 products takes seconds for each",
+    )
     trials.options(parser)
     arguments = parser.parse_args()
     common.clean_up_on_sigterm()
 
     stages = arguments.stages or (["ZeRO-1"] if arguments.quick else list(PLANS))
     chosen = {stage: (QUICK if arguments.quick else PLANS)[stage] for stage in stages}
-    plans = {name: (arguments.rounds or rounds, plan) for name, (rounds, plan) in chosen.items()}
+    plans = {name: (arguments.rounds or rounds, replace(plan, dtype=arguments.dtype)) for name, (rounds, plan) in chosen.items()}
     rows = {name: row for name, row in ROWS.items() if (name in arguments.rows if arguments.rows else row.quick or not arguments.quick)}
     limit, patience = (1.0, 0.0) if arguments.quick else (arguments.noise_limit, arguments.patience)
     measured = trials.measure("deepspeed_worker.py", rows, plans, limit, patience)
@@ -78,7 +87,7 @@ def main() -> None:
     }
     ratios = {stage: trials.against(found, OURS, RATIOS) for stage, found in measured.items()}
     if not arguments.quick:
-        body = report(results, ratios, limit)
+        body = report(results, ratios, limit, arguments.dtype)
         title = "Cost of keeping every step of a DeepSpeed engine"
         path = common.write_report("deepspeed-overhead", title, body, common.versions(PACKAGES))
         print(f"report: benchmarks/results/{path.name}", file=sys.stderr)

@@ -31,13 +31,13 @@ class EngineLoad:
         config = {
             "train_micro_batch_size_per_gpu": plan.tokens,
             "steps_per_print": 10**9,
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": plan.dtype == "bf16"},
             "zero_optimization": {"stage": plan.stage, "reduce_bucket_size": 2**22, "allgather_bucket_size": 2**22},
             **extra,
         }
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        self.input = torch.randn(plan.tokens, WIDTH).bfloat16()
+        self.input = torch.randn(plan.tokens, WIDTH, dtype=torch.bfloat16 if plan.dtype == "bf16" else torch.float32)
 
     def gradients(self) -> None:
         """Forward and backward, which reduces the gradients."""

@@ -16,6 +16,7 @@ class Plan:
     saved: int  # timed iterations of a saved block
     warm: int = 3  # saved blocks of one iteration before the measurement
     stage: int = 0  # of ZeRO
+    dtype: str = "bf16"  # of an engine's weights: bf16 or fp32
 
 
 @dataclass

@@ -19,7 +19,7 @@ PARTS = {
     "started": ("forked, or an interpreter started; everything is imported", "launcher"),
     "group": ("process group", "torch"),
     "model": ("the script builds its model: fresh pages, random numbers", "script"),
-    "wrapped": ("DDP wraps it, and sends rank 0's weights", "torch"),
+    "wrapped": ("DDP wraps it", "torch"),
     "joined": ("agents are found, copies compared; ranks agree on what to resume", "gemini-ft"),
     "prepared": ("small state is read; DDP, Lightning and the optimizer's state are prepared", "script, gemini-ft"),
     "resumed": ("every byte is read, verified and laid into fresh pages", "gemini-ft"),

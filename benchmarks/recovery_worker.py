@@ -93,9 +93,9 @@ def plain_job(arguments: argparse.Namespace, log: Log) -> None:
     log.write("group")
     load = Load(arguments.megabytes * 10**6, TOKENS, seed=0)
     log.write("model")
-    model = DistributedDataParallel(load.model)
+    model = DistributedDataParallel(load.model, init_sync=False)  # the Checkpointer sends the weights, if there is nothing to resume
     log.write("wrapped")
-    checkpointer = gemini_ft.Checkpointer(load.model, load.optimizer)
+    checkpointer = gemini_ft.Checkpointer(model, load.optimizer, init_sync=True)
     start = checkpointer.resume()
     log.write("restored", step=start)
     inputs = Inputs(STEPS, TOKENS)

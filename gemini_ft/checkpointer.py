@@ -34,7 +34,7 @@ from gemini_ft.faults import inject as faults
 from gemini_ft.launch import notes
 from gemini_ft.recovery.restore import read_extras
 from gemini_ft.state.base import PlainState, TrainingState
-from gemini_ft.state.ddp import ddp_state, findings, refuse_hooks, restore_buckets, restore_sync
+from gemini_ft.state.ddp import broadcast_state, ddp_state, findings, refuse_hooks, restore_buckets, restore_sync
 from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence
 from gemini_ft.state.hyperparameters import Given, Hyperparameters, warn
 from gemini_ft.state.optimizer_steps import OptimizerSteps
@@ -79,6 +79,8 @@ class Checkpointer:
         rebuild: builds what was added while training (layers, optimizers) in a fresh process, before its state is loaded; it is called
             with the `gemini_ft.state.rebuilding.Changes` that the snapshot describes, and may call ``bind``.
         resizable: whether the state to be bound can be loaded from a snapshot that another number of ranks has made.
+        init_sync: whether `resume` sends the first rank's parameters and buffers to all ranks where there is nothing to resume: for models
+            that ``DistributedDataParallel(init_sync=False)`` wraps, so that after a failure they are not sent only to be replaced.
         **options: fields of ``GeminiConfig``.
 
     Raises:
@@ -98,6 +100,7 @@ class Checkpointer:
         gradients: GradientState | None = None,
         rebuild: Callable[[Changes], None] | None = None,
         resizable: bool = False,
+        init_sync: bool = False,
         **options: Any,
     ) -> None:
         if config is not None and options:
@@ -113,7 +116,7 @@ class Checkpointer:
         self.census.register("models and optimizers", lambda: self._state.findings(), lambda: self._state.structure())
         self.census.register("state", self._stateful_findings)
         self.census.register("communication hooks", self._hook_findings, lambda: [len(m._comm_hooks) for m in self._wrapped.values()])
-        self._hooks, self._replicated, self._resizable = hooks, replicated, resizable
+        self._hooks, self._replicated, self._resizable, self._init_sync = hooks, replicated, resizable, init_sync
         self._rebuild = rebuild
         self._bound: TrainingState = PlainState({}, ())
         self._state: TrainingState = self._bound  # with the gradients', if there are any
@@ -146,6 +149,8 @@ class Checkpointer:
             for model in self._wrapped.values():
                 refuse_hooks(model, self._is_replicated)
         if found is None:
+            if self._init_sync:
+                self._send_first()
             return 0
         saved = found.extras["state"]
         with self._script_to_blame():
@@ -411,6 +416,12 @@ class Checkpointer:
         self.close(finished=kind is None, interrupted=kind is not None and issubclass(kind, KeyboardInterrupt))
 
     # -- inside
+
+    def _send_first(self) -> None:
+        if not self._wrapped:
+            raise ConfigError("init_sync=True, but no model is a DistributedDataParallel; give the wrapped model, or leave init_sync out")
+        for model in self._wrapped.values():
+            broadcast_state(model)
 
     def _end_with_process(self) -> None:
         """Ends this rank's threads with the process; after Ctrl-C leaves the run: the agents' memory will not be needed."""

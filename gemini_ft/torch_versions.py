@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
 # torch 2.12 and older have these under names that 2.13 deprecates.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def buffers_are_broadcast(model: Any) -> bool:
+    """Whether a DistributedDataParallel sends the first rank's buffers to all ranks."""
+    return bool(getattr(model, "forward_sync_buffers", getattr(model, "broadcast_buffers", True)))  # torch 2.13 renames it

@@ -84,6 +84,15 @@ ROWS = {
         "own host, peer host (memory of agents)",
         options=(("modules", 1000),),
     ),
+    **{
+        f"gemini_{policy}": Row(
+            f"gemini-ft, agents and copy threads {said}",
+            "gemini:Gemini",
+            "own host, peer host (memory of agents)",
+            options=(("policy", policy),),
+        )
+        for policy, said in (("normal", "of SCHED_OTHER"), ("nice", "of SCHED_BATCH and nice 10"), ("idle", "of SCHED_IDLE"))
+    },
     "gemini_ddp": Row(
         "gemini-ft, equal ranks: each owns half",
         "gemini:Gemini",

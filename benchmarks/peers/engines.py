@@ -15,6 +15,7 @@ _HOSTS = "own host, peer host (memory of agents)"
 ROWS = {
     "none": Row("no checkpoint", "engines:Nothing", "", quick=True),
     "gemini": Row("gemini-ft", "engines:Gemini", _HOSTS, quick=True),
+    "gemini_alone": Row("gemini-ft, own copy alone", "engines:Gemini", "own host (memory of agents)", options=(("replicas", 1),)),
     "lm_resiliency": Row("lm-resiliency", "engines:LmResiliency", "own RAM, peer RAM (in the trainers)", quick=True),
     "deepspeed_torch": Row("DeepSpeed, torch writer", "engines:SaveCheckpoint", "files (tmpfs)", quick=True),
     "deepspeed_fast": Row(
@@ -49,7 +50,15 @@ class Nothing(EngineAdapter):
 
 
 class Gemini(EngineAdapter):
-    """gemini-ft on two emulated hosts, two copies. The engine's own calls, made by hand so that they can be timed."""
+    """gemini-ft on two emulated hosts. The engine's own calls, made by hand so that they can be timed.
+
+    Args:
+        replicas: copies of each rank's state.
+    """
+
+    def __init__(self, replicas: int = 2) -> None:
+        super().__init__()
+        self._replicas = replicas
 
     def setup(self, load: Any, folder: Path) -> None:
         import torch.distributed as dist
@@ -57,7 +66,7 @@ class Gemini(EngineAdapter):
         from gemini_ft.deepspeed import Protection
 
         os.environ |= {"GEMINI_HOST_ID": f"host{dist.get_rank()}", "GEMINI_RUN_ID": os.environ[MARK], "GEMINI_LOG_DIR": str(folder)}
-        self._protection = Protection(load.engine, {"replicas": 2})
+        self._protection = Protection(load.engine, {"replicas": self._replicas})
         self._saved: dict[int, tuple[int, float]] = {}  # our step -> the engine's, and when the call returned
 
     def before_update(self) -> None:

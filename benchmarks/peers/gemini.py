@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import nn
 
+import common
 import gemini_ft
 from common import MARK
 from gemini_ft.agent import lifecycle
@@ -18,6 +20,7 @@ from load import Load
 from peers import Adapter
 
 _PATIENCE = 60.0  # seconds
+_POLICIES = {"normal": (os.SCHED_OTHER, 0), "nice": (os.SCHED_BATCH, 10), "idle": (os.SCHED_IDLE, 0)}
 
 
 class Gemini(Adapter):
@@ -28,10 +31,14 @@ class Gemini(Adapter):
         encrypt: whether replicas are encrypted on their way.
         protected: False: the agents are those of `plain_agent`.
         modules: modules without parameters that the model is given, so that what is done for each module shows.
+        policy: how agents and copying threads are scheduled, in place of SCHED_BATCH: a name in `_POLICIES`.
     """
 
-    def __init__(self, replicated: bool = False, encrypt: bool = False, protected: bool = True, modules: int = 0) -> None:
+    def __init__(
+        self, replicated: bool = False, encrypt: bool = False, protected: bool = True, modules: int = 0, policy: str | None = None
+    ) -> None:
         super().__init__()
+        self._policy = policy
         self._replicated, self._encrypt, self._protected, self._modules = replicated, encrypt, protected, modules
         self._returned: dict[int, float] = {}
 
@@ -44,6 +51,9 @@ class Gemini(Adapter):
             load.model, load.optimizer, replicated=self._replicated, replicas=2, encrypt=self._encrypt
         )
         self._checkpointer.resume()
+        if self._policy is not None:
+            self._checkpointer.step()  # all threads are there
+            _schedule(*_POLICIES[self._policy])
 
     def save(self, step: int) -> None:
         self._checkpointer.step()
@@ -75,3 +85,15 @@ def _start_plain_agent(run: str, host: str) -> None:
         if agent.poll() is not None or time.monotonic() > until:
             raise RuntimeError(f"the plain agent does not listen (status {agent.returncode})")
         time.sleep(0.01)
+
+
+def _schedule(policy: int, nice: int) -> None:
+    """Schedules this host's agent, and the thread of this process that copies."""
+    agents = common.marked(os.environ[MARK], GEMINI_HOST_ID=os.environ["GEMINI_HOST_ID"])
+    tasks = [int(task.name) for pid in agents for task in Path(f"/proc/{pid}/task").iterdir()]
+    copying = [thread.native_id for thread in threading.enumerate() if thread.name == "gemini-snapshot"]
+    if not tasks or not copying:
+        raise RuntimeError(f"agents {agents}, copying threads {copying}: there must be some of both")
+    for task in (*tasks, *copying):
+        os.sched_setscheduler(task, policy, os.sched_param(0))
+        os.setpriority(os.PRIO_PROCESS, task, nice)

@@ -107,6 +107,11 @@ def ddp_hook(strategy: Any) -> tuple[Any, Any] | None:
     return strategy._ddp_comm_state, hook if wrapper is None else wrapper(hook)
 
 
+def ranks_begin_apart(strategy: Any) -> bool:
+    """Whether a DDPStrategy was told (``init_sync=False``) to wrap models without sending rank 0's weights to all ranks."""
+    return getattr(strategy, "_ddp_kwargs", {}).get("init_sync") is False
+
+
 @contextlib.contextmanager
 def without_first_broadcast(strategy: Any) -> Iterator[None]:
     """Lets a DDPStrategy wrap the model without sending rank 0's weights to all ranks, unless the user has given ``init_sync``."""

@@ -41,7 +41,7 @@ from gemini_ft.lightning.bookmark import Bookmark
 from gemini_ft.lightning.fit import log
 from gemini_ft.lightning.gradients import synchronizer_of
 from gemini_ft.lightning.loader import bookmark_of, make_resumable
-from gemini_ft.state.ddp import ddp_state, restore_buckets, restore_sync
+from gemini_ft.state.ddp import broadcast_state, ddp_state, restore_buckets, restore_sync
 from gemini_ft.state.rng import rng_state, set_rng_state
 
 if TYPE_CHECKING:
@@ -221,6 +221,10 @@ class GeminiFabricMixin(Gemini, _Strategy):
         others = self._bind(checkpointer, state)
         self._gemini_steps = 0
         if found is None:
+            if compat.ranks_begin_apart(self):
+                for model in state.values():
+                    if isinstance(model, DistributedDataParallel):
+                        broadcast_state(model)
             return {}
         checkpointer.load_tensors()
         saved = dict(found.extras["state"])

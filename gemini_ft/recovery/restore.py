@@ -18,10 +18,13 @@ _READERS = 4  # shards read at a time
 
 
 def read_extras(sources: ShardReaders, rank: int, world_size: int, secret: bytes, trust_pickle: bool) -> dict[int, Any]:
-    """The small state of this rank, by rank; in a job of another size that of all ranks that made the snapshot."""
+    """The small state of this rank, by rank; in a job of another size that of all ranks that made the snapshot.
+
+    The shards stay open in ``sources``: their tensors are read next.
+    """
     then, extras = sources.plan.world_size, {}
     for owner in [rank] if then == world_size else range(then):
-        blob = sources.read(owner, rank, lambda shard: shard.extras())
+        blob = sources.read(owner, rank, lambda shard: shard.extras(), keep=True)
         extras[owner] = codec.decode(blob, secret, trust_pickle=trust_pickle)
     return extras
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gemini_ft.core.census import Fate, Finding, declare
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
 from gemini_ft.state.attributes import Return, Walk
+from gemini_ft.torch_versions import buffers_are_broadcast
 
 _HOOK = declare(
     "state of DDP's communication hooks (PowerSGD)", Fate.CAPTURED, "copied at once: with error feedback as large as the gradients"
@@ -59,10 +60,14 @@ def refuse_hooks(model: DistributedDataParallel, replicated: bool = True) -> Non
 
 
 def broadcast_state(model: DistributedDataParallel) -> None:
-    """Sends the first rank's parameters and buffers to all ranks, as a new DDP does unless it was given ``init_sync=False``. Collective."""
+    """Sends the first rank's parameters and buffers to all ranks, as a new DDP does unless it was given ``init_sync=False``. Collective.
+
+    Buffers that DDP leaves to the ranks (``broadcast_buffers=False``) stay as they are.
+    """
     first = dist.get_global_rank(model.process_group, 0)
+    buffers = model.module.named_buffers() if buffers_are_broadcast(model) else ()
     with torch.no_grad():
-        for name, tensor in [*model.module.named_parameters(), *model.module.named_buffers()]:
+        for name, tensor in [*model.module.named_parameters(), *buffers]:
             if name not in model.parameters_to_ignore:
                 value = tensor.contiguous()
                 dist.broadcast(value, first, group=model.process_group)

@@ -56,12 +56,14 @@ class PendingGradients:
         Raises:
             UnsupportedStateError: a gradient that waits is sparse.
         """
-        waiting, present = dict[str, torch.Tensor](), list[str]()
+        waiting, present, sparse = dict[str, torch.Tensor](), list[str](), list[str]()
         for name, param in params.items():
             if (grad := param.grad) is not None:
                 mark = self._used.get(id(param))
                 if (mark is not None and mark[0]() is grad and mark[1] == _version(grad)) or _is_zero(grad):
                     present.append(name)
+                    if grad.is_sparse:
+                        sparse.append(name)
                 elif grad.layout != torch.strided:
                     raise UnsupportedStateError(
                         f"the gradient of {name} waits for its optimizer, and is sparse, which cannot be captured; let this optimizer step "
@@ -69,7 +71,7 @@ class PendingGradients:
                     )
                 else:
                     waiting[name] = _local(grad).detach()
-        return {"waiting": waiting, "present": True if len(present) == len(params) else present}
+        return {"waiting": waiting, "present": True if len(present) == len(params) else present, "sparse": sparse}
 
     def restore(self, saved: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> None:
         """Gives every parameter the gradient that it had, and none to the others.
@@ -80,11 +82,13 @@ class PendingGradients:
         if absent := saved["waiting"].keys() - params.keys():
             raise LayoutMismatchError(f"the snapshot has a gradient of {min(absent)}, which is not there now")
         present = set(params if saved["present"] is True else saved["present"])
+        sparse = set(saved.get("sparse", ()))  # an optimizer for sparse gradients refuses dense ones; older snapshots do not say
         for name, param in params.items():
             if (value := saved["waiting"].get(name)) is not None:
                 param.grad = _like(param, value)
             else:
-                param.grad = torch.zeros_like(param) if name in present else None
+                zeros = torch.sparse_coo_tensor(size=param.shape, dtype=param.dtype, device=param.device) if name in sparse else None
+                param.grad = (torch.zeros_like(param) if zeros is None else zeros) if name in present else None
 
     def findings(self, params: Mapping[str, torch.Tensor]) -> Iterable[Finding]:
         """The gradients that wait now, for the census."""
@@ -103,6 +107,7 @@ def _version(grad: torch.Tensor) -> int:
 def _is_zero(grad: torch.Tensor) -> bool:
     """Whether every bit is: a negative zero is none. Bytes are looked at, because that is one pass, and fast."""
     part = _local(grad).detach()
+    part = part._values() if part.is_sparse else part
     if part.layout != torch.strided or part.is_conj() or part.is_neg():
         return False
     return not bool(part.contiguous().view(-1).view(torch.uint8).any())

@@ -44,9 +44,14 @@ class _Flight:
 
     def __init__(self, name: str, tensors: list[torch.Tensor], begin: float) -> None:
         self.name, self.begin = name, begin
-        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+        self.nbytes = sum(_nbytes(tensor) for tensor in tensors)
         self.on_cuda = any(holds(tensor) for tensor in tensors)
         self.end: float | None = None
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Bytes that travel: of a sparse gradient its indices and values."""
+    return tensor._indices().nbytes + tensor._values().nbytes if tensor.is_sparse else tensor.nbytes
 
 
 class Observer:

@@ -220,6 +220,7 @@ class Recorder:
         C++ is on that stack, the whole process ends in ``terminate called without an active exception``.
         """
         self._copying.stop()
+        self.session.sources.close()  # open where what was found has not been loaded
         if self._observation is not None:
             self._observation.close()
         if self._courier is not None:

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 
@@ -63,12 +63,15 @@ class Session:
     plan: RecoveryPlan
     infos: list[HostInfo]
     orders: Orders  # faults to inject
+    _sources: ShardReaders | None = field(default=None, init=False)
 
     @property
     def sources(self) -> ShardReaders:
-        """The places where the resumed version can be read."""
-        claims = Claims(run=self.run, stream=self.spec.stream, host=self.host, to="", role="fetch", incarnation=None)
-        return ShardReaders(self.client, self.host, self.plan, self.spec.addresses, claims, self.secret, self.config.timeout)
+        """The places where the resumed version can be read; with what they keep open, as long as the agent is the same."""
+        if self._sources is None or self._sources.client is not self.client:
+            claims = Claims(run=self.run, stream=self.spec.stream, host=self.host, to="", role="fetch", incarnation=None)
+            self._sources = ShardReaders(self.client, self.host, self.plan, self.spec.addresses, claims, self.secret, self.config.timeout)
+        return self._sources
 
 
 def rank_and_world() -> tuple[int, int]:

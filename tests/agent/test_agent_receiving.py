@@ -314,3 +314,29 @@ def test_an_error_of_a_piece_that_was_thrown_away_says_so_too(workers: ByWorkers
         assert workers.wire.said == [Astray(text="host b: connection reset")]
 
     asyncio.run(work())
+
+
+def test_what_was_hashed_on_arrival_is_not_hashed_again(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane hashes every slice while it is in the cache; bytes that came in another way have no checksum yet."""
+    hashed: list[int] = []
+
+    def checksum(data: memoryview) -> int:
+        hashed.append(len(data))
+        return xxhash.xxh3_64_intdigest(data)
+
+    monkeypatch.setattr("gemini_ft.agent.receiving.checksum", checksum)
+    wire = Wire()
+    receiver = Receiver(room, wire, "b")  # type: ignore[arg-type]
+    receiver.on_message(begin(2))
+    half, digest = bytes(range(NBYTES // 2)), xxhash.xxh3_64_intdigest(bytes(range(NBYTES // 2)))
+    for index, formed in ((0, digest), (1, None)):
+        chunk = Chunk(owner=0, iteration=2, index=index, offset=index * len(half), nbytes=len(half), digest=digest)
+        target = receiver.on_message(chunk)
+        assert target is not None
+        target[:] = half
+        receiver.on_bytes(chunk, formed)
+        assert room.memories[0].chunks[index] == (index * len(half), len(half), digest)
+    assert hashed == [len(half)]
+    receiver.on_message(wrong := Chunk(owner=0, iteration=2, index=0, offset=0, nbytes=len(half), digest=digest))
+    receiver.on_bytes(wrong, digest ^ 1)  # of the bytes that came
+    assert [type(message) for message in wire.said] == [Resend]

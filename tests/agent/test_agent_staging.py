@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,3 +220,32 @@ def test_shards_that_come_together_share_a_storage_and_nothing_keeps_it(storage:
 
     asyncio.run(work())
     staging.hang_up()
+
+
+def test_shards_that_come_together_are_read_side_by_side(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a small shard most of the time is the way to the storage and back: neither of the two goes on before the other has begun."""
+    both = threading.Barrier(2, timeout=30)
+    read = stored_shards.StoredShard.read
+
+    def meeting(self: stored_shards.StoredShard, offset: int, into: memoryview) -> None:
+        both.wait()
+        read(self, offset, into)
+
+    monkeypatch.setattr(stored_shards.StoredShard, "read", meeting)
+    vault, _ = new_vault(2**30)
+    host = SimpleNamespace(slots=lambda owner: SimpleNamespace(complete_version=lambda version: None))
+    home = SimpleNamespace(spec=None, host=host, run=SimpleNamespace(run_id="r"), name="main", log=print, vault=vault)
+    settings: dict[str, object] = {"url": storage.root.as_uri(), "every_steps": 1}
+    orders = [Stage(owner=owner, version=STORED, record=store(storage, owner).model_dump_json(), storage=settings) for owner in (0, 1)]
+
+    async def work() -> None:
+        async def nothing() -> None: ...
+
+        stagings = Stagings(home, nothing)  # type: ignore[arg-type]
+        await asyncio.gather(*(stagings.stage(order) for order in orders))
+
+    asyncio.run(work())
+    staging.hang_up()
+    for owner in (0, 1):
+        ((_, memory),) = [(key, each) for key, each in vault.memory.items() if key[0] == owner]
+        assert bytes(memory.data(0, NBYTES)) == content(owner, 7, NBYTES)

@@ -338,6 +338,19 @@ class TestRoots:
                     assert sources.read(0, 0, bytes_of) == content(0, 1, 4 * CHUNK)
                     assert to_b.connections == dialled
 
+    def test_small_state_and_tensors_of_a_shard_come_over_one_connection(self, job: Job) -> None:
+        ranks = job.start()
+        job.commit(ranks, 1)
+        with Proxy(ranks[1].address) as to_b:
+            plan = RecoveryPlan("memory", job.version(1), {0: ("b",), 1: ("b",)}, world_size=2)
+            sources = ShardReaders(ranks[0].client, "a", plan, {"b": to_b.address}, job.claims(), SECRET, 10.0)
+            with contextlib.closing(sources):
+                for owner in (0, 1):
+                    found = sources.read(owner, 0, lambda shard: shard.extras(), keep=True)
+                    assert found == EXTRAS
+                    assert sources.read(owner, 0, bytes_of) == content(owner, 1, 4 * CHUNK)
+                    assert to_b.connections == owner + 1
+
     def test_a_lost_copy_is_rebuilt_from_what_was_committed_only(self, job: Job) -> None:
         ranks = job.start()
         job.commit(ranks, 1, 2)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from plain_case import Case, history, train
 from rank_kit import World
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gemini_ft
+from gemini_ft.agent import lifecycle
+from gemini_ft.testing import digest
 
 
 def undisturbed(folder: Path, case: Case, world: int) -> list[Any]:
@@ -52,3 +61,56 @@ class TestSameBits:
     )
     def test_whatever_a_step_is(self, tmp_path: Path, case: Case) -> None:
         check(tmp_path, case, 2, KILLED, 3)
+
+
+# -- what does not change
+
+ROWS, CHUNK = 2**14, 64 * 2**10
+
+
+def look_up(steps: int, everywhere: bool, set_to_none: bool = True) -> dict[str, Any]:
+    """Trains an embedding of which every step touches the first rows, or all; the bytes that each later step takes to the peer."""
+    gemini_ft.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Embedding(ROWS, 16, sparse=True))
+    optimizer = torch.optim.SparseAdam(list(model.parameters()), lr=1e-2)
+    rows = torch.arange(ROWS) if everywhere else torch.arange(16)
+    checkpointer = gemini_ft.Checkpointer(model, optimizer, on_late="wait", chunk_bytes=CHUNK)
+    sent = [0, 0, 0]
+    for _ in range(checkpointer.resume(), steps):
+        model(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        checkpointer.step()
+        checkpointer.flush()
+        status = lifecycle.status(os.environ["GEMINI_RUN_ID"], os.environ["GEMINI_HOST_ID"])
+        assert status is not None
+        sent.append(int(json.loads(status)["streams"]["main"]["counters"]["replica_bytes"]))
+    weights = digest({"weight": model.module.weight, **optimizer.state_dict()})
+    return {"per_step": (sent[-1] - sent[-3]) // 2, "weights": weights}
+
+
+def test_rows_and_moments_that_nothing_has_touched_do_not_travel(tmp_path: Path) -> None:
+    """Section 6 of docs/design.md: what is still as it was fills whole chunks here, weights and zero moments alike."""
+    found = {}
+    for everywhere in (False, True):
+        with World(tmp_path / str(everywhere), 2) as world:
+            ranks = world.outcome(look_up, 8, everywhere)
+            assert not any(isinstance(said, Exception) for said in ranks), ranks
+            again = world.outcome(look_up, 8, everywhere)  # there is nothing left to do: what was kept is read
+            assert [said["weights"] for said in again] == [said["weights"] for said in ranks]
+            found[everywhere] = sum(said["per_step"] for said in ranks)
+    assert found[True] >= 3 * ROWS * 16 * 4  # weights and both moments
+    assert found[False] <= 8 * CHUNK  # a chunk of each, and the small state
+
+
+def test_sparse_gradients_come_back_sparse(tmp_path: Path) -> None:
+    """Those that a step has used up: an optimizer for sparse gradients refuses dense ones, zeros too."""
+    ends = {}
+    for name, attempts in (("at once", (8,)), ("in two attempts", (4, 8))):
+        with World(tmp_path / name, 2) as world:
+            for until in attempts:
+                ranks = world.outcome(look_up, until, False, False)
+                assert not any(isinstance(said, Exception) for said in ranks), ranks
+            ends[name] = [said["weights"] for said in ranks]
+    assert ends["at once"] == ends["in two attempts"]

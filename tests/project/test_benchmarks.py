@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,28 @@ def test_the_parts_of_a_recovery_add_up_to_its_phases() -> None:
     (_, shown) = recovery_parts.explanation(rows)
     assert "| group | 1.00 | the script builds its model: fresh pages, random numbers | script |" in shown
     assert "| rendezvous |" not in shown
+
+
+def test_no_round_and_no_cell_drops_out_of_a_ratio() -> None:
+    import recovery_time
+    import trials
+
+    def row(*lost: float) -> trials.Measured:
+        found = trials.Measured(copies=True, same_state=False, restarts=False)
+        found.rounds = {turn: {"lost_s": seconds} for turn, seconds in enumerate(lost)}
+        return found
+
+    rows = {"ours": row(2.0, 2.0, 3.0), "base": row(1.0, -1.0, 2.0)}
+    middle, low, high = trials.paired(rows, "base", "lost_s")["ours"]
+    assert (middle, low, high) == (2.0, 1.5, math.inf)
+    assert trials.paired({"ours": row(-1.0), "base": row(-2.0)}, "base", "lost_s")["ours"][0] == 1.0
+    assert trials.worst({64: {"a": (2.0, 1.0, 3.0)}, 256: {"a": (math.inf, 1.0, math.inf)}}) == {"a": None}
+    assert trials.by_plan({64: {"a": (2.0, 1.0, math.inf)}}) == {"64": {"a": [2.0, 1.0, None]}}
+    assert "*" in trials.ratio_table({64: {"a": (2.0, 1.0, math.inf)}})
+    recovered: dict[str, dict[str, dict[str, Any]]] = {"worker 64 MB": {"gemini_plain": {"total_s": 1.0}, "torchrun": {"total_s": 4.0}}}
+    assert recovery_time.ratios(recovered)["worker_vs_torchrun"] == 0.25
+    recovered["worker 1000 MB"] = {"gemini_plain": {"problem": "it did not come back"}, "torchrun": {"total_s": 4.0}}
+    assert recovery_time.ratios(recovered)["worker_vs_torchrun"] is None
 
 
 def test_the_simulations_of_scale_follow_the_code_that_they_play() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from agent_kit import Job, open_fds
 
+from gemini_ft.core.roots import checksum
 from gemini_ft.errors import ConfigError, PeerError, SecretError
 from gemini_ft.wire import handshake
 from gemini_ft.wire.handshake import dial, listen
@@ -36,6 +37,7 @@ class Recorder:
     def __init__(self, room: bytearray | None = None) -> None:
         self.heard: list[PeerMessage] = []
         self.whole: list[PeerMessage] = []
+        self.digests: list[int | None] = []
         self.lost: str | None = None
         self._room = room
         self._news = asyncio.Event()
@@ -47,6 +49,7 @@ class Recorder:
 
     def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
         self.whole.append(message)
+        self.digests.append(digest)
         self._news.set()
 
     def on_lost(self, reason: str) -> None:
@@ -128,6 +131,8 @@ class TestBytes:
                 await theirs.until(lambda: len(theirs.heard) == 2 * len(sizes))
                 assert [kind_of(message) for message in theirs.heard] == ["chunk", "report_finished"] * len(sizes)
                 assert len(theirs.whole) == len(sizes)
+                pieces = [source[end - size : end] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+                assert theirs.digests == [None if encrypt else checksum(piece) for piece in pieces]  # TLS hands over what it likes
                 assert connection.backlog == 0
                 connection.abort("done")
                 await theirs.until(lambda: theirs.lost)
