@@ -317,11 +317,14 @@ def summary(recoveries: Sequence[Recovery], problem: str | None) -> dict[str, An
 
 
 def ratios(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, float | None]:
-    """The worst over sizes and loops of gemini-ft's median against torchrun's, for each kind of failure; None: some cell has no result."""
+    """The worst over sizes and loops of gemini-ft's median against torchrun's, for each kind of failure.
+
+    None: in some cell gemini-ft did not come back each time, or torchrun never.
+    """
     found: dict[str, float | None] = {}
     for scenario in ("worker", "host"):
         each = [
-            common.ratio(row.get("total_s"), rows[BASELINE].get("total_s"))
+            None if "problem" in row else common.ratio(row.get("total_s"), rows[BASELINE].get("total_s"))
             for case, rows in results.items()
             if case.startswith(scenario) and BASELINE in rows
             for name, row in rows.items()
@@ -341,7 +344,8 @@ def report(results: Mapping[str, Mapping[str, Mapping[str, Any]]], ratio: Mappin
             if "total_s" in row:
                 cells = [f"{row['phases_s'][phase]:.2f}" for phase in PHASES]
                 cells += [f"{row[name]:.2f}" for name in ("ordinary_step_s", "total_s", "worst_s")]
-                cells += [str(row["steps_lost"]), str(row["failures"])]
+                problem = f", then: {row['problem']}".replace("|", "/") if "problem" in row else ""
+                cells += [str(row["steps_lost"]), str(row["failures"]) + problem]
             else:
                 cells = [f"no result: {row['problem']}".replace("|", "/"), *[""] * (len(PHASES) + 4)]
             lines.append([JOBS[name].title, *cells])

@@ -241,9 +241,9 @@ def against(rows: Mapping[str, Measured], row: str, wanted: Mapping[str, tuple[s
 
 
 def worst(found: Mapping[K, Mapping[str, common.Spread]]) -> dict[str, float | None]:
-    """Each ratio at the plan at which it is highest; None: it is infinite there."""
+    """Each ratio at the plan at which it is highest; None: it is infinite there, or a plan has no result for it."""
     names = dict.fromkeys(name for ratios in found.values() for name in ratios)
-    return {name: _finite(max(ratios[name][0] for ratios in found.values() if name in ratios)) for name in names}
+    return {name: _finite(max(ratios[name][0] if name in ratios else math.inf for ratios in found.values())) for name in names}
 
 
 def by_plan(found: Mapping[K, Mapping[str, common.Spread]]) -> dict[str, dict[str, list[float | None]]]:
@@ -274,7 +274,7 @@ def ratio_table(found: Mapping[K, Mapping[str, common.Spread]]) -> str:
 
 def _with_mark(value: common.Spread) -> str:
     middle, low, high = value
-    return common.spread(value, 3) + " *" * (low == high or not high - low <= 0.1 * abs(middle))
+    return common.spread(value, 3) + " *" * (low == high or not math.isfinite(high) or high - low > 0.1 * abs(middle))
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -34,15 +34,16 @@ from gemini_ft.faults import inject as faults
 from gemini_ft.launch import notes
 from gemini_ft.recovery.restore import read_extras
 from gemini_ft.state.base import PlainState, TrainingState
-from gemini_ft.state.ddp import broadcast_state, ddp_state, findings, refuse_hooks, restore_buckets, restore_sync
+from gemini_ft.state.ddp import ddp_state, findings, first_tensors, refuse_hooks, restore_buckets, restore_sync, send_first
 from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence
 from gemini_ft.state.hyperparameters import Given, Hyperparameters, warn
 from gemini_ft.state.optimizer_steps import OptimizerSteps
 from gemini_ft.state.rebuilding import Changes
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.storage.base import WORD
+from gemini_ft.torch_versions import buffers_are_broadcast
 from gemini_ft.worker.recorder import Recorder
-from gemini_ft.worker.rendezvous import exchange_or_raise, on_all_ranks
+from gemini_ft.worker.rendezvous import exchange, exchange_or_raise, on_all_ranks
 from gemini_ft.worker.spreading import fill
 from gemini_ft.worker.stats import Stats
 
@@ -80,7 +81,8 @@ class Checkpointer:
             with the `gemini_ft.state.rebuilding.Changes` that the snapshot describes, and may call ``bind``.
         resizable: whether the state to be bound can be loaded from a snapshot that another number of ranks has made.
         init_sync: whether `resume` sends the first rank's parameters and buffers to all ranks where there is nothing to resume: for models
-            that ``DistributedDataParallel(init_sync=False)`` wraps, so that after a failure they are not sent only to be replaced.
+            that ``DistributedDataParallel(init_sync=False)`` wraps, so that after a failure they are not sent only to be replaced. Models
+            beside them, which may be copies, are sent too; buffers are not, if DDP leaves them to the ranks before a forward pass.
         **options: fields of ``GeminiConfig``.
 
     Raises:
@@ -145,12 +147,14 @@ class Checkpointer:
             GeminiError: see ``open`` and ``load_tensors``.
         """
         found = self.open()
+        if self._init_sync:
+            exchange_or_raise(self._check_init_sync)
         with self._script_to_blame():
             for model in self._wrapped.values():
                 refuse_hooks(model, self._is_replicated)
         if found is None:
             if self._init_sync:
-                self._send_first()
+                send_first(first_tensors(self._models, all(map(buffers_are_broadcast, self._wrapped.values()))), exchange)
             return 0
         saved = found.extras["state"]
         with self._script_to_blame():
@@ -417,11 +421,11 @@ class Checkpointer:
 
     # -- inside
 
-    def _send_first(self) -> None:
+    def _check_init_sync(self) -> None:
         if not self._wrapped:
             raise ConfigError("init_sync=True, but no model is a DistributedDataParallel; give the wrapped model, or leave init_sync out")
-        for model in self._wrapped.values():
-            broadcast_state(model)
+        if not self._is_replicated:
+            raise ConfigError("init_sync=True is for ranks that hold the same, and replicated=False was given; leave one of them out")
 
     def _end_with_process(self) -> None:
         """Ends this rank's threads with the process; after Ctrl-C leaves the run: the agents' memory will not be needed."""

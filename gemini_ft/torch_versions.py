@@ -12,5 +12,5 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def buffers_are_broadcast(model: Any) -> bool:
-    """Whether a DistributedDataParallel sends the first rank's buffers to all ranks."""
+    """Whether a DistributedDataParallel sends the first rank's buffers to all ranks before a forward pass."""
     return bool(getattr(model, "forward_sync_buffers", getattr(model, "broadcast_buffers", True)))  # torch 2.13 renames it

@@ -40,7 +40,8 @@ class Gemini(Adapter):
         super().__init__()
         self._policy = policy
         self._replicated, self._encrypt, self._protected, self._modules = replicated, encrypt, protected, modules
-        self._returned: dict[int, float] = {}
+        self._returned: dict[int, tuple[int, float]] = {}  # the benchmark's step -> our iteration, and when the call returned
+        self._iteration = 0
 
     def setup(self, load: Load, folder: Path) -> None:
         os.environ |= {"GEMINI_HOST_ID": f"host{dist.get_rank()}", "GEMINI_RUN_ID": os.environ[MARK], "GEMINI_LOG_DIR": str(folder)}
@@ -52,12 +53,16 @@ class Gemini(Adapter):
         )
         self._checkpointer.resume()
         if self._policy is not None:
-            self._checkpointer.step()  # all threads are there
+            self._step()  # all threads are there
             _schedule(*_POLICIES[self._policy])
 
     def save(self, step: int) -> None:
+        self._step()
+        self._returned[step] = self._iteration, time.monotonic()
+
+    def _step(self) -> None:
         self._checkpointer.step()
-        self._returned[step] = time.monotonic()
+        self._iteration += 1
 
     def before_update(self) -> None:
         self._checkpointer.wait_before_update()
@@ -68,9 +73,9 @@ class Gemini(Adapter):
             if time.monotonic() > until:
                 raise TimeoutError(f"{stats.snapshots} snapshots, {len(stats.commit_seconds)} committed, {stats.skipped} skipped")
             time.sleep(0.001)
-        for call, step in enumerate(self._returned, start=1):
-            if call in stats.commit_seconds:
-                self.completed[step] = self._returned[step] + stats.commit_seconds[call]
+        for step, (iteration, returned) in self._returned.items():
+            if iteration in stats.commit_seconds:
+                self.completed[step] = returned + stats.commit_seconds[iteration]
 
     def close(self) -> None:
         self._checkpointer.close()

@@ -112,6 +112,11 @@ def ranks_begin_apart(strategy: Any) -> bool:
     return getattr(strategy, "_ddp_kwargs", {}).get("init_sync") is False
 
 
+def sends_buffers(strategy: Any) -> bool:
+    """Whether DDP, as a DDPStrategy makes it, sends rank 0's buffers with its weights when it wraps a model."""
+    return strategy._ddp_kwargs.get("broadcast_buffers") is not False
+
+
 @contextlib.contextmanager
 def without_first_broadcast(strategy: Any) -> Iterator[None]:
     """Lets a DDPStrategy wrap the model without sending rank 0's weights to all ranks, unless the user has given ``init_sync``."""

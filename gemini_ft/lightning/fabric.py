@@ -41,8 +41,9 @@ from gemini_ft.lightning.bookmark import Bookmark
 from gemini_ft.lightning.fit import log
 from gemini_ft.lightning.gradients import synchronizer_of
 from gemini_ft.lightning.loader import bookmark_of, make_resumable
-from gemini_ft.state.ddp import broadcast_state, ddp_state, restore_buckets, restore_sync
+from gemini_ft.state.ddp import ddp_state, first_tensors, restore_buckets, restore_sync, send_first
 from gemini_ft.state.rng import rng_state, set_rng_state
+from gemini_ft.worker.rendezvous import exchange
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.strategy import Strategy as _Strategy
@@ -92,6 +93,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
     _gemini_checkpointer: Checkpointer | None = None
     _gemini_found: Any = None  # the snapshot to resume, until it is loaded
     _gemini_saves: int = 0
+    _gemini_apart: bool = False  # whether nothing is resumed, and the first weights have not been sent
     _gemini_bound: tuple[int, ...] = ()
     _gemini_state: dict[str, Any] | None = None  # what is saved when the next batch is asked for; None once the script saves it
     _gemini_steps: int = 0  # of optimizers, since the last snapshot
@@ -106,6 +108,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
             )
             self._gemini_found = checkpointer.open()
             self._gemini_saves = self._gemini_found.iteration if self._gemini_found else 0
+            self._gemini_apart = self._gemini_found is None and compat.ranks_begin_apart(self)
             self._gemini_checkpointer = checkpointer
         return self._gemini_checkpointer
 
@@ -198,6 +201,13 @@ class GeminiFabricMixin(Gemini, _Strategy):
                 "a snapshot of step %d exists, but fabric.load(%r, state) was not called: starting over", self._gemini_saves, LATEST
             )
             self._gemini_found = None
+        if self._gemini_apart:
+            log.warning(
+                "init_sync=False was given, and fabric.load(%r, state) was not called before the first fabric.save: rank 0's first weights "
+                "were not sent to the other ranks. Call it before the loop, or leave init_sync out",
+                LATEST,
+            )
+            self._gemini_apart = False
         self._gemini_save(checkpointer, state)
 
     def _gemini_save(self, checkpointer: Checkpointer, state: dict[str, Any]) -> None:
@@ -221,11 +231,12 @@ class GeminiFabricMixin(Gemini, _Strategy):
         others = self._bind(checkpointer, state)
         self._gemini_steps = 0
         if found is None:
-            if compat.ranks_begin_apart(self):
-                for model in state.values():
-                    if isinstance(model, DistributedDataParallel):
-                        broadcast_state(model)
+            if self._gemini_apart:
+                models = {name: item for name, item in state.items() if isinstance(item, nn.Module)}
+                send_first(first_tensors(models, compat.sends_buffers(self)), exchange)
+            self._gemini_apart = False
             return {}
+        self._gemini_apart = False
         checkpointer.load_tensors()
         saved = dict(found.extras["state"])
         if strict and (missing := others.keys() - saved.keys()):

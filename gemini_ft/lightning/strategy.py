@@ -14,7 +14,8 @@ from gemini_ft.lightning.base import Gemini, heeding_signals, join_group
 from gemini_ft.lightning.fit import Fit
 from gemini_ft.lightning.gradients import FiguresLog, synchronizer_of
 from gemini_ft.lightning.loader import make_resumable
-from gemini_ft.state.ddp import broadcast_state
+from gemini_ft.state.ddp import first_tensors, send_first
+from gemini_ft.worker.rendezvous import exchange
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -210,7 +211,7 @@ class GeminiDdpMixin(GeminiMixin, _DDPStrategy):
         """Loads as the mixin does; a file of the user's that is newer than the snapshot may have only some of the state."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._gemini_unsent and not self._is_resuming and isinstance(self.model, DistributedDataParallel):
-            broadcast_state(self.model)
+            send_first(first_tensors({"model": self.model}, compat.sends_buffers(self)), exchange)
         self._gemini_unsent = False
         return checkpoint
 

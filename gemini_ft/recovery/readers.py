@@ -282,8 +282,8 @@ class ShardReaders:
     def read(self, owner: int, reader: int, use: Callable[[LocalShard | PeerShard], T], keep: bool = False) -> T:
         """Lets ``use`` read one shard; when that fails, lets it start over with the next copy.
 
-        ``keep``: the next reading follows at once. It finds the shard open, if not too many are, so that a peer is dialled and says the
-        layout only once.
+        ``keep``: another reading of it follows. It finds the shard open, if not too many are, so that a peer is dialled and says the
+        layout only once; unless it follows so late that the peer has taken its slot back.
 
         Raises:
             RecoveryError: no copy could be read; the text says why each failed.
@@ -294,6 +294,7 @@ class ShardReaders:
         if shard is not None:  # its host is dialled anew only after all others: it may be that host which is gone
             hosts = [host, *sorted(hosts, key=lambda each: each == host)]
         for host in hosts:
+            was_kept = shard is not None
             try:
                 with contextlib.ExitStack() as opened:
                     shard = opened.enter_context(contextlib.closing(shard or self.open(owner, host)))
@@ -304,7 +305,7 @@ class ShardReaders:
                     return result
             except (PeerError, CorruptDataError, AgentError, OSError) as error:
                 failures.append(str(error))
-                if not isinstance(error, CorruptDataError):
+                if not isinstance(error, CorruptDataError) and not was_kept:
                     self._silent.add(host)
             shard = None
         raise RecoveryError(f"no copy of rank {owner}'s shard of {self.plan.version} could be read: {'; '.join(failures)}")

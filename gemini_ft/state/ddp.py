@@ -8,18 +8,19 @@ broadcast at the next forward, which under manual gradient synchronisation is no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gemini_ft.core.census import Fate, Finding, declare
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
 from gemini_ft.state.attributes import Return, Walk
-from gemini_ft.torch_versions import buffers_are_broadcast
 
 _HOOK = declare(
     "state of DDP's communication hooks (PowerSGD)", Fate.CAPTURED, "copied at once: with error feedback as large as the gradients"
@@ -59,18 +60,43 @@ def refuse_hooks(model: DistributedDataParallel, replicated: bool = True) -> Non
             )
 
 
-def broadcast_state(model: DistributedDataParallel) -> None:
-    """Sends the first rank's parameters and buffers to all ranks, as a new DDP does unless it was given ``init_sync=False``. Collective.
+def first_tensors(models: Mapping[str, nn.Module], buffers: bool) -> dict[str, torch.Tensor]:
+    """Everything that all ranks are to begin alike with: name -> parameter or buffer.
 
-    Buffers that DDP leaves to the ranks (``broadcast_buffers=False``) stay as they are.
+    A model beside the wrapped one is part of it: it may be a copy of weights that no rank had been sent yet.
+
+    Args:
+        models: name -> module, wrapped by DDP or not.
+        buffers: whether buffers are to be alike, too.
     """
-    first = dist.get_global_rank(model.process_group, 0)
-    buffers = model.module.named_buffers() if buffers_are_broadcast(model) else ()
-    with torch.no_grad():
-        for name, tensor in [*model.module.named_parameters(), *buffers]:
-            if name not in model.parameters_to_ignore:
+    found = {}
+    for name, model in models.items():
+        inner, ignored = (model.module, model.parameters_to_ignore) if isinstance(model, DistributedDataParallel) else (model, ())
+        tensors = [*inner.named_parameters(), *(inner.named_buffers() if buffers else ())]
+        found |= {f"{name}.{key}": tensor for key, tensor in tensors if key not in ignored}
+    return found
+
+
+def send_first(tensors: Mapping[str, torch.Tensor], exchange: Callable[[Any], list[Any]]) -> None:
+    """Sends the first rank's tensors to all ranks, as a new DDP does unless it was given ``init_sync=False``. Collective.
+
+    Args:
+        tensors: of this rank, by name.
+        exchange: gives back every rank's object in rank order (`gemini_ft.worker.rendezvous.exchange`).
+
+    Raises:
+        LayoutMismatchError: ranks have other tensors; the same text on all.
+    """
+    every = exchange([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()])
+    for rank, said in enumerate(every):
+        for first, other in itertools.zip_longest(every[0], said):
+            if first != other:
+                raise LayoutMismatchError(f"rank {rank} has {other} where rank 0 has {first}; all ranks must build the same models")
+    if dist.is_initialized():
+        with torch.no_grad():
+            for tensor in tensors.values():
                 value = tensor.contiguous()
-                dist.broadcast(value, first, group=model.process_group)
+                dist.broadcast(value, 0)
                 tensor.copy_(value)
 
 

@@ -87,8 +87,7 @@ class PendingGradients:
             if (value := saved["waiting"].get(name)) is not None:
                 param.grad = _like(param, value)
             else:
-                zeros = torch.sparse_coo_tensor(size=param.shape, dtype=param.dtype, device=param.device) if name in sparse else None
-                param.grad = (torch.zeros_like(param) if zeros is None else zeros) if name in present else None
+                param.grad = None if name not in present else _no_rows(param) if name in sparse else torch.zeros_like(param)
 
     def findings(self, params: Mapping[str, torch.Tensor]) -> Iterable[Finding]:
         """The gradients that wait now, for the census."""
@@ -105,12 +104,17 @@ def _version(grad: torch.Tensor) -> int:
 
 
 def _is_zero(grad: torch.Tensor) -> bool:
-    """Whether every bit is: a negative zero is none. Bytes are looked at, because that is one pass, and fast."""
+    """Whether it can be given back as zeros: every bit is. A negative zero is none. Looking at bytes is one pass, and fast."""
     part = _local(grad).detach()
-    part = part._values() if part.is_sparse else part
+    if part.is_sparse:
+        return part._nnz() == 0  # rows that are named get an update, whatever their values are
     if part.layout != torch.strided or part.is_conj() or part.is_neg():
         return False
     return not bool(part.contiguous().view(-1).view(torch.uint8).any())
+
+
+def _no_rows(param: torch.Tensor) -> torch.Tensor:
+    return torch.sparse_coo_tensor(size=param.shape, dtype=param.dtype, device=param.device, check_invariants=False)
 
 
 def _like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -122,6 +122,7 @@ class Recorder:
         """
         self.raise_fatal()
         self._step_over(iteration)
+        self.session.forget_sources()
         self._copying.settle()
         written, self._copying.written = self._copying.written, []
         if self._copy_when.judge(written, iteration):
@@ -220,7 +221,7 @@ class Recorder:
         C++ is on that stack, the whole process ends in ``terminate called without an active exception``.
         """
         self._copying.stop()
-        self.session.sources.close()  # open where what was found has not been loaded
+        self.session.forget_sources()
         if self._observation is not None:
             self._observation.close()
         if self._courier is not None:

@@ -68,10 +68,18 @@ class Session:
     @property
     def sources(self) -> ShardReaders:
         """The places where the resumed version can be read; with what they keep open, as long as the agent is the same."""
-        if self._sources is None or self._sources.client is not self.client:
+        if self._sources is not None and self._sources.client is not self.client:
+            self.forget_sources()
+        if self._sources is None:
             claims = Claims(run=self.run, stream=self.spec.stream, host=self.host, to="", role="fetch", incarnation=None)
             self._sources = ShardReaders(self.client, self.host, self.plan, self.spec.addresses, claims, self.secret, self.config.timeout)
         return self._sources
+
+    def forget_sources(self) -> None:
+        """Closes what is kept open of the resumed version: it has been loaded, or will not be."""
+        if self._sources is not None:
+            self._sources.close()
+            self._sources = None
 
 
 def rank_and_world() -> tuple[int, int]:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import gemini_ft
-from gemini_ft.errors import ConfigError
+from gemini_ft.errors import ConfigError, LayoutMismatchError
 from gemini_ft.testing import digest
 
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
@@ -183,13 +183,43 @@ def test_a_wrapper_without_its_first_broadcast(tmp_path: Path, job: Callable[[in
         assert [said["begin"] for said in second] == [said["end"] for said in first]
 
 
-def refused() -> str:
+def beside_an_average() -> list[str]:
+    gemini_ft.init_process_group("gloo")
     net = Net()
-    with pytest.raises(ConfigError) as held:
-        gemini_ft.Checkpointer(net, torch.optim.Adam(net.parameters()), init_sync=True).resume()
-    return str(held.value)
+    model = DistributedDataParallel(net, init_sync=False)
+    average = torch.optim.swa_utils.AveragedModel(net)  # before anybody has been sent anything
+    checkpointer = gemini_ft.Checkpointer({"model": model, "average": average}, torch.optim.Adam(net.parameters()), init_sync=True)
+    checkpointer.resume()
+    return [digest(dict(each.named_parameters())) for each in (net, average.module)]
 
 
-def test_without_a_wrapper_there_is_nobody_to_send_to(tmp_path: Path) -> None:
-    with World(tmp_path, 1) as world:
-        assert "init_sync=True, but no model is a DistributedDataParallel" in world.outcome(refused)[0]
+def test_copies_of_the_model_are_sent_too(tmp_path: Path) -> None:
+    with World(tmp_path, 2) as world:
+        first, second = world.outcome(beside_an_average)
+    assert first == second
+    assert first[0] == first[1]
+
+
+def wrapped_oddly(odd: str) -> None:
+    """Rank 1 builds something else, or wraps nothing; or ranks are to differ."""
+    gemini_ft.init_process_group("gloo")
+    is_odd = os.environ["RANK"] == "1"
+    net: nn.Module = nn.Linear(4, 3 if odd == "shape" and is_odd else 2)
+    model = net if odd == "wrapper" and is_odd else DistributedDataParallel(net, init_sync=False)
+    options = {"replicated": False} if odd == "replicated" else {"replicated": True}
+    gemini_ft.Checkpointer(model, torch.optim.Adam(net.parameters()), init_sync=True, **options).resume()
+
+
+@pytest.mark.parametrize(
+    ("odd", "kind", "text"),
+    [
+        ("shape", LayoutMismatchError, "rank 1 has ('model.weight', (3, 4), 'torch.float32') where rank 0 has ('model.weight', (2, 4)"),
+        ("wrapper", ConfigError, "init_sync=True, but no model is a DistributedDataParallel"),
+        ("replicated", ConfigError, "init_sync=True is for ranks that hold the same"),
+    ],
+)
+def test_ranks_that_cannot_be_made_alike_are_told_so(tmp_path: Path, odd: str, kind: type[Exception], text: str) -> None:
+    with World(tmp_path, 2) as world:
+        for said in world.outcome(wrapped_oddly, odd):
+            assert isinstance(said, kind), said
+            assert text in str(said)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from agent_kit import end_agent
 from plain_case import Case, history, train
 from rank_kit import World
 from torch import nn
@@ -16,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gemini_ft
 from gemini_ft.agent import lifecycle
+from gemini_ft.errors import UnsupportedStateError
+from gemini_ft.recovery import readers
 from gemini_ft.testing import digest
 
 
@@ -68,7 +71,7 @@ class TestSameBits:
 ROWS, CHUNK = 2**14, 64 * 2**10
 
 
-def look_up(steps: int, everywhere: bool, set_to_none: bool = True) -> dict[str, Any]:
+def look_up(steps: int, everywhere: bool, set_to_none: bool = True, zero_first: bool = False) -> dict[str, Any]:
     """Trains an embedding of which every step touches the first rows, or all; the bytes that each later step takes to the peer."""
     gemini_ft.init_process_group("gloo")
     torch.manual_seed(0)
@@ -78,9 +81,12 @@ def look_up(steps: int, everywhere: bool, set_to_none: bool = True) -> dict[str,
     checkpointer = gemini_ft.Checkpointer(model, optimizer, on_late="wait", chunk_bytes=CHUNK)
     sent = [0, 0, 0]
     for _ in range(checkpointer.resume(), steps):
+        if zero_first:
+            optimizer.zero_grad(set_to_none=set_to_none)
         model(rows).square().mean().backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=set_to_none)
+        if not zero_first:
+            optimizer.zero_grad(set_to_none=set_to_none)
         checkpointer.step()
         checkpointer.flush()
         status = lifecycle.status(os.environ["GEMINI_RUN_ID"], os.environ["GEMINI_HOST_ID"])
@@ -104,13 +110,67 @@ def test_rows_and_moments_that_nothing_has_touched_do_not_travel(tmp_path: Path)
     assert found[False] <= 8 * CHUNK  # a chunk of each, and the small state
 
 
-def test_sparse_gradients_come_back_sparse(tmp_path: Path) -> None:
-    """Those that a step has used up: an optimizer for sparse gradients refuses dense ones, zeros too."""
+@pytest.mark.parametrize("zero_first", [False, True])
+def test_sparse_gradients_come_back_sparse(tmp_path: Path, zero_first: bool) -> None:
+    """Those that a step has used up, or that were zeroed: an optimizer for sparse gradients refuses dense ones, zeros too."""
     ends = {}
     for name, attempts in (("at once", (8,)), ("in two attempts", (4, 8))):
         with World(tmp_path / name, 2) as world:
             for until in attempts:
-                ranks = world.outcome(look_up, until, False, False)
+                ranks = world.outcome(look_up, until, False, False, zero_first)
                 assert not any(isinstance(said, Exception) for said in ranks), ranks
             ends[name] = [said["weights"] for said in ranks]
     assert ends["at once"] == ends["in two attempts"]
+
+
+def wait_with_zeros() -> str:
+    """The error of a snapshot while a sparse gradient waits whose rows all have the value zero."""
+    weight, other = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)
+    accumulates, steps = torch.optim.SparseAdam(list(weight.parameters())), torch.optim.SGD(other.parameters(), lr=0.1)
+    checkpointer = gemini_ft.Checkpointer(nn.ModuleList([weight, other]), [accumulates, steps])
+    checkpointer.resume()
+    (other(weight(torch.tensor([1, 2]))) * 0).sum().backward()
+    steps.step()
+    with pytest.raises(UnsupportedStateError) as held:
+        checkpointer.step()
+    return str(held.value)
+
+
+def test_rows_of_zeros_that_wait_are_no_absent_gradient(tmp_path: Path) -> None:
+    """The optimizer would move these rows by what it remembers of them."""
+    with World(tmp_path, 1) as world:
+        (said,) = world.outcome(wait_with_zeros)
+    assert "waits for its optimizer, and is sparse" in str(said)
+
+
+def count_dials(until: int) -> list[tuple[int, str]]:
+    """Which shards a rank opened at other hosts while it resumed, and where; breaks off afterwards."""
+    opened, make = list[tuple[int, str]](), readers.PeerShard.__init__
+
+    def init(self: readers.PeerShard, host: str, *args: Any) -> None:
+        opened.append((args[3], host))
+        make(self, host, *args)
+
+    readers.PeerShard.__init__ = init  # type: ignore[method-assign]
+    gemini_ft.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(64, 64))
+    optimizer = torch.optim.Adam(model.parameters())
+    checkpointer = gemini_ft.Checkpointer(model, optimizer, on_late="wait")
+    for _ in range(checkpointer.resume(), until):
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        checkpointer.step()
+    checkpointer.flush()
+    return opened
+
+
+def test_a_host_that_replaces_another_dials_for_each_shard_once(tmp_path: Path) -> None:
+    """For its small state, what lies where, and its bytes."""
+    with World(tmp_path, 2) as world:
+        assert world.outcome(count_dials, 3) == [[], []]
+        end_agent(world.run, "host1")
+        world.hosts[1] = "host2"
+        first, second = world.outcome(count_dials, 5)
+        assert first == []
+        assert sorted(second) == [(0, "host0"), (1, "host0")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -28,7 +29,8 @@ def look(_: torch.Tensor) -> None:
             seen.setdefault(thread.name, set()).add(os.sched_getscheduler(thread.native_id))
     agent = agent_pid(os.environ["GEMINI_RUN_ID"], os.environ["GEMINI_HOST_ID"])
     for task in Path(f"/proc/{agent}/task").iterdir():
-        seen.setdefault("agent", set()).add(os.sched_getscheduler(int(task.name)))
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            seen.setdefault("agent", set()).add(os.sched_getscheduler(int(task.name)))
 
 
 class Net(nn.Module):

@@ -62,11 +62,18 @@ def test_no_round_and_no_cell_drops_out_of_a_ratio() -> None:
     middle, low, high = trials.paired(rows, "base", "lost_s")["ours"]
     assert (middle, low, high) == (2.0, 1.5, math.inf)
     assert trials.paired({"ours": row(-1.0), "base": row(-2.0)}, "base", "lost_s")["ours"][0] == 1.0
+    assert trials.worst({64: {"a": (2.0, 1.0, 3.0)}, 256: {"a": (2.5, 1.0, 3.0)}}) == {"a": 2.5}
     assert trials.worst({64: {"a": (2.0, 1.0, 3.0)}, 256: {"a": (math.inf, 1.0, math.inf)}}) == {"a": None}
+    assert trials.worst({64: {"a": (2.0, 1.0, 3.0)}, 256: {}}) == {"a": None}
     assert trials.by_plan({64: {"a": (2.0, 1.0, math.inf)}}) == {"64": {"a": [2.0, 1.0, None]}}
-    assert "*" in trials.ratio_table({64: {"a": (2.0, 1.0, math.inf)}})
+    for high in (3.0, math.inf):
+        assert "*" in trials.ratio_table({64: {"a": (high, 1.0, high)}}).splitlines()[-1]
+    assert "*" not in trials.ratio_table({64: {"a": (2.0, 1.95, 2.05)}}).splitlines()[-1]
     recovered: dict[str, dict[str, dict[str, Any]]] = {"worker 64 MB": {"gemini_plain": {"total_s": 1.0}, "torchrun": {"total_s": 4.0}}}
     assert recovery_time.ratios(recovered)["worker_vs_torchrun"] == 0.25
+    recovered["worker 64 MB"]["gemini_plain"]["problem"] = "it came back once"
+    assert recovery_time.ratios(recovered)["worker_vs_torchrun"] is None
+    del recovered["worker 64 MB"]["gemini_plain"]["problem"]
     recovered["worker 1000 MB"] = {"gemini_plain": {"problem": "it did not come back"}, "torchrun": {"total_s": 4.0}}
     assert recovery_time.ratios(recovered)["worker_vs_torchrun"] is None
 
