@@ -96,7 +96,7 @@ def _schedule(policy: int, nice: int) -> None:
     """Schedules this host's agent, and the thread of this process that copies."""
     agents = common.marked(os.environ[MARK], GEMINI_HOST_ID=os.environ["GEMINI_HOST_ID"])
     tasks = [int(task.name) for pid in agents for task in Path(f"/proc/{pid}/task").iterdir()]
-    copying = [thread.native_id for thread in threading.enumerate() if thread.name == "gemini-snapshot"]
+    copying = [each.native_id for each in threading.enumerate() if each.name == "gemini-snapshot" and each.native_id is not None]
     if not tasks or not copying:
         raise RuntimeError(f"agents {agents}, copying threads {copying}: there must be some of both")
     for task in (*tasks, *copying):

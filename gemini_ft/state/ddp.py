@@ -69,7 +69,7 @@ def first_tensors(models: Mapping[str, nn.Module], buffers: bool) -> dict[str, t
         models: name -> module, wrapped by DDP or not.
         buffers: whether buffers are to be alike, too.
     """
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for name, model in models.items():
         inner, ignored = (model.module, model.parameters_to_ignore) if isinstance(model, DistributedDataParallel) else (model, ())
         tensors = [*inner.named_parameters(), *(inner.named_buffers() if buffers else ())]

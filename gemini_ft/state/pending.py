@@ -114,7 +114,9 @@ def _is_zero(grad: torch.Tensor) -> bool:
 
 
 def _no_rows(param: torch.Tensor) -> torch.Tensor:
-    return torch.sparse_coo_tensor(size=param.shape, dtype=param.dtype, device=param.device, check_invariants=False)
+    rows = torch.empty((1, 0), dtype=torch.int64, device=param.device)
+    values = torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device)
+    return torch.sparse_coo_tensor(rows, values, param.shape, check_invariants=False)
 
 
 def _like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
