@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_kit import end_agent
 from rank_kit import World
 
 from gemini_ft.errors import ConfigError
@@ -275,8 +276,12 @@ train()
 
 def test_what_a_trainer_of_gemini_run_is_told(tmp_path: Path) -> None:
     """What is not supported runs as it is; an error of ours, in a script that has not asked for it, names the way out."""
-    env = os.environ | {"GEMINI_RUN_ID": f"{os.getpid()}-{tmp_path.name}", "GEMINI_LOG_DIR": str(tmp_path), "GEMINI_MEMORY_LIMIT": "1"}
-    done = subprocess.run([sys.executable, "-c", UNASKED], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    named = {"GEMINI_RUN_ID": f"{os.getpid()}-{tmp_path.name}", "GEMINI_HOST_ID": "little", "GEMINI_LOG_DIR": str(tmp_path)}
+    env = os.environ | named | {"GEMINI_MEMORY_LIMIT": "1"}
+    try:
+        done = subprocess.run([sys.executable, "-c", UNASKED], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    finally:
+        end_agent(named["GEMINI_RUN_ID"], "little")  # it would wait for the job to come back
     little, skipping, other_version = [line for line in done.stdout.splitlines() if line.startswith(("DONE", "FAILED"))]
     assert little.endswith("`gemini run` protects every Trainer; GEMINI_WRAP=0 leaves them as they are")
     assert skipping == "DONE"
