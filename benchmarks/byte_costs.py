@@ -47,9 +47,18 @@ DEEDS: Mapping[str, Mapping[str, int]] = {
 }
 
 
-def measured(quick: bool = False) -> dict[str, tuple[float, float]]:
+DEEDS_TOLD = (
+    "Processor seconds per GB of one deed alone, on one thread, memory larger than the caches and its pages there. `copy and hash` hashes "
+    f"each chunk of {CHUNK >> 20} MiB right after its copy; `verify` hashes slices that are still in the core's cache, and `tag` is "
+    "AES-GMAC over such. "
+    "`lane: send` and `lane: receive` are the project's own ends of a connection in two processes: socket and tag, at the "
+    "receiver the hash as well. `send` and `receive` are bare sockets. All of it TCP over loopback."
+)
+
+
+def measured() -> dict[str, tuple[float, float]]:
     """The costs of all deeds, as a fresh process finds them: deed -> seconds per GB in user mode and in the kernel."""
-    argv = [sys.executable, "-W", "ignore", __file__, "--deeds", *["--quick"] * quick]
+    argv = [sys.executable, "-W", "ignore", __file__, "--deeds"]
     run = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True)
     found = json.loads(run.stdout.splitlines()[-1])["results"]["deeds"]
     return {name: (user, kernel) for name, (user, kernel) in found.items()}
@@ -78,15 +87,6 @@ def section(costs: Mapping[str, tuple[float, float]], results: Mapping[int, Mapp
             common.table(header, lines),
         ]
     )
-
-
-DEEDS_TOLD = (
-    "Processor seconds per GB of one deed alone, on one thread, memory larger than the caches and its pages there. `copy and hash` hashes "
-    f"each chunk of {CHUNK >> 20} MiB right after its copy; `verify` hashes slices that are still in the core's cache, and `tag` is "
-    "AES-GMAC over such. "
-    "`lane: send` and `lane: receive` are the project's own ends of a connection in two processes: socket and tag, at the "
-    "receiver the hash as well. `send` and `receive` are bare sockets. All of it TCP over loopback."
-)
 
 
 def _timed(deed: Callable[[], object], rounds: int, beside: Callable[[], None] | None = None) -> tuple[float, float]:
@@ -164,7 +164,7 @@ def _deeds(rounds: int) -> dict[str, tuple[float, float]]:
 
 
 def pages(rounds: int) -> dict[str, tuple[float, float]]:
-    """What the pages cost that a slot's bytes are copied into or mapped over: seconds per GB in user mode and in the kernel.
+    """Copies a slot's bytes into several kinds of memory pages: kind -> seconds per GB in user mode and in the kernel.
 
     An update in place stands for the optimizer, which writes every byte of the state once it is restored.
     """
@@ -178,17 +178,12 @@ def pages(rounds: int) -> dict[str, tuple[float, float]]:
     slot.fill_(1.0)
     there = torch.empty_like(slot).fill_(0.0)
 
-    def fresh(huge: bool) -> None:
+    def fresh(huge: bool) -> torch.Tensor:
         memory = mmap.mmap(-1, SIZE + _HUGE)
         if huge:
             memory.madvise(mmap.MADV_HUGEPAGE)
-        _tensor(memory).copy_(slot)
-
-    def fresh_and_update(huge: bool) -> None:
-        memory = mmap.mmap(-1, SIZE + _HUGE)
-        if huge:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        _tensor(memory).copy_(slot).add_(1.0)
+        copied: torch.Tensor = _tensor(memory).copy_(slot)
+        return copied
 
     def private_and_update() -> None:
         _tensor(mmap.mmap(fd, SIZE, flags=mmap.MAP_PRIVATE)).add_(1.0)
@@ -197,8 +192,8 @@ def pages(rounds: int) -> dict[str, tuple[float, float]]:
         "copy into pages that are there": _timed(lambda: there.copy_(slot), rounds),
         "copy into fresh pages of 4 KiB": _timed(lambda: fresh(huge=False), rounds),
         "copy into fresh huge pages": _timed(lambda: fresh(huge=True), rounds),
-        "copy into fresh pages of 4 KiB, then an update": _timed(lambda: fresh_and_update(huge=False), rounds),
-        "copy into fresh huge pages, then an update": _timed(lambda: fresh_and_update(huge=True), rounds),
+        "copy into fresh pages of 4 KiB, then an update": _timed(lambda: fresh(huge=False).add_(1.0), rounds),
+        "copy into fresh huge pages, then an update": _timed(lambda: fresh(huge=True).add_(1.0), rounds),
         "map the slot privately, then an update": _timed(private_and_update, rounds),
     }
     if (reserved := _reserved()) is not None:
@@ -227,7 +222,7 @@ def _reserved() -> mmap.mmap | None:
 def lane(
     rounds: int, slice_bytes: int | None = None, chunk_bytes: int = CHUNK, buffer_bytes: int | None = None
 ) -> dict[str, dict[str, float]]:
-    """What both ends of a lane take per GB, in two processes on loopback.
+    """Measures both ends of a lane (`gemini_ft.wire.lane`), in two processes on loopback.
 
     Args:
         rounds: how often the memory is sent; the figures are medians.

@@ -93,7 +93,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
     _gemini_checkpointer: Checkpointer | None = None
     _gemini_found: Any = None  # the snapshot to resume, until it is loaded
     _gemini_saves: int = 0
-    _gemini_apart: bool = False  # whether nothing is resumed, and the first weights have not been sent
+    _gemini_unsent: bool = False  # whether nothing is resumed, and the first weights have not been sent
     _gemini_bound: tuple[int, ...] = ()
     _gemini_state: dict[str, Any] | None = None  # what is saved when the next batch is asked for; None once the script saves it
     _gemini_steps: int = 0  # of optimizers, since the last snapshot
@@ -108,7 +108,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
             )
             self._gemini_found = checkpointer.open()
             self._gemini_saves = self._gemini_found.iteration if self._gemini_found else 0
-            self._gemini_apart = self._gemini_found is None and compat.ranks_begin_apart(self)
+            self._gemini_unsent = self._gemini_found is None and compat.ranks_begin_apart(self)
             self._gemini_checkpointer = checkpointer
         return self._gemini_checkpointer
 
@@ -201,13 +201,13 @@ class GeminiFabricMixin(Gemini, _Strategy):
                 "a snapshot of step %d exists, but fabric.load(%r, state) was not called: starting over", self._gemini_saves, LATEST
             )
             self._gemini_found = None
-        if self._gemini_apart:
+        if self._gemini_unsent:
             log.warning(
                 "init_sync=False was given, and fabric.load(%r, state) was not called before the first fabric.save: rank 0's first weights "
                 "were not sent to the other ranks. Call it before the loop, or leave init_sync out",
                 LATEST,
             )
-            self._gemini_apart = False
+            self._gemini_unsent = False
         self._gemini_save(checkpointer, state)
 
     def _gemini_save(self, checkpointer: Checkpointer, state: dict[str, Any]) -> None:
@@ -228,15 +228,14 @@ class GeminiFabricMixin(Gemini, _Strategy):
             raise ConfigError(f"fabric.load({LATEST!r}, state): state must be the dictionary that is saved, got {type(state).__name__}")
         checkpointer = self.checkpointer
         found, self._gemini_found = self._gemini_found, None
+        unsent, self._gemini_unsent = self._gemini_unsent, False
         others = self._bind(checkpointer, state)
         self._gemini_steps = 0
         if found is None:
-            if self._gemini_apart:
+            if unsent:
                 models = {name: item for name, item in state.items() if isinstance(item, nn.Module)}
                 send_first(first_tensors(models, compat.sends_buffers(self)), exchange)
-            self._gemini_apart = False
             return {}
-        self._gemini_apart = False
         checkpointer.load_tensors()
         saved = dict(found.extras["state"])
         if strict and (missing := others.keys() - saved.keys()):

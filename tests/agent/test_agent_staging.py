@@ -190,6 +190,18 @@ def test_small_state_may_grow_by_a_quarter(nbytes: int) -> None:
     assert extras_room(nbytes) == extras_room(nbytes + nbytes // 1000)
 
 
+def two_orders(storage: LocalStorage, vault: object) -> tuple[Stagings, list[Stage]]:
+    """A stream that stages into ``vault``, and orders for two stored shards."""
+
+    async def nothing() -> None: ...
+
+    host = SimpleNamespace(slots=lambda owner: SimpleNamespace(complete_version=lambda version: None))
+    home = SimpleNamespace(spec=None, host=host, run=SimpleNamespace(run_id="r"), name="main", log=print, vault=vault)
+    settings: dict[str, object] = {"url": storage.root.as_uri(), "every_steps": 1}
+    orders = [Stage(owner=owner, version=STORED, record=store(storage, owner).model_dump_json(), storage=settings) for owner in (0, 1)]
+    return Stagings(home, nothing), orders  # type: ignore[arg-type]
+
+
 def test_shards_that_come_together_share_a_storage_and_nothing_keeps_it(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard that looks damaged is read again on another connection; and credentials change while an agent lives."""
     opened: list[str] = []
@@ -202,16 +214,9 @@ def test_shards_that_come_together_share_a_storage_and_nothing_keeps_it(storage:
         raise CorruptDataError("as it seems")
 
     monkeypatch.setattr(staging, "open_storage", reopened)
-    host = SimpleNamespace(slots=lambda owner: SimpleNamespace(complete_version=lambda version: None))
-    vault = SimpleNamespace(stage=corrupt)
-    home = SimpleNamespace(spec=None, host=host, run=SimpleNamespace(run_id="r"), name="main", log=print, vault=vault)
-    settings: dict[str, object] = {"url": storage.root.as_uri(), "every_steps": 1}
-    orders = [Stage(owner=owner, version=STORED, record=store(storage, owner).model_dump_json(), storage=settings) for owner in (0, 1)]
+    stagings, orders = two_orders(storage, SimpleNamespace(stage=corrupt))
 
     async def work() -> None:
-        async def nothing() -> None: ...
-
-        stagings = Stagings(home, nothing)  # type: ignore[arg-type]
         for _ in range(2):
             before = len(opened)
             found = await asyncio.gather(*(stagings.stage(order) for order in orders), return_exceptions=True)
@@ -223,7 +228,7 @@ def test_shards_that_come_together_share_a_storage_and_nothing_keeps_it(storage:
 
 
 def test_shards_that_come_together_are_read_side_by_side(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a small shard most of the time is the way to the storage and back: neither of the two goes on before the other has begun."""
+    """Reading one waits until the other is being read, too: one after the other they would never end."""
     both = threading.Barrier(2, timeout=30)
     read = stored_shards.StoredShard.read
 
@@ -233,15 +238,9 @@ def test_shards_that_come_together_are_read_side_by_side(storage: LocalStorage, 
 
     monkeypatch.setattr(stored_shards.StoredShard, "read", meeting)
     vault, _ = new_vault(2**30)
-    host = SimpleNamespace(slots=lambda owner: SimpleNamespace(complete_version=lambda version: None))
-    home = SimpleNamespace(spec=None, host=host, run=SimpleNamespace(run_id="r"), name="main", log=print, vault=vault)
-    settings: dict[str, object] = {"url": storage.root.as_uri(), "every_steps": 1}
-    orders = [Stage(owner=owner, version=STORED, record=store(storage, owner).model_dump_json(), storage=settings) for owner in (0, 1)]
+    stagings, orders = two_orders(storage, vault)
 
     async def work() -> None:
-        async def nothing() -> None: ...
-
-        stagings = Stagings(home, nothing)  # type: ignore[arg-type]
         await asyncio.gather(*(stagings.stage(order) for order in orders))
 
     asyncio.run(work())

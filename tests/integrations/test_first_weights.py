@@ -124,7 +124,7 @@ def counting() -> Iterator[list[int]]:
 
 
 def plain(until: int, broadcast_buffers: bool) -> dict[str, Any]:
-    """What was sent, and the weights at the beginning and at the end of an attempt that then breaks off."""
+    """Trains until a step and breaks off; returns the sizes of what was broadcast, and digests of the weights then and before."""
     gemini_ft.init_process_group("gloo")
     net = Net()
     model = DistributedDataParallel(net, init_sync=False, broadcast_buffers=broadcast_buffers)

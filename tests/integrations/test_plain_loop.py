@@ -112,7 +112,7 @@ def test_rows_and_moments_that_nothing_has_touched_do_not_travel(tmp_path: Path)
 
 @pytest.mark.parametrize("zero_first", [False, True])
 def test_sparse_gradients_come_back_sparse(tmp_path: Path, zero_first: bool) -> None:
-    """Those that a step has used up, or that were zeroed: an optimizer for sparse gradients refuses dense ones, zeros too."""
+    """SparseAdam refuses a dense gradient, zeros too; so those that a step has used, or that were zeroed, must stay sparse in a resume."""
     ends = {}
     for name, attempts in (("at once", (8,)), ("in two attempts", (4, 8))):
         with World(tmp_path / name, 2) as world:

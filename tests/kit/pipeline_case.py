@@ -246,7 +246,7 @@ def sparse_schemes() -> list[str]:
 
 
 def _embedded(sync: Any, steps: int, bound: float = 1e-6) -> list[str]:
-    """What is wrong with a scheme's sums of both kinds of embeddings, plain and in DDP."""
+    """Averages sparse and dense gradients of embeddings by a scheme, with and without DDP; returns a text for each wrong mean."""
     wrong = []
     for sparse, ddp in itertools.product((True, False), (True, False)):
         model = Words(sparse)
