@@ -1,9 +1,10 @@
 """Gradients that wait for an update when a snapshot is taken: of an optimizer that accumulates while another one steps.
 
-An optimizer's step uses its gradients up, and so does zeroing them. The next update needs all that has been written to a gradient since then, so it is kept
+An optimizer's step uses its gradients up. The next update needs all that has been written to a gradient since then, so it is kept
 with the snapshot, each rank's own. Gradients that were used up, or are zero, are given back as zeros, because an optimizer treats a
-parameter without gradient otherwise. A loop that uses a gradient again after the step (scales it down in place of zeroing it)
-finds zeros after a restart. A parameter of no optimizer keeps its gradient too, since it may get one; freeze what is not trained.
+parameter without gradient otherwise. Whether one is zero is seen in its bytes, unless the optimizer's ``zero_grad()`` has made it so.
+A loop that uses a gradient again after the step (scales it down in place of zeroing it) finds zeros after a restart. A parameter of
+no optimizer keeps its gradient too, since it may get one; freeze what is not trained.
 """
 
 from __future__ import annotations

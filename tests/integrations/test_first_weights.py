@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import gemini_ft
-from gemini_ft.errors import ConfigError, LayoutMismatchError
+from gemini_ft.errors import ConfigError, LayoutMismatchError, ReplicaDivergedError
 from gemini_ft.testing import digest
 
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
@@ -181,6 +182,38 @@ def test_a_wrapper_without_its_first_broadcast(tmp_path: Path, job: Callable[[in
         second = world.outcome(job, 5, broadcast_buffers)
         assert [(said["start"], said["sent"]) for said in second] == [(3, [])] * 2
         assert [said["begin"] for said in second] == [said["end"] for said in first]
+
+
+def saving_at_once(alike: bool) -> list[str]:
+    """What Fabric's strategy warns of when a loop saves and has never loaded."""
+    from lightning.fabric import Fabric
+
+    from gemini_ft.lightning import GeminiFabricStrategy
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=GeminiFabricStrategy(init_sync=False))
+    fabric.launch()
+    net: nn.Module = Net()
+    if alike:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 8)
+    model, optimizer = fabric.setup(net, torch.optim.Adam(net.parameters()))
+    said = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gemini_ft").addHandler(handler)
+    for step in range(2):
+        fabric.save("gemini://latest", {"model": model, "optimizer": optimizer, "step": step})
+    return [text for text in said if "init_sync" in text]
+
+
+def test_a_loop_without_a_load_is_told_what_it_lacks(tmp_path: Path) -> None:
+    """Once, where the ranks are alike all the same; else its first snapshot is refused."""
+    with World(tmp_path, hosts=["host0", "host0"], **LAUNCHED) as world:
+        for said in world.outcome(saving_at_once, True):
+            assert len(said) == 1, said
+            assert "rank 0's first weights were not sent to the other ranks. Call it before the loop" in said[0]
+        for said in world.outcome(saving_at_once, False):
+            assert isinstance(said, ReplicaDivergedError), said
 
 
 def beside_an_average() -> list[str]:
