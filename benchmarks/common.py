@@ -302,6 +302,15 @@ def interval(values: Sequence[float]) -> Spread:
     return statistics.median(values), medians[50], medians[1949]
 
 
+def quotient(tops: Sequence[float], bottoms: Sequence[float]) -> Spread:
+    """The quotient of two medians of values that are not pairs, and its 95 % interval by drawing both again."""
+    drawn, found = random.Random(1), [statistics.median(tops) / statistics.median(bottoms)]
+    for _ in range(2000):
+        found.append(statistics.median(drawn.choices(tops, k=len(tops))) / statistics.median(drawn.choices(bottoms, k=len(bottoms))))
+    again = sorted(found[1:])
+    return found[0], again[50], again[1949]
+
+
 def spread(value: Spread, digits: int) -> str:
     """A median and its interval, as reports show them."""
     middle, low, high = (f"{number:.{digits}f}" for number in value)

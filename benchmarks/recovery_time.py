@@ -26,7 +26,9 @@ from typing import Any
 
 import common
 from gemini_ft.events import read_events
-from recovery_parts import PARTS, PHASES, explanation, split
+from recovery_parts import PARTS, split
+from recovery_report import Recovery, ratios, report, summary
+from trials import by_plan, worst
 
 PACKAGES = ("torch", "lightning", "gemini-ft")
 STEPS_BETWEEN = 4  # optimizer steps from one recovery to the next failure
@@ -52,25 +54,6 @@ JOBS = {
     "torchrun": Job("torchrun, Lightning's checkpoint of every step", TORCHRUN, "lightning", "lightning"),
 }
 BASELINE = "torchrun"
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """One failure; seconds. Each phase ends when the slowest rank has reached its end.
-
-    detection ends when no worker of before the failure is left; rendezvous, when the last new worker process exists;
-    process start, when the last one has imported everything; then the process group, the restored state, one optimizer step.
-    """
-
-    phases: tuple[float, ...]
-    parts: Mapping[tuple[str, str], float]  # (phase, mark that ends the part) -> seconds, in order; those of a phase add up to it
-    steps_lost: int
-    ordinary_step: float = 0.0  # of the job before the failure: no first step is shorter
-
-    @property
-    def total(self) -> float:
-        """From the signal to the end of the next optimizer step."""
-        return sum(self.phases)
 
 
 # --------------------------------------------------------------------------- a running job
@@ -301,67 +284,6 @@ def measure(job: Job, scenario: str, megabytes: int, failures: int) -> tuple[lis
     return found, None
 
 
-def summary(recoveries: Sequence[Recovery], problem: str | None) -> dict[str, Any]:
-    """Medians over all failures of one kind."""
-    if not recoveries:
-        return {"problem": (problem or "not run").strip().splitlines()[-1][:300]}
-    phases = {name: round(common.median(recovery.phases[i] for recovery in recoveries) or 0.0, 3) for i, name in enumerate(PHASES)}
-    totals = [recovery.total for recovery in recoveries]
-    found: dict[str, Any] = {"total_s": round(common.median(totals) or 0.0, 3), "worst_s": round(max(totals), 3), "phases_s": phases}
-    named = dict.fromkeys(part for recovery in recoveries for part in recovery.parts)
-    medians = {part: common.median(recovery.parts[part] for recovery in recoveries if part in recovery.parts) or 0.0 for part in named}
-    found["parts_s"] = {f"{phase}: {mark}": round(seconds, 3) for (phase, mark), seconds in medians.items()}
-    found["ordinary_step_s"] = round(common.median(recovery.ordinary_step for recovery in recoveries) or 0.0, 3)
-    found |= {"failures": len(totals), "steps_lost": max(recovery.steps_lost for recovery in recoveries)}
-    return found | ({"problem": problem.strip().splitlines()[-1][:300]} if problem else {})
-
-
-def ratios(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, float | None]:
-    """The worst over sizes and loops of gemini-ft's median against torchrun's, for each kind of failure.
-
-    None: in some cell gemini-ft did not come back each time, or torchrun never.
-    """
-    found: dict[str, float | None] = {}
-    for scenario in ("worker", "host"):
-        each = [
-            None if "problem" in row else common.ratio(row.get("total_s"), rows[BASELINE].get("total_s"))
-            for case, rows in results.items()
-            if case.startswith(scenario) and BASELINE in rows
-            for name, row in rows.items()
-            if name != BASELINE
-        ]
-        known = [value for value in each if value is not None]
-        found[f"{scenario}_vs_torchrun"] = max(known) if known and len(known) == len(each) else None
-    return found
-
-
-def report(results: Mapping[str, Mapping[str, Mapping[str, Any]]], ratio: Mapping[str, float | None]) -> str:
-    """The body of the dated report."""
-    parts = ["Seconds, medians; `total` runs from the signal to the end of the next optimizer step on all ranks."]
-    for case, rows in results.items():
-        lines = []
-        for name, row in rows.items():
-            if "total_s" in row:
-                cells = [f"{row['phases_s'][phase]:.2f}" for phase in PHASES]
-                cells += [f"{row[name]:.2f}" for name in ("ordinary_step_s", "total_s", "worst_s")]
-                problem = f", then: {row['problem']}".replace("|", "/") if "problem" in row else ""
-                cells += [str(row["steps_lost"]), str(row["failures"]) + problem]
-            else:
-                cells = [f"no result: {row['problem']}".replace("|", "/"), *[""] * (len(PHASES) + 4)]
-            lines.append([JOBS[name].title, *cells])
-        scenario, _, megabytes = case.partition(" ")
-        what = "a killed worker" if scenario == "worker" else "a lost host, a spare waiting"
-        header = ["job", *PHASES, "(ordinary step)", "total", "worst", "steps lost", "failures"]
-        parts.append(f"## {what.capitalize()}, {megabytes} of state\n\n{common.table(header, lines)}")
-        parts += explanation({JOBS[name].title: row for name, row in rows.items()})
-    shown = [[name, "a cell has no result" if value is None else f"{value:.3f}"] for name, value in ratio.items()]
-    parts.append(
-        "## Ratios\n\nMedians of gemini-ft against those of torchrun, the worst over sizes and loops.\n\n"
-        + common.table(["ratio", "value"], shown)
-    )
-    return "\n\n".join(parts)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="64 MB, plain loop, one killed worker: under a minute, writes no report")
@@ -391,13 +313,12 @@ def main() -> None:
                 note = ", ".join(f"{recovery.total:.2f} s" for recovery in recoveries) + (f" problem: {problem}" if problem else "")
                 print(f"round {turn + 1}/{rounds}, {case}, {name}: {note}", file=sys.stderr, flush=True)
     results = {case: {name: summary(rows[name], problems[case, name]) for name in rows} for case, rows in found.items()}
-    ratio = ratios(results)
+    by_case = ratios(results, BASELINE)
     if not arguments.quick:
-        path = common.write_report(
-            "recovery-time", "Time to the next step after a failure", report(results, ratio), common.versions(PACKAGES)
-        )
+        body = report(results, by_case, {name: job.title for name, job in JOBS.items()})
+        path = common.write_report("recovery-time", "Time to the next step after a failure", body, common.versions(PACKAGES))
         print(f"report: benchmarks/results/{path.name}", file=sys.stderr)
-    common.print_result("recovery_time", results, ratio)
+    common.print_result("recovery_time", {**results, "ratios": by_plan(by_case)}, worst(by_case))
 
 
 if __name__ == "__main__":

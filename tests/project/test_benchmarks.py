@@ -27,7 +27,7 @@ def test_every_benchmark_with_a_quick_form_is_on_the_page() -> None:
 
 def test_the_parts_of_a_recovery_add_up_to_its_phases() -> None:
     import recovery_parts
-    import recovery_time
+    import recovery_report
 
     marks = {"start": 10.0, "noticed": 10.5, "victim": 10.25, "gone": 11.0, "created": 10.75, "started": 12.0, "group": 14.0}
     marks |= {"model": 13.0, "joined": 15.0, "restored": 16.0, "forward": 17.0, "step": 18.0}
@@ -43,14 +43,14 @@ def test_the_parts_of_a_recovery_add_up_to_its_phases() -> None:
     for phase, seconds in zip(recovery_parts.PHASES, phases, strict=True):
         assert sum(taken for (of, _), taken in parts.items() if of == phase) == seconds
     assert [mark for phase, mark in parts if phase == "detection"] == ["victim", "noticed", "gone"]
-    rows = {"torchrun": recovery_time.summary([recovery_time.Recovery(phases, parts, 0)], None)}
+    rows = {"torchrun": recovery_report.summary([recovery_report.Recovery(phases, parts, 0)], None)}
     (_, shown) = recovery_parts.explanation(rows)
     assert "| group | 1.00 | the script builds its model: fresh pages, random numbers | script |" in shown
     assert "| rendezvous |" not in shown
 
 
 def test_no_round_and_no_cell_drops_out_of_a_ratio() -> None:
-    import recovery_time
+    import recovery_report
     import trials
 
     def row(*lost: float) -> trials.Measured:
@@ -69,13 +69,15 @@ def test_no_round_and_no_cell_drops_out_of_a_ratio() -> None:
     for high in (3.0, math.inf):
         assert "*" in trials.ratio_table({64: {"a": (high, 1.0, high)}}).splitlines()[-1]
     assert "*" not in trials.ratio_table({64: {"a": (2.0, 1.95, 2.05)}}).splitlines()[-1]
-    recovered: dict[str, dict[str, dict[str, Any]]] = {"worker 64 MB": {"gemini_plain": {"total_s": 1.0}, "torchrun": {"total_s": 4.0}}}
-    assert recovery_time.ratios(recovered)["worker_vs_torchrun"] == 0.25
+    four = {"totals_s": [4.0, 4.0, 4.0]}
+    recovered: dict[str, dict[str, dict[str, Any]]] = {"worker 64 MB": {"gemini_plain": {"totals_s": [1.0, 1.0, 2.0]}, "torchrun": four}}
+    assert recovery_report.ratios(recovered, "torchrun")["64 MB"]["worker_vs_torchrun"] == (0.25, 0.25, 0.5)
     recovered["worker 64 MB"]["gemini_plain"]["problem"] = "it came back once"
-    assert recovery_time.ratios(recovered)["worker_vs_torchrun"] is None
+    assert recovery_report.ratios(recovered, "torchrun")["64 MB"]["worker_vs_torchrun"][0] == math.inf
     del recovered["worker 64 MB"]["gemini_plain"]["problem"]
-    recovered["worker 1000 MB"] = {"gemini_plain": {"problem": "it did not come back"}, "torchrun": {"total_s": 4.0}}
-    assert recovery_time.ratios(recovered)["worker_vs_torchrun"] is None
+    recovered["worker 1000 MB"] = {"gemini_plain": {"problem": "it did not come back"}, "torchrun": four}
+    assert trials.worst(recovery_report.ratios(recovered, "torchrun")) == {"worker_vs_torchrun": None}
+    assert "| 0.250 (0.250 to 0.500) * | inf (inf to inf) * |" in trials.ratio_table(recovery_report.ratios(recovered, "torchrun"))
 
 
 def test_the_simulations_of_scale_follow_the_code_that_they_play() -> None:
