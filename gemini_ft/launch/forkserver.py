@@ -44,6 +44,7 @@ from gemini_ft.launch.renewal import Renewal
 from gemini_ft.launch.script import die_with, import_root, run
 from gemini_ft.wire import channel as messages
 
+OPTIONAL = "?"  # ends the name of a module that may be missing, or fail
 GO = b"!"  # the launcher's word to a worker that it may begin
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _TRIAL_SECONDS = 20.0  # after which a forked child counts as hanging; it needs milliseconds
@@ -75,21 +76,22 @@ def _preload(modules: Sequence[str], left_behind: dict[str, str]) -> str | None:
     """Imports ``modules``; returns why children must not be forked after that, or None if they can.
 
     Args:
-        modules: their names.
+        modules: their names; one that ends with `OPTIONAL` may be missing, or fail.
         left_behind: takes the variables that imports set which the script makes itself. What torch sets while it is imported ahead,
             such as the folder of its compiler's cache, is not for the worker: the script may want to set it first.
     """
     if "torch" in modules and _NVML_CHECK not in os.environ:
         # Being asked whether there is a GPU, torch then asks the driver's monitor: that does not spoil forks, CUDA does.
         os.environ[_NVML_CHECK] = "1"
-    for name in modules:
-        before = dict(os.environ)
+    for entry in modules:
+        before, name = dict(os.environ), entry.removesuffix(OPTIONAL)
         try:
             importlib.import_module(name)
-        except ModuleNotFoundError as error:  # if the script needs it, it will fail by itself
-            print(f"gemini run: {name} is not imported ahead: {error}", file=sys.stderr)
-        except Exception as error:
-            return f"import {name} failed: {type(error).__name__}: {error}"
+        except Exception as error:  # if the script needs it, it will fail by itself
+            if entry == name and not isinstance(error, ModuleNotFoundError):
+                return f"import {name} failed: {type(error).__name__}: {error}"
+            if entry == name:
+                print(f"gemini run: {name} is not imported ahead: {error}", file=sys.stderr)
         if name.partition(".")[0] not in ("torch", "gemini_ft"):
             left_behind.update({key: value for key, value in os.environ.items() if before.get(key) != value})
     if not sys.modules.keys().isdisjoint(("lightning.fabric", "lightning_fabric")):

@@ -40,12 +40,13 @@ from gemini_ft.launch.launched import LAUNCH
 from gemini_ft.launch.muster import whole_rounds
 from gemini_ft.launch.notes import FIXED, notes_of_workers
 from gemini_ft.launch.piped import copied_from_pipe
+from gemini_ft.launch.preload import early_environment, modules_to_preload
 from gemini_ft.launch.reports import own_log_dir
 from gemini_ft.launch.run_id import default_run_id, is_passing
 from gemini_ft.launch.spares import better_rendezvous
 from gemini_ft.launch.stores import surviving_stores
 from gemini_ft.launch.trainjob import reported_progress
-from gemini_ft.launch.worker_start import cold_workers, early_environment, forked_workers, modules_to_preload
+from gemini_ft.launch.worker_start import cold_workers, forked_workers
 from gemini_ft.wire.worker_messages import Launch
 
 logger = logging.getLogger(__name__)
@@ -228,6 +229,9 @@ def workers_of(options: argparse.Namespace, program: Sequence[str], copy: Path |
         return cold_workers(by_python=True)
     modules = modules_to_preload(program, options.preload, copy)
     early = early_environment(program, modules, copy)
+    if early.unknown:  # maybe only before what modules beside the script import: a worker can do that itself
+        modules = modules_to_preload(program, options.preload, copy, follow=False)
+        early = early_environment(program, modules, copy)
     if early.unknown:
         logger.warning("starting workers cold: %s; a constant could be set for the fork server too", early.unknown)
         return cold_workers(copy)

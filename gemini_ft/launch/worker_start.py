@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import ctypes
 import inspect
@@ -24,24 +23,11 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from gemini_ft.errors import GeminiError
 from gemini_ft.launch import cold_start, forkserver
-from gemini_ft.launch.early import Early, read_early
 from gemini_ft.launch.grace import Process, Workers
-from gemini_ft.launch.script import import_root, starter
+from gemini_ft.launch.script import starter
 from gemini_ft.wire import channel as messages
 
 logger = logging.getLogger(__name__)
-
-# Torch imports torch._dynamo (a second) when a script creates its first optimizer.
-_ALWAYS = ("torch", "torch._dynamo", "gemini_ft", "gemini_ft.worker.rendezvous", "gemini_ft.checkpointer")
-# Package that a script imports -> modules that are imported ahead for it.
-_VENDORS = {
-    "lightning": ("lightning", "gemini_ft.lightning"),
-    "pytorch_lightning": ("pytorch_lightning", "gemini_ft.pytorch_lightning"),
-    # The first engine imports the last of these, and with it torch._inductor: most of the time of a restart.
-    "deepspeed": ("deepspeed", "gemini_ft.deepspeed.engine", "deepspeed.runtime.zero.muon.original_muon"),
-    "accelerate": ("accelerate",),
-    "transformers": ("transformers.trainer", "accelerate"),
-}
 
 ColdStart = Callable[[tuple[str, ...]], tuple[str, ...]]  # makes of Python's command line for a program that of a cold worker
 
@@ -53,62 +39,6 @@ _END_SECONDS = 15.0  # for a server to end when its launcher is done with it
 
 class ForkServerError(GeminiError):
     """The fork server cannot start this worker; those it has started live on."""
-
-
-def modules_to_preload(program: Sequence[str], extra: Sequence[str] = (), copy: Path | None = None) -> list[str]:
-    """Lists the modules that the fork server imports for ``program``: torch, this package, and those that the script imports.
-
-    Args:
-        program: script and arguments, or ``-m``, module name and arguments.
-        extra: names of further modules.
-        copy: of the script, which has come through a pipe.
-    """
-    sources = [copy] if copy else _sources(program)
-    text = _text(sources[-1]) if sources else ""
-    imported = _imported_by(text)
-    if imported & {"accelerate", "transformers"} and ("deepspeed" in text or any("deepspeed" in argument for argument in program)):
-        imported.add("deepspeed")  # by them, later
-    vendors = [name for vendor, names in _VENDORS.items() if vendor in imported for name in names]
-    return list(dict.fromkeys([*_ALWAYS, *vendors, *extra]))
-
-
-def early_environment(program: Sequence[str], modules: Sequence[str], copy: Path | None = None) -> Early:
-    """The variables that ``program`` sets before it imports what the fork server has imported; arguments as above."""
-    sources = [copy] if copy else _sources(program)
-    imported = _imported_by(_text(sources[-1])) if sources else set()
-    heavy = {"torch", *({name.partition(".")[0] for name in modules} & imported)} - {"gemini_ft"}  # which reads variables when it is used
-    return read_early(sources, Path(import_root(program)), heavy, os.environ)
-
-
-def _sources(program: Sequence[str]) -> list[Path]:
-    """The files that Python runs for this program, the last one as ``__main__``."""
-    if program[0] != "-m":
-        return [Path(program[0])]
-    *packages, name = program[1].split(".")
-    root = Path(import_root(program))
-    inits = [root.joinpath(*packages[: count + 1], "__init__.py") for count in range(len(packages))]
-    base = root.joinpath(*packages, name)
-    mains = [base.with_name(f"{name}.py"), base / "__main__.py"]
-    return [path for path in [*inits, base / "__init__.py", *mains] if path.is_file()]
-
-
-def _text(source: Path) -> str:
-    """The text of the file, or an empty string if it cannot be read."""
-    try:
-        return source.read_text(errors="replace") if source.is_file() else ""
-    except OSError:
-        return ""
-
-
-def _imported_by(text: str) -> set[str]:
-    """Top-level names of all packages that a script imports anywhere; nothing if it cannot be parsed."""
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError):
-        return set()
-    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 0]
-    return {name.partition(".")[0] for name in names}
 
 
 class ForkServer:

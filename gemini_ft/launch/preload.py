@@ -1,0 +1,130 @@
+"""Which modules the fork server imports for a program, found by reading it: its script, and the modules beside it that it imports."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from gemini_ft.launch.early import Early, read_early
+from gemini_ft.launch.forkserver import OPTIONAL
+from gemini_ft.launch.script import import_root
+
+# Torch imports torch._dynamo (a second) when a script creates its first optimizer.
+_ALWAYS = ("torch", "torch._dynamo", "gemini_ft", "gemini_ft.worker.rendezvous", "gemini_ft.checkpointer")
+_HOOKS = f"torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook{OPTIONAL}"
+_STRATEGIES = ("gemini_ft.lightning.naming", "gemini_ft.lightning.fabric")
+# Package that a script imports -> modules that are imported ahead for it: with what it imports itself only when it is used.
+_VENDORS = {
+    "lightning": ("lightning", *_STRATEGIES, _HOOKS),
+    "pytorch_lightning": ("pytorch_lightning", "gemini_ft.pytorch_lightning", *_STRATEGIES, _HOOKS),
+    "lightning_fabric": ("lightning_fabric", "gemini_ft.lightning.fabric"),
+    # The first engine imports the last ones, and with one of them torch._inductor: most of the time of a restart.
+    "deepspeed": (
+        "deepspeed",
+        "gemini_ft.deepspeed.engine",
+        f"deepspeed.runtime.zero.muon.original_muon{OPTIONAL}",
+        f"deepspeed.module_inject.auto_ep_layer{OPTIONAL}",
+        f"deepspeed.ops.op_builder.all_ops{OPTIONAL}",
+        f"torch.utils.cpp_extension{OPTIONAL}",  # it needs setuptools
+    ),
+    "accelerate": ("accelerate", f"deepspeed{OPTIONAL}"),  # for which it looks in every model
+    "transformers": ("transformers.trainer", "accelerate", f"deepspeed{OPTIONAL}", "gemini_ft.huggingface", _HOOKS),
+}
+_MOST_FILES = 100  # that are read of one program
+
+
+def modules_to_preload(program: Sequence[str], extra: Sequence[str] = (), copy: Path | None = None, *, follow: bool = True) -> list[str]:
+    """Lists the modules that the fork server imports for ``program``: torch, this package, and those that the script imports.
+
+    Args:
+        program: script and arguments, or ``-m``, module name and arguments.
+        extra: names of further modules.
+        copy: of the script, which has come through a pipe.
+        follow: read the modules beside the script that it imports as well.
+
+    Returns:
+        Names; one that ends with "?" may be missing.
+    """
+    imported, text = set[str](), ""
+    for path in _files(program, copy) if follow else _sources(program, copy)[-1:]:
+        read = _text(path)
+        imported |= _packages(read)
+        text += read
+    if imported & {"accelerate", "transformers"} and ("deepspeed" in text or any("deepspeed" in argument for argument in program)):
+        imported.add("deepspeed")  # by them, later
+    vendors = [name for vendor, names in _VENDORS.items() if vendor in imported for name in names]
+    known = dict.fromkeys([*_ALWAYS, *vendors, *extra])
+    return [name for name in known if name.removesuffix(OPTIONAL) == name or name.removesuffix(OPTIONAL) not in known]
+
+
+def early_environment(program: Sequence[str], modules: Sequence[str], copy: Path | None = None) -> Early:
+    """The variables that ``program`` sets before it imports what the fork server has imported; arguments as above."""
+    imported = set[str]().union(*(_packages(_text(path)) for path in _files(program, copy)))
+    heavy = {"torch", *({name.partition(".")[0] for name in modules} & imported)} - {"gemini_ft"}  # which reads variables when it is used
+    return read_early(_sources(program, copy), Path(import_root(program)), heavy, os.environ)
+
+
+def _sources(program: Sequence[str], copy: Path | None) -> list[Path]:
+    """The files that Python runs for this program, the last one as ``__main__``."""
+    if copy:
+        return [copy]
+    if program[0] != "-m":
+        return [Path(program[0])]
+    root, name = Path(import_root(program)), program[1]
+    return [*_local(root, name), *(path for path in [root.joinpath(*name.split("."), "__main__.py")] if path.is_file())]
+
+
+def _files(program: Sequence[str], copy: Path | None) -> list[Path]:
+    """The sources of a program, and of the modules beside it that these import, however deep."""
+    root, found = Path(import_root(program)), dict[Path, None]()
+    waiting = _sources(program, copy)
+    while waiting and len(found) < _MOST_FILES:
+        path = waiting.pop(0)
+        if path in found:
+            continue
+        found[path] = None
+        for name, level in _imports(_text(path)):
+            if level <= len(path.parents):
+                waiting += _local(path.parents[level - 1] if level else root, name)
+    return list(found)
+
+
+def _local(folder: Path, name: str) -> list[Path]:
+    """The files that ``import name`` runs, of those in this folder: packages on the way to it, and the module."""
+    found, base = list[Path](), folder
+    for part in name.split("."):
+        base = base / part
+        found += [path for path in (base / "__init__.py", base.with_name(f"{part}.py")) if path.is_file()][:1]
+    return found
+
+
+def _packages(text: str) -> set[str]:
+    return {name.partition(".")[0] for name, level in _imports(text) if not level}
+
+
+@functools.cache
+def _imports(text: str) -> list[tuple[str, int]]:
+    """The modules that a source imports anywhere, and how many packages up a relative one begins; none if it cannot be parsed."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return []
+    found = list[tuple[str, int]]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, 0) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parent = [node.module] if node.module else []
+            found += [(".".join([*parent, alias.name]), node.level) for alias in node.names]
+    return found
+
+
+def _text(source: Path) -> str:
+    """The text of the file, or an empty string if it cannot be read."""
+    try:
+        return source.read_text(errors="replace") if source.is_file() else ""
+    except OSError:
+        return ""
