@@ -13,12 +13,11 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 import uuid
 import zipfile
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -28,8 +27,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
-from gemini_ft.agent import lifecycle, revival
+from gemini_ft.agent import lifecycle
 from gemini_ft.agent.launches import PARTING_SECONDS, is_alive
+from gemini_ft.agent.revival import Watchman
 from gemini_ft.config import GeminiConfig, load_config, unknown_variables
 from gemini_ft.errors import AgentError, ConfigError, RunAliveError
 from gemini_ft.hosts import host_id
@@ -38,12 +38,12 @@ from gemini_ft.launch.drain import LEFT, drain_of
 from gemini_ft.launch.endings import ENDED_ELSEWHERE, NOT_STORED, final_endings
 from gemini_ft.launch.launched import LAUNCH
 from gemini_ft.launch.muster import whole_rounds
-from gemini_ft.launch.notes import FIXED, PROTECTED, notes_of_workers
+from gemini_ft.launch.notes import FIXED, notes_of_workers
 from gemini_ft.launch.piped import copied_from_pipe
 from gemini_ft.launch.preload import early_environment, modules_to_preload
 from gemini_ft.launch.reports import own_log_dir
 from gemini_ft.launch.run_id import default_run_id, is_passing
-from gemini_ft.launch.spares import Host, better_rendezvous
+from gemini_ft.launch.spares import better_rendezvous
 from gemini_ft.launch.stores import surviving_stores
 from gemini_ft.launch.trainjob import reported_progress
 from gemini_ft.launch.worker_start import cold_workers, forked_workers
@@ -88,10 +88,7 @@ def command(argv: Sequence[str]) -> int:
     try:
         with ExitStack() as stack:
             notes = stack.enter_context(notes_of_workers())
-            this = Host(
-                is_fixed=partial(notes.have, FIXED), is_protected=partial(notes.have, PROTECTED), make_ready=partial(_start_agent, run_id)
-            )
-            stack.enter_context(better_rendezvous(torchrun.parse_min_max_nnodes(options.nnodes)[1], this))
+            stack.enter_context(better_rendezvous(torchrun.parse_min_max_nnodes(options.nnodes)[1], partial(notes.have, FIXED)))
             stack.enter_context(surviving_stores())
             stack.enter_context(whole_rounds())
             stack.enter_context(own_log_dir(options))
@@ -100,7 +97,7 @@ def command(argv: Sequence[str]) -> int:
             copy = stack.enter_context(copied_from_pipe(program)) if not (options.module or options.no_python) else None
             stack.enter_context(workers_of(options, program, copy))
             stack.enter_context(drain.heeded())
-            watchman = revival.Watchman(run_id, host_id(), config.agent_timeout)
+            watchman = Watchman(run_id, host_id(), config.agent_timeout)
             watchman.start()
             stack.callback(watchman.stop)
             stack.enter_context(reported_progress(os.environ, run_id, lambda: notes.total))
@@ -134,7 +131,6 @@ def command(argv: Sequence[str]) -> int:
         if (error.obj, error.name) != (None, "is_failed"):
             raise
         logger.warning("the job is over; this spare host was not needed")
-        lifecycle.job_finished(run_id)  # where an agent was started for it
         return 0
     if unstored := lifecycle.job_finished(run_id):
         logger.error("the job has finished, but its last upload failed for good, and the agents' memory is gone: %s", unstored)
@@ -163,16 +159,6 @@ def _refuse_second(run_id: str) -> None:
         if time.monotonic() > end:
             raise RunAliveError(is_alive(run_id, host_id(), launches[0]))
         time.sleep(0.1)
-
-
-def _start_agent(run_id: str) -> None:
-    """Starts this host's agent in the background, if there is none; where that fails, the workers will try it and say so."""
-
-    def start() -> None:
-        with suppress(AgentError, OSError):
-            revival.connect(run_id, host_id()).close()
-
-    threading.Thread(target=start, name="gemini-agent-start", daemon=True).start()
 
 
 def _at_work(run_id: str) -> list[Launch]:

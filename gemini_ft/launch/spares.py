@@ -6,8 +6,6 @@ which torch restarts the whole job: with three hosts and one spare a killed work
 end. Here others step forward only when the hosts that are left have had time to take their places again, and a host
 that is left over steps back.
 
-A spare whose turn is near starts its host's agent, which is up when its workers are, if those of the job have agents.
-
 A job stays as large as its state. With ``--nnodes 1:4`` torch restarts a healthy job for every host that comes. State that only the
 same number of ranks can load would be lost by that, so a worker with such state says so (`gemini_ft.launch.notes`), the hosts write
 it into the rendezvous, and further hosts wait as spares.
@@ -27,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -41,7 +39,6 @@ logger = logging.getLogger(__name__)
 _CHANGED = ("_RendezvousJoinOp", "_delay", "_BackendRendezvousStateHolder", "_should_keep_alive")
 _JOIN, _DELAY, _STATE, _DUE = _CHANGED  # torch's names
 _HOSTS = "gemini_hosts"  # attribute of torch's rendezvous state: the number of hosts that the job's state is made for
-_AGENTS = "gemini_agents"  # another: whether the job's workers have agents
 _QUICKEST = 0.05  # seconds between two looks in the smallest job
 _HOSTS_PER_SECOND = 100  # in a look every host reads the states of all: large jobs keep torch's pace
 _GRACE = 1.0  # seconds a spare waits longer than the others take to look
@@ -53,11 +50,9 @@ _STUCK = 10.0  # seconds after which hosts that go on without a lost one are cal
 class Host:
     """The facts that this host's launcher knows of itself."""
 
-    patience: float = _GRACE  # seconds for which it leaves an open round to others, unless it belongs to the job
+    patience: float  # seconds for which it leaves an open round to others, unless it belongs to the job
     has_taken_part: bool = False
     is_fixed: Callable[[], bool] = lambda: False  # whether the state of its workers can be loaded by the same number of ranks only
-    is_protected: Callable[[], bool] = lambda: False  # whether its workers have an agent
-    make_ready: Callable[[], None] = lambda: None  # starts its agent, and returns at once
 
 
 class PatientJoin:
@@ -74,13 +69,9 @@ class PatientJoin:
         self._seen: tuple[int, bool] | None = None  # round, and whether it was complete
         self._since = 0.0
         self._said = False
-        self._ready_for: int | None = None  # round
 
     def __call__(self, ctx: Any, deadline: float) -> Any:
         state = ctx.state
-        if not (state.complete or self._host.has_taken_part) and getattr(state, _AGENTS, False) and self._ready_for != state.round:
-            self._ready_for = state.round
-            self._host.make_ready()
         if (limit := getattr(state, _HOSTS, None)) and ctx.settings.min_nodes != ctx.settings.max_nodes:
             if (action := self._within(limit, ctx)) is not None:
                 return action
@@ -125,23 +116,16 @@ def _narrowed(ctx: Any, hosts: int) -> Any:
 
 def _waiting(original: Callable[[Any], int], host: Host, handler: Any) -> int:
     """The number of hosts that torch's launcher restarts its workers for: none if their state cannot follow."""
-    waiting, is_fixed = original(handler), host.is_fixed()
-    if not (is_fixed or host.is_protected()):
+    waiting = original(handler)
+    if not host.is_fixed():
         return waiting
     with handler._heartbeat_lock:
         holder = handler._state_holder
         state = holder.state
-        facts: dict[str, Any] = {_AGENTS: True} if host.is_protected() else {}
-        if is_fixed:
-            facts[_HOSTS] = len(state.participants)
-        news = {name: value for name, value in facts.items() if not hasattr(state, name)}
-        if news and state.complete and handler._this_node in state.participants:
-            for name, value in news.items():
-                setattr(state, name, value)
+        if state.complete and handler._this_node in state.participants and not hasattr(state, _HOSTS):
+            setattr(state, _HOSTS, len(state.participants))
             holder.mark_dirty()
             holder.sync()
-    if not is_fixed:
-        return waiting
     return 0 if len(state.participants) >= getattr(state, _HOSTS, 1) else waiting  # else one of its hosts has been lost
 
 
@@ -175,12 +159,8 @@ def pause(hosts: int) -> float:
 
 
 @contextmanager
-def better_rendezvous(hosts: int, this: Host | None = None) -> Iterator[None]:
-    """Inside, torch's launcher joins a job of ``hosts`` hosts in the way described above.
-
-    Args:
-        hosts: their number, at most.
-        this: this host's launcher; its patience is set here.
+def better_rendezvous(hosts: int, is_fixed: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Inside, torch's launcher joins a job of ``hosts`` hosts in the way described above; ``is_fixed`` as in `Host`.
 
     Torch has no settings for that, so its classes and its functions are replaced.
     """
@@ -192,7 +172,7 @@ def better_rendezvous(hosts: int, this: Host | None = None) -> Iterator[None]:
         logger.warning("spares may displace hosts of the job, as this version of torch brings hosts together in an unknown way")
         yield
         return
-    this, interval = replace(this or Host(), patience=pause(hosts) + _GRACE), pause(hosts)
+    this, interval = Host(pause(hosts) + _GRACE, is_fixed=is_fixed), pause(hosts)
     changed = {
         _JOIN: lambda: PatientJoin(join(), this),
         _DELAY: lambda seconds: delay(interval if seconds == 1 else seconds),

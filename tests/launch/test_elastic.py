@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import pickle
-import socket
-import threading
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout, _Action, _NodeDesc, _RendezvousState
 
-from gemini_ft.agent import lifecycle
-from gemini_ft.launch.spares import Host, PatientJoin, _waiting, better_rendezvous, pause
+from gemini_ft.launch.spares import Host, PatientJoin, better_rendezvous, pause
 from gemini_ft.testing import EmulatedHosts
-from gemini_ft.wire.private import credentials
 
 HOSTS = [_NodeDesc(f"host{number}", 1, 0) for number in range(3)]
 SPARE = _NodeDesc("spare", 1, 0)
@@ -171,59 +165,6 @@ class TestFixedSize:
         assert scene.action() is _Action.ADD_TO_WAIT_LIST
 
 
-class TestAgentOfASpare:
-    """A spare starts its agent when its turn is near: the job's hosts have let everybody know that workers have one."""
-
-    @pytest.fixture
-    def begun(self, scene: Scene) -> list[int]:
-        rounds = list[int]()
-        scene.host.make_ready = lambda: rounds.append(scene.state.round)
-        return rounds
-
-    @pytest.fixture
-    def scene(self) -> Scene:
-        scene = Scene()
-        scene.state.gemini_agents = True  # type: ignore[attr-defined]
-        return scene
-
-    def test_it_is_started_once_in_every_open_round(self, scene: Scene, begun: list[int]) -> None:
-        scene.actions(10)
-        assert begun == []
-        scene.open_round(*HOSTS[:2])
-        scene.actions(1)
-        assert begun == [2]  # before its patience is over
-        scene.open_round(*HOSTS[:2])
-        scene.actions(3)
-        assert begun == [2, 3]
-
-    def test_a_host_of_the_job_has_its_agent(self, scene: Scene, begun: list[int]) -> None:
-        scene.host.has_taken_part = True
-        scene.open_round(*HOSTS[:2])
-        scene.actions(3)
-        assert begun == []
-
-    def test_workers_without_agents_are_left_alone(self, scene: Scene, begun: list[int]) -> None:
-        del scene.state.gemini_agents  # type: ignore[attr-defined]
-        scene.open_round(*HOSTS[:2])
-        scene.actions(3)
-        assert begun == []
-
-    @pytest.mark.parametrize("fixed", [False, True])
-    def test_a_host_says_so_as_soon_as_its_workers_have_one(self, fixed: bool) -> None:
-        scene, protected, writes = Scene(), False, list[str]()
-        holder = SimpleNamespace(state=scene.state, mark_dirty=lambda: writes.append("dirty"), sync=lambda: writes.append("sync"))
-        handler = SimpleNamespace(_heartbeat_lock=threading.Lock(), _state_holder=holder, _this_node=HOSTS[0], num_nodes_waiting=lambda: 1)
-        host = Host(1.5, is_fixed=lambda: fixed, is_protected=lambda: protected)
-        look = partial(_waiting, lambda handler: handler.num_nodes_waiting(), host, handler)
-        assert look() == (0 if fixed else 1)
-        protected, writes[:] = True, []
-        assert [look(), look()] == [0 if fixed else 1] * 2
-        assert writes == ["dirty", "sync"]  # once
-        assert scene.state.gemini_agents  # type: ignore[attr-defined]
-        assert getattr(scene.state, "gemini_hosts", None) == (3 if fixed else None)
-        assert pickle.loads(pickle.dumps(scene.state)).gemini_agents  # as it travels
-
-
 def test_large_jobs_keep_torchs_pace() -> None:
     assert pause(2) < 0.2
     assert pause(1000) == 1.0
@@ -291,14 +232,7 @@ def test_a_spare_replaces_a_lost_host_and_never_a_living_one(tmp_path: Path) -> 
     env = {"GEMINI_FAULTS": faults, "GEMINI_ON_LATE": "wait"}
     with EmulatedHosts(3, [PLAIN_LOOP, "--steps=100"], tmp_path, env=env) as hosts:
         hosts.wait_for(lambda: hosts.events("joined"))
-        spare = hosts.add()
-        (late,) = hosts.wait_for(lambda: [event for event in hosts.events("joined") if event["host"] == spare][:1], 200)
-        worker = psutil.Process(late["pid"])
-        address = lifecycle.socket_name(worker.environ()["GEMINI_RUN_ID"], spare)
-        with socket.socket(socket.AF_UNIX) as sock:
-            sock.connect(address)
-            agent = psutil.Process(credentials(sock)[0])
-        assert agent.create_time() < worker.create_time()  # it was started before its workers
+        hosts.add()
         hosts.finish(250)
         worlds = [sorted(event["hosts"]) for event in hosts.events("joined") if event["rank"] == 0]  # ranks go by who came first
         iterations = [event["iteration"] for event in hosts.events("joined") if event["rank"] == 0]
