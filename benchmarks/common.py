@@ -302,13 +302,21 @@ def interval(values: Sequence[float]) -> Spread:
     return statistics.median(values), medians[50], medians[1949]
 
 
-def quotient(tops: Sequence[float], bottoms: Sequence[float]) -> Spread:
-    """The quotient of two medians of values that are not pairs, and its 95 % interval by drawing both again."""
-    drawn, found = random.Random(1), [statistics.median(tops) / statistics.median(bottoms)]
-    for _ in range(2000):
-        found.append(statistics.median(drawn.choices(tops, k=len(tops))) / statistics.median(drawn.choices(bottoms, k=len(bottoms))))
-    again = sorted(found[1:])
-    return found[0], again[50], again[1949]
+def quotient(tops: Sequence[Sequence[float]], bottoms: Sequence[Sequence[float]]) -> Spread:
+    """The quotient of two medians, and its 95 % interval by drawing again.
+
+    Args:
+        tops: by rounds, which are drawn first, and then the values of each: what one round has in common does not count as evidence.
+        bottoms: the same; they are no pairs with ``tops``.
+    """
+    drawn = random.Random(1)
+
+    def again(rounds: Sequence[Sequence[float]]) -> float:
+        return statistics.median(value for each in drawn.choices(rounds, k=len(rounds)) for value in drawn.choices(each, k=len(each)))
+
+    middle = statistics.median(itertools.chain(*tops)) / statistics.median(itertools.chain(*bottoms))
+    found = sorted(again(tops) / again(bottoms) for _ in range(2000))
+    return middle, found[50], found[1949]
 
 
 def spread(value: Spread, digits: int) -> str:

@@ -26,6 +26,7 @@ class Recovery:
     parts: Mapping[tuple[str, str], float]  # (phase, mark that ends the part) -> seconds, in order; those of a phase add up to it
     steps_lost: int
     ordinary_step: float = 0.0  # of the job before the failure: no first step is shorter
+    turn: int = 0  # the round
 
     @property
     def total(self) -> float:
@@ -39,7 +40,9 @@ def summary(recoveries: Sequence[Recovery], problem: str | None) -> dict[str, An
         return {"problem": (problem or "not run").strip().splitlines()[-1][:300]}
     phases = {name: round(common.median(recovery.phases[i] for recovery in recoveries) or 0.0, 3) for i, name in enumerate(PHASES)}
     totals = [round(recovery.total, 3) for recovery in recoveries]
-    found: dict[str, Any] = {"total_s": common.median(totals), "worst_s": max(totals), "totals_s": totals, "phases_s": phases}
+    found: dict[str, Any] = {"total_s": common.median(totals), "worst_s": max(totals), "phases_s": phases}
+    turns = dict.fromkeys(recovery.turn for recovery in recoveries)
+    found["totals_s"] = [[round(each.total, 3) for each in recoveries if each.turn == turn] for turn in turns]
     named = dict.fromkeys(part for recovery in recoveries for part in recovery.parts)
     medians = {part: common.median(recovery.parts[part] for recovery in recoveries if part in recovery.parts) or 0.0 for part in named}
     found["parts_s"] = {f"{phase}: {mark}": round(seconds, 3) for (phase, mark), seconds in medians.items()}
@@ -93,5 +96,5 @@ def report(
         header = ["job", *PHASES, "(ordinary step)", "total", "worst", "steps lost", "failures"]
         parts.append(f"## {what.capitalize()}, {megabytes} of state\n\n{common.table(header, lines)}")
         parts += explanation({titles[name]: row for name, row in rows.items()})
-    told = "Medians of gemini-ft against those of torchrun, of the worse loop; 95 % intervals by drawing the failures of both anew."
+    told = "Medians of gemini-ft against those of torchrun, of the worse loop; 95 % intervals by drawing rounds, then their failures, anew."
     return "\n\n".join([*parts, ratio_table(ratio, told)])

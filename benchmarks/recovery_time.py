@@ -19,7 +19,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -308,7 +308,7 @@ def main() -> None:
             for name in jobs:
                 case = f"{scenario} {size} MB"
                 recoveries, problem = measure(JOBS[name], scenario, size, failures)
-                found[case][name] += recoveries
+                found[case][name] += [replace(recovery, turn=turn) for recovery in recoveries]
                 problems[case, name] = problem or problems.get((case, name))
                 note = ", ".join(f"{recovery.total:.2f} s" for recovery in recoveries) + (f" problem: {problem}" if problem else "")
                 print(f"round {turn + 1}/{rounds}, {case}, {name}: {note}", file=sys.stderr, flush=True)

@@ -266,7 +266,7 @@ def ratio_table(found: Mapping[K, Mapping[str, common.Spread]], told: str = "") 
     names = dict.fromkeys(name for ratios in found.values() for name in ratios)
     rows = [[name, *(_with_mark(ratios[name]) if name in ratios else "-" for ratios in found.values())] for name in names]
     told = told or "Medians over rounds of the ratios within one round (of memory: over blocks), and their 95 % intervals."
-    mark = "With a star: that is wider than a tenth of the median, or there was one round."
+    mark = "With a star: that is wider than a tenth of the median, or a single value."
     return f"## Ratios\n\n{told} {mark}\n\n" + common.table(["ratio", *map(str, found)], rows)
 
 

@@ -21,6 +21,7 @@ _LATE_PREFIXES = ("MASTER_", "NCCL_", "GLOO_", "WANDB_", "MLFLOW_")
 _OF_TORCH = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TORCH", "PYTORCH_")  # these are read while torch is imported, or later
 _READERS = ("load_dotenv", "read_env", "putenv")  # functions that set variables whose names are not in the script
 _MOST_FILES = 100
+UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)  # what ast.parse raises
 
 
 @dataclass
@@ -48,6 +49,14 @@ def read_early(files: Sequence[Path], folder: Path, heavy: Collection[str], envi
     return reader.early
 
 
+def is_file(path: Path) -> bool:
+    """Whether there is such a file, as far as this user may know."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # in a folder that cannot be looked into; a name that is none
+        return False
+
+
 class _Unknown(Exception):
     pass
 
@@ -63,12 +72,12 @@ class _Reader:
         self._name = ""
 
     def file(self, path: Path) -> bool:
-        if path in self._files or len(self._files) >= _MOST_FILES or not path.is_file():  # a pipe can be read only once
+        if path in self._files or len(self._files) >= _MOST_FILES or not is_file(path):  # a pipe can be read only once
             return False
         self._files.add(path)
         try:
             tree = ast.parse(path.read_bytes())
-        except (OSError, SyntaxError, ValueError):
+        except (OSError, *UNPARSABLE):
             return False
         before, self._name = self._name, path.name
         try:

@@ -231,7 +231,7 @@ def workers_of(options: argparse.Namespace, program: Sequence[str], copy: Path |
     early = early_environment(program, modules, copy)
     if early.unknown:  # maybe only before what modules beside the script import: a worker can do that itself
         modules = modules_to_preload(program, options.preload, copy, follow=False)
-        early = early_environment(program, modules, copy)
+        early = early_environment(program, modules, copy, follow=False)
     if early.unknown:
         logger.warning("starting workers cold: %s; a constant could be set for the fork server too", early.unknown)
         return cold_workers(copy)

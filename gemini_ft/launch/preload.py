@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from gemini_ft.launch.early import Early, read_early
+from gemini_ft.launch.early import UNPARSABLE, Early, is_file, read_early
 from gemini_ft.launch.forkserver import OPTIONAL
 from gemini_ft.launch.script import import_root
 
@@ -30,10 +30,11 @@ _VENDORS = {
         f"deepspeed.ops.op_builder.all_ops{OPTIONAL}",
         f"torch.utils.cpp_extension{OPTIONAL}",  # it needs setuptools
     ),
-    "accelerate": ("accelerate", f"deepspeed{OPTIONAL}"),  # for which it looks in every model
-    "transformers": ("transformers.trainer", "accelerate", f"deepspeed{OPTIONAL}", "gemini_ft.huggingface", _HOOKS),
+    "accelerate": ("accelerate",),
+    "transformers": ("transformers.trainer", "accelerate", f"gemini_ft.huggingface{OPTIONAL}", _HOOKS),  # of some versions only
 }
-_MOST_FILES = 100  # that are read of one program
+_NOT_FOLLOWED = "deepspeed"  # it asks for devices, compilers and MPI: a module that may never be used is no reason for that
+_MOST_FILES, _MOST_BYTES = 100, 2**20  # that are read of one program; of one file
 
 
 def modules_to_preload(program: Sequence[str], extra: Sequence[str] = (), copy: Path | None = None, *, follow: bool = True) -> list[str]:
@@ -48,23 +49,33 @@ def modules_to_preload(program: Sequence[str], extra: Sequence[str] = (), copy: 
     Returns:
         Names; one that ends with "?" may be missing.
     """
-    imported, text = set[str](), ""
-    for path in _files(program, copy) if follow else _sources(program, copy)[-1:]:
-        read = _text(path)
-        imported |= _packages(read)
-        text += read
+    text = "".join(map(_text, _sources(program, copy)[-1:]))
+    imported = _packages(text)
     if imported & {"accelerate", "transformers"} and ("deepspeed" in text or any("deepspeed" in argument for argument in program)):
         imported.add("deepspeed")  # by them, later
     vendors = [name for vendor, names in _VENDORS.items() if vendor in imported for name in names]
+    if follow:
+        beside = _imported(program, copy, follow=True) - imported - {_NOT_FOLLOWED}
+        vendors += [_optional(name) for vendor, names in _VENDORS.items() if vendor in beside for name in names]
     known = dict.fromkeys([*_ALWAYS, *vendors, *extra])
     return [name for name in known if name.removesuffix(OPTIONAL) == name or name.removesuffix(OPTIONAL) not in known]
 
 
-def early_environment(program: Sequence[str], modules: Sequence[str], copy: Path | None = None) -> Early:
+def early_environment(program: Sequence[str], modules: Sequence[str], copy: Path | None = None, *, follow: bool = True) -> Early:
     """The variables that ``program`` sets before it imports what the fork server has imported; arguments as above."""
-    imported = set[str]().union(*(_packages(_text(path)) for path in _files(program, copy)))
+    imported = _imported(program, copy, follow)
     heavy = {"torch", *({name.partition(".")[0] for name in modules} & imported)} - {"gemini_ft"}  # which reads variables when it is used
     return read_early(_sources(program, copy), Path(import_root(program)), heavy, os.environ)
+
+
+def _optional(name: str) -> str:
+    return name.removesuffix(OPTIONAL) + OPTIONAL
+
+
+def _imported(program: Sequence[str], copy: Path | None, follow: bool) -> set[str]:
+    """The packages that a program imports; with ``follow`` also those that the modules beside it do."""
+    files = _files(program, copy) if follow else _sources(program, copy)[-1:]
+    return set[str]().union(*(_packages(_text(path)) for path in files))
 
 
 def _sources(program: Sequence[str], copy: Path | None) -> list[Path]:
@@ -74,21 +85,22 @@ def _sources(program: Sequence[str], copy: Path | None) -> list[Path]:
     if program[0] != "-m":
         return [Path(program[0])]
     root, name = Path(import_root(program)), program[1]
-    return [*_local(root, name), *(path for path in [root.joinpath(*name.split("."), "__main__.py")] if path.is_file())]
+    return list(dict.fromkeys([*_local(root, name), *_local(root, f"{name}.__main__")]))
 
 
 def _files(program: Sequence[str], copy: Path | None) -> list[Path]:
     """The sources of a program, and of the modules beside it that these import, however deep."""
     root, found = Path(import_root(program)), dict[Path, None]()
-    waiting = _sources(program, copy)
+    waiting, local = _sources(program, copy), functools.cache(_local)
     while waiting and len(found) < _MOST_FILES:
         path = waiting.pop(0)
         if path in found:
             continue
         found[path] = None
-        for name, level in _imports(_text(path)):
-            if level <= len(path.parents):
-                waiting += _local(path.parents[level - 1] if level else root, name)
+        for name, level in dict.fromkeys(_imports(_text(path))):
+            folder = path.parents[level - 1] if 0 < level <= len(path.parents) else root
+            if level == 0 or folder.is_relative_to(root):  # above it no relative import leads
+                waiting += local(folder, name)
     return list(found)
 
 
@@ -97,7 +109,7 @@ def _local(folder: Path, name: str) -> list[Path]:
     found, base = list[Path](), folder
     for part in name.split("."):
         base = base / part
-        found += [path for path in (base / "__init__.py", base.with_name(f"{part}.py")) if path.is_file()][:1]
+        found += [path for path in (base / "__init__.py", base.parent / f"{part}.py") if is_file(path)][:1]
     return found
 
 
@@ -110,7 +122,7 @@ def _imports(text: str) -> list[tuple[str, int]]:
     """The modules that a source imports anywhere, and how many packages up a relative one begins; none if it cannot be parsed."""
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError):
+    except UNPARSABLE:
         return []
     found = list[tuple[str, int]]()
     for node in ast.walk(tree):
@@ -125,6 +137,6 @@ def _imports(text: str) -> list[tuple[str, int]]:
 def _text(source: Path) -> str:
     """The text of the file, or an empty string if it cannot be read."""
     try:
-        return source.read_text(errors="replace") if source.is_file() else ""
+        return source.read_text(errors="replace") if source.is_file() and source.stat().st_size <= _MOST_BYTES else ""
     except OSError:
         return ""

@@ -50,6 +50,7 @@ def test_the_parts_of_a_recovery_add_up_to_its_phases() -> None:
 
 
 def test_no_round_and_no_cell_drops_out_of_a_ratio() -> None:
+    import common
     import recovery_report
     import trials
 
@@ -69,9 +70,13 @@ def test_no_round_and_no_cell_drops_out_of_a_ratio() -> None:
     for high in (3.0, math.inf):
         assert "*" in trials.ratio_table({64: {"a": (high, 1.0, high)}}).splitlines()[-1]
     assert "*" not in trials.ratio_table({64: {"a": (2.0, 1.95, 2.05)}}).splitlines()[-1]
-    four = {"totals_s": [4.0, 4.0, 4.0]}
-    recovered: dict[str, dict[str, dict[str, Any]]] = {"worker 64 MB": {"gemini_plain": {"totals_s": [1.0, 1.0, 2.0]}, "torchrun": four}}
+    four = {"totals_s": [[4.0, 4.0, 4.0]]}
+    recovered: dict[str, dict[str, dict[str, Any]]] = {"worker 64 MB": {"gemini_plain": {"totals_s": [[1.0, 1.0, 2.0]]}, "torchrun": four}}
     assert recovery_report.ratios(recovered, "torchrun")["64 MB"]["worker_vs_torchrun"] == (0.25, 0.25, 0.5)
+    alike, apart = [[1.0] * 9, [2.0] * 9], [[1.0, 2.0] * 9]  # the same values; a slow round is one piece of evidence
+    low, high = common.quotient(alike, [[1.0]])[1:]
+    assert (low, high) == (1.0, 2.0)
+    assert common.quotient(apart, [[1.0]])[0] == common.quotient(alike, [[1.0]])[0] == 1.5
     recovered["worker 64 MB"]["gemini_plain"]["problem"] = "it came back once"
     assert recovery_report.ratios(recovered, "torchrun")["64 MB"]["worker_vs_torchrun"][0] == math.inf
     del recovered["worker 64 MB"]["gemini_plain"]["problem"]
