@@ -64,7 +64,8 @@ def modules_to_preload(program: Sequence[str], extra: Sequence[str] = (), copy: 
 def early_environment(program: Sequence[str], modules: Sequence[str], copy: Path | None = None, *, follow: bool = True) -> Early:
     """The variables that ``program`` sets before it imports what the fork server has imported; arguments as above."""
     imported = _imported(program, copy, follow)
-    heavy = {"torch", *({name.partition(".")[0] for name in modules} & imported)} - {"gemini_ft"}  # which reads variables when it is used
+    ahead = {name.removesuffix(OPTIONAL).partition(".")[0] for name in modules}
+    heavy = {"torch", *(ahead & imported)} - {"gemini_ft"}  # which reads variables when it is used
     return read_early(_sources(program, copy), Path(import_root(program)), heavy, os.environ)
 
 
@@ -73,9 +74,9 @@ def _optional(name: str) -> str:
 
 
 def _imported(program: Sequence[str], copy: Path | None, follow: bool) -> set[str]:
-    """The packages that a program imports; with ``follow`` also those that the modules beside it do."""
-    files = _files(program, copy) if follow else _sources(program, copy)[-1:]
-    return set[str]().union(*(_packages(_text(path)) for path in files))
+    """The packages that a script imports anywhere; with ``follow`` also those that are imported with it, by the modules beside it."""
+    found = set[str]().union(*(_packages(_text(path)) for path in _sources(program, copy)[-1:]))
+    return found.union(*(_packages(_text(path), nested=False) for path in _files(program, copy))) if follow else found
 
 
 def _sources(program: Sequence[str], copy: Path | None) -> list[Path]:
@@ -89,15 +90,16 @@ def _sources(program: Sequence[str], copy: Path | None) -> list[Path]:
 
 
 def _files(program: Sequence[str], copy: Path | None) -> list[Path]:
-    """The sources of a program, and of the modules beside it that these import, however deep."""
+    """The sources of a program, and of the modules beside it that are imported with it, however deep."""
     root, found = Path(import_root(program)), dict[Path, None]()
-    waiting, local = _sources(program, copy), functools.cache(_local)
+    sources = _sources(program, copy)
+    waiting, local = [*sources], functools.cache(_local)
     while waiting and len(found) < _MOST_FILES:
         path = waiting.pop(0)
         if path in found:
             continue
         found[path] = None
-        for name, level in dict.fromkeys(_imports(_text(path))):
+        for name, level in dict.fromkeys(_imports(_text(path), nested=path in sources)):
             folder = path.parents[level - 1] if 0 < level <= len(path.parents) else root
             if level == 0 or folder.is_relative_to(root):  # above it no relative import leads
                 waiting += local(folder, name)
@@ -113,24 +115,37 @@ def _local(folder: Path, name: str) -> list[Path]:
     return found
 
 
-def _packages(text: str) -> set[str]:
-    return {name.partition(".")[0] for name, level in _imports(text) if not level}
+def _packages(text: str, nested: bool = True) -> set[str]:
+    return {name.partition(".")[0] for name, level in _imports(text, nested) if not level}
 
 
 @functools.cache
-def _imports(text: str) -> list[tuple[str, int]]:
-    """The modules that a source imports anywhere, and how many packages up a relative one begins; none if it cannot be parsed."""
+def _imports(text: str, nested: bool) -> list[tuple[str, int]]:
+    """The modules that a source imports, and how many packages up a relative one begins; none if it cannot be parsed.
+
+    Args:
+        text: the source.
+        nested: in functions too, and for a type checker.
+    """
     try:
-        tree = ast.parse(text)
+        waiting: list[ast.AST] = [ast.parse(text)]
     except UNPARSABLE:
         return []
     found = list[tuple[str, int]]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found += [(alias.name, 0) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            parent = [node.module] if node.module else []
-            found += [(".".join([*parent, alias.name]), node.level) for alias in node.names]
+    while waiting:
+        match waiting.pop(0):
+            case ast.Import(names):
+                found += [(alias.name, 0) for alias in names]
+            case ast.ImportFrom(module, names, level):
+                found += [(".".join([*([module] if module else []), alias.name]), level) for alias in names]
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda() if not nested:
+                pass
+            case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING"), orelse=other) if not nested:
+                waiting += other
+            case ast.expr():
+                pass
+            case node:
+                waiting += ast.iter_child_nodes(node)
     return found
 
 

@@ -67,8 +67,14 @@ def test_modules_beside_the_script_are_read_too(tmp_path: Path) -> None:
     write(tmp_path / "src" / "app.py", "from .models import net\nfrom ... import above\nfrom ........... import nothing\ndef main(): ...")
     write(tmp_path.parent / "above.py", "import lightning_fabric")
     write(tmp_path / "src" / "models" / "__init__.py", "from ..data import loader")
-    write(tmp_path / "src" / "models" / "net.py", "import src.app\nfrom lightning.pytorch import LightningModule")
-    write(tmp_path / "src" / "data.py", "def loader():\n    import transformers, deepspeed")
+    write(
+        tmp_path / "src" / "models" / "net.py",
+        "import src.app\nfrom lightning.pytorch import LightningModule\nif TYPE_CHECKING:\n    import pytorch_lightning",
+    )
+    write(
+        tmp_path / "src" / "data.py",
+        "try:\n    import transformers, deepspeed\nexcept ImportError: ...\ndef f():\n    import lightning_fabric",
+    )
     write(tmp_path / "src" / "unused.py", "import pytorch_lightning")
     found = modules_to_preload([script])
     assert {"lightning?", "gemini_ft.lightning.naming?", "transformers.trainer?"} <= set(found)  # it may never come to that
@@ -86,9 +92,10 @@ def test_so_many_files_are_not_read(tmp_path: Path) -> None:
     assert "lightning?" not in modules_to_preload([str(tmp_path / "module150.py")])
 
 
-def test_variables_that_are_set_before_a_module_beside_the_script_imports(tmp_path: Path) -> None:
+@pytest.mark.parametrize("package", ["transformers", "lightning"])
+def test_variables_that_are_set_before_a_module_beside_the_script_imports(package: str, tmp_path: Path) -> None:
     source = "import os, sys, torch\nos.environ['HF_HOME'] = {}\nimport part"
-    write(tmp_path / "part.py", "import transformers")
+    write(tmp_path / "part.py", f"import {package}")
     known = [write(tmp_path / "known.py", source.format("'/models'"))]
     assert early_environment(known, modules_to_preload(known)).constants == {"HF_HOME": "/models"}
     late = [write(tmp_path / "late.py", source.format("sys.argv[1]"))]
