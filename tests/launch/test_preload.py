@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -113,25 +115,25 @@ def test_a_module_that_is_used_by_part_of_the_code_only_changes_nothing(tmp_path
     assert follow or early_environment(program, modules_to_preload(program, follow=False), follow=False).unknown is None
 
 
-def test_what_cannot_be_read_is_left_to_python(tmp_path: Path) -> None:
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that every user may look into."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def test_what_cannot_be_read_is_left_to_python(public: Path) -> None:
     """A folder that this user must not look into, a module's name that is a path, and a sum of so many terms that parsing gives up."""
-    script = write(tmp_path / "train.py", "import closed, deep, lightning")
-    write(tmp_path / "deep.py", "import pytorch_lightning\nx = " + "+".join(["1"] * 100_000))
-    write(tmp_path / "closed" / "__init__.py", "")
+    script = write(public / "train.py", "import closed, deep, lightning")
+    write(public / "deep.py", "import pytorch_lightning\nx = " + "+".join(["1"] * 100_000))
+    write(public / "closed" / "__init__.py", "")
     become = "os.getuid() or (os.setgid(65534), os.setuid(65534))"
     look = f"import os; from gemini_ft.launch import preload; {become}; found = preload.modules_to_preload([{script!r}])"
     look = f"{look}; print(found, preload.early_environment([{script!r}], found))"
-    (tmp_path / "closed").chmod(0)
-    parents = [tmp_path, *tmp_path.parents[:2]]
-    before = [parent.stat().st_mode for parent in parents]
-    try:
-        for parent in parents:
-            parent.chmod(0o755)
-        done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, cwd="/")
-    finally:
-        for parent, mode in zip(parents, before, strict=True):
-            parent.chmod(mode)
-        (tmp_path / "closed").chmod(0o755)
+    (public / "closed").chmod(0)
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, cwd="/")
+    (public / "closed").chmod(0o755)
     assert done.returncode == 0, done.stderr
     assert "'lightning'" in done.stdout
     assert "pytorch_lightning" not in done.stdout
