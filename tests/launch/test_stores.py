@@ -132,7 +132,12 @@ def start_stopped() -> Iterator[Callable[[], tuple[int, Callable[[], None]]]]:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout is not None
-        return int(process.stdout.readline().rpartition(":")[2]), lambda: os.kill(process.pid, signal.SIGSTOP)
+
+        def stop() -> None:
+            os.kill(process.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # all of its threads: until then one may answer
+
+        return int(process.stdout.readline().rpartition(":")[2]), stop
 
     yield start
     for process in started:
