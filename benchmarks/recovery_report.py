@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import common
@@ -39,10 +40,10 @@ def summary(recoveries: Sequence[Recovery], problem: str | None) -> dict[str, An
     if not recoveries:
         return {"problem": (problem or "not run").strip().splitlines()[-1][:300]}
     phases = {name: round(common.median(recovery.phases[i] for recovery in recoveries) or 0.0, 3) for i, name in enumerate(PHASES)}
-    totals = [round(recovery.total, 3) for recovery in recoveries]
-    found: dict[str, Any] = {"total_s": common.median(totals), "worst_s": max(totals), "phases_s": phases}
     turns = dict.fromkeys(recovery.turn for recovery in recoveries)
-    found["totals_s"] = [[round(each.total, 3) for each in recoveries if each.turn == turn] for turn in turns]
+    by_turn = [[round(each.total, 3) for each in recoveries if each.turn == turn] for turn in turns]
+    totals = [*chain(*by_turn)]
+    found: dict[str, Any] = {"total_s": common.median(totals), "worst_s": max(totals), "totals_s": by_turn, "phases_s": phases}
     named = dict.fromkeys(part for recovery in recoveries for part in recovery.parts)
     medians = {part: common.median(recovery.parts[part] for recovery in recoveries if part in recovery.parts) or 0.0 for part in named}
     found["parts_s"] = {f"{phase}: {mark}": round(seconds, 3) for (phase, mark), seconds in medians.items()}

@@ -23,6 +23,7 @@ from peers import Row
 K = TypeVar("K")
 
 WORLD = 2
+OVER_ROUNDS = "Medians over rounds of the ratios within one round (of memory: over blocks), and their 95 % intervals."
 COLUMNS = [
     "row",
     "copies",
@@ -261,11 +262,10 @@ def table(title: str, rows: Mapping[str, Row], results: Mapping[str, Mapping[str
     return f"## {title}\n\n" + common.table(COLUMNS, lines)
 
 
-def ratio_table(found: Mapping[K, Mapping[str, common.Spread]], told: str = "") -> str:
-    """The section with the ratios of all plans; ``told`` says what they are, if not medians over rounds."""
+def ratio_table(found: Mapping[K, Mapping[str, common.Spread]], told: str = OVER_ROUNDS) -> str:
+    """The section with the ratios of all plans; ``told`` says what they are."""
     names = dict.fromkeys(name for ratios in found.values() for name in ratios)
     rows = [[name, *(_with_mark(ratios[name]) if name in ratios else "-" for ratios in found.values())] for name in names]
-    told = told or "Medians over rounds of the ratios within one round (of memory: over blocks), and their 95 % intervals."
     mark = "With a star: that is wider than a tenth of the median, or a single value."
     return f"## Ratios\n\n{told} {mark}\n\n" + common.table(["ratio", *map(str, found)], rows)
 

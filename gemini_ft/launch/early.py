@@ -20,7 +20,7 @@ _LATE = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER", "C
 _LATE_PREFIXES = ("MASTER_", "NCCL_", "GLOO_", "WANDB_", "MLFLOW_")
 _OF_TORCH = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TORCH", "PYTORCH_")  # these are read while torch is imported, or later
 _READERS = ("load_dotenv", "read_env", "putenv")  # functions that set variables whose names are not in the script
-_MOST_FILES = 100
+MOST_FILES = 100  # that are read of one program
 UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)  # what ast.parse raises
 
 
@@ -72,7 +72,7 @@ class _Reader:
         self._name = ""
 
     def file(self, path: Path) -> bool:
-        if path in self._files or len(self._files) >= _MOST_FILES or not is_file(path):  # a pipe can be read only once
+        if path in self._files or len(self._files) >= MOST_FILES or not is_file(path):  # a pipe can be read only once
             return False
         self._files.add(path)
         try:

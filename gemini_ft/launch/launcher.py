@@ -227,15 +227,13 @@ def workers_of(options: argparse.Namespace, program: Sequence[str], copy: Path |
     if reason := not_forkable(options, copy):
         logger.warning("starting workers cold: %s", reason)
         return cold_workers(by_python=True)
-    modules = modules_to_preload(program, options.preload, copy)
-    early = early_environment(program, modules, copy)
-    if early.unknown:  # maybe only before what modules beside the script import: a worker can do that itself
-        modules = modules_to_preload(program, options.preload, copy, follow=False)
-        early = early_environment(program, modules, copy, follow=False)
-    if early.unknown:
-        logger.warning("starting workers cold: %s; a constant could be set for the fork server too", early.unknown)
-        return cold_workers(copy)
-    return forked_workers(program, modules, early.constants, copy)
+    for follow in (True, False):  # what modules beside the script import can be left to the workers
+        modules = modules_to_preload(program, options.preload, copy, follow=follow)
+        early = early_environment(program, modules, copy, follow=follow)
+        if not early.unknown:
+            return forked_workers(program, modules, early.constants, copy)
+    logger.warning("starting workers cold: %s; a constant could be set for the fork server too", early.unknown)
+    return cold_workers(copy)
 
 
 def not_forkable(options: argparse.Namespace, copy: Path | None) -> str:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from gemini_ft.launch.early import UNPARSABLE, Early, is_file, read_early
+from gemini_ft.launch.early import MOST_FILES, UNPARSABLE, Early, is_file, read_early
 from gemini_ft.launch.forkserver import OPTIONAL
 from gemini_ft.launch.script import import_root
 
@@ -34,7 +34,7 @@ _VENDORS = {
     "transformers": ("transformers.trainer", "accelerate", f"gemini_ft.huggingface{OPTIONAL}", _HOOKS),  # of some versions only
 }
 _NOT_FOLLOWED = "deepspeed"  # it asks for devices, compilers and MPI: a module that may never be used is no reason for that
-_MOST_FILES, _MOST_BYTES = 100, 2**20  # that are read of one program; of one file
+_MOST_BYTES = 2**20  # of a file that is read
 
 
 def modules_to_preload(program: Sequence[str], extra: Sequence[str] = (), copy: Path | None = None, *, follow: bool = True) -> list[str]:
@@ -75,8 +75,20 @@ def _optional(name: str) -> str:
 
 def _imported(program: Sequence[str], copy: Path | None, follow: bool) -> set[str]:
     """The packages that a script imports anywhere; with ``follow`` also those that are imported with it, by the modules beside it."""
-    found = set[str]().union(*(_packages(_text(path)) for path in _sources(program, copy)[-1:]))
-    return found.union(*(_packages(_text(path), nested=False) for path in _files(program, copy))) if follow else found
+    root, sources, local = Path(import_root(program)), _sources(program, copy), functools.cache(_local)
+    waiting, read, found = sources[:] if follow else sources[-1:], set[Path](), set[str]()
+    while waiting and len(read) < MOST_FILES:
+        path = waiting.pop(0)
+        if path in read:
+            continue
+        read.add(path)
+        text = _text(path)
+        found |= _packages(text, nested=path == sources[-1])
+        for name, level in dict.fromkeys(_imports(text, nested=path in sources)) if follow else ():
+            folder = path.parents[level - 1] if 0 < level <= len(path.parents) else root
+            if level == 0 or folder.is_relative_to(root):  # above it no relative import leads
+                waiting += local(folder, name)
+    return found
 
 
 def _sources(program: Sequence[str], copy: Path | None) -> list[Path]:
@@ -87,23 +99,6 @@ def _sources(program: Sequence[str], copy: Path | None) -> list[Path]:
         return [Path(program[0])]
     root, name = Path(import_root(program)), program[1]
     return list(dict.fromkeys([*_local(root, name), *_local(root, f"{name}.__main__")]))
-
-
-def _files(program: Sequence[str], copy: Path | None) -> list[Path]:
-    """The sources of a program, and of the modules beside it that are imported with it, however deep."""
-    root, found = Path(import_root(program)), dict[Path, None]()
-    sources = _sources(program, copy)
-    waiting, local = [*sources], functools.cache(_local)
-    while waiting and len(found) < _MOST_FILES:
-        path = waiting.pop(0)
-        if path in found:
-            continue
-        found[path] = None
-        for name, level in dict.fromkeys(_imports(_text(path), nested=path in sources)):
-            folder = path.parents[level - 1] if 0 < level <= len(path.parents) else root
-            if level == 0 or folder.is_relative_to(root):  # above it no relative import leads
-                waiting += local(folder, name)
-    return list(found)
 
 
 def _local(folder: Path, name: str) -> list[Path]:
@@ -138,7 +133,7 @@ def _imports(text: str, nested: bool) -> list[tuple[str, int]]:
                 found += [(alias.name, 0) for alias in names]
             case ast.ImportFrom(module, names, level):
                 found += [(".".join([*([module] if module else []), alias.name]), level) for alias in names]
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda() if not nested:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() if not nested:
                 pass
             case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING"), orelse=other) if not nested:
                 waiting += other
@@ -152,6 +147,6 @@ def _imports(text: str, nested: bool) -> list[tuple[str, int]]:
 def _text(source: Path) -> str:
     """The text of the file, or an empty string if it cannot be read."""
     try:
-        return source.read_text(errors="replace") if source.is_file() and source.stat().st_size <= _MOST_BYTES else ""
+        return source.read_text(errors="replace") if is_file(source) and source.stat().st_size <= _MOST_BYTES else ""
     except OSError:
         return ""

@@ -185,17 +185,15 @@ def test_a_wrapper_without_its_first_broadcast(tmp_path: Path, job: Callable[[in
 
 
 def saving_at_once(alike: bool) -> list[str]:
-    """What Fabric's strategy warns of when a loop saves and has never loaded."""
+    """Saves twice under Fabric without a ``fabric.load`` before; returns the warnings about ``init_sync``."""
     from lightning.fabric import Fabric
 
     from gemini_ft.lightning import GeminiFabricStrategy
 
     fabric = Fabric(accelerator="cpu", devices=2, strategy=GeminiFabricStrategy(init_sync=False))
     fabric.launch()
-    net: nn.Module = Net()
-    if alike:
-        torch.manual_seed(0)
-        net = nn.Linear(4, 8)
+    torch.manual_seed(0)
+    net = nn.Linear(4, 8) if alike else Net()
     model, optimizer = fabric.setup(net, torch.optim.Adam(net.parameters()))
     said = list[str]()
     handler = logging.Handler()
