@@ -101,6 +101,11 @@ def is_listening(run: str, host: str) -> bool:
     return sock is not None
 
 
+def command(run: str, host: str) -> list[str]:
+    """The arguments with which Python runs an agent."""
+    return ["-m", "gemini_ft.agent.main", "--run", run, "--host", host]
+
+
 def spawn(run: str, host: str, fds: Sequence[int] = (), arguments: Sequence[str] = ()) -> subprocess.Popen[bytes]:
     """Starts an agent in its own session: signals to the worker's group do not reach it. It inherits only ``fds``.
 
@@ -109,9 +114,8 @@ def spawn(run: str, host: str, fds: Sequence[int] = (), arguments: Sequence[str]
     apart = ["--apart"] if "RAY_RAYLET_PID" in os.environ else []
     started[:] = [child for child in started if child.poll() is None]
     with agent_log(run, host) as log:
-        command = [sys.executable, "-m", "gemini_ft.agent.main", "--run", run, "--host", host, *apart, *arguments]
         process = subprocess.Popen(
-            command,
+            [sys.executable, *command(run, host), *apart, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -119,7 +123,7 @@ def spawn(run: str, host: str, fds: Sequence[int] = (), arguments: Sequence[str]
             close_fds=True,
             pass_fds=fds,
             cwd="/",
-            env=_agent_environment(),
+            env=agent_environment(),
         )
     started.append(process)
     return process
@@ -193,7 +197,7 @@ def keep_to(processors: Sequence[int]) -> None:
         )
 
 
-def _agent_environment() -> dict[str, str]:
+def agent_environment() -> dict[str, str]:
     """The environment in which the agent imports this very gemini_ft and finds the same options, wherever its working directory is."""
     import gemini_ft
 

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 
+from gemini_ft.agent import ahead
 from gemini_ft.agent.home import HostRun
 from gemini_ft.agent.lifecycle import is_listening, keep_to, raise_descriptor_limit, set_oom_score, socket_name, yield_to_training
 from gemini_ft.agent.requests import Requests
@@ -95,17 +96,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--inherit", default="", help=argparse.SUPPRESS)
     parser.add_argument("--identity", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--ahead", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.apart and (agent := os.fork()):  # this process only stands between the agent and its starter, and ends as the agent does
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # memory that the agent inherits and gives back must not stay for this process's sake
         os._exit(os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1]))
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):  # Ctrl-C, or a scheduler's notice to all processes, is for the workers
+        signal.signal(number, signal.SIG_IGN)
+    if options.ahead and not ahead.wait(options.run, options.host):
+        return 0
     raise_descriptor_limit()
     yield_to_training()
     if (processors := load_config().agent_cpus) is not None:
         keep_to(processors)
     set_oom_score(0)  # a worker that restarted us has raised its own
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):  # Ctrl-C, or a scheduler's notice to all processes, is for the workers
-        signal.signal(number, signal.SIG_IGN)
 
     async def run() -> None:
         folder = load_config().memory.folder

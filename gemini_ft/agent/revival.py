@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from gemini_ft.agent import lifecycle, slot_files
+from gemini_ft.agent import ahead, lifecycle, slot_files
 from gemini_ft.errors import AgentTimeoutError, GeminiError
 from gemini_ft.hosts import is_readable
 from gemini_ft.wire.frames import frame_length
@@ -221,6 +221,8 @@ def _start(run: str, host: str, estate: Estate, deadline: float) -> None:
     Not when any agent listens: one that was started elsewhere (as a service, for example) would be without the estate, and ours, which
     finds the address taken and ends, would take it along.
     """
+    if not estate.fds and ahead.use(run, host, deadline):
+        return
     process = lifecycle.spawn(run, host, estate.fds, estate.arguments)
     while time.monotonic() < deadline:
         if process.poll() is None:

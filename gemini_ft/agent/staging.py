@@ -16,7 +16,7 @@ from gemini_ft.core.roots import checksum
 from gemini_ft.errors import CorruptDataError
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.opening import open_storage
-from gemini_ft.storage.shard import ShardRecord, StoredShard
+from gemini_ft.storage.shard import ONE_REQUEST, ShardRecord, StoredShard
 from gemini_ft.wire.worker_messages import Stage
 
 _PARALLEL = 4  # ranged reads at a time
@@ -56,6 +56,7 @@ class StoredCopy:
             StorageError: the storage cannot be read.
         """
         size, step = memory.shape.data_bytes, CHUNKS_AT_A_TIME * self._stored.record.chunk_bytes
+        step = max(step, size) if size <= ONE_REQUEST else step  # a small one comes whole
         transfer = TransferProgress(f"rank {self._order.owner}'s shard of {self._order.version} from storage", size, self._log)
 
         def read(offset: int) -> None:

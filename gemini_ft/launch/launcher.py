@@ -28,6 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
 from gemini_ft.agent import lifecycle
+from gemini_ft.agent.ahead import started_ahead
 from gemini_ft.agent.launches import PARTING_SECONDS, is_alive
 from gemini_ft.agent.revival import Watchman
 from gemini_ft.config import GeminiConfig, load_config, unknown_variables
@@ -87,6 +88,7 @@ def command(argv: Sequence[str]) -> int:
         _refuse_second(run_id)
     try:
         with ExitStack() as stack:
+            stack.enter_context(started_ahead(run_id, host_id()))
             notes = stack.enter_context(notes_of_workers())
             stack.enter_context(better_rendezvous(torchrun.parse_min_max_nnodes(options.nnodes)[1], partial(notes.have, FIXED)))
             stack.enter_context(surviving_stores())

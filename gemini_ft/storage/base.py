@@ -36,8 +36,33 @@ def check_small(where: str, nbytes: int) -> None:
         raise CorruptDataError(f"{where} has {nbytes:,} bytes, more than the {SMALL:,} that are read in one piece; it is not of gemini-ft")
 
 
+class Steps:
+    """A `RangeReader` each of whose readings is a request of its own."""
+
+    def __init__(self, storage: Storage, key: str, offset: int) -> None:
+        self._storage, self._key, self._offset = storage, key, offset
+
+    def read(self, out: memoryview) -> None:
+        """Implements `RangeReader.read`."""
+        self._storage.get_range(self._key, self._offset, out)
+        self._offset += out.nbytes
+
+    def close(self) -> None:
+        """Implements `RangeReader.close`."""
+
+
 def ignore(nbytes: int) -> None:
     """Ignores the progress of a transfer."""
+
+
+class RangeReader(Protocol):
+    """Bytes of an object that come one after the other, and are read as they are wanted, perhaps long after it was opened."""
+
+    def read(self, out: memoryview) -> None:
+        """Fills ``out`` with the next bytes. Raises as `Storage.get_range`."""
+
+    def close(self) -> None:
+        """Ends the reading; what was not read is not wanted."""
 
 
 class Storage(Protocol):
@@ -68,6 +93,10 @@ class Storage(Protocol):
         Raises:
             CorruptDataError: the object ends before that.
         """
+
+    def open_range(self, key: str, offset: int, nbytes: int) -> RangeReader:
+        """Opens ``nbytes`` of the object's bytes from ``offset`` on, to be read in one request where requests take time."""
+        ...
 
     def list(self, prefix: str = "") -> Sequence[str]:
         """Returns all keys that begin with ``prefix``, sorted. Objects whose names are no keys are left out.

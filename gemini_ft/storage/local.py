@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from gemini_ft.errors import CorruptDataError, ObjectGoneError, StorageError
 from gemini_ft.storage import partials
-from gemini_ft.storage.base import check_key, check_small, ignore, is_key, round_trip
+from gemini_ft.storage.base import RangeReader, Steps, check_key, check_small, ignore, is_key, round_trip
 
 _log = logging.getLogger(__name__)
 _told: set[Path] = set()  # links that this process has spoken of
@@ -87,6 +87,10 @@ class LocalStorage:
                 os.close(fd)
         if out.nbytes:
             raise CorruptDataError(f"{self.url}: {key} ends at byte {offset}, it should have {out.nbytes} more; use an older checkpoint")
+
+    def open_range(self, key: str, offset: int, nbytes: int) -> RangeReader:
+        """Implements `Storage.open_range`."""
+        return Steps(self, key, offset)
 
     def list(self, prefix: str = "") -> Sequence[str]:
         """Implements `Storage.list`."""

@@ -14,7 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import chain
@@ -25,7 +25,7 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
-from gemini_ft.storage.base import SMALL, check_key, check_small, ignore, is_key, round_trip
+from gemini_ft.storage.base import SMALL, RangeReader, check_key, check_small, ignore, is_key, round_trip
 from gemini_ft.storage.s3errors import S3_ERRORS, GarbledError, explained, store_time
 from gemini_ft.storage.s3parts import Pace, Piece, Whole, checksum_of_all, encoded, regroup, when_there_is_room
 
@@ -95,17 +95,20 @@ class S3Storage:
 
     def get(self, key: str) -> bytes:
         """Implements `Storage.get`."""
-        return self._insist(lambda: self._get(key))
+        return self.insist(lambda: self._get(key))
 
     def get_range(self, key: str, offset: int, out: memoryview) -> None:
-        """Implements `Storage.get_range`. A body that breaks is resumed where it broke, however often, while it makes progress."""
-        while out.nbytes:
-            got = self._insist(partial(self._read_into, key, offset, out))
-            offset, out = offset + got, out[got:]
+        """Implements `Storage.get_range`."""
+        with closing(self.open_range(key, offset, out.nbytes)) as answer:
+            answer.read(out)
+
+    def open_range(self, key: str, offset: int, nbytes: int) -> RangeReader:
+        """Implements `Storage.open_range`."""
+        return _Answer(self, key, offset, nbytes)
 
     def list(self, prefix: str = "") -> Sequence[str]:
         """Implements `Storage.list`."""
-        return self._insist(lambda: self._list(prefix))
+        return self.insist(lambda: self._list(prefix))
 
     def delete(self, key: str) -> None:
         """Implements `Storage.delete`."""
@@ -125,7 +128,7 @@ class S3Storage:
 
     # -- reading
 
-    def _insist(self, read: Callable[[], _T]) -> _T:
+    def insist(self, read: Callable[[], _T]) -> _T:
         """Repeats a read that broke, or gave an impossible answer, on a new connection; boto3 has retried errors of the store."""
         for attempt in range(1, _TRIES):
             try:
@@ -140,7 +143,7 @@ class S3Storage:
         with self._explain(what):
             answer = self._reader.get_object(Bucket=self._bucket, Key=self._prefix + check_key(key))
         body = answer["Body"]
-        with self._unbroken(what), closing(body):  # its own context manager is the raw connection, whose errors are urllib3's
+        with self.unbroken(what), closing(body):  # its own context manager is the raw connection, whose errors are urllib3's
             if (length := answer.get("ContentLength")) is not None:
                 check_small(f"{self.url}: {key}", length)
                 return bytes(body.read())
@@ -148,23 +151,15 @@ class S3Storage:
             check_small(f"{self.url}: {key}", len(data))
             return data
 
-    def _read_into(self, key: str, offset: int, out: memoryview) -> int:
-        """Reads as much as comes in one answer; at least one byte, or it is an error."""
-        what, got = f"cannot read {key}", 0
-        with self._explain(what):
-            answer = self._open(key, offset, out.nbytes)
-        self._check_range(key, answer, offset, out.nbytes)
-        try:
-            with self._unbroken(what), closing(answer["Body"]) as body:
-                while got < out.nbytes and (count := body.readinto(out[got : got + _BLOCK])):
-                    got += count
-        except _BrokenError as error:
-            if not got:
-                raise
-            _log.debug("%s: resuming %d bytes further on", error, got)
-        if not got:
-            raise _BrokenError(f"{self.url}: {what}: the answer has no body")
-        return got
+    def ask(self, key: str, offset: int, nbytes: int) -> Any:
+        """The body of the store's answer to a request for these bytes."""
+        with self._explain(f"cannot read {key}"):
+            answer = self._open(key, offset, nbytes)
+        with ExitStack() as stack:
+            stack.enter_context(closing(answer["Body"]))
+            self._check_range(key, answer, offset, nbytes)
+            stack.pop_all()
+        return answer["Body"]
 
     def _open(self, key: str, offset: int, nbytes: int) -> dict[str, Any]:
         span = f"bytes={offset}-{offset + nbytes - 1}"
@@ -322,7 +317,7 @@ class S3Storage:
         return explained(self.url, what, READ_SILENCE if silence is None else silence)
 
     @contextmanager
-    def _unbroken(self, what: str) -> Iterator[None]:
+    def unbroken(self, what: str) -> Iterator[None]:
         """Turns any failure of an answer's body into a `_BrokenError`: it is worth another connection."""
         try:
             with self._explain(what):
@@ -333,6 +328,46 @@ class S3Storage:
 
 class _BrokenError(StorageError):
     """An answer that began well and did not end."""
+
+
+class _Answer:
+    """A `RangeReader`. An answer that breaks is resumed where it broke, however often, while it makes progress."""
+
+    def __init__(self, storage: S3Storage, key: str, offset: int, nbytes: int) -> None:
+        self._storage, self._key, self._offset, self._left = storage, key, offset, nbytes
+        self._body: Any = None
+
+    def read(self, out: memoryview) -> None:
+        """Implements `RangeReader.read`."""
+        while out.nbytes:
+            out = out[self._storage.insist(partial(self._some, out)) :]
+
+    def close(self) -> None:
+        """Implements `RangeReader.close`."""
+        body, self._body = self._body, None
+        if body is not None:
+            body.close()
+
+    def _some(self, out: memoryview) -> int:
+        """Reads as much as comes in one answer: of a new one at least a byte, or it is an error; one that was open may be dead by now."""
+        what, got, is_new = f"cannot read {self._key}", 0, self._body is None
+        if is_new:
+            self._body = self._storage.ask(self._key, self._offset, self._left)
+        try:
+            with self._storage.unbroken(what):
+                while got < out.nbytes and (count := self._body.readinto(out[got : got + _BLOCK])):
+                    got += count
+        except _BrokenError as error:
+            self.close()
+            if is_new and not got:
+                raise
+            _log.debug("%s: resuming %d bytes further on", error, got)
+        self._offset, self._left = self._offset + got, self._left - got
+        if got < out.nbytes or not self._left:
+            self.close()
+        if is_new and not got:
+            raise _BrokenError(f"{self._storage.url}: {what}: the answer has no body")
+        return got
 
 
 def _config(silence: int, attempts: int) -> Config:

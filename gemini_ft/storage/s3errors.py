@@ -13,11 +13,13 @@ from typing import Any, Final
 
 from boto3.exceptions import Boto3Error
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, ReadTimeoutError
+from botocore.httpsession import URLLib3SSLError
 from botocore.parsers import ResponseParserError
 
 from gemini_ft.errors import ObjectGoneError, StorageError
 
-S3_ERRORS: Final = (ClientError, BotoCoreError, Boto3Error, ResponseParserError, OSError)
+_BROKEN: Final = (BotoCoreError, Boto3Error, URLLib3SSLError, OSError)  # boto3 lets a body that breaks within TLS pass as it is
+S3_ERRORS: Final = (ClientError, ResponseParserError, *_BROKEN)
 
 _PERMISSIONS = "let these credentials list, read, write and delete under the prefix"
 UNDELETABLE: Final = "where only the store's own rules may delete, set storage.keep_last=all (GEMINI_STORAGE__KEEP_LAST=all)"
@@ -93,7 +95,7 @@ def explained(url: str, what: str, silence: float) -> Iterator[None]:
         ) from None
     except RecursionError:  # boto3 asks the bucket for its region, and is redirected again
         raise StorageError(f"{url}: {what}: redirected in a circle; {_REGION.format(region='')}") from None
-    except (BotoCoreError, Boto3Error, OSError) as error:
+    except _BROKEN as error:
         reason = str(error).partition("?")[0]  # a signed URL's query must not be shown
         raise StorageError(f"{url}: {what}: {reason}; is the endpoint up and reachable from this host?") from None
 

@@ -13,7 +13,9 @@ Everything begins at a multiple of 64 bytes. safetensors allows no gaps, so a ga
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
@@ -27,7 +29,7 @@ from gemini_ft.core.layout import ALIGNMENT, Layout
 from gemini_ft.core.roots import checksum, layout_digest, shard_root
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, StorageError
-from gemini_ft.storage.base import Storage, ignore
+from gemini_ft.storage.base import RangeReader, Storage, ignore
 
 CHUNK_BYTES = 8 * 2**20
 _HEADER = 64 * 1024  # bytes; a header up to here is read with what follows it
@@ -156,12 +158,14 @@ class StoredShard:
     Args:
         storage: where it is.
         record: of the object.
-        whole: all of it will be read, so that a small one comes in one request, and is kept.
+        whole: all of it will be read, so that a small one comes in one request, if its data is read in one go: straight to its place.
     """
 
     def __init__(self, storage: Storage, record: ShardRecord, whole: bool = False) -> None:
         self.record = record
         self._storage, self._whole = storage, whole
+        self._rest: RangeReader | None = None  # of a small one that comes in one request: its data
+        self._taking = threading.Lock()
 
     @cached_property
     def layout(self) -> Layout:
@@ -253,28 +257,44 @@ class StoredShard:
 
     @cached_property
     def _front(self) -> tuple[int, memoryview]:
-        """Offset and bytes of what is read in one request: the small parts, perhaps all of a small shard; nothing where they are large."""
+        """Offset and bytes of the small parts, read in one request, with which a small shard's data comes; nothing where they are large."""
         record = self.record
         parts = (record.layout, record.extras, record.digests)
         start, stop = min(span.offset for span in parts), max(span.offset + span.nbytes for span in parts)
         if start <= _HEADER:
             start = 0  # a store that has files behind it may wait 20 ms before it seeks, in case the bytes before are wanted too
-        ends = (max(stop, record.data.offset + record.data.nbytes), stop) if self._whole else (stop,)
-        nbytes = next((end - start for end in ends if end - start <= ONE_REQUEST), 0)
-        blob = memoryview(bytearray(nbytes))
-        self._storage.get_range(record.key, start, blob)
+        end = record.data.offset + record.data.nbytes
+        if is_small := self._whole and stop <= record.data.offset and end - start <= ONE_REQUEST:
+            stop = record.data.offset
+        blob = memoryview(bytearray(stop - start if stop - start <= ONE_REQUEST else 0))
+        if is_small:
+            rest = self._storage.open_range(record.key, start, end - start)
+            rest.read(blob)
+            self._rest = rest
+        else:
+            self._storage.get_range(record.key, start, blob)
         return start, blob
 
     def _get(self, offset: int, out: memoryview) -> None:
         start, front = self._front
         if start <= offset and offset + out.nbytes <= start + front.nbytes:
             out[:] = front[offset - start :][: out.nbytes]
-        else:
+            return
+        rest = self._take_rest() if (offset, out.nbytes) == (self.record.data.offset, self.record.data.nbytes) else None
+        if rest is None:
             self._storage.get_range(self.record.key, offset, out)
+            return
+        with closing(rest):
+            rest.read(out)
+
+    def _take_rest(self) -> RangeReader | None:
+        with self._taking:
+            rest, self._rest = self._rest, None
+            return rest
 
     def _is_there(self, offset: int, nbytes: int) -> None:
         """Checks that the object has the bytes, before memory is taken for them: its record may lie."""
-        if nbytes > CHUNK_BYTES:
+        if nbytes > CHUNK_BYTES and self._rest is None:
             self._storage.get_range(self.record.key, offset + nbytes - 1, memoryview(bytearray(1)))
 
     def _chunk(self, index: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Messages between the launcher and its fork server, each whole or not at all: a reader never sees half of one.
+"""Messages between processes of a host, as launcher and fork server, each whole or not at all: a reader never sees half of one.
 
 A packet on the socket carries nothing but descriptors; the first is a file in memory that holds the message as JSON, whatever
 its size. So neither side ever waits for the rest of a message, and a signal in between cannot leave half of one behind.

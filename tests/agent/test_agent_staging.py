@@ -42,14 +42,14 @@ def storage(tmp_path: Path) -> LocalStorage:
     return LocalStorage(tmp_path / "store")
 
 
-def store(storage: LocalStorage, owner: int = 0) -> ShardRecord:
+def store(storage: LocalStorage, owner: int = 0, chunk: int = CHUNK) -> ShardRecord:
     layout = build_layout([TensorSpec("weight", "uint8", (2 * NBYTES,), (0, 1))], owner, 2)
     data = content(owner, 7, NBYTES)
-    parts = [data[at : at + CHUNK] for at in range(0, NBYTES, CHUNK)]
-    root = shard_root(
-        owner, STORED, layout_digest(layout.to_bytes()), (NBYTES, len(EXTRAS), CHUNK), [*map(checksum, parts), checksum(EXTRAS)]
-    )
-    return write_shard(storage, f"shard-{owner}", layout, memoryview(data), EXTRAS, committed=Committed(owner, STORED, root, CHUNK))
+    parts = [data[at : at + chunk] for at in range(0, NBYTES, chunk)]
+    extras = [EXTRAS[at : at + chunk] for at in range(0, len(EXTRAS), chunk)]
+    checksums = [checksum(part) for part in [*parts, *extras]]
+    root = shard_root(owner, STORED, layout_digest(layout.to_bytes()), (NBYTES, len(EXTRAS), chunk), checksums)
+    return write_shard(storage, f"shard-{owner}", layout, memoryview(data), EXTRAS, committed=Committed(owner, STORED, root, chunk))
 
 
 def stage(rank: Rank, storage: LocalStorage, record: ShardRecord, owner: int = 0) -> None:
@@ -225,6 +225,28 @@ def test_shards_that_come_together_share_a_storage_and_nothing_keeps_it(storage:
 
     asyncio.run(work())
     staging.hang_up()
+
+
+def test_a_small_one_is_read_in_one_go_however_small_its_chunks_are(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes in one answer, which is taken as a whole or not at all."""
+    read, pieces = stored_shards.StoredShard.read, list[int]()
+
+    def noted(self: stored_shards.StoredShard, offset: int, into: memoryview) -> None:
+        pieces.append(into.nbytes)
+        read(self, offset, into)
+
+    monkeypatch.setattr(stored_shards.StoredShard, "read", noted)
+    settings: dict[str, object] = {"url": storage.root.as_uri(), "every_steps": 1}
+    order = Stage(owner=0, version=STORED, record=store(storage, chunk=CHUNK // 8).model_dump_json(), storage=settings)
+    copy = staging.StoredCopy("r", "main", order, print)
+    memory = SlotMemory.create(copy.shape)
+    copy.fill(memory)
+    assert pieces == [NBYTES]
+    monkeypatch.setattr(staging, "ONE_REQUEST", NBYTES - 1)
+    copy.fill(memory)
+    assert pieces[1:] == [CHUNK] * 4
+    assert bytes(memory.data(0, NBYTES)) == content(0, 7, NBYTES)
+    memory.close()
 
 
 def test_shards_that_come_together_are_read_side_by_side(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:

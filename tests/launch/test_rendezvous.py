@@ -23,7 +23,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 import gemini_ft
 from gemini_ft.cli.store import open_store
 from gemini_ft.errors import GeminiError, PeerError, StateError, WorldSizeError
-from gemini_ft.worker import rendezvous
+from gemini_ft.worker import rendezvous, store_listener
+from gemini_ft.worker.store_listener import await_store, is_listening
 
 
 class Ranks:
@@ -320,3 +321,80 @@ class TestExchangeOrRaise:
         with pytest.raises(ValueError, match="as it is"):
             rendezvous.exchange_or_raise(raising(ValueError("as it is")))
         assert rendezvous.exchange_or_raise(lambda: 7) == [7]
+
+
+class TestStoreThatIsNotThereYet:
+    """Torch's client would sleep for as long as three quarters of a second."""
+
+    @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+    def test_the_kernel_says_who_listens(self, family: socket.AddressFamily) -> None:
+        with socket.socket(family) as sock, socket.socket(family) as client:
+            sock.bind(("", 0))
+            port = sock.getsockname()[1]
+            assert is_listening(port) is False
+            sock.listen()
+            assert is_listening(port) is True
+            client.connect(sock.getsockname()[:2])
+        assert is_listening(port) is False
+
+    def test_a_kernel_that_says_nothing_is_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise PermissionError
+
+        monkeypatch.setattr("builtins.open", refuse)
+        monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it was waited for"))
+        assert is_listening(1) is None
+        await_store({"RANK": "1", "GROUP_RANK": "0", "MASTER_PORT": "1"})
+
+    @pytest.mark.parametrize(
+        "environ",
+        [{}, {"RANK": "0", "GROUP_RANK": "0"}, {"RANK": "1", "GROUP_RANK": "1"}, {"RANK": "1", "GROUP_RANK": "0", "MASTER_PORT": "x"}],
+    )
+    def test_those_who_cannot_see_it_or_are_it_do_not_wait(self, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(store_listener, "is_listening", lambda port: pytest.fail(f"looked for port {port}"))
+        await_store({"MASTER_PORT": "1", **environ})
+
+    def test_a_rank_that_the_script_gives_is_not_that_of_the_environment(self, start: Callable[..., Ranks]) -> None:
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0"}
+        assert start(_alone, [environ]).result(0) == []
+
+    def test_a_store_that_never_comes_is_left_to_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        begin = time.monotonic()
+        await_store({"RANK": "1", "GROUP_RANK": "0", "MASTER_PORT": str(free_port())}, seconds=0.3)
+        assert time.monotonic() >= begin + 0.3
+
+    def test_a_rank_beside_rank_0_comes_when_it_listens(self, start: Callable[..., Ranks]) -> None:
+        port = str(free_port())
+        shared = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "WORLD_SIZE": "2",
+            "GROUP_RANK": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+        }
+        second = start(_early_or_late, [{**shared, "RANK": "1"}])
+        time.sleep(1.0)
+        first = start(_early_or_late, [{**shared, "RANK": "0"}])
+        assert [first.result(0), second.result(0)] == [None, True]
+
+
+def _alone() -> list[int]:
+    """The ports at which a rank that serves its store itself has looked for one."""
+    looked: list[int] = []
+    store_listener.is_listening = lambda port: looked.append(port)  # type: ignore[func-returns-value]
+    gemini_ft.init_process_group("gloo", rank=0, world_size=1)
+    return looked
+
+
+def _early_or_late() -> bool | None:
+    """Whether rank 0's store listened when this rank let torch call it."""
+    listened: list[bool | None] = []
+    original, port = dist.init_process_group, int(os.environ["MASTER_PORT"])
+
+    def init(*args: Any, **kwargs: Any) -> None:
+        listened.append(is_listening(port))
+        original(*args, **kwargs)
+
+    dist.init_process_group = init
+    gemini_ft.init_process_group("gloo", timeout=timedelta(seconds=60))
+    return listened[0] if os.environ["RANK"] != "0" else None

@@ -20,7 +20,7 @@ from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import ConfigError, CorruptDataError, FormatError, ObjectGoneError, StorageError, StorageUnclearError, SupersededError
 from gemini_ft.export.source import from_storage
-from gemini_ft.storage.base import Storage, ignore
+from gemini_ft.storage.base import RangeReader, Steps, Storage, ignore
 from gemini_ft.storage.checkpoints import (
     Manifest,
     checkpoint_folder,
@@ -65,6 +65,9 @@ class InMemory:
         if len(part) < out.nbytes:
             raise CorruptDataError(f"{key} ends early")
         out[:] = part
+
+    def open_range(self, key: str, offset: int, nbytes: int) -> RangeReader:
+        return Steps(self, key, offset)
 
     def list(self, prefix: str = "") -> Sequence[str]:
         return sorted(key for key in self.objects if key.startswith(prefix))

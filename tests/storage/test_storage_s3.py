@@ -11,14 +11,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import boto3
+import psutil
 import pytest
 import s3_server
 from botocore.exceptions import ClientError
+from botocore.httpsession import URLLib3SSLError
 
+from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.opening import open_storage
+from gemini_ft.storage.s3errors import explained
 from gemini_ft.storage.s3parts import PART_BYTES
+from gemini_ft.storage.shard import StoredShard, write_shard
 from gemini_ft.testing.s3_proxy import S3Fault, S3Proxy, S3Request
 
 BIG = os.urandom(2 * PART_BYTES + 12_345)
@@ -64,6 +69,14 @@ def test_an_object_that_ends_early_is_damaged(storage: Storage, offset: int) -> 
     storage.put("big", [BIG])
     with pytest.raises(CorruptDataError, match="more are due"):
         storage.get_range("big", offset, memoryview(bytearray(100)))
+
+
+def test_an_answer_that_breaks_within_tls_is_an_error_of_the_storage() -> None:
+    with (
+        pytest.raises(StorageError, match="cannot read a: decryption failed; is the endpoint up"),
+        explained("s3://bucket", "cannot read a", 1),
+    ):
+        raise URLLib3SSLError("decryption failed")
 
 
 def test_deleting_is_idempotent(storage: Storage) -> None:
@@ -186,6 +199,38 @@ class TestFaults:
         storage.get_range("big", 0, memoryview(out))
         assert out == BIG[: 10 * 2**20]
         assert len(proxy.met) >= 9
+
+    @pytest.mark.parametrize("cut", ["", "cut 0", "cut 10", "cut front", "cut 3000000"])
+    def test_a_small_shard_that_breaks_off_is_taken_up_where_it_broke(self, storage: Storage, proxy: S3Proxy, cut: str) -> None:
+        """Its data is read from the answer that has brought its layout, however much later."""
+        layout = build_layout([TensorSpec("w", "uint8", (8_000_000,), (0,))], 0, 1)
+        record = write_shard(storage, "shard", layout, memoryview(BIG), b"extras")
+        if cut:
+            proxy.fail(cut.replace("front", str(record.data.offset)), "GetObject", count=1)
+        shard, out = StoredShard(storage, record, whole=True), bytearray(layout.nbytes)
+        assert (shard.layout, shard.extras) == (layout, b"extras")
+        shard.read(0, memoryview(out))
+        assert out == BIG[: layout.nbytes]
+        assert sum(request.operation == "GetObject" for request in proxy.requests) == (2 if cut else 1)
+
+    def test_an_answer_that_breaks_while_it_waits_is_asked_for_again_at_once(
+        self, storage: Storage, proxy: S3Proxy, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        layout = build_layout([TensorSpec("w", "uint8", (8_000_000,), (0,))], 0, 1)
+        record = write_shard(storage, "shard", layout, memoryview(BIG), b"extras")
+        proxy.fail(f"cut {record.data.offset}", "GetObject", count=1)
+        out = memoryview(bytearray(layout.nbytes))
+        StoredShard(storage, record, whole=True).read(0, out)
+        assert out == BIG[: layout.nbytes]
+        assert not caplog.records
+
+    def test_a_small_shard_of_which_only_the_front_is_read_keeps_no_connection(self, storage: Storage, proxy: S3Proxy) -> None:
+        layout = build_layout([TensorSpec("w", "uint8", (8_000_000,), (0,))], 0, 1)
+        record = write_shard(storage, "shard", layout, memoryview(BIG), b"extras")
+        for _ in range(10):
+            assert StoredShard(storage, record, whole=True).extras == b"extras"
+        open_ones = [each for each in psutil.Process().net_connections("tcp") if each.raddr and each.raddr.port == proxy.server_port]
+        assert len(open_ones) <= 2  # boto3 keeps one for the next request
 
     @pytest.mark.parametrize("kind", ["whole", "half", "cut 0"])
     def test_bytes_that_were_not_asked_for_are_neither_taken_nor_called_damage(self, storage: Storage, proxy: S3Proxy, kind: str) -> None:

@@ -19,7 +19,7 @@ from gemini_ft.core.roots import checksum, layout_digest, shard_root
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, StorageError
 from gemini_ft.storage import shard
-from gemini_ft.storage.base import ignore
+from gemini_ft.storage.base import RangeReader, ignore
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.shard import Committed, ShardRecord, StoredShard, write_shard
 
@@ -256,11 +256,16 @@ def test_a_shortened_object_is_damaged(storage: LocalStorage) -> None:
 
 
 class Watched(LocalStorage):
-    """Keeps what it was asked for: (offset, bytes)."""
+    """Keeps what it was asked for, and what of it was to come in one request: (offset, bytes)."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.asked: list[tuple[int, int]] = []
+        self.opened: list[tuple[int, int]] = []
+
+    def open_range(self, key: str, offset: int, nbytes: int) -> RangeReader:
+        self.opened.append((offset, nbytes))
+        return super().open_range(key, offset, nbytes)
 
     def get_range(self, key: str, offset: int, out: memoryview) -> None:
         self.asked.append((offset, out.nbytes))
@@ -273,6 +278,22 @@ def test_a_small_shard_comes_in_one_request_that_begins_with_its_first_byte(tmp_
     slot, record = stored(storage, layout)
     shard, out = StoredShard(storage, record, whole=True), bytearray(layout.nbytes)
     assert (shard.layout, shard.extras) == (layout, EXTRAS)
+    start, nbytes = record.data.offset, record.data.nbytes
     shard.read(0, memoryview(out))
     assert bytes(out) == bytes(slot[: layout.nbytes])
-    assert storage.asked == [(0, record.data.offset + record.data.nbytes)]
+    assert storage.opened == [(0, start + nbytes)]
+    assert storage.asked == [(0, start), (start, nbytes)]  # the data straight to its place
+    out = bytearray(layout.nbytes)
+    shard.read(0, memoryview(out))  # once more, though it came only once
+    assert bytes(out) == bytes(slot[: layout.nbytes])
+
+
+def test_a_part_of_a_small_shard_can_be_read_and_then_all_of_it(tmp_path: Path, small_chunks: int) -> None:
+    storage, layout = Watched(tmp_path), layout_of((100,), (7,))
+    slot, record = stored(storage, layout)
+    shard, out = StoredShard(storage, record, whole=True), bytearray(layout.nbytes)
+    shard.read(150, memoryview(out)[150:270])
+    assert bytes(out[150:270]) == bytes(slot[150:270])
+    shard.read(0, memoryview(out))
+    assert bytes(out) == bytes(slot[: layout.nbytes])
+    assert storage.opened == [(0, record.data.offset + record.data.nbytes)]
