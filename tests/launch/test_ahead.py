@@ -28,7 +28,7 @@ SCRIPT = """
 import os, sys, time
 from gemini_ft.agent import revival
 run, host = os.environ["GEMINI_RUN_ID"], os.environ["GEMINI_HOST_ID"]
-os.environ["GEMINI_LOG_DIR"] = sys.argv[1]
+os.environ.update(GEMINI_LOG_DIR=sys.argv[1], GEMINI_AGENT_CPUS=sys.argv[2])
 while not os.path.exists("go"):
     time.sleep(0.01)
 revival.connect(run, host).close()
@@ -120,7 +120,8 @@ class TestWorkerThatAsks:
     def test_it_takes_the_options_of_the_worker(self, run: str, tmp_path: Path) -> None:
         (tmp_path / "script.py").write_text(SCRIPT)
         environ = {**os.environ, "GEMINI_HOST_ID": HOST}
-        command = arguments(run, "--max-restarts=0", "script.py", str(tmp_path / "chosen"))
+        processor = max(os.sched_getaffinity(0))
+        command = arguments(run, "--max-restarts=0", "script.py", str(tmp_path / "chosen"), str(processor))
         with subprocess.Popen(command, cwd=tmp_path, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
             assert launcher.stdin is not None
             assert launcher.stdout is not None
@@ -128,8 +129,8 @@ class TestWorkerThatAsks:
             (tmp_path / "go").touch()
             assert launcher.stdout.readline() == f"['agent-{run}-{HOST}.log']\n"
             assert agent_pid(run, HOST) == waiting.pid
-            assert waiting.environ()["GEMINI_LOG_DIR"] != str(tmp_path / "chosen")  # it began with the launcher's
             assert launcher.pid == waiting.ppid()
+            assert os.sched_getaffinity(waiting.pid) == {processor}
             launcher.communicate(timeout=60)
 
     def test_those_that_are_gone_or_say_nothing_hold_up_nobody(self, run: str, waiting: psutil.Process) -> None:
@@ -144,7 +145,9 @@ class TestWorkerThatAsks:
             with asking(run) as sock, open(os.devnull, "w") as log:
                 channel.send(sock, ahead._question(), [log.fileno()])
             waiting.resume()
-            assert eventually(lambda: process_that_waits(run), "the process that waits on") == waiting
+            with asking(run) as silent:
+                assert silent.recv(1) == b""  # it was its turn, after the question
+            assert process_that_waits(run) == waiting
         assert is_over(waiting)
 
     def test_its_files_have_the_mode_that_the_worker_wants(self, run: str, waiting: psutil.Process) -> None:
