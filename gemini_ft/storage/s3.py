@@ -29,7 +29,7 @@ from gemini_ft.storage.base import SMALL, RangeReader, check_key, check_small, i
 from gemini_ft.storage.s3errors import S3_ERRORS, GarbledError, explained, store_time
 from gemini_ft.storage.s3parts import Pace, Piece, Whole, checksum_of_all, encoded, regroup, when_there_is_room
 
-_BLOCK = 64 * 1024  # bytes taken from a connection at a time, and lost when it breaks
+_BLOCK = 256 * 1024  # bytes taken from a connection at a time, and lost when it breaks; with a quarter of that a GB takes a fourth longer
 _PARALLEL = 4  # parts under way at a time; with PART_BYTES the bound on memory
 _TRIES = 4  # readings in a row that may fail without a byte of progress
 PAUSE = 0.25  # seconds before the second of them, doubled for each further one
