@@ -56,14 +56,14 @@ def init_process_group(backend: str | None = None, timeout: timedelta | None = N
         PeerError: some ranks did not come; the message names them.
     """
     refuse_import()
-    is_elsewhere = {"store", "init_method", "rank", "world_size"} & kwargs.keys()
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not is_elsewhere:
+    is_told = not {"store", "init_method", "rank", "world_size"}.isdisjoint(kwargs)  # by the caller, not by the environment
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not is_told:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = _fresh_store(rank, world_size, timeout or default_pg_timeout)
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size, **kwargs)
         _use_board(_Board(dist.group.WORLD, store))
     else:
-        if not (is_elsewhere or backend == "mpi"):
+        if not (is_told or backend == "mpi"):
             await_store(os.environ, (timeout or default_pg_timeout).total_seconds())
         dist.init_process_group(backend, timeout=timeout, **kwargs)
     atexit.register(_leave)
