@@ -30,6 +30,12 @@ def began(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
+def own_status(field: str) -> str:
+    """A field of what the kernel says of this process in /proc/self/status."""
+    lines = (line.partition(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return next(value.strip() for name, _, value in lines if name == field)
+
+
 def is_readable(fd: int, seconds: float = 0.0) -> bool:
     """Whether a descriptor can be read from now, or within that time; a pidfd can once its process has ended.
 

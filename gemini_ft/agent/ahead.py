@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import selectors
-import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +22,7 @@ from typing import Any
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.errors import AgentError
-from gemini_ft.hosts import is_readable
+from gemini_ft.hosts import is_readable, own_status
 from gemini_ft.wire import channel as messages
 from gemini_ft.wire.private import credentials
 
@@ -60,16 +58,7 @@ def _waiting_process(run: str, host: str) -> Iterator[None]:
     lifeline, theirs = socket.socketpair()  # the process ends when the launcher's end is closed, and closes its own when it is an agent
     with lifeline:
         with theirs:
-            process = subprocess.Popen(
-                [sys.executable, *lifecycle.command(run, host), "--ahead"],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                cwd="/",
-                env=lifecycle.agent_environment(),
-            )
-        lifecycle.started.append(process)
+            process = lifecycle.start_process(run, host, ["--ahead"], subprocess.DEVNULL, stdin=theirs.fileno())
         try:
             yield
         finally:
@@ -98,15 +87,15 @@ def use(run: str, host: str, deadline: float) -> bool:
         pid, uid = credentials(sock)
         if uid != os.getuid() or _surroundings(pid) != _surroundings():
             return False
-        with _pidfd(pid) as process:
+        with contextlib.closing(lifecycle.Listener.of(sock)) as process:
             try:
                 messages.send(sock, _question(), [log.fileno()])
                 if messages.receive(sock) is None:
                     return False  # it has hung up
             except TimeoutError:  # stopped, perhaps: it must not become an agent later
-                signal.pidfd_send_signal(process, signal.SIGKILL)
+                process.kill()
                 return False
-            while not is_readable(process, _POLL) and time.monotonic() < deadline:
+            while not process.ended(_POLL) and time.monotonic() < deadline:
                 if lifecycle.is_listening(run, host):
                     return True
     return False
@@ -118,21 +107,11 @@ def _surroundings(pid: int | str = "self") -> tuple[str, str]:
 
 
 def _question() -> dict[str, Any]:
-    umask = re.findall(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return {"program": _program(), "environ": lifecycle.agent_environment(), "umask": umask}
+    return {"program": _program(), "environ": lifecycle.agent_environment(), "umask": own_status("Umask")}
 
 
 def _program() -> list[str]:
     return [sys.executable, str(Path(__file__).resolve())]
-
-
-@contextmanager
-def _pidfd(pid: int) -> Iterator[int]:
-    fd = os.pidfd_open(pid)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 # -- the process itself
@@ -171,8 +150,7 @@ def _asked(asker: socket.socket) -> bool | None:
             return False
         os.environ.clear()
         os.environ.update(question["environ"])
-        for umask in question["umask"]:
-            os.umask(int(umask, 8))
+        os.umask(int(question["umask"], 8))
         with open(os.devnull, "rb") as nothing:
             messages.send(asker, {})  # from here on this process is an agent: until then it keeps the lifeline, its standard input
             for fd, source in enumerate((nothing.fileno(), log, log)):

@@ -17,18 +17,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from gemini_ft.errors import AgentError, AgentTimeoutError, ConfigError, GeminiError
-from gemini_ft.hosts import host_id
+from gemini_ft.hosts import host_id, is_readable
 from gemini_ft.wire.frames import frame_length
 from gemini_ft.wire.messages import kind_of, pack
-from gemini_ft.wire.private import check_listener, newest_first, open_log, runtime_folder
+from gemini_ft.wire.private import check_listener, credentials, newest_first, open_log, runtime_folder
 from gemini_ft.wire.worker_messages import GetStatus, Leave, Left, Status, ToAgent, ToWorker, to_worker
 
 _log = logging.getLogger("gemini_ft")
 _LOGS, _LOG_SECONDS = 100, 86400.0  # logs that are kept, and how long any of them is
+_DEATH_SECONDS = 5.0  # for the kernel to end a process that is killed
 QUEUE_SECONDS = 2.0  # that a connection waits in the agent's queue of new ones
 STACKS_SIGNAL = signal.SIGRTMIN + 11
 _stacks: list[IO[bytes]] = []  # the file of `write_stacks_on_request`, which must stay open
@@ -94,6 +96,36 @@ def timeval(seconds: float) -> bytes:
     return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
+@dataclass
+class Listener:
+    """The process at the other end of a connection to the agent's socket."""
+
+    pid: int  # 0: of another pid namespace, out of reach
+    pidfd: int = -1
+
+    @classmethod
+    def of(cls, sock: socket.socket) -> Listener:
+        pid, _ = credentials(sock)
+        with contextlib.suppress(OSError):  # it has just died, or its namespace hides it
+            return cls(pid, os.pidfd_open(pid))
+        return cls(pid)
+
+    def ended(self, seconds: float = 0.0) -> bool:
+        """Whether the process is dead, or dies within that time."""
+        return self.pidfd < 0 or is_readable(self.pidfd, seconds)
+
+    def kill(self) -> bool:
+        """Sends SIGKILL; returns whether the process is dead then."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        return self.ended(_DEATH_SECONDS)
+
+    def close(self) -> None:
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
 def is_listening(run: str, host: str) -> bool:
     """Whether there is an agent, even one that hangs."""
     if (sock := try_connect(run, host)) is not None:
@@ -101,30 +133,32 @@ def is_listening(run: str, host: str) -> bool:
     return sock is not None
 
 
-def command(run: str, host: str) -> list[str]:
-    """The arguments with which Python runs an agent."""
-    return ["-m", "gemini_ft.agent.main", "--run", run, "--host", host]
-
-
 def spawn(run: str, host: str, fds: Sequence[int] = (), arguments: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-    """Starts an agent in its own session: signals to the worker's group do not reach it. It inherits only ``fds``.
+    """Starts an agent, whose output goes to its log. It inherits only ``fds``.
 
     A worker of Ray kills its children when it ends, so there the agent is a child of the process that is returned.
     """
     apart = ["--apart"] if "RAY_RAYLET_PID" in os.environ else []
     started[:] = [child for child in started if child.poll() is None]
     with agent_log(run, host) as log:
-        process = subprocess.Popen(
-            [sys.executable, *command(run, host), *apart, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            close_fds=True,
-            pass_fds=fds,
-            cwd="/",
-            env=agent_environment(),
-        )
+        return start_process(run, host, [*apart, *arguments], log, fds=fds)
+
+
+def start_process(
+    run: str, host: str, arguments: Sequence[str], output: int | IO[bytes], stdin: int = subprocess.DEVNULL, fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Starts an agent's process in its own session: signals to the worker's group do not reach it."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gemini_ft.agent.main", "--run", run, "--host", host, *arguments],
+        stdin=stdin,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        close_fds=True,
+        pass_fds=fds,
+        cwd="/",
+        env=agent_environment(),
+    )
     started.append(process)
     return process
 

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import re
-import signal
 import socket
 import threading
 import time
@@ -22,7 +21,6 @@ import psutil
 
 from gemini_ft.agent import ahead, lifecycle, slot_files
 from gemini_ft.errors import AgentTimeoutError, GeminiError
-from gemini_ft.hosts import is_readable
 from gemini_ft.wire.frames import frame_length
 from gemini_ft.wire.messages import pack
 from gemini_ft.wire.private import credentials
@@ -35,36 +33,6 @@ _POLL = 0.01  # seconds
 _BATCH = 100  # descriptors beside one message; the kernel takes 253
 # The names of an agent's memory in /proc: without a file, and with one.
 _SLOT, _IDENTITY = re.compile(f"/memfd:gemini:|{slot_files.SLOT}"), re.compile(f"/memfd:gemini-agent|{slot_files.IDENTITY}")
-
-
-@dataclass
-class Listener:
-    """The process at the other end of a connection to the agent's socket."""
-
-    pid: int  # 0: of another pid namespace, out of reach
-    pidfd: int = -1
-
-    @classmethod
-    def of(cls, sock: socket.socket) -> Listener:
-        pid, _ = credentials(sock)
-        with contextlib.suppress(OSError):  # it has just died, or its namespace hides it
-            return cls(pid, os.pidfd_open(pid))
-        return cls(pid)
-
-    def ended(self, seconds: float = 0.0) -> bool:
-        """Whether the process is dead, or dies within that time."""
-        return self.pidfd < 0 or is_readable(self.pidfd, seconds)
-
-    def kill(self) -> bool:
-        """Sends SIGKILL; returns whether the process is dead then."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-        return self.ended(_START_TIMEOUT / 4)
-
-    def close(self) -> None:
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
 
 
 @dataclass
@@ -180,7 +148,7 @@ def connect(run: str, host: str, patience: float = 0.0) -> socket.socket:
             if answer:
                 return sock
             if answer is None:
-                with contextlib.closing(Listener.of(sock)) as listener:
+                with contextlib.closing(lifecycle.Listener.of(sock)) as listener:
                     replace(run, host, listener, f"it did not answer for {patience:g} s")
             sock.close()
             patience = 0.0 if answer is False else patience
@@ -256,7 +224,7 @@ def _hand_over(sock: socket.socket, estate: Estate) -> None:
         _asked(sock, Pulse(_START_TIMEOUT))
 
 
-def replace(run: str, host: str, listener: Listener, why: str) -> bool:
+def replace(run: str, host: str, listener: lifecycle.Listener, why: str) -> bool:
     """Kills an agent that hangs and starts another with its memory, or lets another process do so; returns whether the old one is dead.
 
     Returns when an agent listens again, or when it is clear that none will.
@@ -327,7 +295,7 @@ class Watchman(threading.Thread):
         while not self._over.wait(self.pulse.tick or 1.0):
             try:
                 if (sock := lifecycle.try_connect(self._run_id, self._host)) is not None:
-                    with sock, contextlib.closing(Listener.of(sock)) as listener:
+                    with sock, contextlib.closing(lifecycle.Listener.of(sock)) as listener:
                         self._look(sock, listener)
             except (BrokenPipeError, ConnectionResetError):
                 continue  # it has left in this moment
@@ -336,7 +304,7 @@ class Watchman(threading.Thread):
                     said = str(error)
                     _log.warning("the agent of host %s could not be watched: %s", self._host, said)
 
-    def _look(self, sock: socket.socket, listener: Listener) -> None:
+    def _look(self, sock: socket.socket, listener: lifecycle.Listener) -> None:
         """Watches until the agent ends, is replaced, or the watch is over."""
         self.pulse.heard()
         inbox = bytearray()

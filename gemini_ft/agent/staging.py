@@ -56,7 +56,8 @@ class StoredCopy:
             StorageError: the storage cannot be read.
         """
         size, step = memory.shape.data_bytes, CHUNKS_AT_A_TIME * self._stored.record.chunk_bytes
-        step = max(step, size) if size <= ONE_REQUEST else step  # a small one comes whole
+        if size <= ONE_REQUEST:  # it comes whole
+            step = max(step, size)
         transfer = TransferProgress(f"rank {self._order.owner}'s shard of {self._order.version} from storage", size, self._log)
 
         def read(offset: int) -> None:

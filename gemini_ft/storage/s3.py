@@ -14,7 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import chain
@@ -155,10 +155,11 @@ class S3Storage:
         """The body of the store's answer to a request for these bytes."""
         with self._explain(f"cannot read {key}"):
             answer = self._open(key, offset, nbytes)
-        with ExitStack() as stack:
-            stack.enter_context(closing(answer["Body"]))
+        try:
             self._check_range(key, answer, offset, nbytes)
-            stack.pop_all()
+        except Exception:
+            answer["Body"].close()
+            raise
         return answer["Body"]
 
     def _open(self, key: str, offset: int, nbytes: int) -> dict[str, Any]:

@@ -13,10 +13,10 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from pathlib import Path
 from types import FrameType
 
 from gemini_ft.config import GeminiConfig
+from gemini_ft.hosts import own_status
 from gemini_ft.launch import notes
 
 _log = logging.getLogger("gemini_ft")
@@ -116,5 +116,4 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 def _is_caught(number: int) -> bool:
     """Whether the process handles a signal outside of Python's knowledge, as `faulthandler.register` does."""
-    caught = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt"))
-    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+    return bool(int(own_status("SigCgt"), 16) >> (number - 1) & 1)

@@ -23,7 +23,7 @@ from gemini_ft.wire import channel
 from gemini_ft.wire.private import credentials
 
 HOST = "host"
-# Sets an option of the agent itself, as scripts do, and says which process became the agent.
+# Sets an option of the agent itself, as scripts do, and says which logs there are.
 SCRIPT = """
 import os, sys, time
 from gemini_ft.agent import revival
@@ -44,7 +44,7 @@ sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 sock.settimeout(10)
 sock.connect(bytes.fromhex(sys.argv[1]))
 try:
-    channel.send(sock, {"program": [sys.executable, sys.argv[2]], "environ": {}, "umask": []}, [1])
+    channel.send(sock, {"program": [sys.executable, sys.argv[2]], "environ": {}, "umask": "0022"}, [1])
     print(channel.receive(sock))
 except OSError:
     print(None)

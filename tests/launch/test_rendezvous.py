@@ -358,7 +358,7 @@ class TestStoreThatIsNotThereYet:
         environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0"}
         assert start(_alone, [environ]).result(0) == []
 
-    def test_a_store_that_never_comes_is_left_to_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_store_that_never_comes_is_left_to_torch(self) -> None:
         begin = time.monotonic()
         await_store({"RANK": "1", "GROUP_RANK": "0", "MASTER_PORT": str(free_port())}, seconds=0.3)
         assert time.monotonic() >= begin + 0.3

@@ -27,6 +27,7 @@ from gemini_ft.storage.shard import StoredShard, write_shard
 from gemini_ft.testing.s3_proxy import S3Fault, S3Proxy, S3Request
 
 BIG = os.urandom(2 * PART_BYTES + 12_345)
+SMALL = build_layout([TensorSpec("w", "uint8", (8_000_000,), (0,))], 0, 1)  # of a shard that comes in one answer
 
 
 @pytest.fixture(scope="module")
@@ -203,30 +204,27 @@ class TestFaults:
     @pytest.mark.parametrize("cut", ["", "cut 0", "cut 10", "cut front", "cut 3000000"])
     def test_a_small_shard_that_breaks_off_is_taken_up_where_it_broke(self, storage: Storage, proxy: S3Proxy, cut: str) -> None:
         """Its data is read from the answer that has brought its layout, however much later."""
-        layout = build_layout([TensorSpec("w", "uint8", (8_000_000,), (0,))], 0, 1)
-        record = write_shard(storage, "shard", layout, memoryview(BIG), b"extras")
+        record = write_shard(storage, "shard", SMALL, memoryview(BIG), b"extras")
         if cut:
             proxy.fail(cut.replace("front", str(record.data.offset)), "GetObject", count=1)
-        shard, out = StoredShard(storage, record, whole=True), bytearray(layout.nbytes)
-        assert (shard.layout, shard.extras) == (layout, b"extras")
+        shard, out = StoredShard(storage, record, whole=True), bytearray(SMALL.nbytes)
+        assert (shard.layout, shard.extras) == (SMALL, b"extras")
         shard.read(0, memoryview(out))
-        assert out == BIG[: layout.nbytes]
+        assert out == BIG[: SMALL.nbytes]
         assert sum(request.operation == "GetObject" for request in proxy.requests) == (2 if cut else 1)
 
     def test_an_answer_that_breaks_while_it_waits_is_asked_for_again_at_once(
         self, storage: Storage, proxy: S3Proxy, caplog: pytest.LogCaptureFixture
     ) -> None:
-        layout = build_layout([TensorSpec("w", "uint8", (8_000_000,), (0,))], 0, 1)
-        record = write_shard(storage, "shard", layout, memoryview(BIG), b"extras")
+        record = write_shard(storage, "shard", SMALL, memoryview(BIG), b"extras")
         proxy.fail(f"cut {record.data.offset}", "GetObject", count=1)
-        out = memoryview(bytearray(layout.nbytes))
+        out = memoryview(bytearray(SMALL.nbytes))
         StoredShard(storage, record, whole=True).read(0, out)
-        assert out == BIG[: layout.nbytes]
+        assert out == BIG[: SMALL.nbytes]
         assert not caplog.records
 
     def test_a_small_shard_of_which_only_the_front_is_read_keeps_no_connection(self, storage: Storage, proxy: S3Proxy) -> None:
-        layout = build_layout([TensorSpec("w", "uint8", (8_000_000,), (0,))], 0, 1)
-        record = write_shard(storage, "shard", layout, memoryview(BIG), b"extras")
+        record = write_shard(storage, "shard", SMALL, memoryview(BIG), b"extras")
         for _ in range(10):
             assert StoredShard(storage, record, whole=True).extras == b"extras"
         open_ones = [each for each in psutil.Process().net_connections("tcp") if each.raddr and each.raddr.port == proxy.server_port]
