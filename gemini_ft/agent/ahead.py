@@ -27,7 +27,7 @@ from gemini_ft.wire import channel as messages
 from gemini_ft.wire.private import credentials
 
 _log = logging.getLogger("gemini_ft")
-_ANSWER_SECONDS = 2.0  # for a process that has nothing else to do
+ANSWER_SECONDS = 2.0  # for a process that has nothing else to do
 _QUESTION_SECONDS = 0.2  # for a worker that has called
 _POLL = 0.01  # seconds
 _KIND = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
@@ -82,14 +82,14 @@ def use(run: str, host: str, deadline: float) -> bool:
         Whether an agent listens now. False: no process waits, it is of no use, or has failed.
     """
     with contextlib.suppress(OSError), lifecycle.agent_log(run, host) as log, socket.socket(socket.AF_UNIX, _KIND) as sock:
-        sock.settimeout(_ANSWER_SECONDS)
+        sock.settimeout(ANSWER_SECONDS)
         sock.connect(address(run, host))
         pid, uid = credentials(sock)
-        if uid != os.getuid() or _surroundings(pid) != _surroundings():
+        if uid != os.getuid() or surroundings(pid) != surroundings():
             return False
         with contextlib.closing(lifecycle.Listener.of(sock)) as process:
             try:
-                messages.send(sock, _question(), [log.fileno()])
+                messages.send(sock, question(), [log.fileno()])
                 if messages.receive(sock) is None:
                     return False  # it has hung up
             except TimeoutError:  # stopped, perhaps: it must not become an agent later
@@ -101,16 +101,18 @@ def use(run: str, host: str, deadline: float) -> bool:
     return False
 
 
-def _surroundings(pid: int | str = "self") -> tuple[str, str]:
+def surroundings(pid: int | str = "self") -> tuple[str, str]:
     """The file systems that a process sees, and the control group with which it ends."""
     return os.readlink(f"/proc/{pid}/ns/mnt"), Path(f"/proc/{pid}/cgroup").read_text()
 
 
-def _question() -> dict[str, Any]:
-    return {"program": _program(), "environ": lifecycle.agent_environment(), "umask": own_status("Umask")}
+def question() -> dict[str, Any]:
+    """What a worker asks with: the environment and the file mode of its agent, and the program that it would start itself."""
+    return {"program": program(), "environ": lifecycle.agent_environment(), "umask": own_status("Umask")}
 
 
-def _program() -> list[str]:
+def program() -> list[str]:
+    """This interpreter with this version of the package: another one's process is no agent of this worker."""
     return [sys.executable, str(Path(__file__).resolve())]
 
 
@@ -144,13 +146,13 @@ def _asked(asker: socket.socket) -> bool | None:
     """Takes the asker's environment and log; False: it has another program than this one; None: it has hung up."""
     if (received := messages.receive(asker)) is None:
         return None
-    question, (log,) = received
+    asked, (log,) = received
     try:
-        if question["program"] != _program():
+        if asked["program"] != program():
             return False
         os.environ.clear()
-        os.environ.update(question["environ"])
-        os.umask(int(question["umask"], 8))
+        os.environ.update(asked["environ"])
+        os.umask(int(asked["umask"], 8))
         with open(os.devnull, "rb") as nothing:
             messages.send(asker, {})  # from here on this process is an agent: until then it keeps the lifeline, its standard input
             for fd, source in enumerate((nothing.fileno(), log, log)):

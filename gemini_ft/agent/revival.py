@@ -155,7 +155,7 @@ def connect(run: str, host: str, patience: float = 0.0) -> socket.socket:
             continue
         with sole_starter(run, host) as mine:
             if mine and not lifecycle.is_listening(run, host):
-                _start(run, host, Estate(), deadline)
+                start(run, host, Estate(), deadline)
         time.sleep(_POLL)
     raise AgentTimeoutError(
         f"the agent of run {run!r} on host {host!r} did not start within {_START_TIMEOUT:g} s; see {lifecycle.log_path(run, host)}"
@@ -183,7 +183,7 @@ def _asked(sock: socket.socket, pulse: Pulse) -> bool | None:
     return None
 
 
-def _start(run: str, host: str, estate: Estate, deadline: float) -> None:
+def start(run: str, host: str, estate: Estate, deadline: float) -> None:
     """Starts an agent with a former one's estate, and returns when it listens, or when it has left its place to another's agent.
 
     Not when any agent listens: one that was started elsewhere (as a service, for example) would be without the estate, and ours, which
@@ -241,7 +241,7 @@ def replace(run: str, host: str, listener: lifecycle.Listener, why: str) -> bool
                     if not listener.kill():
                         _log.error("the agent of host %s (pid %d) cannot be killed", host, listener.pid)
                         return False
-                    _start(run, host, estate, deadline)
+                    start(run, host, estate, deadline)
         time.sleep(_POLL)
     return listener.ended()
 

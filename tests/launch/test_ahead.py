@@ -143,7 +143,7 @@ class TestWorkerThatAsks:
             waiting = eventually(lambda: process_that_waits(run), "the process that waits")
             waiting.suspend()
             with asking(run) as sock, open(os.devnull, "w") as log:
-                channel.send(sock, ahead._question(), [log.fileno()])
+                channel.send(sock, ahead.question(), [log.fileno()])
             waiting.resume()
             with asking(run) as silent:
                 assert silent.recv(1) == b""  # it was its turn, after the question
@@ -160,14 +160,14 @@ class TestWorkerThatAsks:
 
     def test_one_with_other_file_systems_is_left_alone(self, run: str, waiting: psutil.Process, monkeypatch: pytest.MonkeyPatch) -> None:
         """As of a launcher outside the container in which the workers are."""
-        monkeypatch.setattr(ahead, "_surroundings", lambda pid="self": (str(pid), "0::/"))
+        monkeypatch.setattr(ahead, "surroundings", lambda pid="self": (str(pid), "0::/"))
         assert start_agent(run) != waiting.pid
         assert process_that_waits(run) == waiting
 
     def test_one_that_another_worker_has_made_an_agent_is_not_killed(self, run: str, waiting: psutil.Process) -> None:
         waiting.suspend()
         with asking(run) as first, ThreadPoolExecutor() as pool:
-            channel.send(first, ahead._question(), [2])
+            channel.send(first, ahead.question(), [2])
             second = pool.submit(ahead.use, run, HOST, time.monotonic() + 60)
             time.sleep(0.5)
             waiting.resume()
@@ -179,12 +179,12 @@ class TestWorkerThatAsks:
     def test_another_version_of_the_package_is_no_agent_of_this_one(
         self, run: str, waiting: psutil.Process, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(ahead, "_program", lambda: [sys.executable, "/elsewhere/gemini_ft/agent/ahead.py"])
+        monkeypatch.setattr(ahead, "program", lambda: [sys.executable, "/elsewhere/gemini_ft/agent/ahead.py"])
         assert start_agent(run) != waiting.pid
         eventually(lambda: is_over(waiting), "its end")
 
     def test_one_that_is_stopped_never_becomes_an_agent(self, run: str, waiting: psutil.Process, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ahead, "_ANSWER_SECONDS", 0.2)
+        monkeypatch.setattr(ahead, "ANSWER_SECONDS", 0.2)
         waiting.suspend()
         assert start_agent(run) != waiting.pid
         assert is_over(waiting)
@@ -196,13 +196,13 @@ class TestWorkerThatAsks:
         estate = revival.Estate(slots=[left], shared=[False])
         first.kill()
         first.wait(30)
-        revival._start(run, HOST, estate, time.monotonic() + 60)
+        revival.start(run, HOST, estate, time.monotonic() + 60)
         assert agent_pid(run, HOST) != waiting.pid
         estate.close()
 
     @pytest.mark.skipif(os.getuid() != 0, reason="needs another user: run as root, who can become one")
     def test_another_user_is_not_heard(self, run: str, waiting: psutil.Process) -> None:
-        command = [sys.executable, "-c", ASKER, ahead.address(run, HOST).hex(), ahead._program()[1]]
+        command = [sys.executable, "-c", ASKER, ahead.address(run, HOST).hex(), ahead.program()[1]]
         heard = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd="/")
         assert heard.stdout == "None\n"
         assert start_agent(run) == waiting.pid
