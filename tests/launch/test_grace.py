@@ -32,6 +32,7 @@ from gemini_ft.wire import channel
 SAVES = """
 import os, signal, sys, time
 def save(*_):
+    open(f"{sys.argv[1]}.begun", "w")  # it may come right after the line below that sets this
     open(f"{sys.argv[1]}.saved", "a").write("x")
     time.sleep(0.05)  # time for a second signal, which must not come
     os._exit(0)
@@ -243,6 +244,7 @@ import os, signal, sys, time
 import torch
 name = os.path.join(sys.argv[1], f"{os.environ['TORCHELASTIC_RESTART_COUNT']}.{os.environ['RANK']}")
 def save(*_):
+    open(f"{name}.begun", "w")
     open(f"{name}.saved", "a").write("x")
     time.sleep(0.3)
     os._exit(0)
