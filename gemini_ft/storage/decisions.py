@@ -96,14 +96,14 @@ class Look:
         sightings: every checkpoint, whole or not.
         marks: versions that were reported as stored, by a mark in storage or on a host.
         damaged_mark: the mark in storage cannot be read.
-        lagging: the listing leaves out the checkpoint that the mark names.
+        left_out: folder of the checkpoint that the mark names, if the listing leaves it out although it is there.
         trouble: why the look is not complete; empty: it is.
     """
 
     sightings: tuple[Sighting, ...] = ()
     marks: tuple[Version, ...] = ()
     damaged_mark: bool = False
-    lagging: bool = False
+    left_out: str = ""
     trouble: str = ""
 
 
@@ -158,6 +158,12 @@ def decide(look: Look, history: str | None = None, found: bool = False) -> Answe
     if not found and (lost := [mark for mark in look.marks if not _accounted_for(mark, seen, whole)]):
         newest = max(lost, key=lambda version: version.iteration)
         return Unclear(f"{newest} was reported as stored, but neither it nor any checkpoint that descends from it is there")
+    unlisted = next((one for one in seen if one.folder == look.left_out), tips[0])
+    if not found and unlisted is not tips[0] and not tips[0].supersedes(unlisted.version):
+        condition = "whole" if unlisted.readable else unlisted.condition
+        return Unclear(
+            f"{unlisted.folder} is {condition}, and the listing leaves it out; others newer than {describe(tips[0])} may be left out too"
+        )
     aside = tuple(one for one in newest_of_each(whole) if one is not tips[0])
     return Here(tuple(_in_order(tips[0], _behind(tips[0], whole))), aside)
 

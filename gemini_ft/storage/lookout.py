@@ -90,16 +90,18 @@ class Lookout:
             listed = scan(storage, self._run, self._stream)
         except ObjectGoneError:  # there is no such bucket, or folder
             listed = {}
-        lagging = False
+        unlisted = ""
         if mark is not None:
             info = CheckpointInfo(checkpoint_folder(self._run, self._stream, mark), self._run, self._stream, mark)
-            lagging = MANIFEST not in listed.setdefault(info, set())
+            if MANIFEST not in listed.setdefault(info, set()):
+                unlisted = info.folder
             listed[info].add(MANIFEST)
         known: dict[Incarnation, Descent] = {}
         newest_first = sorted(listed, key=lambda info: info.version, reverse=True)
         sightings = [self._sight(storage, info, listed[info], known, passed) for info in newest_first]
         marks = tuple(version for version in (mark, *self._remembered) if version is not None)
-        return Look(tuple(sightings), marks, damaged_mark, lagging)
+        left_out = next((one.folder for one in sightings if one.folder == unlisted and one.condition != "gone"), "")
+        return Look(tuple(sightings), marks, damaged_mark, left_out)
 
     def _opened(self) -> Storage:
         if self._storage is None:

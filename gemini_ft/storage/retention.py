@@ -104,7 +104,7 @@ class Retention:
         if look.trouble:
             raise StorageError(look.trouble)
         seen = {one.folder: one for one in look.sightings}
-        left_out = [one.folder for one in look.sightings if look.lagging and one.version in look.marks and one.condition != "gone"]
+        left_out = [look.left_out] if look.left_out else []
         for folder in self._known.keys() - seen.keys():
             if _has_manifest(storage, folder):
                 left_out.append(folder)

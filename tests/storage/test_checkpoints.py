@@ -464,6 +464,23 @@ def test_a_listing_that_stays_old_is_told_by_the_mark() -> None:
     assert newest_whole(storage, "run", "main") == newer
 
 
+@pytest.mark.parametrize("how", ["manifest", "shards"])
+def test_a_listing_that_stays_old_does_not_tell_which_comes_before_a_damaged_one(how: str) -> None:
+    now = InMemory()
+    save(now, version(10))
+    storage = Lagging(now)
+    between, newest = save(now, version(20)), save(now, version(30))
+    write_mark(now, "run", "main", newest.version)
+    passed = {newest.folder} if how == "shards" else set()  # found when they were read
+    if how == "manifest":
+        now.objects[f"{newest.folder}/manifest.json"] = b"{}"
+    storage.listings = 100
+    with pytest.raises(StorageUnclearError, match=f"{newest.folder} is damaged, and the listing leaves it out"):
+        newest_whole(storage, "run", "main", passed)
+    storage.listings = 0
+    assert newest_whole(storage, "run", "main", passed) == between
+
+
 def test_an_empty_listing_is_no_proof_that_there_is_nothing() -> None:
     now = InMemory()
     storage = Lagging(now)

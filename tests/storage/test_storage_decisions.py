@@ -112,11 +112,13 @@ class Histories(RuleBasedStateMachine):
             return Look(tuple(sightings), tuple(mark for mark in marks if mark != self.mark), damaged_mark=self.mark is not None)
         there = self.old if view == "copy" else self.objects
         listed = dict(there if view != "old" else self.old)
+        left_out = ""
         if in_storage is not None:  # read by its name
             folder = f"{in_storage.incarnation}/{in_storage.iteration}"
+            left_out = folder if folder in there and folder not in listed else ""
             listed[folder] = there.get(folder, Stored(in_storage, Descent()))
         sightings = (there[folder].seen() if folder in there else Sighting(folder, one.version, "gone") for folder, one in listed.items())
-        return Look(tuple(sightings), marks)
+        return Look(tuple(sightings), marks, left_out=left_out)
 
     # -- rules
 
@@ -399,6 +401,16 @@ class TestTheChoiceOfAHistory:
         assert isinstance(answer, Unclear)
         assert "iteration 9 of incarnation 3 was reported as stored, but neither it" in answer.why
         assert isinstance(decide(look, "2-b", found=True), Here)
+
+    def test_waits_for_a_listing_that_does_not_show_the_newest_of_another_line(self) -> None:
+        """It may not show the newest of this line, either."""
+        look = Look((self.FIRST, self.LEFT, self.RIGHT), marks=(self.RIGHT.version,), left_out=self.RIGHT.folder)
+        answer = decide(look, "2-b")
+        assert isinstance(answer, Unclear)
+        assert not answer.contested
+        assert "2-c/5 is whole, and the listing leaves it out" in answer.why
+        assert isinstance(decide(look, "2-b", found=True), Here)
+        assert isinstance(decide(look, "2-c"), Here)
 
     def test_leaves_aside_what_cannot_be_read_just_now(self) -> None:
         hidden = replace(self.RIGHT, condition="damaged", descent=Descent())
