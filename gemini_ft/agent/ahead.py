@@ -107,12 +107,12 @@ def surroundings(pid: int | str = "self") -> tuple[str, str]:
 
 
 def question() -> dict[str, Any]:
-    """What a worker asks with: the environment and the file mode of its agent, and the program that it would start itself."""
+    """A worker's request for an agent: the environment and umask that it shall have, and the program that the worker would start itself."""
     return {"program": program(), "environ": lifecycle.agent_environment(), "umask": own_status("Umask")}
 
 
 def program() -> list[str]:
-    """This interpreter with this version of the package: another one's process is no agent of this worker."""
+    """The interpreter and the file of the package that an agent of this process runs; a process that runs others is not made its agent."""
     return [sys.executable, str(Path(__file__).resolve())]
 
 

@@ -32,7 +32,7 @@ from gemini_ft.wire import channel
 SAVES = """
 import os, signal, sys, time
 def save(*_):
-    open(f"{sys.argv[1]}.begun", "w")  # it may come right after the line below that sets this
+    open(f"{sys.argv[1]}.begun", "w")  # not noted yet, if the signal comes right after `signal.signal`
     open(f"{sys.argv[1]}.saved", "a").write("x")
     time.sleep(0.05)  # time for a second signal, which must not come
     os._exit(0)
@@ -269,7 +269,8 @@ def test_whole_jobs_are_told_at_random_moments(tmp_path: Path, options: tuple[st
         command = [sys.executable, "-m", "gemini_ft.cli.main", "run", *options, "--nproc-per-node", "4", "--max-restarts", "1"]
         command += ["--monitor-interval", "0.01", str(tmp_path / "job.py"), str(folder)]
         with open(folder / "output", "w") as output:
-            began, job = time.monotonic(), subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+            began = time.monotonic()
+            job = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
             try:
                 wait_for(lambda folder=folder: any(folder.glob("0.*.begun")))  # type: ignore[misc]
                 time.sleep(random.uniform(0, time.monotonic() - began if options else 0.5))  # cold ones start again in as long as at first
