@@ -139,7 +139,10 @@ def spawn(run: str, host: str, fds: Sequence[int] = (), arguments: Sequence[str]
     A worker of Ray kills its children when it ends, so there the agent is a child of the process that is returned.
     """
     apart = ["--apart"] if "RAY_RAYLET_PID" in os.environ else []
-    started[:] = [child for child in started if child.poll() is None]
+    for child in list(started):  # the listening threads of several clients may do this at once
+        if child.poll() is not None:
+            with contextlib.suppress(ValueError):
+                started.remove(child)
     with agent_log(run, host) as log:
         return start_process(run, host, [*apart, *arguments], log, fds=fds)
 

@@ -215,12 +215,13 @@ class Recorder:
         self.events.close()
 
     def halt(self) -> None:
-        """Ends the threads that call torch, and leaves everything else as it is.
+        """Ends the threads that call torch, or hold what is torch's, and leaves everything else as it is.
 
         Python ends a daemon thread that comes back into an interpreter that is being taken apart by unwinding its stack; where torch's
         C++ is on that stack, the whole process ends in ``terminate called without an active exception``.
         """
         self._copying.stop()
+        self._reservation.close()
         self.session.forget_sources()
         if self._observation is not None:
             self._observation.close()

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from gemini_ft.agent.lifecycle import yield_to_training
@@ -14,6 +15,7 @@ from gemini_ft.core.layout import Layout, TensorSpec, build_layout
 from gemini_ft.core.roots import layout_digest, shard_root
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError
+from gemini_ft.ordered import Ordered
 from gemini_ft.state.base import TrainingState
 from gemini_ft.state.copy_plan import CopyPlan, MappedSlot, map_slots
 from gemini_ft.state.divergence import check_replicas, replicated_digest
@@ -43,6 +45,7 @@ class Reservation:
         self._fitted: tuple[Any, ...] = ()  # the state that the plan is made for
         self._frozen: dict[str, bool] = {}
         self._extras_bytes = 0  # as it was when slots were reserved
+        self._prefaulting: Ordered | None = None
 
     def fit(self, state: TrainingState, live: Sequence[Live], extras_bytes: int, at_step: bool) -> CopyPlan:
         """Makes layout, plan and slots fit ``state``, whose tensors are ``live``; ``at_step``: it is copied at once when the step ends."""
@@ -117,7 +120,14 @@ class Reservation:
         self._extras_bytes = extras_bytes
         snapshotter.slots = dict(zip(reserved.slots, map_slots(fds, reserved, snapshotter.plan.device), strict=True))
         with contextlib.suppress(RuntimeError):  # no thread can be started: the pages come with the first copy
-            threading.Thread(target=_prefault, args=(list(snapshotter.slots.values()),), name="gemini-prefault", daemon=True).start()
+            self._prefaulting = self._prefaulting or Ordered("gemini-prefault")
+            self._prefaulting.put(partial(_prefault, list(snapshotter.slots.values())))
+
+    def close(self) -> None:
+        """Ends the thread that touches the slots' pages: at once, if they are closed."""
+        if self._prefaulting is not None:
+            self._prefaulting.close(timeout=5)
+            self._prefaulting = None
 
 
 def _prefault(slots: Sequence[MappedSlot]) -> None:

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -44,6 +45,41 @@ def held(job: Job, host: str) -> dict[int, set[int]]:
     """Owner -> iterations of which there are copies."""
     streams = job.status(host)["streams"]["main"]["shards"]
     return {int(owner): {int(slot.partition(":")[2]) for slot in slots if slot.startswith("complete")} for owner, slots in streams.items()}
+
+
+def test_agents_that_two_threads_start_at_once_are_all_collected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that was forgotten while it ran stayed a zombie, once it had ended, as long as this process lived."""
+
+    def start(*_: object, **__: object) -> None:
+        lifecycle.started.append(subprocess.Popen(["sleep", "600"]))
+
+    class Ended(subprocess.Popen[bytes]):
+        def poll(self) -> int | None:
+            if not self.returncode:
+                self.returncode = 1
+                other = threading.Thread(target=lifecycle.spawn, args=("many", "a"))
+                other.start()
+                other.join()
+            return self.returncode
+
+    monkeypatch.setattr(lifecycle, "start_process", start)
+    monkeypatch.setattr(lifecycle, "started", [])
+    monkeypatch.setenv("GEMINI_LOG_DIR", str(tmp_path))
+    with Ended(["true"]) as ended:
+        ended.wait()
+    start()
+    start()
+    alive = list(lifecycle.started)
+    lifecycle.started.insert(0, ended)
+    try:
+        lifecycle.spawn("many", "a")
+        assert ended not in lifecycle.started
+        assert lifecycle.started[:2] == alive
+        assert len(lifecycle.started) == 4
+    finally:
+        for child in {*alive, *lifecycle.started} - {ended}:
+            child.kill()
+            child.wait()
 
 
 def test_an_agent_is_watched_and_killed_from_a_process_with_thousands_of_open_files() -> None:
