@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+
+_END_SECONDS = 1.0  # for each thread at the end of the process
 
 
 class Ordered:
     """A thread that carries out calls one after the other, in the order in which they are put.
+
+    It ends before the interpreter, so that Python need not unwind it out of torch, which would abort the process.
 
     Args:
         name: of the thread.
@@ -23,6 +29,7 @@ class Ordered:
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread = threading.Thread(target=_serve, args=(self._calls, within), name=name, daemon=True)
         self._thread.start()
+        _all.add(self)
 
     def put(self, call: Callable[[], None]) -> None:
         """Adds a call, which must not raise."""
@@ -39,9 +46,20 @@ class Ordered:
 
     def close(self, timeout: float | None = None) -> None:
         """Ends the thread after all calls that were put, and waits for that, ``timeout`` seconds at most."""
+        if not self._thread.is_alive():
+            return  # or this is a forked child
         self._calls.put(None)
         if not self.is_current:
             self._thread.join(timeout)
+
+
+_all: weakref.WeakSet[Ordered] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    for each in list(_all):
+        each.close(_END_SECONDS)
 
 
 def _serve(calls: queue.Queue[Callable[[], None] | None], within: Callable[[], AbstractContextManager[object]]) -> None:

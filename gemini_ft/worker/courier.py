@@ -11,6 +11,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
@@ -28,7 +29,7 @@ from gemini_ft.state.copy_plan import MappedSlot
 from gemini_ft.wire.worker_messages import Collect, Collected, Dispatch, Dispatched, ToAgent
 from gemini_ft.worker.collectives import unobserved
 
-_END_SECONDS = 1.0  # for threads that have nothing left to do
+_END_SECONDS = 5.0  # for transfers under way
 
 Order = TypeVar("Order", bound=Dispatch | Collect)
 
@@ -73,6 +74,8 @@ class Courier:
     def dispatch(self, order: Dispatch) -> None:
         """Sends a piece of a slot; the agent is told when it has gone."""
         with self._lock:
+            if self._closed:
+                return
             try:
                 if order.target not in self._sending:
                     self._sending[order.target] = _Lane(self._send, self._sent, self._answer)
@@ -83,6 +86,8 @@ class Courier:
     def collect(self, order: Collect) -> None:
         """Receives a piece of a replica; the agent is told when it is in its memory."""
         with self._lock:
+            if self._closed:
+                return
             try:
                 if order.source not in self._receiving:
                     self._receiving[order.source] = _Lane(self._receive, self._received, self._answer)
@@ -96,16 +101,21 @@ class Courier:
             self._era += 1
 
     def close(self) -> None:
-        """Gives up the transfers under way; not collective."""
-        self._closed = True
+        """Takes no more orders, and gives up the transfers under way that do not end in a few seconds; not collective.
+
+        Those of gloo cannot be called back, and a thread that waits for one until the interpreter ends may abort the process. So this
+        waits for the others, which carry out theirs, or end.
+        """
+        with self._lock:
+            self._closed = True
+        lanes, end = [*self._sending.values(), *self._receiving.values()], time.monotonic() + _END_SECONDS
+        for lane in lanes:
+            lane.close(end)
         for free in (self._free_in, self._free_out):
             free.put(None)
-        for sending in self._sending.values():
-            sending.close()
-        for receiving in self._receiving.values():
-            receiving.close()
         for slot in self._replicas.values():
             slot.close()
+        self._replicas.clear()
 
     # -- inside
 
@@ -159,7 +169,7 @@ class Courier:
         return self._replicas[key]
 
     def _answer(self, order: Dispatch | Collect, error: str) -> None:
-        if self._closed:
+        if self._closed and error:
             return
         answer: ToAgent
         if isinstance(order, Dispatch):
@@ -193,10 +203,10 @@ class _Lane(Generic[Order]):
     def put(self, order: Order) -> None:
         self._beginning.put(partial(self._begin_one, order))
 
-    def close(self) -> None:
-        """Ends the lane. Collectives under way cannot be called back: the threads end when they do, or with the process."""
-        self._beginning.close(timeout=_END_SECONDS)
-        self._ending.close(timeout=_END_SECONDS)
+    def close(self, end: float) -> None:
+        """Ends the lane, after its transfers; returns at the time ``end`` (of the monotonic clock) at the latest."""
+        for thread in (self._beginning, self._ending):
+            thread.close(timeout=max(0.0, end - time.monotonic()))
 
     def _begin_one(self, order: Order) -> None:
         try:

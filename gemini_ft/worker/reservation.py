@@ -120,14 +120,13 @@ class Reservation:
         self._extras_bytes = extras_bytes
         snapshotter.slots = dict(zip(reserved.slots, map_slots(fds, reserved, snapshotter.plan.device), strict=True))
         with contextlib.suppress(RuntimeError):  # no thread can be started: the pages come with the first copy
-            self._prefaulting = self._prefaulting or Ordered("gemini-prefault")
-            self._prefaulting.put(partial(_prefault, list(snapshotter.slots.values())))
+            prefaulting = self._prefaulting = self._prefaulting or Ordered("gemini-prefault")
+            prefaulting.put(partial(_prefault, list(snapshotter.slots.values())))
 
     def close(self) -> None:
-        """Ends the thread that touches the slots' pages: at once, if they are closed."""
+        """Ends the thread that touches the slots' pages, after 64 MiB at most, if they are closed."""
         if self._prefaulting is not None:
             self._prefaulting.close(timeout=5)
-            self._prefaulting = None
 
 
 def _prefault(slots: Sequence[MappedSlot]) -> None:

@@ -8,6 +8,7 @@ State that changes at other times (buffers, RNG, counters) is copied at once, be
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import deque
@@ -28,6 +29,7 @@ from gemini_ft.worker.outcomes import ENDING, LATE
 _GRANT_POLL = 0.25  # seconds between looks at whether the agent still lives
 _RETRY = 20.0  # seconds between attempts to start another
 _UNSEEN = 8  # snapshots
+_END_SECONDS = 5.0  # that a copy under way has left when the process ends, and again that its last chunk and the digest may take
 
 
 class JobState(StrEnum):
@@ -101,6 +103,7 @@ class Snapshotter:
         self._unseen: deque[Job] = deque(maxlen=_UNSEEN)
         self._condition = threading.Condition()
         self._stop = False
+        self._stop_by = math.inf  # when a copy under way is given up
         self._next_try = 0.0  # when the agent may be brought back, after this has failed
         self._impatient = False  # a slot has been waited for in vain: not again, until one is granted
         self._broken: Exception | None = None  # the error that ended the thread: a fault of ours
@@ -209,10 +212,11 @@ class Snapshotter:
                 self._condition.notify_all()
 
     def stop(self) -> None:
+        """Ends the thread; a copy under way has a few seconds left."""
         with self._condition:
-            self._stop = True
+            self._stop, self._stop_by = True, time.monotonic() + _END_SECONDS
             self._condition.notify_all()
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=2 * _END_SECONDS)
         if not self._thread.is_alive():
             for slot in self.slots.values():
                 slot.close()
@@ -292,7 +296,9 @@ class Snapshotter:
             self._discard(job, f"the agent granted slot {job.slot}, which this worker does not map; asking for its slots anew")
             self._recover()
             return
-        self._copy(job, self.slots[job.slot])
+        if not self._copy(job, self.slots[job.slot]):
+            self._discard(job, ENDING)
+            return
         assert self.plan is not None
         with self._condition:
             changed = self._judge(job)
@@ -302,7 +308,8 @@ class Snapshotter:
         elif not self._verify:
             self._declare(job)
 
-    def _copy(self, job: Job, slot: MappedSlot) -> None:
+    def _copy(self, job: Job, slot: MappedSlot) -> bool:
+        """Whether the copy is whole: not, if it takes longer than the process has left."""
         assert self.plan is not None
         events = self._queue_copies(job, slot) if self.plan.device is not None else []
         step = self.plan.chunk_bytes
@@ -312,7 +319,11 @@ class Snapshotter:
             else:
                 slot.write(number, batch)
             self._publish(job, number, slot, number * step, min(step, self.plan.nbytes - number * step))
+            if time.monotonic() > self._stop_by:
+                self._await_device()
+                return False
         self._copy_extras(job, slot)
+        return True
 
     def _queue_copies(self, job: Job, slot: MappedSlot) -> list[Any]:
         """Queues every copy on a side stream, after the state is final; the events say when each batch has arrived."""
@@ -333,6 +344,11 @@ class Snapshotter:
             job.state = JobState.ISSUED
             self._condition.notify_all()
         return events
+
+    def _await_device(self) -> None:
+        """Waits for copies that are given up: they need their slots, which go when there is another agent, or none."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _copy_extras(self, job: Job, slot: MappedSlot) -> None:
         assert self.plan is not None
@@ -362,8 +378,7 @@ class Snapshotter:
         """Revives an agent that went away in the middle, and tells it that this snapshot is lost."""
         job.cancelled = str(error)
         self._on_discard(job.iteration, str(error))
-        if self._stream is not None:
-            self._stream.synchronize()  # copies that are under way need their slots, which go when there is another agent
+        self._await_device()
         with self._condition:
             job.state = JobState.DONE  # the update need not wait for another agent
             self._condition.notify_all()

@@ -48,7 +48,7 @@ def held(job: Job, host: str) -> dict[int, set[int]]:
 
 
 def test_agents_that_two_threads_start_at_once_are_all_collected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One that was forgotten while it ran stayed a zombie, once it had ended, as long as this process lived."""
+    """One that was forgotten while it ran was a ResourceWarning, and a zombie until this process started another one."""
 
     def start(*_: object, **__: object) -> None:
         lifecycle.started.append(subprocess.Popen(["sleep", "600"]))

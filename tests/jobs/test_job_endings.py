@@ -176,7 +176,8 @@ def test_a_finished_job_leaves_nothing_behind(command: Command) -> None:
     assert [event["finished"] for event in command.events("left")] == [True] * len(command.workers())
 
 
-def test_a_script_that_ends_during_a_copy_ends_well(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("width", "seconds"), [(4, 2.0), (4_000_000, 1.5)], ids=["soon over", "of 12 seconds"])
+def test_a_script_that_ends_during_a_copy_ends_well(tmp_path: Path, width: int, seconds: float) -> None:
     """Left alone, a thread in the middle of torch would abort the process now and then, so each must have ended: the one that copies, and
     the one that touches the slots' pages, which frees their tensors when it ends."""
     (tmp_path / "train.py").write_text(
@@ -184,14 +185,34 @@ def test_a_script_that_ends_during_a_copy_ends_well(tmp_path: Path) -> None:
         "atexit.register(lambda: print([each.name for each in threading.enumerate()]))\n"  # runs after later handlers
         "from gemini_ft.state.copy_plan import MappedSlot\n"
         "write = MappedSlot.write\n"
+        "begun = threading.Event()\n"
         "def write_slowly(*arguments):\n"
-        "    until = time.monotonic() + 2\n"
+        "    begun.set()\n"
+        f"    until = time.monotonic() + {seconds}\n"
         "    while time.monotonic() < until:\n"
         "        torch.zeros(2, 3).view(3, 2)\n"
         "    write(*arguments)\n"
-        "MappedSlot.write = write_slowly\n" + SCRIPT.replace("checkpointer.close()", "").replace("time.sleep(0.02)", "")
+        "MappedSlot.write = write_slowly\n"
+        + SCRIPT.replace("checkpointer.close()", "begun.wait(60)").replace("time.sleep(0.02)", "").replace("4, 4)", f"4, {width})")
     )
     environ = {**os.environ, "GEMINI_RUN_ID": f"ending-{os.getpid()}", "GEMINI_LOG_DIR": str(tmp_path), "GEMINI_LINGER": "1"}
     done = subprocess.run([sys.executable, "train.py", "1"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "['MainThread', 'gemini-agent-client']\n"
+
+
+def test_threads_that_carry_out_calls_end_before_the_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import atexit, threading, time\n"
+        "atexit.register(lambda: print([each.name for each in threading.enumerate()]))\n"
+        "import torch\n"
+        "from gemini_ft.ordered import Ordered\n"
+        "def work():\n"
+        "    until = time.monotonic() + 0.3\n"
+        "    while time.monotonic() < until:\n"
+        "        torch.zeros(2, 3).view(3, 2)\n"
+        "ordered = Ordered('calls')\n"
+        "ordered.put(work)\n"
+    )
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "['MainThread']\n"), done.stderr

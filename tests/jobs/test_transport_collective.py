@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,10 @@ from plain_case import Case, history, train
 from rank_kit import World
 
 import gemini_ft
+from gemini_ft.config import TrafficConfig
+from gemini_ft.state.copy_plan import MappedSlot
+from gemini_ft.wire.worker_messages import Collect, Dispatch, ToAgent
+from gemini_ft.worker.courier import Courier
 
 FALLS_BACK = "travel from agent to agent from now on"
 SMALL = {"transport": "collective", "buffer_bytes": 16384, "sub_buffers": 4}
@@ -49,6 +56,33 @@ def test_three_replicas_and_a_mixed_placement(tmp_path: Path) -> None:
         assert all(result["start"] == 0 for result in results)
         assert not any(FALLS_BACK in ranks.log(host) for host in ranks.hosts)
         assert all(ranks.log(host).count("damaged") == 0 for host in ranks.hosts)
+
+
+def _close(_: str) -> tuple[int, int]:
+    """The courier's threads that are left after its end, and the transfers that the agent is told of; rank 1 sends late."""
+    gemini_ft.init_process_group("gloo")
+    rank, nbytes = torch.distributed.get_rank(), 16384
+    with open(os.memfd_create("replica"), "wb") as replica:
+        replica.truncate(nbytes)
+        traffic = TrafficConfig.model_validate({"transport": "collective"})
+        slot, told = MappedSlot(os.dup(replica.fileno()), 0, nbytes), list[ToAgent]()
+        courier = Courier(traffic, 60.0, told.append, lambda: {0: slot}, lambda: {"replica": replica.fileno()})
+        if rank == 0:
+            courier.collect(Collect(tag=1, source=1, key="replica", position=0, nbytes=nbytes))
+        else:
+            time.sleep(2.0)
+            courier.dispatch(Dispatch(tag=1, target=0, slot=0, offset=0, nbytes=nbytes))
+        courier.close()
+        courier.collect(Collect(tag=2, source=1 - rank, key="replica", position=0, nbytes=nbytes))
+        left = sum(each.name == "gemini-courier" for each in threading.enumerate())
+        torch.distributed.barrier()  # the other one's end would end the transfer as well
+    return left, len(told)
+
+
+def test_transfers_under_way_end_with_the_courier(tmp_path: Path) -> None:
+    """Their threads are in the middle of torch, and would abort the process at its end."""
+    with World(tmp_path, 2) as ranks:
+        assert ranks.outcome(_close, str(tmp_path)) == [(0, 1), (0, 1)]
 
 
 def _held(megabytes: int, options: dict[str, Any]) -> int:
