@@ -108,9 +108,11 @@ class Courier:
         """
         with self._lock:
             self._closed = True
-        lanes, end = [*self._sending.values(), *self._receiving.values()], time.monotonic() + _END_SECONDS
-        for lane in lanes:
-            lane.close(end)
+        end = time.monotonic() + _END_SECONDS
+        for sending in self._sending.values():
+            sending.close(end)
+        for receiving in self._receiving.values():
+            receiving.close(end)
         for free in (self._free_in, self._free_out):
             free.put(None)
         for slot in self._replicas.values():
