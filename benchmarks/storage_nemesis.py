@@ -149,7 +149,7 @@ class FolderStore:
                 while file.write(bytes(4096)):
                     pass
         elif kind == "read-only":
-            _run("mount", "-o", "remount,ro", str(self._disk))
+            _run_when_free("mount", "-o", "remount,ro", str(self._disk))  # no file may be open for writing
             subprocess.run(["mount", "-o", "remount,ro,bind", str(self._mount)], capture_output=True, check=False)
         elif kind == "mount missing":
             _run("umount", "--lazy", str(self._mount))
@@ -187,6 +187,15 @@ Store = S3Store | FolderStore
 
 def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+
+def _run_when_free(*command: str) -> None:
+    """Does what `_run` does, once what it is about is not in use."""
+    end = time.monotonic() + 60
+    while subprocess.run(command, check=False, capture_output=True, timeout=60).returncode:
+        if time.monotonic() > end:
+            raise Failure(f"in use for a minute: {' '.join(command)}")
+        time.sleep(0.01)
 
 
 # --------------------------------------------------------------------------- what lies there
