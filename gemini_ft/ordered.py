@@ -15,7 +15,8 @@ _END_SECONDS = 1.0  # for each thread at the end of the process
 class Ordered:
     """A thread that carries out calls one after the other, in the order in which they are put.
 
-    It ends before the interpreter, so that Python need not unwind it out of torch, which would abort the process.
+    It ends before the interpreter, if its calls are over within a second, so that Python need not unwind it out of torch, which would
+    abort the process.
 
     Args:
         name: of the thread.

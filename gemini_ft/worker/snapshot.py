@@ -102,8 +102,7 @@ class Snapshotter:
         # and older ones may be forgotten: what an owner says of a later iteration ends the earlier ones (gemini_ft.core.ledger).
         self._unseen: deque[Job] = deque(maxlen=_UNSEEN)
         self._condition = threading.Condition()
-        self._stop = False
-        self._stop_by = math.inf  # when a copy under way is given up
+        self._stop_by = math.inf  # when a copy under way is given up; finite: the thread is to end
         self._next_try = 0.0  # when the agent may be brought back, after this has failed
         self._impatient = False  # a slot has been waited for in vain: not again, until one is granted
         self._broken: Exception | None = None  # the error that ended the thread: a fault of ours
@@ -214,7 +213,7 @@ class Snapshotter:
     def stop(self) -> None:
         """Ends the thread; a copy under way has a few seconds left."""
         with self._condition:
-            self._stop, self._stop_by = True, time.monotonic() + _END_SECONDS
+            self._stop_by = time.monotonic() + _END_SECONDS
             self._condition.notify_all()
         self._thread.join(timeout=2 * _END_SECONDS)
         if not self._thread.is_alive():
@@ -260,6 +259,10 @@ class Snapshotter:
                 with self._condition:
                     job.state = JobState.DONE
                     self._condition.notify_all()
+
+    @property
+    def _stop(self) -> bool:
+        return self._stop_by < math.inf
 
     @property
     def _has_work(self) -> bool:

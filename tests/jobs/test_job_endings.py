@@ -45,11 +45,17 @@ COMMANDS = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", *WORLD],
     "gemini run": [sys.executable, "-m", "gemini_ft.cli.main", "run", *WORLD],
 }
-INTERRUPTED = {
-    "python": -signal.SIGINT,
-    "torchrun": 1,
-    "gemini run": 130,
-}  # status after Ctrl-C: torch's launcher shows an error of its own
+# The status after Ctrl-C; torch's launcher shows an error of its own.
+INTERRUPTED = {"python": -signal.SIGINT, "torchrun": 1, "gemini run": 130}
+# What is left at the end: registered before all else, it runs after all other handlers.
+NAMES_THREADS = "import atexit, threading\natexit.register(lambda: print([each.name for each in threading.enumerate()]))\n"
+CALLS_TORCH = """
+import time, torch
+def call_torch(seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        torch.zeros(2, 3).view(3, 2)
+"""
 
 
 class Command:
@@ -181,16 +187,12 @@ def test_a_script_that_ends_during_a_copy_ends_well(tmp_path: Path, width: int, 
     """Left alone, a thread in the middle of torch would abort the process now and then, so each must have ended: the one that copies, and
     the one that touches the slots' pages, which frees their tensors when it ends."""
     (tmp_path / "train.py").write_text(
-        "import atexit, threading, time, torch, gemini_ft\n"
-        "atexit.register(lambda: print([each.name for each in threading.enumerate()]))\n"  # runs after later handlers
-        "from gemini_ft.state.copy_plan import MappedSlot\n"
+        NAMES_THREADS + CALLS_TORCH + "from gemini_ft.state.copy_plan import MappedSlot\n"
         "write = MappedSlot.write\n"
         "begun = threading.Event()\n"
         "def write_slowly(*arguments):\n"
         "    begun.set()\n"
-        f"    until = time.monotonic() + {seconds}\n"
-        "    while time.monotonic() < until:\n"
-        "        torch.zeros(2, 3).view(3, 2)\n"
+        f"    call_torch({seconds})\n"
         "    write(*arguments)\n"
         "MappedSlot.write = write_slowly\n"
         + SCRIPT.replace("checkpointer.close()", "begun.wait(60)").replace("time.sleep(0.02)", "").replace("4, 4)", f"4, {width})")
@@ -202,17 +204,7 @@ def test_a_script_that_ends_during_a_copy_ends_well(tmp_path: Path, width: int, 
 
 
 def test_threads_that_carry_out_calls_end_before_the_interpreter(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        "import atexit, threading, time\n"
-        "atexit.register(lambda: print([each.name for each in threading.enumerate()]))\n"
-        "import torch\n"
-        "from gemini_ft.ordered import Ordered\n"
-        "def work():\n"
-        "    until = time.monotonic() + 0.3\n"
-        "    while time.monotonic() < until:\n"
-        "        torch.zeros(2, 3).view(3, 2)\n"
-        "ordered = Ordered('calls')\n"
-        "ordered.put(work)\n"
-    )
+    calls = "from gemini_ft.ordered import Ordered\nordered = Ordered('calls')\nordered.put(lambda: call_torch(0.3))\n"
+    (tmp_path / "train.py").write_text(NAMES_THREADS + CALLS_TORCH + calls)
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "['MainThread']\n"), done.stderr

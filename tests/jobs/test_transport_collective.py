@@ -58,7 +58,7 @@ def test_three_replicas_and_a_mixed_placement(tmp_path: Path) -> None:
         assert all(ranks.log(host).count("damaged") == 0 for host in ranks.hosts)
 
 
-def _close(_: str) -> tuple[int, int]:
+def _close() -> tuple[int, int]:
     """The courier's threads that are left after its end, and the transfers that the agent is told of; rank 1 sends late."""
     gemini_ft.init_process_group("gloo")
     rank, nbytes = torch.distributed.get_rank(), 16384
@@ -82,7 +82,7 @@ def _close(_: str) -> tuple[int, int]:
 def test_transfers_under_way_end_with_the_courier(tmp_path: Path) -> None:
     """Their threads are in the middle of torch, and would abort the process at its end."""
     with World(tmp_path, 2) as ranks:
-        assert ranks.outcome(_close, str(tmp_path)) == [(0, 1), (0, 1)]
+        assert ranks.outcome(_close) == [(0, 1), (0, 1)]
 
 
 def _held(megabytes: int, options: dict[str, Any]) -> int:
