@@ -2,16 +2,60 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 
 
+class Event(Protocol):
+    """A place in a stream's queue."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+
+    def synchronize(self) -> None:
+        """Returns when it has."""
+
+    def elapsed_time(self, end_event: Self) -> float:
+        """Milliseconds of the device from here to a later event; both must be timed, and over."""
+
+
+class Stream(Protocol):
+    """A queue of the device."""
+
+    def wait_event(self, event: Event) -> None:
+        """Holds back what is queued from now on until ``event`` is over."""
+
+    def record_event(self, event: Any = None) -> Event:
+        """Puts an event behind what has been queued."""
+
+    def synchronize(self) -> None:
+        """Returns when all that has been queued is done."""
+
+
 def module_of(device: torch.device) -> Any:
     """The module with the streams and events of a device, `torch.cuda` for example; None for the CPU, which has no queues."""
     return None if device.type == "cpu" else torch.get_device_module(device)
+
+
+def stream_of(device: torch.device) -> Stream:
+    """The queue into which this thread's work on an accelerator goes."""
+    stream: Stream = module_of(device).current_stream(device)
+    return stream
+
+
+def event_on(stream: Stream, device: torch.device, *, timed: bool = False, sleeps: bool = False) -> Event:
+    """An event behind what ``stream`` has been given; ``sleeps``: whoever waits for it gives its core away, where the device can do that."""
+    options = {"enable_timing": timed} | ({"blocking": sleeps} if device.type == "cuda" else {})
+    return stream.record_event(module_of(device).Event(**options))
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether this thread's work is being captured into a graph: it is not done now, and events of it can never be asked."""
+    asked = getattr(module_of(device), "is_current_stream_capturing", None)
+    return asked is not None and bool(asked())
 
 
 def holds(tensor: torch.Tensor) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from functools import partial
 
+from gemini_ft.agent.hashing import Hashing
 from gemini_ft.agent.home import Home
 from gemini_ft.agent.inbound import REPLICA_SLOTS, Inbound, may_be_written_by_another, shape_of
-from gemini_ft.agent.memory import SlotShape
+from gemini_ft.agent.memory import SlotMemory, SlotShape
 from gemini_ft.agent.outbound import Outbound
 from gemini_ft.agent.outgoing import end_of
 from gemini_ft.agent.tasks import Tasks
@@ -15,7 +17,7 @@ from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.errors import AgentError, GeminiError
 from gemini_ft.wire.messages import Chunk, kind_of
 from gemini_ft.wire.peer_messages import UploadSoon
-from gemini_ft.wire.worker_messages import Copied, GiveUp, Request, Reserve, Reserved, StopAfterStep, ToAgent
+from gemini_ft.wire.worker_messages import Copied, GiveUp, Landed, Request, Reserve, Reserved, StopAfterStep, ToAgent
 
 
 class OwnShards:
@@ -30,6 +32,7 @@ class OwnShards:
     def __init__(self, home: Home, inbound: Inbound, outbound: Callable[[], Outbound]) -> None:
         self._home, self._inbound, self._outbound = home, inbound, outbound
         self._tasks = Tasks()
+        self._hashing: dict[int, Hashing] = {}  # owner -> its shard on the way from a device, or the last one
 
     def on_message(self, worker: WorkerConnection, message: ToAgent) -> None:
         """Handles a worker's message about its own shard."""
@@ -41,6 +44,10 @@ class OwnShards:
                 home.perform(home.host.request(owner, home.version(iteration)))
             case Chunk():
                 self._chunk(owner, message)
+            case Landed():
+                self._landed(owner, message)
+            case Copied() if owner in self._hashing and not message.root:
+                self._hashing[owner].then(partial(self._copied, owner, message))
             case Copied():
                 self._copied(owner, message)
             case GiveUp(iteration=iteration, reason=reason):
@@ -101,9 +108,28 @@ class OwnShards:
         if memory is not None:
             if not memory.admits(chunk.index, chunk.offset, chunk.nbytes):
                 raise AgentError(f"rank {owner} copied chunk {chunk.index} to {chunk.offset}+{chunk.nbytes}, outside its slot")
-            memory.put_chunk(chunk.index, chunk.offset, chunk.nbytes, chunk.digest)
-            for link in self._outbound().links_of(owner):
-                link.chunk_ready()
+            self._put(owner, memory, chunk.index, chunk.offset, chunk.nbytes, chunk.digest)
+
+    def _put(self, owner: int, memory: SlotMemory, index: int, offset: int, nbytes: int, digest: int) -> None:
+        memory.put_chunk(index, offset, nbytes, digest)
+        for link in self._outbound().links_of(owner):
+            link.chunk_ready()
+
+    def _landed(self, owner: int, landed: Landed) -> None:
+        """Has the checksums formed of what the worker's device has laid down; what is given up meanwhile is not noted any more."""
+        version = self._home.version(landed.iteration)
+        memory = self._home.vault.writing(owner, version)
+        if memory is None:
+            return
+        hashing = self._hashing.get(owner)
+        if hashing is None or (hashing.memory, hashing.version) != (memory, version):
+
+            def note(index: int, offset: int, nbytes: int, digest: int) -> None:
+                if self._home.vault.writing(owner, version) is memory:
+                    self._put(owner, memory, index, offset, nbytes, digest)
+
+            hashing = self._hashing[owner] = Hashing(memory, version, note)
+        hashing.landed(landed.upto)
 
     def _copied(self, owner: int, message: Copied) -> None:
         """Takes note that a worker has copied everything; a copy that is not what left the worker is given up."""
@@ -113,7 +139,7 @@ class OwnShards:
             return
         if not memory.is_whole(message.extras_bytes):
             raise AgentError(f"rank {owner} declared iteration {message.iteration} copied, but chunks are missing")
-        if not memory.finish(version, message.extras_bytes, message.root):
+        if not memory.finish(version, message.extras_bytes, message.root or None):
             home.note_damage(owner, version)
             home.perform(home.host.give_up(owner, version, "its checksums did not come here as they left the worker"))
             return

@@ -7,7 +7,6 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -114,11 +113,16 @@ class CopyPlan:
         self.sources = sources  # kept alive: their addresses are in the plan
         self.nbytes, self.chunk_bytes = layout.nbytes, chunk_bytes
         copies = plan_copies(sources, layout, chunk_bytes)
+        at_step = at_step or len({copy.view.device for copy in copies if accelerator.holds(copy.view)}) > 1  # no queue has all of them
         self.device = None if at_step else next((copy.view.device for copy in copies if accelerator.holds(copy.view)), None)
         self._all = copies
         self.background = [] if at_step else [copy for copy in copies if not copy.mutable]
         self._mutable = copies if at_step else [copy for copy in copies if copy.mutable]
-        self._staged = [torch.empty_like(copy.view, device="cpu", memory_format=torch.contiguous_format) for copy in self._mutable]
+        # On a device, where a copy of its own costs nothing: a copy to this process's memory would wait for all that is queued there.
+        self._staged = [
+            torch.empty_like(copy.view, device="cpu" if at_step else copy.view.device, memory_format=torch.contiguous_format)
+            for copy in self._mutable
+        ]
         staged = {id(copy): target for copy, target in zip(self._mutable, self._staged, strict=True)}
         moves = [(copy.offset, staged.get(id(copy), copy.view)) for copy in copies]
         self.batches = [_batch(moves, start, start + chunk_bytes) for start in range(0, layout.nbytes, chunk_bytes)]
@@ -135,13 +139,14 @@ class CopyPlan:
         return found
 
     def stage(self) -> None:
-        """Copies, at once, the tensors that may change before the next update."""
-        for copy, target in zip(self._mutable, self._staged, strict=True):
-            target.copy_(copy.view)
+        """Copies, at once, the tensors that may change before the next update; those of a device in the order of its current stream, which
+        must have left the last snapshot's copies behind."""
+        if self._staged:
+            torch._foreach_copy_(self._staged, [copy.view for copy in self._mutable])
 
-    def ready(self) -> Any:
+    def ready(self) -> accelerator.Event | None:
         """An event that comes after all that the training has queued until now; None where nothing is copied beside it."""
-        return None if self.device is None else accelerator.module_of(self.device).current_stream(self.device).record_event()
+        return None if self.device is None else accelerator.event_on(accelerator.stream_of(self.device), self.device, timed=True)
 
     def changed(self, marks: list[tuple[int, int]]) -> list[str]:
         """Names of tensors that were written or moved since ``marks``."""

@@ -147,13 +147,21 @@ class Request(Message):
     iteration: int
 
 
+class Landed(Message):
+    """Reports that a device has laid down the tensors' bytes from the slot's beginning to ``upto``: the agent forms their checksums."""
+
+    owner: int
+    iteration: int
+    upto: int
+
+
 class Copied(Message):
     """Reports that all chunks of the iteration are in the slot."""
 
     iteration: int
     extras_bytes: int
     digest: str = ""
-    root: str  # of the copy, as its owner formed it (gemini_ft.core.roots)
+    root: str  # of the copy, as its owner formed it (gemini_ft.core.roots); empty: the agent forms it
 
 
 class GiveUp(Message):
@@ -273,6 +281,7 @@ class Inject(Message):
 ToAgent = (
     Hello | GetInventory | OpenSession | Reserve | Request | Copied | GiveUp | Progress | Watch | Observed | Figures | Dispatched
     | Collected | Excuse | Verify | Stage | Map | Adopt | Ping | Goodbye | GetStatus | Visit | Leave | AskDrain | Inject | Chunk
+    | Landed
 )  # fmt: skip
 to_agent: Channel[ToAgent] = Channel(ToAgent)
 

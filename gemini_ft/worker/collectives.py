@@ -8,21 +8,24 @@ communication hook would change the bits), and DeepSpeed and Lightning need noth
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 # torch.distributed exports this too, but not so that type checkers see it.
 from torch._C._distributed_c10d import Work
 
-from gemini_ft.accelerator import holds
+from gemini_ft import accelerator
 from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.core.traffic import Collective, Moment, ObservedStep
 from gemini_ft.wire.control_page import ControlPage
 
+_log = logging.getLogger("gemini_ft")
+_Seen = TypeVar("_Seen")
 _POLL = 0.001  # seconds between looks at collectives that do not say when they are over
 _HERE = "BackendSelect"  # of all dispatch keys the one that every call passes, whatever its device, and with autograd off too
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
@@ -45,7 +48,7 @@ class _Flight:
     def __init__(self, name: str, tensors: list[torch.Tensor], begin: float) -> None:
         self.name, self.begin = name, begin
         self.nbytes = sum(_nbytes(tensor) for tensor in tensors)
-        self.on_cuda = any(holds(tensor) for tensor in tensors)
+        self.device = next((tensor.device for tensor in tensors if accelerator.holds(tensor)), None)
         self.end: float | None = None
 
 
@@ -137,6 +140,7 @@ class _Traffic:
         self.lock = threading.Lock()
         self.in_flight: list[_Flight] = []
         self.observers: list[Observer] = []
+        self._broken = False  # a look has failed; there is none any more
         self._poller = _Poller(self._over)
         self._library = self._listen()
 
@@ -180,17 +184,32 @@ class _Traffic:
         name = operator.name().removeprefix("c10d::")
 
         def kernel(keys: Any, *arguments: Any) -> Any:
-            if getattr(_private, "on", False):
-                return operator.redispatch(keys & _BELOW, *arguments)
-            flight = self._begin(name, arguments)
+            flight = None if getattr(_private, "on", False) else self._observed(lambda: self._begin(name, arguments))
             try:
                 result = operator.redispatch(keys & _BELOW, *arguments)
             except BaseException:
-                self._over(flight)
+                if flight is not None:
+                    self._over(flight)
                 raise
-            return self._follow(flight, result)
+            if flight is None:
+                return result
+            followed = self._observed(lambda: self._follow(flight, result))
+            return result if followed is None else followed
 
         return kernel
+
+    def _observed(self, look: Callable[[], _Seen]) -> _Seen | None:
+        """Returns what a look at a collective does; None where it fails, which ends observing: it must never cost the training."""
+        if self._broken:
+            return None
+        try:
+            return look()
+        except Exception:
+            self._broken = True
+            for flight in list(self.in_flight):
+                self._over(flight)
+            _log.warning("this process's collectives cannot be observed; replicas travel without regard to them from now on", exc_info=True)
+            return None
 
     def _begin(self, name: str, arguments: tuple[Any, ...]) -> _Flight:
         flight = _Flight(name, _tensors(arguments[0]), time.monotonic())
@@ -203,20 +222,27 @@ class _Traffic:
     def _follow(self, flight: _Flight, result: Any) -> Any:
         """Watches for the end of a collective that has started; returns the caller's result."""
         handle = result[-1] if isinstance(result, tuple) else result
-        if not isinstance(handle, torch.ScriptObject):  # nothing to wait for: it is over
+        if flight.device is not None and accelerator.is_capturing(flight.device):  # it will be carried out with the graph, unseen
             self._over(flight)
             return result
-        work = Work.unbox(handle)
+        work = Work.unbox(handle) if isinstance(handle, torch.ScriptObject) else None
+        if work is None and flight.device is not None:  # NCCL without async_op: it is in the queue of its caller's stream
+            event = accelerator.event_on(accelerator.stream_of(flight.device), flight.device)
+            self._poller.add(flight, event.query)
+            return result
+        if work is None:  # nothing to wait for: it is over
+            self._over(flight)
+            return result
         try:
             future = work.get_future()
         except RuntimeError:  # gloo has none for some
             if "reduce_scatter" in flight.name:  # and these do not even know when they are over, until they are waited for
                 told = _Told(work, lambda: self._over(flight))
                 return (*result[:-1], told.boxed()) if isinstance(result, tuple) else told.boxed()
-            self._poller.add(flight, work)
+            self._poller.add(flight, work.is_completed)
             return result
-        if flight.on_cuda:  # a future is done when its kernel is queued; the work asks an event
-            self._poller.add(flight, work)
+        if flight.device is not None:  # a future is done when its kernel is queued; the work asks an event
+            self._poller.add(flight, work.is_completed)
         else:
             future.add_done_callback(lambda _: self._over(flight))
         return result
@@ -259,14 +285,14 @@ class _Poller:
 
     def __init__(self, over: Callable[[_Flight], None]) -> None:
         self._over = over
-        self.works: list[tuple[_Flight, Any]] = []
+        self.works: list[tuple[_Flight, Callable[[], bool]]] = []  # and what says that it is over
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stop = False
 
-    def add(self, flight: _Flight, work: Any) -> None:
+    def add(self, flight: _Flight, is_over: Callable[[], bool]) -> None:
         with self._condition:
-            self.works.append((flight, work))
+            self.works.append((flight, is_over))
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="gemini-collectives", daemon=True)
                 with contextlib.suppress(RuntimeError):  # no thread can be started: perhaps at the next collective
@@ -289,13 +315,20 @@ class _Poller:
                 if self._stop:
                     return
                 works = list(self.works)
-            done = [each for each in works if each[0].end is not None or each[1].is_completed()]  # or the observer has forgotten it
+            done = [each for each in works if each[0].end is not None or self._is_over(each[1])]  # or the observer has forgotten it
             with self._condition:
                 self.works = [each for each in self.works if each not in done]
             for flight, _ in done:
                 self._over(flight)
             if len(done) < len(works):
                 time.sleep(_POLL)
+
+    @staticmethod
+    def _is_over(ask: Callable[[], bool]) -> bool:
+        try:
+            return ask()
+        except Exception:  # it failed: its caller is told, and whoever waits for it here waits no longer
+            return True
 
 
 _traffic: _Traffic | None = None

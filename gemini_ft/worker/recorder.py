@@ -123,7 +123,7 @@ class Recorder:
         self.raise_fatal()
         self._step_over(iteration)
         self.session.forget_sources()
-        self._copying.settle()
+        self._copying.make_way()
         written, self._copying.written = self._copying.written, []
         if self._copy_when.judge(written, iteration):
             self.events.write("copied at step", iteration=iteration, tensors=written[:5])
@@ -139,7 +139,8 @@ class Recorder:
         plan.stage()
         digest_due = self._digest_at is not None and iteration >= self._digest_at
         self._outcomes.begin(iteration)
-        job = Job(iteration, blob, self._reservation.digest if digest_due else None, plan.marks(), plan.ready())
+        digest = self._reservation.digest if digest_due else None
+        job = Job(iteration=iteration, extras=blob, digest=digest, marks=plan.marks(), ready=plan.ready())
         self._copy_when.follow(plan, job.marks)
         self._copying.submit(job)
 

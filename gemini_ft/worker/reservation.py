@@ -50,9 +50,11 @@ class Reservation:
     def fit(self, state: TrainingState, live: Sequence[Live], extras_bytes: int, at_step: bool) -> CopyPlan:
         """Makes layout, plan and slots fit ``state``, whose tensors are ``live``; ``at_step``: it is copied at once when the step ends."""
         if (now := (fingerprint(live), at_step)) != self._fitted:
+            self._snapshotter.settle()
             self._plan(state.describe(live, self._session.rank, self._session.world_size), extras_bytes, at_step)
             self._fitted = now
         if extras_bytes > extras_room(self._extras_bytes) or self._room.is_set():
+            self._snapshotter.settle()
             self._reserve_or_mend(max(extras_bytes, self._extras_bytes))
         assert self._snapshotter.plan is not None
         return self._snapshotter.plan

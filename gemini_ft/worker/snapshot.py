@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+
+import torch
 
 from gemini_ft import accelerator
 from gemini_ft.agent.lifecycle import yield_to_training
@@ -23,12 +24,15 @@ from gemini_ft.core.roots import checksum
 from gemini_ft.errors import AgentError, ConcurrentWriteError, GeminiError
 from gemini_ft.state.copy_plan import CopyPlan, MappedSlot, same_bytes
 from gemini_ft.wire.messages import Chunk
-from gemini_ft.wire.worker_messages import Copied, GiveUp, Request, ToAgent
+from gemini_ft.wire.worker_messages import Copied, GiveUp, Landed, Request, ToAgent
+from gemini_ft.worker.copy_window import CopyWindow
 from gemini_ft.worker.outcomes import ENDING, LATE
 
 _GRANT_POLL = 0.25  # seconds between looks at whether the agent still lives
 _RETRY = 20.0  # seconds between attempts to start another
 _UNSEEN = 8  # snapshots
+_LOOK = 0.001  # seconds between looks at how far the device has come
+_LANDING = 64 * 2**20  # bytes that a device copies from one event to the next
 _END_SECONDS = 5.0  # that a copy under way has left when the process ends, and again that its last chunk and the digest may take
 
 
@@ -41,28 +45,47 @@ class JobState(StrEnum):
     DONE = "done"  # copied, or given up
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Job:
-    """A snapshot on its way into its slot."""
+    """A snapshot on its way into its slot.
+
+    Attributes:
+        iteration: what it is a snapshot of.
+        extras: the encoded small state.
+        digest: computes the digest of the replicated state, where one is due.
+        marks: version counter and address of each source when the snapshot was taken.
+        ready: the device's event that the state is final from here on; None: nothing is copied beside the training's own queue.
+        begun, copied: the device's events around all copies, once they are queued.
+        reached: the device's event that the next update was due; None: not yet asked for.
+        written: names of what was written since, at the latest when the update was let through; None: not asked yet.
+        is_seen: by the snapshot thread, which tells the agent of it.
+        cancelled: why there will be no snapshot.
+        checksums: of the chunks in the slot that this process has formed.
+        finished: with ``verify`` it is not declared copied before it was compared.
+    """
 
     iteration: int
     extras: bytes
-    digest: Callable[[], str] | None  # computes the digest of the replicated state, where one is due
-    marks: list[tuple[int, int]]  # version counter and address of each source when the snapshot was taken
-    written: list[str] | None = None  # names of what was written since, at the latest when the update was let through; None: not asked yet
-    ready: Any = None  # the device's event: the state is final from here on
-    copied: Any = None  # the device's event: all copies have been made
+    digest: Callable[[], str] | None
+    marks: list[tuple[int, int]]
+    ready: accelerator.Event | None
+    begun: accelerator.Event | None = None
+    copied: accelerator.Event | None = None
+    reached: accelerator.Event | None = None
+    written: list[str] | None = None
     state: JobState = JobState.WAITING
-    is_seen: bool = False  # by the snapshot thread, which tells the agent of it
+    is_seen: bool = False
     slot: int | None = None
     cancelled: str = ""
-    checksums: list[int] = field(default_factory=list)  # of the chunks that are in the slot
-    finished: bool = False  # verify: it is not declared copied before it was compared
-    submitted: float = field(default_factory=time.perf_counter)
+    checksums: list[int] = field(default_factory=list)
+    finished: bool = False
 
 
 class Snapshotter:
     """Copies snapshots into slots on a thread of its own, one at a time.
+
+    On a device a snapshot may be submitted while the one before is still being copied: its copies are in the device's queue then, and both
+    the update between the two and the next copies stand behind them.
 
     Args:
         owner: this rank.
@@ -97,7 +120,9 @@ class Snapshotter:
         self.slots: dict[int, MappedSlot] = {}
         self.newest: int | None = None  # iteration of the newest snapshot that the thread has taken up
         self.written: list[str] = []  # names of the tensors whose writes made the last copy be given up
-        self._job: Job | None = None
+        self._job: Job | None = None  # the newest one
+        self._at_hand: Job | None = None  # the one that the thread is at, or was at last
+        self._window = CopyWindow()
         # Given up before the thread came to them; all the same the agent hears of each. While an agent is being replaced training goes on,
         # and older ones may be forgotten: what an owner says of a later iteration ends the earlier ones (gemini_ft.core.ledger).
         self._unseen: deque[Job] = deque(maxlen=_UNSEEN)
@@ -106,7 +131,7 @@ class Snapshotter:
         self._next_try = 0.0  # when the agent may be brought back, after this has failed
         self._impatient = False  # a slot has been waited for in vain: not again, until one is granted
         self._broken: Exception | None = None  # the error that ended the thread: a fault of ours
-        self._stream: Any = None
+        self._stream: accelerator.Stream | None = None
         self._thread = threading.Thread(target=self._run, name="gemini-snapshot", daemon=True)
         self._thread.start()
 
@@ -119,8 +144,8 @@ class Snapshotter:
         return job is not None and job.state is not JobState.DONE
 
     def submit(self, job: Job) -> None:
-        """Starts one snapshot; the one before must be over (``settle``)."""
-        assert not self.is_copying
+        """Starts one snapshot; the one before must be out of the way (``make_way``)."""
+        assert self._job is None or self._job.state in (JobState.ISSUED, JobState.DONE)
         self._raise_broken()
         with self._condition:
             self._job = job
@@ -135,28 +160,58 @@ class Snapshotter:
         job = self._job
         if job is None:
             return
-        on_device = job.ready is not None and job.digest is None and not self._verify
+        device = self._device_beside(job)
+        if device is not None and job.reached is None:
+            job.reached = accelerator.event_on(accelerator.stream_of(device), device, timed=True)
         with self._condition:
-            if job.state is JobState.WAITING and (self._impatient or not self._waits):
+            if job.state is JobState.WAITING and not self._is_worth_waiting(job):
                 self._forget(job, LATE)
                 return
-            self._wait(job, (JobState.ISSUED, JobState.DONE) if on_device else (JobState.DONE,))
-            if job.copied is not None:
-                self._judge(job)
-        if on_device and job.copied is not None:
-            assert self.plan is not None
-            assert self.plan.device is not None
-            accelerator.module_of(self.plan.device).current_stream(self.plan.device).wait_event(job.copied)
-        else:
-            self._finish(job)
+        self._let_write(job)
+
+    def make_way(self) -> None:
+        """Waits until the next snapshot may be staged and submitted: until the last one's copies are queued on the device, or made."""
+        if self._job is not None:
+            self._let_write(self._job)
 
     def settle(self) -> None:
         """Waits until no copy is under way (before layouts change, or the process ends)."""
-        job = self._job
-        if job is not None:
-            with self._condition:
-                self._wait(job, (JobState.DONE,))
-            self._finish(job)
+        newest = self._job
+        for job in (self._at_hand, newest):
+            if job is not None:
+                with self._condition:
+                    self._wait(job, (JobState.DONE,))
+        if newest is not None:
+            self._finish(newest)
+
+    def _let_write(self, job: Job) -> None:
+        """Lets the training write what the snapshot has: on a device behind the copies in its queue, else when they have been made."""
+        device = self._device_beside(job)
+        with self._condition:
+            self._wait(job, (JobState.DONE,) if device is None else (JobState.ISSUED, JobState.DONE))
+            if job.copied is not None:
+                self._judge(job)
+        if device is not None and job.copied is not None:
+            accelerator.stream_of(device).wait_event(job.copied)
+        self._finish(job)
+
+    def _device_beside(self, job: Job) -> torch.device | None:
+        """The device whose queue keeps a snapshot and the update apart; None: the host does, which has to see the copy made."""
+        if job.ready is None or job.digest is not None or self._verify:
+            return None
+        assert self.plan is not None
+        return self.plan.device
+
+    def _is_worth_waiting(self, job: Job) -> bool:
+        """Whether to let the update wait for a slot; called with the condition held.
+
+        Where the host is ahead of the device, it waits as long as the device has work before the update: that costs nothing.
+        """
+        if self._waits or job.reached is None:
+            return self._waits and not self._impatient
+        while job.state is JobState.WAITING and not job.reached.query():
+            self._condition.wait(_LOOK)
+        return job.state is not JobState.WAITING
 
     def _wait(self, job: Job, enough: tuple[JobState, ...]) -> None:
         """Waits for the thread; a snapshot that has no slot after all this time is given up, and the job goes on.
@@ -184,6 +239,7 @@ class Snapshotter:
         assert self.plan is not None
         if job.written is None:
             job.written = self.plan.changed(job.marks)
+            self.written = job.written or self.written
         return job.written
 
     def _finish(self, job: Job) -> None:
@@ -243,7 +299,7 @@ class Snapshotter:
                     return
                 job = self._unseen.popleft() if self._unseen else self._job
                 if job is not None:
-                    job.is_seen = True
+                    job.is_seen, self._at_hand = True, job
             if not due:
                 self._mend()
                 continue
@@ -286,9 +342,13 @@ class Snapshotter:
         self.newest = job.iteration
         self._tell(Request(iteration=job.iteration))
         with self._condition:
-            while not self._condition.wait_for(lambda: job.slot is not None or job.cancelled or self._stop, _GRANT_POLL):
+            while not self._condition.wait_for(lambda: job.slot is not None or job.cancelled or self._stop, self._patience(job)):
                 if self._lost():
                     raise AgentError("the agent ended")
+                if self._is_too_late(job):
+                    job.cancelled = LATE
+            if job.slot is not None and self._is_too_late(job):
+                job.cancelled = LATE
             if job.cancelled or self._stop or job.slot is None:
                 if job.cancelled != "aborted":
                     self._discard(job, job.cancelled or ENDING)
@@ -306,43 +366,80 @@ class Snapshotter:
         with self._condition:
             changed = self._judge(job)
         if changed:
-            shown, self.written = ", ".join(changed[:5]), changed
-            self._discard(job, f"{shown} written during the copy (write inside `with checkpointer.mutate():`)")
+            self._discard(job, f"{', '.join(changed[:5])} written during the copy (write inside `with checkpointer.mutate():`)")
         elif not self._verify:
             self._declare(job)
+
+    def _patience(self, job: Job) -> float:
+        """Seconds until the next look at whether a slot may still come."""
+        return _GRANT_POLL if job.ready is None or self._waits else _LOOK
+
+    def _is_too_late(self, job: Job) -> bool:
+        """Whether a copy that began now would make the update wait, by what the last ones took (`CopyWindow`)."""
+        if job.ready is None or self._waits or not job.ready.query():
+            return False
+        device, stream = self._queue()
+        now = accelerator.event_on(stream, device, timed=True)
+        now.synchronize()
+        return job.ready.elapsed_time(now) > self._window.latest_begin
+
+    def _queue(self) -> tuple[torch.device, accelerator.Stream]:
+        """The plan's device, and this thread's own stream there."""
+        assert self.plan is not None
+        assert self.plan.device is not None
+        if self._stream is None:
+            module = accelerator.module_of(self.plan.device)
+            module.set_device(self.plan.device)  # a thread begins on device 0, whatever the rank's is
+            self._stream = module.Stream()
+        return self.plan.device, self._stream
 
     def _copy(self, job: Job, slot: MappedSlot) -> bool:
         """Whether the copy is whole: not, if it takes longer than the process has left."""
         assert self.plan is not None
-        events = self._queue_copies(job, slot) if self.plan.device is not None else []
-        step = self.plan.chunk_bytes
-        for number, batch in enumerate(self.plan.batches):
-            if events:
-                events[number].synchronize()
-            else:
-                slot.write(number, batch)
-            self._publish(job, number, slot, number * step, min(step, self.plan.nbytes - number * step))
-            if time.monotonic() > self._stop_by:
-                self._await_device()
-                return False
+        if not (self._copy_from_device(job, slot) if job.ready is not None else self._copy_from_host(job, slot)):
+            return False
         self._copy_extras(job, slot)
         return True
 
-    def _queue_copies(self, job: Job, slot: MappedSlot) -> list[Any]:
-        """Queues every copy on a side stream, after the state is final; the events say when each batch has arrived."""
+    def _copy_from_host(self, job: Job, slot: MappedSlot) -> bool:
         assert self.plan is not None
-        assert self.plan.device is not None
-        module = accelerator.module_of(self.plan.device)
-        if self._stream is None:
-            module.set_device(self.plan.device)  # a thread begins on device 0, whatever the rank's is
-            self._stream = module.Stream()
-        events: list[Any] = []
-        with module.stream(self._stream):
-            self._stream.wait_event(job.ready)
-            for number, batch in enumerate(self.plan.batches):
+        step = self.plan.chunk_bytes
+        for number, batch in enumerate(self.plan.batches):
+            slot.write(number, batch)
+            self._publish(job, number, slot, number * step, min(step, self.plan.nbytes - number * step))
+            if time.monotonic() > self._stop_by:
+                return False
+        return True
+
+    def _copy_from_device(self, job: Job, slot: MappedSlot) -> bool:
+        """Tells the agent how far the copies have come, which forms the checksums: hashing would take this process's interpreter lock."""
+        assert self.plan is not None
+        for upto, event in self._queue_copies(job, slot):
+            event.synchronize()
+            self._tell(Landed(owner=self._owner, iteration=job.iteration, upto=upto))
+            if time.monotonic() > self._stop_by:
+                self._await_device()
+                return False
+        self._window.note(job)
+        return True
+
+    def _queue_copies(self, job: Job, slot: MappedSlot) -> list[tuple[int, accelerator.Event]]:
+        """Queues every copy on a side stream, after the state is final; the events say when all bytes up to some place have arrived."""
+        assert self.plan is not None
+        assert job.ready is not None
+        device, stream = self._queue()
+        batches, step = self.plan.batches, self.plan.chunk_bytes
+        at_a_time = max(1, _LANDING // step)  # batches
+        events: list[tuple[int, accelerator.Event]] = []
+        with accelerator.module_of(device).stream(stream):
+            stream.wait_event(job.ready)
+            job.begun = accelerator.event_on(stream, device, timed=True)
+            for number, batch in enumerate(batches):
                 slot.write(number, batch)
-                events.append(self._stream.record_event())
-            job.copied = events[-1]
+                if (number + 1) % at_a_time == 0 or number + 1 == len(batches):
+                    upto = min((number + 1) * step, self.plan.nbytes)
+                    events.append((upto, accelerator.event_on(stream, device, sleeps=True)))
+            job.copied = accelerator.event_on(stream, device, timed=True)
         with self._condition:
             job.state = JobState.ISSUED
             self._condition.notify_all()
@@ -369,7 +466,8 @@ class Snapshotter:
     def _declare(self, job: Job) -> None:
         job.finished = True
         digest = job.digest() if job.digest is not None else ""
-        self._tell(Copied(iteration=job.iteration, extras_bytes=len(job.extras), digest=digest, root=self._root(job)))
+        root = self._root(job) if job.ready is None else ""  # from a device the agent forms it
+        self._tell(Copied(iteration=job.iteration, extras_bytes=len(job.extras), digest=digest, root=root))
 
     def _discard(self, job: Job, reason: str) -> None:
         job.cancelled = job.cancelled or reason

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,12 +30,24 @@ class Event:
     """A place in a stream's queue."""
 
     accelerator: FakeAccelerator
+    is_timed: bool = False
     is_over: bool = True  # one that was never recorded
+    when: float = 0.0  # seconds; when it was over
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self.accelerator.current_stream()
         self.is_over = False
-        stream.put(lambda: setattr(self, "is_over", True))
+        stream.put(self._end)
+
+    def _end(self) -> None:
+        self.is_over, self.when = True, time.monotonic()
+
+    def elapsed_time(self, end_event: Event) -> float:
+        assert self.is_timed, "as torch says it of an event without enable_timing"
+        assert end_event.is_timed
+        assert self.is_over, "as CUDA says it of an event that is not over"
+        assert end_event.is_over
+        return 1000 * (end_event.when - self.when)
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self.accelerator.current_stream()).wait_event(self)
@@ -90,7 +103,7 @@ class FakeAccelerator:
         self._local = threading.local()
         self._default = Stream(self)
         self.streams.append(self._default)
-        self.Event = lambda *_, **__: Event(self)
+        self.Event = lambda enable_timing=False, **_: Event(self, enable_timing)
         self.Stream = self._new_stream
 
     # -- what torch's modules have

@@ -56,7 +56,7 @@ def snapshot(module: Any, fake: FakeAccelerator, plans: Any = copy_plan) -> None
         snapshotter.plan, snapshotter.slots = plan, {0: slot}
         with fake.held():
             weights.fill_(1.0)
-            snapshotter.submit(module.Job(1, b"", None, plan.marks(), ready=plan.ready()))
+            snapshotter.submit(module.Job(iteration=1, extras=b"", digest=None, marks=plan.marks(), ready=plan.ready()))
             snapshotter.granted(1, 0)
             snapshotter.before_update()
             weights.fill_(2.0)
@@ -113,7 +113,7 @@ def agent_dies(module: Any, fake: FakeAccelerator) -> None:
         )
         snapshotter.plan, snapshotter.slots = plan, {0: slot}
         weights.fill_(1.0)
-        snapshotter.submit(module.Job(1, b"", None, plan.marks(), ready=plan.ready()))
+        snapshotter.submit(module.Job(iteration=1, extras=b"", digest=None, marks=plan.marks(), ready=plan.ready()))
         snapshotter.granted(1, 0)
         eventually(lambda: bool(at_recovery))
         snapshotter.slots = {}

@@ -16,6 +16,10 @@ from gemini_ft.worker.snapshot import Job, Snapshotter
 from gemini_ft.worker.stats import Stats
 
 
+def _job(iteration: int) -> Job:
+    return Job(iteration=iteration, extras=b"", digest=None, marks=[], ready=None)
+
+
 def test_the_agent_hears_of_a_snapshot_that_is_given_up_before_the_thread_has_seen_it() -> None:
     """Training steps may be shorter than it takes until a thread runs on a busy host; who closes then waits for the snapshot's fate."""
     told: list[ToAgent] = []
@@ -31,7 +35,7 @@ def test_the_agent_hears_of_a_snapshot_that_is_given_up_before_the_thread_has_se
         0, lambda job: "", tell, lambda: False, lambda: None, lambda iteration, _: discarded.append(iteration), False, False, 60.0
     )
     for iteration in (1, 2, 3):
-        snapshotter.submit(Job(iteration, b"", None, []))
+        snapshotter.submit(_job(iteration))
         assert busy.wait(60)  # with the first one: it sees the others only afterwards
         snapshotter.before_update()
     held.set()
@@ -57,10 +61,10 @@ def test_of_the_snapshots_that_are_given_up_while_an_agent_is_replaced_a_few_are
         replaced.wait(60)
 
     snapshotter = Snapshotter(0, lambda job: "", tell, lambda: not replaced.is_set(), replace, lambda *_: None, False, False, 60.0)
-    snapshotter.submit(Job(1, b"", None, []))
+    snapshotter.submit(_job(1))
     assert replacing.wait(60)
     for iteration in range(2, 100):
-        snapshotter.submit(Job(iteration, b"extras", None, []))
+        snapshotter.submit(_job(iteration))
         snapshotter.before_update()
     replaced.set()
     eventually(lambda: bool(told) and isinstance(told[-1], GiveUp) and told[-1].iteration == 99)

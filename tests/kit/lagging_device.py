@@ -1,0 +1,143 @@
+"""A device that is none, for whole jobs: the CPU says that it is an accelerator whose side streams lag behind.
+
+Work of the training's own stream is done at once. Copies that are queued on another stream are made a little later, by a thread; until then
+the bytes at their targets are poison. What the package has not ordered is seen as a
+difference in bits at the end of the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+POISON = 0xA5
+LAG = 0.01  # seconds from the queueing of a copy until it is made
+
+
+class Event:
+    """A place in a stream's queue."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.over = threading.Event()
+        self.over.set()  # one that was never recorded
+        self.when = 0.0
+
+    def query(self) -> bool:
+        return self.over.is_set()
+
+    def synchronize(self) -> None:
+        assert self.over.wait(60)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.query()
+        assert end.query()
+        return 1000 * (end.when - self.when)
+
+    def end(self) -> None:
+        self.when = time.monotonic()
+        self.over.set()
+
+
+class Stream:
+    """The training's own stream, on which everything is done at once."""
+
+    def put(self, work: Callable[[], None]) -> None:
+        work()
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.over.clear()
+        self.put(event.end)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.put(event.synchronize)
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+
+class LateStream(Stream):
+    """A queue that a thread works off, `LAG` behind."""
+
+    def __init__(self, *_: Any) -> None:
+        self._queue: queue.SimpleQueue[tuple[float, Callable[[], None]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True, name="lagging-device").start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        self._queue.put((time.monotonic() + LAG, work))
+
+    def _run(self) -> None:
+        while True:
+            due, work = self._queue.get()
+            time.sleep(max(0.0, due - time.monotonic()))
+            work()
+
+
+class _Late(TorchDispatchMode):
+    """Queues copies in place of doing them."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.ops.aten._foreach_copy_.default, torch.ops.aten.copy_.default):
+            return func(*args, **(kwargs or {}))
+        targets = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+        for target in targets:
+            if target.is_contiguous():
+                target.view(-1).view(torch.uint8).fill_(POISON)
+        self._stream.put(lambda: func(*args, **(kwargs or {})) and None)
+        return args[0] if func is torch.ops.aten.copy_.default else None
+
+
+class Module:
+    """What the package uses of `torch.cuda`."""
+
+    Event, Stream = Event, LateStream
+
+    def __init__(self) -> None:
+        self._default = Stream()
+        self._local = threading.local()
+
+    def current_stream(self, _device: Any = None) -> Stream:
+        found: Stream = getattr(self._local, "stream", self._default)
+        return found
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self._local.stream = self.current_stream(), stream
+        try:
+            with _Late(stream):
+                yield
+        finally:
+            self._local.stream = before
+
+    def synchronize(self, _device: Any = None) -> None:
+        pass
+
+    def set_device(self, _device: Any) -> None:
+        pass
+
+
+def install(accelerator: Any) -> None:
+    """Puts the device in the place of the CPU; ``accelerator`` is the package's module of that name."""
+    module = Module()
+    accelerator.module_of = lambda device: module
+    accelerator.holds = lambda tensor: True
+
+
+def on_device(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls ``function``, which trains, with the device in place; for ranks of `rank_kit.World`."""
+    from gemini_ft import accelerator
+
+    install(accelerator)
+    return function(*arguments)
