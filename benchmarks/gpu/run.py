@@ -48,23 +48,23 @@ def _here(script: str, *arguments: str) -> list[str]:
 
 PARTS = [
     Part("order", "streams, pinned slots, GradScaler, torch.compile, fused and foreach optimizers", 150, _tests("gpu")),
+    Part("lightning", "a Lightning job is killed and ends with the bits of an undisturbed one", 90, _here("drill", "lightning")),
+    Part("deepspeed", "the same of a DeepSpeed job, ZeRO 2", 120, _here("drill", "deepspeed")),
+    Part("fsdp2", "the same of FSDP2 with 2 ranks on one device", 75, _here("drill", "fsdp2")),
+    Part("overhead", "what a snapshot of every step costs a GPT", 180, _here("overhead", "--tiny" if FAKE else "--quick")),
     Part(
         "kernels",
         "Zen's hashing, bit packing, top-k, thresholds and rounding against their references",
         90,
         _tests("sync_hashing", "compression_kernels"),
     ),
-    Part("lightning", "a Lightning job is killed and ends with the bits of an undisturbed one", 90, _here("drill", "lightning")),
     Part("collectives", "pipelines and sparse schemes: NCCL alone, gloo with 2 ranks on one device", 90, _here("collectives")),
-    Part("deepspeed", "the same of a DeepSpeed job, ZeRO 2", 120, _here("drill", "deepspeed")),
-    Part("fsdp2", "the same of FSDP2 with 2 ranks on one device", 75, _here("drill", "fsdp2")),
     Part(
         "state",
         "optimizer state, generators, codec and the fork server",
         90,
         _tests("state", "codec", "modes", "gradients", "forkserver", "espresso_executor"),
     ),
-    Part("snapshot", "what snapshots cost a step", 60, _here("snapshot", "--tiny" if FAKE else "--quick")),
     Part("hashing", "how long grouping the indices of a gradient takes", 60, _here("hashing", *(["--quick"] if FAKE else []))),
 ]
 
