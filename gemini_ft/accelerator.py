@@ -47,7 +47,7 @@ def stream_of(device: torch.device) -> Stream:
 
 
 def event_on(stream: Stream, device: torch.device, *, timed: bool = False, sleeps: bool = False) -> Event:
-    """An event behind what ``stream`` has been given; ``sleeps``: whoever waits for it gives its core away, where the device can do that."""
+    """An event behind what ``stream`` has been given; ``sleeps``: who waits for it gives its core away, where the device can do that."""
     options = {"enable_timing": timed} | ({"blocking": sleeps} if device.type == "cuda" else {})
     return stream.record_event(module_of(device).Event(**options))
 

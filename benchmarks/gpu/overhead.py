@@ -40,7 +40,7 @@ import common
 import gemini_ft
 
 PACKAGES = ("torch", "gemini-ft")
-WARM_UP = 4  # steps of each block that do not count
+WARM_UP = 12  # steps of each block that do not count: slots get their pages, and Python's collector has gone over what is new
 
 
 @dataclass(frozen=True, kw_only=True)

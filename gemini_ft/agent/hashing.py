@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.core.roots import checksum
 from gemini_ft.core.versions import Version
 
-_MOST = 8  # threads, and no more than half of the processors: with the rates of 2026 these keep up with one PCIe link
+_MOST = 32  # threads; one forms about 6 GB/s, and a copy is as good as lost if its checksums take longer than a step
 
 
 class Hashing:
@@ -69,5 +70,5 @@ def _pool() -> ThreadPoolExecutor:
     """The threads, which all shards of this agent share."""
     global _threads
     if _threads is None:
-        _threads = ThreadPoolExecutor(max(1, min(_MOST, len(os.sched_getaffinity(0)) // 2)), "gemini-hash")
+        _threads = ThreadPoolExecutor(max(1, min(_MOST, len(os.sched_getaffinity(0)) - 2)), "gemini-hash", yield_to_training)
     return _threads

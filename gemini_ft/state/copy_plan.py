@@ -21,6 +21,7 @@ from gemini_ft.wire.worker_messages import Reserved
 _libc = ctypes.CDLL(None)
 _libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _libc.memcpy.restype = ctypes.c_void_p
+_LANDING = 32 * 2**20  # bytes that a device copies from one event to the next, at least
 _LARGE = 64 * 1024  # bytes; from here on a copy of its own, below it one call for many
 
 
@@ -99,8 +100,8 @@ def map_slots(fds: Sequence[int], reserved: Reserved, device: torch.device | Non
 class CopyPlan:
     """The copies from live tensors into a slot; planned once per layout, used for every snapshot of it.
 
-    There is one batch of copies per chunk. A copy that crosses the end of a chunk belongs to the batch in which it begins,
-    so a chunk is whole when its own batch and all before it have been laid down.
+    There is one batch of copies per chunk, on a device one for several (``batch_bytes``). A copy that crosses the end of a batch belongs to
+    the one in which it begins, so a chunk is whole when its own batch and all before it have been laid down.
 
     Args:
         sources: this rank's tensors.
@@ -112,9 +113,11 @@ class CopyPlan:
     def __init__(self, sources: Sequence[Source], layout: Layout, chunk_bytes: int, at_step: bool = False) -> None:
         self.sources = sources  # kept alive: their addresses are in the plan
         self.nbytes, self.chunk_bytes = layout.nbytes, chunk_bytes
-        copies = plan_copies(sources, layout, chunk_bytes)
-        at_step = at_step or len({copy.view.device for copy in copies if accelerator.holds(copy.view)}) > 1  # no queue has all of them
-        self.device = None if at_step else next((copy.view.device for copy in copies if accelerator.holds(copy.view)), None)
+        devices = {source.tensor.device for source in sources if accelerator.holds(source.tensor)}
+        at_step = at_step or len(devices) > 1  # no queue has all of them
+        self.device = None if at_step else next(iter(devices), None)
+        self.batch_bytes = chunk_bytes if self.device is None else chunk_bytes * max(1, _LANDING // chunk_bytes)
+        copies = plan_copies(sources, layout, self.batch_bytes)
         self._all = copies
         self.background = [] if at_step else [copy for copy in copies if not copy.mutable]
         self._mutable = copies if at_step else [copy for copy in copies if copy.mutable]
@@ -125,7 +128,7 @@ class CopyPlan:
         ]
         staged = {id(copy): target for copy, target in zip(self._mutable, self._staged, strict=True)}
         moves = [(copy.offset, staged.get(id(copy), copy.view)) for copy in copies]
-        self.batches = [_batch(moves, start, start + chunk_bytes) for start in range(0, layout.nbytes, chunk_bytes)]
+        self.batches = [_batch(moves, start, start + self.batch_bytes) for start in range(0, layout.nbytes, self.batch_bytes)]
 
     def marks(self) -> list[tuple[int, int]]:
         """Version counter and address of every tensor that is copied in the background."""

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from gemini_ft.worker.snapshot import Job
 
 _REMEMBERED = 4  # snapshots
-_AT_LEAST = 0.1  # of the window: where copies take longer than that, one that begins at once makes the update wait, and the interval decides
+_AT_LEAST = 0.1  # of the window: where copies take longer than all of it, one that begins at once makes the update wait
 
 
 class CopyWindow:
@@ -25,12 +25,13 @@ class CopyWindow:
         self._copies: deque[float] = deque(maxlen=_REMEMBERED)  # milliseconds
         self._last: Job | None = None
 
-    def note(self, job: Job) -> None:
-        """Takes a snapshot whose copies have been made; its update may still be to come, so that it counts with the next one."""
+    def follow(self, job: Job) -> None:
+        """Takes the next snapshot, and what became of the one before: its copies have been made, and its update, if any, is due."""
         last, self._last = self._last, job
-        if last is None or last.ready is None or last.begun is None or last.copied is None:
+        if last is None or last.ready is None or not last.ready.query():
             return
-        self._copies.append(last.begun.elapsed_time(last.copied))
+        if last.begun is not None and last.copied is not None and last.copied.query():
+            self._copies.append(last.begun.elapsed_time(last.copied))
         if last.reached is not None and last.reached.query():
             self._windows.append(last.ready.elapsed_time(last.reached))
 

@@ -32,7 +32,7 @@ _GRANT_POLL = 0.25  # seconds between looks at whether the agent still lives
 _RETRY = 20.0  # seconds between attempts to start another
 _UNSEEN = 8  # snapshots
 _LOOK = 0.001  # seconds between looks at how far the device has come
-_LANDING = 64 * 2**20  # bytes that a device copies from one event to the next
+_IN_QUEUE = 2  # batches that a device has yet to copy before the next one is queued
 _END_SECONDS = 5.0  # that a copy under way has left when the process ends, and again that its last chunk and the digest may take
 
 
@@ -339,6 +339,7 @@ class Snapshotter:
         self._next_try = 0.0
 
     def _take(self, job: Job) -> None:
+        self._window.follow(job)
         self.newest = job.iteration
         self._tell(Request(iteration=job.iteration))
         with self._condition:
@@ -412,38 +413,36 @@ class Snapshotter:
         return True
 
     def _copy_from_device(self, job: Job, slot: MappedSlot) -> bool:
-        """Tells the agent how far the copies have come, which forms the checksums: hashing would take this process's interpreter lock."""
-        assert self.plan is not None
-        for upto, event in self._queue_copies(job, slot):
-            event.synchronize()
-            self._tell(Landed(owner=self._owner, iteration=job.iteration, upto=upto))
-            if time.monotonic() > self._stop_by:
-                self._await_device()
-                return False
-        self._window.note(job)
-        return True
+        """Queues the copies on a side stream, after the state is final, and tells the agent how far they have come.
 
-    def _queue_copies(self, job: Job, slot: MappedSlot) -> list[tuple[int, accelerator.Event]]:
-        """Queues every copy on a side stream, after the state is final; the events say when all bytes up to some place have arrived."""
+        Few are in the queue at a time: small reads of the training's own (a loss) go through the same copy engine, in its order. The
+        agent forms the checksums: hashing here would take this process's interpreter lock.
+        """
         assert self.plan is not None
         assert job.ready is not None
         device, stream = self._queue()
-        batches, step = self.plan.batches, self.plan.chunk_bytes
-        at_a_time = max(1, _LANDING // step)  # batches
-        events: list[tuple[int, accelerator.Event]] = []
-        with accelerator.module_of(device).stream(stream):
-            stream.wait_event(job.ready)
-            job.begun = accelerator.event_on(stream, device, timed=True)
-            for number, batch in enumerate(batches):
+        stream.wait_event(job.ready)
+        job.begun = accelerator.event_on(stream, device, timed=True)
+        queued: deque[tuple[int, accelerator.Event]] = deque()
+        last = len(self.plan.batches) - 1
+        for number, batch in enumerate(self.plan.batches):
+            with accelerator.module_of(device).stream(stream):
                 slot.write(number, batch)
-                if (number + 1) % at_a_time == 0 or number + 1 == len(batches):
-                    upto = min((number + 1) * step, self.plan.nbytes)
-                    events.append((upto, accelerator.event_on(stream, device, sleeps=True)))
-            job.copied = accelerator.event_on(stream, device, timed=True)
-        with self._condition:
-            job.state = JobState.ISSUED
-            self._condition.notify_all()
-        return events
+            upto = min((number + 1) * self.plan.batch_bytes, self.plan.nbytes)
+            queued.append((upto, accelerator.event_on(stream, device, sleeps=True)))
+            if number == last:
+                job.copied = accelerator.event_on(stream, device, timed=True)
+                with self._condition:
+                    job.state = JobState.ISSUED
+                    self._condition.notify_all()
+            while len(queued) > (0 if number == last else _IN_QUEUE):
+                upto, event = queued.popleft()
+                event.synchronize()
+                self._tell(Landed(owner=self._owner, iteration=job.iteration, upto=upto))
+            if time.monotonic() > self._stop_by:
+                self._await_device()
+                return False
+        return True
 
     def _await_device(self) -> None:
         """Waits for copies that are given up: they need their slots, which go when there is another agent, or none."""

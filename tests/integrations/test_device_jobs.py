@@ -15,9 +15,12 @@ from rank_kit import World
 KILLED = "step=5:rank=0:sigkill; step=9:rank=1:sigkill:moment=in_copy; step=12:rank=0:sigkill:moment=before_update"
 
 
+WAIT = {"on_late": "wait"}
+
+
 @pytest.mark.parametrize(
     "case",
-    [Case(options={"on_late": "wait"}), Case(options={"on_late": "wait", "verify": True, "chunk_bytes": 512}), Case(accumulate=2, pause=0.05)],
+    [Case(options=WAIT), Case(options=WAIT | {"verify": True, "chunk_bytes": 512}), Case(accumulate=2, pause=0.05)],
     ids=["every step", "verified", "late ones are skipped"],
 )
 def test_a_plain_loop(tmp_path: Path, case: Case) -> None:

@@ -30,7 +30,11 @@ from gemini_ft.worker import reservation
 from gemini_ft.worker.collectives import observe
 from gemini_ft.worker.courier import Courier
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),  # torch.compile's own
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
+]
 
 STEPS, FAILURE = 12, 7
 
@@ -65,7 +69,7 @@ def _train(model: nn.Module, optimizer: Any, first: int, last: int, after: Calla
 
 def _bytes(model: nn.Module, optimizer: Any) -> list[bytes]:
     tensors = [*model.state_dict().values()]
-    tensors += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    tensors += [value for state in optimizer.state.values() for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
     return [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
 
