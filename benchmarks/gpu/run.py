@@ -128,7 +128,7 @@ def _environment(installed: Path | None, out: Path) -> dict[str, str]:
     """The environment of the parts. Extensions are built in a folder of this Python: one of another version would be built over its own."""
     own = Path(sys.prefix, "torch_extensions")
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *([str(installed)] if installed else [])]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *([str(installed)] if installed else []), *os.environ.get("PYTHONPATH", "").split()]),
         "PATH": os.pathsep.join([*([str(installed / "bin")] if installed else []), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "TORCH_EXTENSIONS_DIR": str(own if own.is_dir() else out / "torch_extensions"),
         "TRITON_INTERPRET": "0",

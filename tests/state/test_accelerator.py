@@ -5,6 +5,7 @@ Every scenario says how the real code is used and what must be seen, whatever th
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -28,14 +29,17 @@ from gemini_ft.errors import AgentError
 from gemini_ft.state import copy_plan
 from gemini_ft.state.copy_plan import MappedSlot
 from gemini_ft.state.tensors import Source
-from gemini_ft.wire.messages import Chunk
-from gemini_ft.wire.worker_messages import Collect, Copied, Dispatch, GiveUp
+from gemini_ft.wire.worker_messages import Collect, Copied, Dispatch, GiveUp, Landed, Request
 
 SEEDS = range(12)
 COUNT, CHUNK = 256, 256  # elements, and bytes of a chunk: four of them
 PIECE = 4096  # bytes that travel at a time; the smallest there are
 
 Scenario = Callable[[Any, FakeAccelerator], None]
+
+
+def _snapshotter(module: Any, tell: Callable[[Any], None], recover: Callable[[], None] = lambda: None, waits: bool = True) -> Any:
+    return module.Snapshotter(0, lambda job: "", tell, lambda: False, recover, lambda *_: None, verify=False, waits=waits, timeout=60.0)
 
 
 def _plan(fake: FakeAccelerator, plans: Any = copy_plan, mutable: bool = False) -> tuple[torch.Tensor, Any, Any]:
@@ -45,16 +49,23 @@ def _plan(fake: FakeAccelerator, plans: Any = copy_plan, mutable: bool = False) 
     return weights, plans.CopyPlan([source], layout, CHUNK), layout
 
 
-def snapshot(module: Any, fake: FakeAccelerator, plans: Any = copy_plan) -> None:
+def snapshot(module: Any, fake: FakeAccelerator, plans: Any = copy_plan, batches: int = 1) -> None:
     """The snapshot has the values of its own step, although the next update is queued while the copy is; nothing is published early."""
-    weights, plan, layout = _plan(fake, plans)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "_LANDING", 4 * COUNT // batches)
+        weights, plan, layout = _plan(fake, plans)
     told: list[Any] = []
+
+    def tell(message: Any) -> None:
+        told.append(message)
+        if isinstance(message, Landed):  # what the agent would read now
+            landed.append(checksum(slot.view[: message.upto]))
+
+    landed: list[int] = []
     with slot_of(layout) as slot:
-        snapshotter = module.Snapshotter(
-            0, lambda job: "", told.append, lambda: False, lambda: None, lambda *_: None, verify=False, waits=True, timeout=60.0
-        )
+        snapshotter = _snapshotter(module, tell)
         snapshotter.plan, snapshotter.slots = plan, {0: slot}
-        with fake.held():
+        with fake.held() if batches == 1 else contextlib.nullcontext():  # of several, few are in the queue at a time
             weights.fill_(1.0)
             snapshotter.submit(module.Job(iteration=1, extras=b"", digest=None, marks=plan.marks(), ready=plan.ready()))
             snapshotter.granted(1, 0)
@@ -66,11 +77,17 @@ def snapshot(module: Any, fake: FakeAccelerator, plans: Any = copy_plan) -> None
         fake.synchronize()
         assert not [message for message in told if isinstance(message, GiveUp)]
         expected = torch.ones(COUNT).view(torch.uint8)
-        chunks = [message for message in told if isinstance(message, Chunk)]
-        assert [each.digest for each in chunks] == [checksum(memoryview(part.numpy())) for part in expected.split(CHUNK)]
+        uptos = [message.upto for message in told if isinstance(message, Landed)]
+        assert uptos == [(number + 1) * 4 * COUNT // batches for number in range(batches)]
+        assert landed == [checksum(memoryview(expected[:upto].numpy())) for upto in uptos]
         assert isinstance(told[-1], Copied)
         assert torch.equal(slot.tensor, expected)
     assert weights.cpu().tolist() == [2.0] * COUNT
+
+
+def several_batches(module: Any, fake: FakeAccelerator) -> None:
+    """The same, with more batches than the queue has at a time."""
+    snapshot(module, fake, batches=4)
 
 
 def readiness(module: Any, fake: FakeAccelerator) -> None:
@@ -79,15 +96,71 @@ def readiness(module: Any, fake: FakeAccelerator) -> None:
 
 
 def staging(module: Any, fake: FakeAccelerator) -> None:
-    """A tensor that may change at any time has been copied when the training goes on."""
+    """A tensor that may change at any time has been copied, on the device, when the training goes on."""
     weights, plan, _ = _plan(fake, module, mutable=True)
-    weights.fill_(1.0)
-    plan.stage()
-    weights.fill_(2.0)
+    with fake.held():
+        weights.fill_(1.0)
+        plan.stage()
+        weights.fill_(2.0)
     with slot_of(_plan(fake)[2]) as slot:
         for number, batch in enumerate(plan.batches):
             slot.write(number, batch)
+        fake.synchronize()
         assert torch.equal(slot.tensor, torch.ones(COUNT).view(torch.uint8))
+
+
+def one_after_the_other(module: Any, fake: FakeAccelerator) -> None:
+    """The second snapshot is staged while the first is still being copied, and each has the values of its own step."""
+    weights, plan, layout = _plan(fake, mutable=True)
+    told: list[Any] = []
+    with slot_of(layout) as first, slot_of(layout) as second:
+        snapshotter = _snapshotter(module, told.append)
+        snapshotter.plan, snapshotter.slots = plan, {0: first, 1: second}
+        with fake.held():
+            for number in (1, 2):
+                weights.fill_(float(number))
+                snapshotter.make_way()
+                plan.stage()
+                snapshotter.submit(module.Job(iteration=number, extras=b"", digest=None, marks=plan.marks(), ready=plan.ready()))
+                if number == 1:
+                    snapshotter.granted(1, 0)
+        eventually(lambda: any(isinstance(each, Request) and each.iteration == 2 for each in told))
+        snapshotter.granted(2, 1)
+        snapshotter.settle()
+        snapshotter.slots = {}
+        snapshotter.stop()
+        fake.synchronize()
+        assert not [message for message in told if isinstance(message, GiveUp)]
+        for number, slot in ((1, first), (2, second)):
+            assert slot.tensor.view(torch.float32).tolist() == [float(number)] * COUNT
+
+
+def events(module: Any, fake: FakeAccelerator) -> None:
+    """An event comes after what its stream was given before."""
+    tensor = fake.tensor(torch.zeros(COUNT))
+    tensor.fill_(3.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "module_of", lambda _: fake)
+        module.event_on(fake.current_stream(), DEVICE).synchronize()
+    assert tensor.elem.tolist() == [3.0] * COUNT
+
+
+def lateness(module: Any, fake: FakeAccelerator) -> None:
+    """How long the state has been final is asked of the device when it has come so far."""
+    weights, plan, layout = _plan(fake)
+    with slot_of(layout) as slot:
+        snapshotter = _snapshotter(module, lambda _: None, waits=False)
+        snapshotter.plan, snapshotter.slots = plan, {0: slot}
+        weights.fill_(1.0)
+        job = module.Job(iteration=1, extras=b"", digest=None, marks=plan.marks(), ready=plan.ready())
+        fake.synchronize()
+        snapshotter.submit(job)
+        eventually(lambda: job.is_seen)
+        snapshotter.granted(1, 0)
+        snapshotter.settle()
+        snapshotter.slots = {}
+        snapshotter.stop()
+        assert slot.tensor.view(torch.float32).tolist() == [1.0] * COUNT
 
 
 def agent_dies(module: Any, fake: FakeAccelerator) -> None:
@@ -96,21 +169,11 @@ def agent_dies(module: Any, fake: FakeAccelerator) -> None:
     at_recovery: list[bool] = []
 
     def tell(message: Any) -> None:
-        if isinstance(message, Chunk):
+        if isinstance(message, Landed):
             raise AgentError("the agent ended")
 
     with slot_of(layout) as slot:
-        snapshotter = module.Snapshotter(
-            0,
-            lambda job: "",
-            tell,
-            lambda: False,
-            lambda: at_recovery.append(all(stream.query() for stream in fake.streams[1:])),
-            lambda *_: None,
-            verify=False,
-            waits=True,
-            timeout=60.0,
-        )
+        snapshotter = _snapshotter(module, tell, lambda: at_recovery.append(all(stream.query() for stream in fake.streams[1:])))
         snapshotter.plan, snapshotter.slots = plan, {0: slot}
         weights.fill_(1.0)
         snapshotter.submit(module.Job(iteration=1, extras=b"", digest=None, marks=plan.marks(), ready=plan.ready()))
@@ -221,8 +284,12 @@ def courier(module: Any, fake: FakeAccelerator) -> None:
 
 SCENARIOS: dict[str, tuple[str, Scenario]] = {
     "snapshot": ("gemini_ft.worker.snapshot", snapshot),
+    "several batches": ("gemini_ft.worker.snapshot", several_batches),
     "readiness": ("gemini_ft.state.copy_plan", readiness),
     "staging": ("gemini_ft.state.copy_plan", staging),
+    "one after the other": ("gemini_ft.worker.snapshot", one_after_the_other),
+    "lateness": ("gemini_ft.worker.snapshot", lateness),
+    "events": ("gemini_ft.accelerator", events),
     "agent dies": ("gemini_ft.worker.snapshot", agent_dies),
     "lanes": ("gemini_ft.pipeline.lanes", lanes),
     "turns": ("gemini_ft.sync.turns", turns),
@@ -232,24 +299,25 @@ SCENARIOS: dict[str, tuple[str, Scenario]] = {
 
 # A wait, as the source has it, what stands in its place in the mutant, and the scenario that must fail.
 _WAIT = re.compile(r"\.(?:wait_event|wait_stream|synchronize|record_event)\(|\bmodule\.stream\(")
-_STREAM_OF_PLAN = "accelerator.module_of(self.plan.device).current_stream(self.plan.device)"
 WAITS = [
-    ("snapshot", f"{_STREAM_OF_PLAN}.wait_event(job.copied)", "pass"),
+    ("snapshot", "accelerator.stream_of(device).wait_event(job.copied)", "pass"),
+    ("one after the other", "if self._job is not None:\n            self._let_write(self._job)", "pass"),
     (
         "snapshot",
         "            if job.copied is not None:\n                self._judge(job)\n",
         "",
     ),  # no wait, but asked when the wait is queued
-    ("snapshot", "self._stream.wait_event(job.ready)", "pass"),
-    ("snapshot", "with module.stream(self._stream):", "if True:"),
-    ("snapshot", "events[number].synchronize()", "pass"),
-    ("snapshot", "events.append(self._stream.record_event())", "events.append(module.Event())"),
+    ("snapshot", "stream.wait_event(job.ready)", "pass"),
+    ("snapshot", "with accelerator.module_of(device).stream(stream):", "if True:"),
+    ("several batches", "                event.synchronize()\n", ""),
+    ("lateness", "        now.synchronize()\n", ""),
+    ("events", "return stream.record_event(module_of(device).Event(**options))", "return module_of(device).Event(**options)"),
     (
         "readiness",
-        "accelerator.module_of(self.device).current_stream(self.device).record_event()",
+        "accelerator.event_on(accelerator.stream_of(self.device), self.device, timed=True)",
         "accelerator.module_of(self.device).Event()",
     ),
-    ("staging", "target.copy_(copy.view)", "target.copy_(copy.view, non_blocking=True)"),
+    ("staging", "torch._foreach_copy_(self._staged, [copy.view for copy in self._mutable])", "self._staged = self._staged"),
     ("agent dies", "self._stream.synchronize()", "pass"),
     ("lanes", "self._module.current_stream(self._device).record_event()", "self._module.Event()"),
     ("lanes", "self._stream.wait_event(job.ready)", "pass"),
@@ -289,7 +357,7 @@ def test_whatever_the_order_of_the_device(name: str) -> None:
 def test_a_wait_that_is_missing_is_found(name: str, wait: str, instead: str) -> None:
     module, scenario = SCENARIOS[name]
     mutant = _module(module, wait, instead)
-    for seed in SEEDS:
+    for seed in range(8 * len(SEEDS)):  # until the first that shows it
         with installed(seed) as fake:
             try:
                 scenario(mutant, fake)
