@@ -105,7 +105,7 @@ def command(argv: Sequence[str]) -> int:
             stack.enter_context(reported_progress(os.environ, run_id, lambda: notes.total))
             record(torchrun.run)(options)
     except ChildFailedError as error:
-        logger.error("%s", in_short(error, endings.repeated))
+        logger.error("%s", in_short(error, endings.shown))
         if is_nameless:
             lifecycle.leave(run_id)  # nobody can come back for it
         return endings.status or 1
@@ -145,9 +145,9 @@ def _without(names: str, one: str) -> str:
     return ",".join(name for name in names.split(",") if name.strip() != one)
 
 
-def in_short(error: ChildFailedError, repeated: ProcessFailure | None) -> ChildFailedError:
-    """The report of a failure that has come twice: one worker's, as the others have mostly failed of it or in the same way."""
-    of_one = {rank: failure for rank, failure in error.failures.items() if repeated is not None and failure.pid == repeated.pid}
+def in_short(error: ChildFailedError, shown: ProcessFailure | None) -> ChildFailedError:
+    """The report of a failure that is final: one worker's, as the others have mostly failed of it or in the same way."""
+    of_one = {rank: failure for rank, failure in error.failures.items() if shown is not None and failure.pid == shown.pid}
     return ChildFailedError(error.name, of_one) if of_one else error
 
 

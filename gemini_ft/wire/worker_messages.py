@@ -240,6 +240,13 @@ class Goodbye(Message):
     """The worker's farewell: its work is finished, or it was interrupted by the user."""
 
     finished: bool
+    last: bool = False  # no word will come when the process ends: whoever runs it kills it
+
+
+class Ended(Call):
+    """Tells that this process, which may have been a worker, is about to end well; or that it ends because its state was refused."""
+
+    refused: str = ""  # the refusal
 
 
 class GetStatus(Call):
@@ -272,7 +279,7 @@ class Inject(Message):
 
 ToAgent = (
     Hello | GetInventory | OpenSession | Reserve | Request | Copied | GiveUp | Progress | Watch | Observed | Figures | Dispatched
-    | Collected | Excuse | Verify | Stage | Map | Adopt | Ping | Goodbye | GetStatus | Visit | Leave | AskDrain | Inject | Chunk
+    | Collected | Excuse | Verify | Stage | Map | Adopt | Ping | Goodbye | Ended | GetStatus | Visit | Leave | AskDrain | Inject | Chunk
 )  # fmt: skip
 to_agent: Channel[ToAgent] = Channel(ToAgent)
 
@@ -289,6 +296,10 @@ class Verified(Answer):
 
 class Staged(ShardAnswer):
     """The answer to Stage."""
+
+
+class Noted(Answer):
+    """The answer to Ended."""
 
 
 class Left(Message):

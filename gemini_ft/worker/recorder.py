@@ -21,6 +21,7 @@ from gemini_ft.errors import AgentError, GeminiError
 from gemini_ft.events import EventLog
 from gemini_ft.faults import inject as faults
 from gemini_ft.faults.plan import World
+from gemini_ft.launch import ray_train
 from gemini_ft.state import codec
 from gemini_ft.state.base import TrainingState
 from gemini_ft.state.writes import CopyWhen
@@ -42,6 +43,7 @@ from gemini_ft.wire.worker_messages import (
     ToWorker,
     Travelled,
 )
+from gemini_ft.worker import parting
 from gemini_ft.worker.courier import Courier
 from gemini_ft.worker.drain import Drain
 from gemini_ft.worker.observation import Observation
@@ -78,6 +80,7 @@ class Recorder:
         self._outcomes = Outcomes(stats, lambda event, **facts: self.events.write(event, **facts))
         self._copy_when = CopyWhen(config.copy_when, lambda reason: self._outcomes.discarded(self._outcomes.newest, reason))
         self.session: Session = join(config, name, self._on_event, resizable)
+        parting.attend(self.session.run, self.session.host)
         self._copying = Snapshotter(
             self.session.rank,
             lambda job: self._reservation.root(job),
@@ -207,7 +210,7 @@ class Recorder:
         self.halt()
         if finished or interrupted:
             with contextlib.suppress(AgentError):
-                self.client.tell(Goodbye(finished=finished))
+                self.client.tell(Goodbye(finished=finished, last=ray_train.run_name() is not None))
         self.client.close()
         if interrupted:  # by a connection of its own: the interrupt may have struck in the middle of a message on ours
             lifecycle.leave(self.session.run, self.session.host)

@@ -1,0 +1,103 @@
+"""What an end means, in real jobs: a refusal is final, and what was trained can be had again until every process has ended well."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_kit import agent_pid, end_agent, eventually
+
+from gemini_ft.events import read_events
+
+SCRIPT = """
+import os, pathlib, signal, sys, time
+import torch
+import gemini_ft
+from torch.nn.parallel import DistributedDataParallel
+
+gemini_ft.init_process_group("gloo")
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rank, once = torch.distributed.get_rank(), pathlib.Path("once")
+is_first = not once.exists()
+
+def step(checkpointer):
+    optimizer.zero_grad()
+    model(torch.randn(2, 4)).square().sum().backward()
+    optimizer.step()
+    checkpointer.step()
+"""
+REFUSED_ONCE = """
+checkpointer = gemini_ft.Checkpointer(model, optimizer, on_late="wait")
+for iteration in range(checkpointer.resume(), 6):
+    if rank == torch.distributed.get_world_size() - 1 and iteration == 3 and is_first:  # a second process has nothing to refuse
+        once.touch()
+        optimizer.seen = iter([1])
+    step(checkpointer)
+checkpointer.close()
+"""
+LAUNCHERS = {
+    "gemini run": [sys.executable, "-m", "gemini_ft.cli.main", "run"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "1"],
+}
+
+
+class Folder:
+    """The folder of one run, and its scripts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.run = folder, f"ends-{os.getpid()}-{folder.name}"
+
+    def start(self, script: str, *arguments: str, launcher: str = "gemini run", ranks: int = 2, **environ: str) -> int:
+        """Runs a script to its end; returns the status."""
+        (self.path / "train.py").write_text(SCRIPT + script)
+        everywhere = {
+            "GEMINI_HOST_ID": "here",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "GEMINI_STATE_DIR": str(self.path / "state"),
+        }
+        here = {"GEMINI_RUN_ID": self.run, "GEMINI_LOG_DIR": str(self.path), "GEMINI_EVENTS": str(self.path / "events")}
+        command = [*LAUNCHERS[launcher], "--standalone", "--nproc-per-node", str(ranks), "train.py", *arguments]
+        with open(self.path / "output", "ab") as output:
+            environ = {**os.environ, **everywhere, **here, **environ}
+            return subprocess.run(command, env=environ, cwd=self.path, stdout=output, stderr=output, timeout=120).returncode
+
+    @property
+    def output(self) -> str:
+        return (self.path / "output").read_text()
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.path / "events") if event["event"] == kind]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    folder = Folder(tmp_path)
+    yield folder
+    end_agent(folder.run, "here")
+
+
+def test_a_refusal_ends_the_job_at_once(folder: Folder) -> None:
+    assert folder.start(REFUSED_ONCE) == 70, folder.output
+    assert {event["incarnation"] for event in folder.events("joined")} == {1}
+    assert folder.output.count("gemini run: the state of the job was refused, and no restart would change that. ") == 1
+    assert "Memory keeps step 3 for 30.0 min" in folder.output
+
+
+def test_no_restart_of_torchrun_talks_a_refusal_away(folder: Folder) -> None:
+    """Its restarts cannot be ended, so the agent refuses them with the same words; another launch may be of a script that was mended."""
+    assert folder.start(REFUSED_ONCE, launcher="torchrun", ranks=1) == 1, folder.output
+    assert {event["incarnation"] for event in folder.events("joined")} == {1}
+    assert "has ended with this refusal, which a restart does not change: not captured" in folder.output
+    assert folder.start(REFUSED_ONCE, ranks=1) == 0, folder.output
+    assert [event["iteration"] for event in folder.events("resumed")] == [3]
