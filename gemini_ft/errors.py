@@ -22,9 +22,9 @@
         ├── ObjectGoneError       an object was listed, but is not there any more
         └── StorageUnclearError   it cannot be told now what there is to resume; nothing has been begun
 
-A message says what was given, what is allowed, and the way out. Where a class has an ``exit_status`` other than 1, that is how a worker of
-``gemini run`` ends with such an error, and ``gemini run`` itself, which does not try again. A state that is refused stays refused: a process
-that begins anew may no longer see what is wrong with it.
+A message says what was given, what is allowed, and the way out. Where a class has an ``exit_status`` other than 1, that is how a
+worker of ``gemini run`` ends with such an error, and ``gemini run`` itself, which does not try again. A state that is refused stays
+refused: a process that begins anew may no longer see what is wrong with it.
 """
 
 from __future__ import annotations

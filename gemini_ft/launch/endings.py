@@ -1,7 +1,8 @@
 """Failures that are final: what another attempt would only repeat ends the job, with a status of its own.
 
-A worker may say so itself, by its exit status, or by a note where the others fail of its end first. And where the same exception comes at the same place of the same step as in the attempt
-before, it will come again: training is repeated bit for bit. What hosts, networks and stores do to a worker is never taken for that.
+A worker may say so itself, by its exit status, or by a note where the others fail of its end first. And where the same exception comes at
+the same place of the same step as in the attempt before, it will come again: training is repeated bit for bit. What hosts, networks and
+stores do to a worker is never taken for that.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,17 +16,19 @@ from agent_kit import agent_pid, end_agent, eventually
 from gemini_ft.events import read_events
 
 SCRIPT = """
-import os, pathlib, signal, sys, time
+import os, pathlib, time
 import torch
 import gemini_ft
 from torch.nn.parallel import DistributedDataParallel
 
-gemini_ft.init_process_group("gloo")
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model = DistributedDataParallel(torch.nn.Linear(4, 4))
+model = torch.nn.Linear(4, 4)
+if "WORLD_SIZE" in os.environ:
+    gemini_ft.init_process_group("gloo")
+    model = DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-rank, once = torch.distributed.get_rank(), pathlib.Path("once")
+once = pathlib.Path("once")
 is_first = not once.exists()
 
 def step(checkpointer):
@@ -47,6 +48,7 @@ checkpointer.close()
 """
 LAUNCHERS = {
     "gemini run": [sys.executable, "-m", "gemini_ft.cli.main", "run"],
+    "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "1"],
 }
 
@@ -57,19 +59,21 @@ class Folder:
     def __init__(self, folder: Path) -> None:
         self.path, self.run = folder, f"ends-{os.getpid()}-{folder.name}"
 
-    def start(self, script: str, *arguments: str, launcher: str = "gemini run", ranks: int = 2, **environ: str) -> int:
+    def start(self, script: str, launcher: str = "gemini run", ranks: int = 2, **environ: str) -> int:
         """Runs a script to its end; returns the status."""
         (self.path / "train.py").write_text(SCRIPT + script)
-        everywhere = {
+        ours = {
+            "GEMINI_RUN_ID": self.run,
             "GEMINI_HOST_ID": "here",
+            "GEMINI_LOG_DIR": str(self.path),
+            "GEMINI_STATE_DIR": str(self.path / "state"),
+            "GEMINI_EVENTS": str(self.path / "events"),
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
-            "GEMINI_STATE_DIR": str(self.path / "state"),
         }
-        here = {"GEMINI_RUN_ID": self.run, "GEMINI_LOG_DIR": str(self.path), "GEMINI_EVENTS": str(self.path / "events")}
-        command = [*LAUNCHERS[launcher], "--standalone", "--nproc-per-node", str(ranks), "train.py", *arguments]
+        options = ["--standalone", "--nproc-per-node", str(ranks)] if launcher != "python" else []
+        command, environ = [*LAUNCHERS[launcher], *options, "train.py"], {**os.environ, **ours, **environ}
         with open(self.path / "output", "ab") as output:
-            environ = {**os.environ, **everywhere, **here, **environ}
             return subprocess.run(command, env=environ, cwd=self.path, stdout=output, stderr=output, timeout=120).returncode
 
     @property
@@ -101,3 +105,59 @@ def test_no_restart_of_torchrun_talks_a_refusal_away(folder: Folder) -> None:
     assert "has ended with this refusal, which a restart does not change: not captured" in folder.output
     assert folder.start(REFUSED_ONCE, ranks=1) == 0, folder.output
     assert [event["iteration"] for event in folder.events("resumed")] == [3]
+
+
+FAILS_AFTERWARDS = """
+def train(name):
+    with gemini_ft.Checkpointer(model, optimizer, name=name, on_late="wait") as checkpointer:
+        for iteration in range(checkpointer.resume(), 4):
+            step(checkpointer)
+
+train("first")
+time.sleep(1)
+train("second")
+if is_first:
+    once.touch()
+    raise OSError("[Errno 28] No space left on device: 'model.pt'")
+print("weights", *[param.double().sum().item().hex() for param in model.parameters()])
+"""
+
+
+@pytest.mark.parametrize("launcher", ["gemini run", "python"])
+def test_what_was_trained_stays_until_the_script_has_ended_well(folder: Folder, launcher: str) -> None:
+    if folder.start(FAILS_AFTERWARDS, launcher=launcher, ranks=1):  # without a launcher that restarts it, the same command again
+        assert launcher == "python"
+        assert folder.start(FAILS_AFTERWARDS, launcher=launcher, ranks=1) == 0, folder.output
+    resumed = [(event["stream"], event["iteration"]) for event in folder.events("resumed")]
+    assert resumed == [("first", 4), ("second", 4)], folder.output
+    eventually(lambda: agent_pid(folder.run, "here") is None, "the leaving of the agent")
+    (after_a_failure,) = re.findall("weights .*", folder.output)
+    (folder.path / "output").unlink()
+    assert folder.start(FAILS_AFTERWARDS, launcher=launcher, ranks=1) == 0
+    assert after_a_failure in folder.output
+
+
+FITS = """
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+L.seed_everything(1)
+trainer = L.Trainer(
+    strategy="gemini", accelerator="cpu", devices=1, max_steps=6, logger=False, enable_checkpointing=False, enable_progress_bar=False
+)
+module = BoringModel()
+trainer.fit(module)
+if is_first:
+    once.touch()
+    raise OSError("[Errno 28] No space left on device: 'model.pt'")
+print("weights", *[param.double().sum().item().hex() for param in module.parameters()])
+"""
+
+
+def test_lightning_does_not_train_again_what_was_trained_before_a_failure_behind_fit(folder: Folder) -> None:
+    assert folder.start(FITS, ranks=1, GEMINI_ON_LATE="wait") == 0, folder.output
+    assert [event["iteration"] for event in folder.events("resumed")] == [5], folder.output  # the last batch belongs to fit's end
+    (after_a_failure,) = re.findall("weights .*", folder.output)
+    (folder.path / "output").unlink()
+    assert folder.start(FITS, ranks=1) == 0
+    assert after_a_failure in folder.output
