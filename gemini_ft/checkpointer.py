@@ -47,6 +47,7 @@ from gemini_ft.worker.rendezvous import exchange, exchange_or_raise, on_all_rank
 from gemini_ft.worker.spreading import fill
 from gemini_ft.worker.stats import Stats
 
+_LAST_SECONDS = 2.0  # for the last snapshot of a script that ends without a close
 EXPLAIN = "GEMINI_EXPLAIN"  # in the environment: print the census
 
 GIVEN = declare("objects given as `state=`, or in the state of fabric.save", Fate.CAPTURED, "by their state_dict and load_state_dict")
@@ -432,6 +433,8 @@ class Checkpointer:
         if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
             self.close(finished=False, interrupted=True)
         elif self._recorder is not None:
+            if getattr(sys, "last_value", None) is None:  # a script that ends well, and has not closed: its last step is to be had, too
+                self._recorder.await_outcome(_LAST_SECONDS)
             self._recorder.halt()
 
     @contextlib.contextmanager

@@ -95,6 +95,9 @@ class Requests:
                 worker.send(Noted(call=message.call))
             case Leave(finished=finished):
                 self.departure.ask(worker, finished)
+                if finished:
+                    for stream in self._streams.by_name.values():
+                        stream.finish_unclosed()
             case Ping():
                 worker.send(Pong(agent_timeout=self._agent_timeout))
             case Adopt(shared=shared):

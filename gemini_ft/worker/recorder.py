@@ -234,7 +234,11 @@ class Recorder:
     def flush(self) -> None:
         """Returns when the last snapshot is committed or given up: only then is it known whether it is due for storage."""
         self.settle()
-        end = time.monotonic() + self._config.timeout
+        self.await_outcome(self._config.timeout)
+
+    def await_outcome(self, seconds: float) -> None:
+        """Returns when the last snapshot is committed or given up, or after that time."""
+        end = time.monotonic() + seconds
         with self._standing_still():
             while self._outcomes.is_open and not self.client.lost and time.monotonic() < end:
                 time.sleep(_POLL)

@@ -14,6 +14,8 @@ import pytest
 from agent_kit import agent_pid, end_agent, eventually
 
 from gemini_ft.events import read_events
+from gemini_ft.storage.checkpoints import list_checkpoints
+from gemini_ft.storage.opening import open_storage
 
 SCRIPT = """
 import os, pathlib, time
@@ -158,3 +160,26 @@ def test_lightning_does_not_train_again_what_was_trained_before_a_failure_behind
     assert [event["iteration"] for event in folder.events("resumed")] == [5], folder.output  # the last batch belongs to fit's end
     undisturbed, again = re.findall("weights .*", folder.output)
     assert undisturbed == again
+
+
+LIMITED = """
+storage = {"url": pathlib.Path("store").absolute().as_uri(), "every_steps": 10, "at_end": os.environ.get("AT_END") != "0"}
+checkpointer = gemini_ft.Checkpointer(model, optimizer, on_late="wait", storage=storage)
+for iteration in range(checkpointer.resume(), int(os.environ["STEPS"])):
+    step(checkpointer)
+if os.environ.get("CLOSES") != "0":
+    checkpointer.close()
+"""
+
+
+def stored(folder: Folder) -> list[int]:
+    return sorted(each.version.iteration for each in list_checkpoints(open_storage((folder.path / "store").as_uri())))
+
+
+def test_the_last_steps_of_a_job_that_ends_well_are_stored_and_the_same_command_goes_on_behind_them(folder: Folder) -> None:
+    assert folder.start(LIMITED, STEPS="3", CLOSES="0") == 0, folder.output
+    eventually(lambda: agent_pid(folder.run, "here") is None, "the leaving of the agent")
+    assert stored(folder) == [3]
+    assert folder.start(LIMITED, STEPS="13", AT_END="0") == 0, folder.output
+    assert [event["iteration"] for event in folder.events("resumed")] == [3]
+    assert stored(folder) == [3, 10]
