@@ -456,7 +456,7 @@ class Visited(Answer):
 
 
 ToWorker = (
-    Verified | Staged | Left | Welcome | Inventory | Opened | Reserved | Room | Granted | Travelled | Dispatch | Collect | Mapped | Pong
-    | Custody | Status | Visited | Draining | StopAfterStep | Commit | Abort | Failed | Notice | Paced
+    Verified | Staged | Noted | Left | Welcome | Inventory | Opened | Reserved | Room | Granted | Travelled | Dispatch | Collect | Mapped
+    | Pong | Custody | Status | Visited | Draining | StopAfterStep | Commit | Abort | Failed | Notice | Paced
 )  # fmt: skip
 to_worker: Channel[ToWorker] = Channel(ToWorker)

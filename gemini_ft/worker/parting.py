@@ -13,7 +13,7 @@ import sys
 from multiprocessing.util import Finalize
 
 from gemini_ft.agent import lifecycle
-from gemini_ft.errors import AgentError, is_refusal
+from gemini_ft.errors import GeminiError, is_refusal
 from gemini_ft.wire.worker_messages import Ended
 
 
@@ -29,5 +29,5 @@ def _part(run: str, host: str, pid: int) -> None:
     is_told = "GEMINI_LAUNCHER_PID" in os.environ and not is_refusal(error)
     if pid != os.getpid() or is_told or (error is not None and not is_refusal(error)):
         return
-    with contextlib.suppress(AgentError, OSError):
+    with contextlib.suppress(GeminiError, OSError):
         lifecycle.ask(run, host, Ended(refused=str(error) if error is not None else ""))
