@@ -379,6 +379,11 @@ class Checkpointer:
         return now // self.interval > before // self.interval
 
     @property
+    def has_past(self) -> bool:
+        """Whether this run was begun before, by this command or by an attempt that has failed."""
+        return self._joined.has_past
+
+    @property
     def interval(self) -> int:
         """Steps between snapshots at present."""
         return self._joined.interval(self._iteration)

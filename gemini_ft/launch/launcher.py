@@ -70,10 +70,11 @@ def command(argv: Sequence[str]) -> int:
         The exit status; docs/launcher.md has the table.
 
     Raises:
-        ConfigError: there is no such script.
+        ConfigError: there is no such script, or torch's launcher refuses the value of an option.
         RunAliveError: another launch of this run is at work on this host.
     """
     options = make_parser().parse_args(argv)
+    _check_sizes(options)
     program = program_of(options)
     _show_messages()
     lifecycle.raise_descriptor_limit()
@@ -122,6 +123,8 @@ def command(argv: Sequence[str]) -> int:
         if error.sigval == signal.SIGINT:  # the user's wish; after any other signal the same command may come again
             lifecycle.leave(run_id)
         return 128 + error.sigval
+    except (AssertionError, ValueError) as error:  # about an option's value; what fails in workers is a ChildFailedError
+        raise ConfigError(f"{error}; `gemini run --help` names the options and their values") from error
     except RendezvousClosedError:
         logger.warning("the rendezvous is closed: the job has ended without this host; the output of the others says how")
         return ENDED_ELSEWHERE
@@ -138,6 +141,17 @@ def command(argv: Sequence[str]) -> int:
         logger.error("the job has finished, but its last upload failed for good, and the agents' memory is gone: %s", unstored)
         return NOT_STORED
     return 0
+
+
+def _check_sizes(options: argparse.Namespace) -> None:
+    try:
+        torchrun.parse_min_max_nnodes(options.nnodes)
+        torchrun.determine_local_world_size(options.nproc_per_node)
+    except (RuntimeError, ValueError):
+        given = f"--nnodes={options.nnodes} --nproc-per-node={options.nproc_per_node}"
+        raise ConfigError(
+            f"{given}: must be a number of hosts, or MIN:MAX, and a number of workers, or auto, cpu or gpu where it is"
+        ) from None
 
 
 def _without(names: str, one: str) -> str:

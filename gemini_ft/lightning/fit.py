@@ -24,7 +24,7 @@ from gemini_ft.config import GeminiConfig
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.launch import notes
 from gemini_ft.lightning import trainer_callbacks, trainer_checkpoints, trainer_loops
-from gemini_ft.lightning.callbacks import refuse_callbacks
+from gemini_ft.lightning.callbacks import refuse_callbacks, save_config_again
 from gemini_ft.lightning.capture import capture, checkpoint_of, complete, restore
 from gemini_ft.lightning.fault_hooks import watch
 from gemini_ft.lightning.inventory import findings, fingerprint
@@ -85,6 +85,8 @@ class Fit:
         if self._trainer.max_steps > 0:  # an option counts more: it is said later
             notes.say_total(self._trainer.max_steps)
         found = self.checkpointer.open()
+        if self.checkpointer.has_past:
+            save_config_again(self._trainer.callbacks)
         if found is None:
             return
         self._found, self._iteration = found.extras, found.iteration

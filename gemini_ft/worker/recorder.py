@@ -247,6 +247,11 @@ class Recorder:
         """Lets replicas travel freely meanwhile, as the training stands still."""
         return self._observation.waiting() if self._observation is not None else contextlib.nullcontext()
 
+    @property
+    def has_past(self) -> bool:
+        """Whether this run was begun before."""
+        return self.session.spec.incarnation.number > 1 or self.session.plan.version is not None
+
     def raise_fatal(self) -> None:
         """Raises an error that the agents found in the background, if it must stop the job."""
         if self._fatal is not None:
@@ -261,8 +266,7 @@ class Recorder:
         if session.orders.text:
             world = World(session.spec.hosts, session.spec.holders)
             url = self._config.storage.url if self._config.storage is not None else None
-            has_past = number > 1 or version is not None
-            scene = faults.Scene(session.run, has_past, session.rank, world, url, lambda: self.client, self.events)
+            scene = faults.Scene(session.run, self.has_past, session.rank, world, url, lambda: self.client, self.events)
             exchange_or_raise(lambda: faults.arm(session.orders, scene), self._config.timeout)
 
     def _observe(self) -> None:

@@ -140,12 +140,17 @@ def test_what_was_trained_stays_until_the_script_has_ended_well(folder: Folder, 
 
 FITS = """
 import lightning as L
+from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+class Parser:
+    def save(self, config, path, **_):
+        pathlib.Path(path).write_text(config)
+
 L.seed_everything(1)
-trainer = L.Trainer(
-    strategy="gemini", accelerator="cpu", devices=1, max_steps=6, logger=False, enable_checkpointing=False, enable_progress_bar=False
-)
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+saved = SaveConfigCallback(Parser(), "seed: 1")  # as LightningCLI adds it
+trainer = L.Trainer(strategy="gemini", accelerator="cpu", devices=1, max_steps=6, callbacks=[saved], **quiet)
 module = BoringModel()
 trainer.fit(module)
 print("weights", *[param.double().sum().item().hex() for param in module.parameters()])
