@@ -188,3 +188,33 @@ def test_the_last_steps_of_a_job_that_ends_well_are_stored_and_the_same_command_
     assert folder.start(LIMITED, STEPS="13", AT_END="0") == 0, folder.output
     assert {event["iteration"] for event in folder.events("resumed")} == {3}
     assert stored(folder) == [3, 10]
+
+
+CHANGES_ITS_DATA = """
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+class Memory(torch.utils.data.IterableDataset):
+    seen = None
+    def __iter__(self):
+        for _ in range(8):
+            yield torch.full((32,), 1.0 + len(self.seen or ()))
+
+class Learner(BoringModel):
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(memory, batch_size=None)
+    def training_step(self, batch, index):
+        memory.seen = [*(memory.seen or ()), *[index] * 40]
+        return super().training_step(batch, index)
+
+memory = Memory()
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+L.Trainer(strategy="gemini", accelerator="cpu", devices=1, max_epochs=1, limit_val_batches=0, **quiet).fit(Learner())
+"""
+
+
+def test_a_snapshot_whose_data_is_lost_is_not_resumed(folder: Folder) -> None:
+    """A replay buffer that has outgrown what is kept: in a process that begins anew it is empty, and nothing seems to be lost."""
+    faults = {"GEMINI_FAULTS": "step=4:rank=0:sigkill", "GEMINI_FAULTS_DIR": str(folder.path), "GEMINI_ON_LATE": "wait"}
+    assert folder.start(CHANGES_ITS_DATA, ranks=1, **faults) == 70, folder.output
+    assert "the training had changed dataset.seen in its data when step 3 was recorded, and no snapshot can have that" in folder.output
