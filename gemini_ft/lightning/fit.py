@@ -241,8 +241,8 @@ class Fit:
             raise UnsupportedStateError(
                 f"the training had changed {', '.join(gone[:5])} in its data when step {self._iteration} was recorded, and no snapshot can "
                 "have that: what follows would be other batches. Keep it in small plain attributes (numbers, lists, small tensors), give "
-                "the loader state_dict and load_state_dict, or say with data_resume='skip' that batches do not depend on it; and start anew "
-                "(resume='never')"
+                "the loader state_dict and load_state_dict, or say with data_resume='skip' that batches do not depend on it; and start "
+                "anew (resume='never')"
             )
 
     def _extras(self) -> dict[str, Any]:
