@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gemini_ft.checkpointer import Checkpointer
     from gemini_ft.config import GeminiConfig
     from gemini_ft.errors import GeminiError
+    from gemini_ft.loaders import resumable
     from gemini_ft.pipeline import GradientSynchronizer
     from gemini_ft.worker.rendezvous import init_process_group
 
@@ -38,6 +39,7 @@ __all__ = [
     "init_process_group",
     "lightning",
     "pytorch_lightning",
+    "resumable",
 ]
 
 # public name -> the module that defines it; a submodule stands for itself
@@ -51,6 +53,7 @@ _LAZY = {
     "init_process_group": "gemini_ft.worker.rendezvous",
     "lightning": "gemini_ft.lightning",
     "pytorch_lightning": "gemini_ft.pytorch_lightning",
+    "resumable": "gemini_ft.loaders",
 }
 
 

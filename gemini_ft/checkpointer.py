@@ -37,6 +37,7 @@ from gemini_ft.state.base import PlainState, TrainingState
 from gemini_ft.state.ddp import ddp_state, findings, first_tensors, refuse_hooks, restore_buckets, restore_sync, send_first
 from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence
 from gemini_ft.state.hyperparameters import Given, Hyperparameters, warn
+from gemini_ft.state.iterators import is_plain_loader, unkept
 from gemini_ft.state.optimizer_steps import OptimizerSteps
 from gemini_ft.state.rebuilding import Changes
 from gemini_ft.state.rng import rng_state, set_rng_state
@@ -47,6 +48,7 @@ from gemini_ft.worker.rendezvous import exchange, exchange_or_raise, on_all_rank
 from gemini_ft.worker.spreading import fill
 from gemini_ft.worker.stats import Stats
 
+_LAST_SECONDS = 2.0  # for the last snapshot of a script that ends without a close
 EXPLAIN = "GEMINI_EXPLAIN"  # in the environment: print the census
 
 GIVEN = declare("objects given as `state=`, or in the state of fabric.save", Fate.CAPTURED, "by their state_dict and load_state_dict")
@@ -70,7 +72,7 @@ class Checkpointer:
     Args:
         model: module, or name -> module.
         optimizers: one, or several. Their ``step`` is hooked: it waits for the copy under way.
-        state: name -> object with ``state_dict``/``load_state_dict`` (schedulers, scalers, loaders).
+        state: name -> object with ``state_dict``/``load_state_dict`` (schedulers, scalers, loaders made by `gemini_ft.resumable`).
         config: options; default: from ``options``, ``GEMINI_*`` and ``GEMINI_CONFIG``.
         name: of the stream; several at a time need different ones.
         hooks: False: the caller calls ``wait_before_update`` and ``save`` itself.
@@ -109,6 +111,12 @@ class Checkpointer:
             raise ConfigError(f"give either config or single options, not both: {sorted(options)}")
         if not re.fullmatch(WORD, name) or len(name) > 64:
             raise ConfigError(f"name={name!r}: must be 1 to 64 letters, digits and . _ -, not beginning with a dot")
+        for key, value in (state or {}).items():
+            if is_plain_loader(value):
+                raise ConfigError(
+                    f"state[{key!r}] is a {type(value).__qualname__} that draws other random numbers when it is iterated again after a "
+                    "failure; give gemini_ft.resumable(loader), here and to the loop, which goes on with the very batch"
+                )
         self.config = config if config is not None else load_config(options)
         self.name = name
         self.scalars: dict[str, Any] = {}
@@ -127,6 +135,7 @@ class Checkpointer:
         self._recorder: Recorder | None = None
         self._state_extras: dict[int, Any] = {}  # of the resumed snapshot, by rank, until load_tensors
         self._iteration = 0
+        self._has_looked = False  # for loaders whose positions are in no snapshot
         self._updates = 0
         self._blocked = 0.0
         self._steps = OptimizerSteps(self.wait_before_update)
@@ -187,6 +196,8 @@ class Checkpointer:
         """
         begin = time.perf_counter()
         self._iteration += 1
+        if not self._has_looked:
+            self._look_for_loaders()
         self._steps.refuse_stranger()
         self._end_of_step()
         self.scalars.update(scalars)
@@ -368,6 +379,11 @@ class Checkpointer:
         return now // self.interval > before // self.interval
 
     @property
+    def has_past(self) -> bool:
+        """Whether this run was begun before, by this command or by an attempt that has failed."""
+        return self._joined.has_past
+
+    @property
     def interval(self) -> int:
         """Steps between snapshots at present."""
         return self._joined.interval(self._iteration)
@@ -427,11 +443,23 @@ class Checkpointer:
         if not self._is_replicated:
             raise ConfigError("init_sync=True is for ranks that hold the same, and replicated=False was given; leave one of them out")
 
+    def _look_for_loaders(self) -> None:
+        """Warns, at the first step and not after a failure, of data that would not go on where it was."""
+        self._has_looked = True
+        if self._joined.session.rank == 0 and (found := unkept(self._stateful.values())):
+            _log.warning(
+                "this loop iterates a DataLoader (of a %s) that is not in `state`: after a failure its epoch begins anew, and other random "
+                "numbers are drawn. Iterate loader = gemini_ft.resumable(loader), and give it as state={'loader': loader}",
+                ", ".join(found),
+            )
+
     def _end_with_process(self) -> None:
         """Ends this rank's threads with the process; after Ctrl-C leaves the run: the agents' memory will not be needed."""
         if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
             self.close(finished=False, interrupted=True)
         elif self._recorder is not None:
+            if getattr(sys, "last_value", None) is None:  # a script that ends well, and has not closed: its last step is to be had, too
+                self._recorder.await_outcome(_LAST_SECONDS)
             self._recorder.halt()
 
     @contextlib.contextmanager

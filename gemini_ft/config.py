@@ -81,6 +81,7 @@ class StorageConfig(_Model):
     url: str = Field(description="Where checkpoints go: file:///folder or s3://bucket/prefix.")
     every_steps: int | None = Field(None, gt=0, description="Upload every this many optimizer steps.")
     every_seconds: float | None = Field(None, gt=0, description="Upload at least this often, in seconds.")
+    at_end: bool = Field(True, description="Whether the last committed step is uploaded when the job ends well, and not only what was due.")
     keep_last: Annotated[int | Literal["all"], _number_or("all", "checkpoints")] = Field(2, description="Newest checkpoints to keep; all: nothing is ever deleted there, the store's own rules do that.")
     keep_every: int | None = Field(None, gt=0, description="Also keep every checkpoint whose step divides by this.")
     required: bool = Field(True, description="Whether storage that cannot be written at the start is an error, unless memory is whole; false: a warning. In both cases nothing is begun while storage cannot tell what there is.")

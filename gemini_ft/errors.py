@@ -22,8 +22,9 @@
         ├── ObjectGoneError       an object was listed, but is not there any more
         └── StorageUnclearError   it cannot be told now what there is to resume; nothing has been begun
 
-A message says what was given, what is allowed, and the way out. Where a class has an ``exit_status``, that is how a worker of
-``gemini run`` ends with such an error, and ``gemini run`` itself, which does not try again.
+A message says what was given, what is allowed, and the way out. Where a class has an ``exit_status`` other than 1, that is how a
+worker of ``gemini run`` ends with such an error, and ``gemini run`` itself, which does not try again. A state that is refused stays
+refused: a process that begins anew may no longer see what is wrong with it.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class MemoryBudgetError(ConfigError):
 class StateError(GeminiError):
     """The training state is not what it must be for an exact snapshot."""
 
+    exit_status = 70  # EX_SOFTWARE
+
 
 class UnsupportedStateError(StateError):
     """A tensor or object cannot be captured exactly; the message names it."""
@@ -66,13 +69,19 @@ class LayoutMismatchError(StateError):
 class WorldSizeError(StateError):
     """The snapshot was made by another number of ranks."""
 
+    exit_status = 1  # the missing hosts may come back
+
 
 class ReplicaDivergedError(StateError):
     """Ranks that must hold the same bytes hold different ones."""
 
+    exit_status = 1  # a bit may have flipped: what was committed before is sound
+
 
 class ConcurrentWriteError(StateError):
     """A tensor was written while its copy was under way; that snapshot was discarded."""
+
+    exit_status = 1
 
 
 class RecoveryError(GeminiError):
@@ -115,3 +124,8 @@ class StorageUnclearError(StorageError):
     """Storage does not say now what there is to resume, and memory does not have it; the job must not begin without it."""
 
     exit_status = 74  # EX_IOERR
+
+
+def is_refusal(error: BaseException | None) -> bool:
+    """Whether an error refuses the state of the job, which no restart may talk away."""
+    return isinstance(error, StateError) and error.exit_status != 1

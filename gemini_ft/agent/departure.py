@@ -33,6 +33,7 @@ class Departure:
         self._asked_to_leave = False
         self.follows = False
         self._interrupted: set[WorkerConnection] = set()  # by Ctrl-C: the other workers will follow, and the job does not come back
+        self._finished: set[WorkerConnection] = set()  # have finished their work, and not said how their processes end
         self._askers: list[WorkerConnection] = []  # launchers that wait for the end
         self._waits_until = 0.0  # for the last upload, on the monotonic clock
 
@@ -40,6 +41,7 @@ class Departure:
         """Takes back every wish to leave, but for that of a drained host: a worker has come."""
         self.linger, self._asked_to_leave = linger, False
         self._interrupted.clear()
+        self._finished = {worker for worker in self._finished if worker.alive}
 
     def ask(self, asker: WorkerConnection, finished: bool) -> None:
         """Takes the wish of a launcher, or of the user; ``finished``: the job has, and the asker waits for the last upload."""
@@ -52,6 +54,14 @@ class Departure:
     def follow(self) -> None:
         """Has the agent leave once its workers, which are told to end after their step, have done so."""
         self.follows = True
+
+    def finish(self, worker: WorkerConnection) -> None:
+        """Takes note of a worker that has finished; its script may fail yet."""
+        self._finished.add(worker)
+
+    def ended(self, pid: int) -> None:
+        """Takes note of a process that ends well."""
+        self._finished = {worker for worker in self._finished if worker.pid != pid}
 
     def interrupt(self, worker: WorkerConnection) -> None:
         """Takes note of a worker that the user has interrupted."""
@@ -71,7 +81,7 @@ class Departure:
             return self._asked_to_leave and not uploading
         if now - self.idle_since > self.linger:
             return True
-        finished = bool(streams) and all(stream.finished for stream in streams)
+        finished = bool(streams) and all(stream.finished for stream in streams) and not self._finished
         if any(stream.finishing for stream in streams) and now < self._waits_until:
             return False  # the leader's word on the last upload is still to come
         if any(stream.unstored for stream in streams) and not self._asked_to_leave and now - self.idle_since < _VERDICT:

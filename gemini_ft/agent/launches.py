@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from datetime import datetime
 
-from gemini_ft.errors import RunAliveError
+from gemini_ft.errors import RunAliveError, StateError
 from gemini_ft.hosts import began
 from gemini_ft.wire.worker_messages import Launch
 
@@ -16,6 +16,7 @@ class Launches:
     """The launches of one run that workers of this host have named."""
 
     def __init__(self) -> None:
+        self._refused: tuple[Launch, str] | None = None  # the last one whose state was refused, and why
         self._known: dict[tuple[int, int], Launch] = {}  # process id and beginning of who started the workers -> launch
 
     def note(self, launch: Launch) -> None:
@@ -27,6 +28,15 @@ class Launches:
         """Launches of which a launcher, or one of ``workers`` (process id, launch), is alive."""
         living = [known for (pid, ticks), known in self._known.items() if began(pid) == ticks]
         return [*living, *(launch for pid, launch in workers if began(pid) is not None)]
+
+    def note_refusal(self, launch: Launch, text: str) -> None:
+        """The state of a launch was refused; a restart of its workers, which not every launcher leaves out, must not talk that away."""
+        self._refused = launch, text
+
+    def refuse_again(self, newcomer: Launch) -> None:
+        """Raises StateError if the state of this launch was refused."""
+        if self._refused is not None and self._refused[0].is_same(newcomer):
+            raise StateError(f"a worker of this launch has ended with this refusal, which a restart does not change: {self._refused[1]}")
 
     def refuse_second(self, run: str, host: str, newcomer: Launch, workers: Collection[tuple[int, Launch]]) -> None:
         """Raises RunAliveError if a launch other than the newcomer's is alive."""

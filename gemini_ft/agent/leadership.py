@@ -46,6 +46,7 @@ from gemini_ft.wire.tcp import Connection
 
 _REMEMBERED = 16  # commits whose roots are kept for readers: the job has moved on when they ask
 _TICK = 0.25  # seconds between looks for late holders
+_AT_LEAST = 3.0  # seconds for which the last upload is tried, however little patience there is
 _AGAIN = 5.0  # seconds between two attempts at the last upload of a job
 SLOW_UPLOAD = 600.0  # seconds
 NO_COLLECTORS: Mapping[str, Sequence[str]] = MappingProxyType({})
@@ -188,7 +189,7 @@ class Leader:
         elif isinstance(message, ReportFinished):
             self._finished.add(message.rank)
             if len(self._finished) == self._world_size and self._ends_by is None:
-                self._ends_by = now + self._patience
+                self._ends_by = now + max(self._patience, _AT_LEAST)
                 self._end(now)
         else:
             raise PeerError(f"{kind_of(message)!r} is not a report")
@@ -222,7 +223,7 @@ class Leader:
         if member is not None and host in self._drained:
             self._tell(DrainHost(host=host), member)
         if member is not None and self._ended:
-            self._tell(AllFinished(unstored=self.book.upload_error), member)
+            self._tell(AllFinished(unstored=self.book.unstored), member)
 
     @property
     def ending(self) -> bool:
@@ -230,16 +231,23 @@ class Leader:
         return self._ends_by is not None and not self._ended
 
     def _end(self, now: float) -> None:
-        """Lets the agents of a finished job go once its last upload is over, which is tried again for as long as configured."""
+        """Uploads what a finished job has committed last, for as long as configured, and then tells all that it is over."""
         if self._ended or self._ends_by is None or self.book.uploading is not None:
             return
         if self._epoch and not self.book.upload_error and self.book.is_overdue(now):
             self.book.note_unstored("the host that led the commits was lost before it was stored")
-        if not self.book.upload_error or now >= self._ends_by:
+        if not self.book.unstored or now >= self._ends_by:
             self._ended = True
-            self._tell(AllFinished(unstored=self.book.upload_error))
-        elif now >= self._again_at:
+            self._tell(AllFinished(unstored=self.book.unstored))
+        elif now >= self._again_at and not self.book.obstacle:
             self._again_at = now + _AGAIN
+            self._tasks.spawn(self._store_last())
+
+    async def _store_last(self) -> None:
+        version = self.book.committed
+        if self._storing is not None and version is not None and await self._storing.uploader.holds(version):
+            self.book.stored = version  # by an attempt before this one, which has failed after its work
+        else:
             self._apply(self.book.upload_last())
 
     def _settle_upload(self, theirs: Version | None, member: Audience | None) -> None:

@@ -26,6 +26,7 @@ from gemini_ft.wire.worker_messages import (
     Adopt,
     AskDrain,
     Draining,
+    Ended,
     GetInventory,
     GetStatus,
     Goodbye,
@@ -36,6 +37,7 @@ from gemini_ft.wire.worker_messages import (
     Leave,
     Map,
     Mapped,
+    Noted,
     Opened,
     OpenSession,
     Ping,
@@ -88,8 +90,14 @@ class Requests:
                 worker.send(self._visited(message))
             case AskDrain():
                 worker.send(self._drain(message))
+            case Ended(refused=refused):
+                self._ended(worker.pid, refused)
+                worker.send(Noted(call=message.call))
             case Leave(finished=finished):
                 self.departure.ask(worker, finished)
+                if finished:
+                    for stream in self._streams.by_name.values():
+                        stream.finish_unclosed()
             case Ping():
                 worker.send(Pong(agent_timeout=self._agent_timeout))
             case Adopt(shared=shared):
@@ -106,8 +114,8 @@ class Requests:
                 self._tasks.spawn(self._answer(worker, message))
             case Map():
                 self._map(worker, message)
-            case Goodbye(finished=finished):
-                self._goodbye(worker, finished)
+            case Goodbye():
+                self._goodbye(worker, message)
             case Watch():
                 page = ControlPage.take(*fds)
                 try:
@@ -197,6 +205,7 @@ class Requests:
                 "give all workers of a run the same GEMINI_SECRET_FILE"
             )
         if hello.launch is not None:
+            self._launches.refuse_again(hello.launch)
             self._launches.refuse_second(self._run.run_id, self._run.host, hello.launch, self._at_work())
             self._launches.note(hello.launch)
         self._run.secret = hello.secret or self._run.secret or secrets.token_bytes(32)
@@ -261,12 +270,21 @@ class Requests:
                 return
         raise AgentError(f"host {self._run.host} has no copy of rank {message.owner}'s shard of {message.version} any more")
 
-    def _goodbye(self, worker: WorkerConnection, finished: bool) -> None:
+    def _goodbye(self, worker: WorkerConnection, message: Goodbye) -> None:
         self.hangs.end(worker)
-        if finished:
+        if message.finished:
+            if not message.last:
+                self.departure.finish(worker)
             self._stream(worker).on_finished(worker.rank)
         else:
             self.departure.interrupt(worker)
+
+    def _ended(self, pid: int, refused: str) -> None:
+        if not refused:
+            self.departure.ended(pid)
+        for worker in self._workers:
+            if refused and worker.pid == pid and worker.launch is not None:
+                self._launches.note_refusal(worker.launch, refused)
 
     def _visited(self, visit: Visit) -> Visited:
         streams = {

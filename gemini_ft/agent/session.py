@@ -121,7 +121,7 @@ def _book(home: Home, spec: SessionSpec, storing: Storing | None, began: float) 
     if (stored := storing.uploader.stored) is not None and stored[0].incarnation == spec.incarnation:
         start, last = max(start, stored[0].iteration), max(began, time.monotonic() - max(0.0, time.time() - stored[1]))
     every_steps, every_seconds = spec.storage.get("every_steps"), spec.storage.get("every_seconds")
-    cadence = Cadence(every_steps, every_seconds, start, last)  # type: ignore[arg-type]
+    cadence = Cadence(every_steps, every_seconds, start, last, storing.uploader.config.at_end)  # type: ignore[arg-type]
     book = Ledger(home.host.holders, home.host.committed, spec.replica_timeout, cadence)
     book.obstacle = "storage has not been looked through yet"
     return book

@@ -206,6 +206,13 @@ class Stream:
         self.finishing = True
         self.report(ReportFinished(rank=rank))
 
+    def finish_unclosed(self) -> None:
+        """Takes note that the processes of this host's ranks have ended well, also where the script has not closed its Checkpointer."""
+        if self.home.spec is not None and not self.finished:
+            for rank, host in enumerate(self.home.spec.hosts):
+                if host == self.home.host.name:
+                    self.on_finished(rank)
+
     def drain(self) -> int:
         """Has this host's workers end after a step that is committed, and is stored if it can be; returns how many there are."""
         present = [worker for worker in self.home.workers.values() if worker.alive and self.home.is_present(worker)]

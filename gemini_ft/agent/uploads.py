@@ -332,6 +332,14 @@ class Uploader:
             return False
         return True
 
+    async def holds(self, version: Version) -> bool:
+        """Whether a version is known to be stored: its manifest is there."""
+        key = f"{checkpoint_folder(self._run, self._spec.stream, version)}/{MANIFEST}"
+        try:
+            return await asyncio.to_thread(self._is_there, key)
+        except (StorageError, OSError):
+            return False
+
     async def tidy(self) -> tuple[str, str]:
         """Deletes, on the leader's host, old checkpoints and the leftovers of earlier uploads.
 

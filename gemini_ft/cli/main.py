@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import gemini_ft
-from gemini_ft.errors import ConfigError, GeminiError
+from gemini_ft.errors import ConfigError, GeminiError, StateError
 
 
 class Command(NamedTuple):
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(getattr(importlib.import_module(chosen.module), chosen.function)(rest))
     except GeminiError as error:
         print(f"gemini {name}: {error}", file=sys.stderr)
-        return int(getattr(error, "exit_status", 2 if isinstance(error, ConfigError) else 1))
+        return 1 if isinstance(error, StateError) else int(getattr(error, "exit_status", 2 if isinstance(error, ConfigError) else 1))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ class Cadence:
     every_seconds: float | None = None
     last_iteration: int = 0
     last_time: float = 0.0
+    at_end: bool = False  # the last committed version of the job is due at its end
     hurried: bool = False  # the next one that can be is due, because a host is leaving
 
     def due(self, iteration: int, now: float) -> bool:
@@ -64,6 +65,7 @@ class Ledger:
         self.epoch = 0
         self.excluded: set[Pair] = set()
         self.uploading: Version | None = None
+        self.stored: Version | None = None  # the newest version of which this ledger knows that it is stored
         self.upload_error = ""  # of the last upload that is over, or could not begin
         self.obstacle = ""  # why no upload may begin now
         self._has_uploaded = False  # whether this ledger has begun an upload
@@ -240,6 +242,7 @@ class Ledger:
             return []
         self.uploading = None
         self.upload_error = error
+        self.stored = self.stored if error else version
         return [Thaw(version, error, unclear)]
 
     def unobstructed(self, now: float) -> list[Decision]:
@@ -258,9 +261,17 @@ class Ledger:
         self._cadence.hurried = True
         return [Commit(self.committed, False, self._digest_at(self.committed, now), self.roots)] if self.committed is not None else []
 
+    @property
+    def unstored(self) -> str:
+        """Why storage lacks what it must have when the job has finished; empty: it has that."""
+        if self.committed is None or self.committed == self.stored:
+            return ""
+        is_due = self._cadence is not None and self._cadence.at_end
+        return self.upload_error or (is_due and (self.obstacle or f"the upload of {self.committed} has not ended")) or ""
+
     def upload_last(self) -> list[Decision]:
-        """Uploads the committed version once more, as the job has finished and its last upload has failed."""
-        if self.committed is None or self.uploading is not None or not self.upload_error or self.obstacle:
+        """Uploads the committed version, as the job has finished, unless it is stored. Its ranks were not compared by digests."""
+        if self.committed is None or self.uploading is not None or not self.unstored or self.obstacle:
             return []
         self.uploading, self._records, self._has_uploaded = self.committed, {}, True
         return [Commit(self.committed, freeze=True)]

@@ -1,7 +1,8 @@
 """Failures that are final: what another attempt would only repeat ends the job, with a status of its own.
 
-A worker may say so itself, by its exit status. And where the same exception comes at the same place of the same step as in the attempt
-before, it will come again: training is repeated bit for bit. What hosts, networks and stores do to a worker is never taken for that.
+A worker may say so itself, by its exit status, or by a note where the others fail of its end first. And where the same exception comes at
+the same place of the same step as in the attempt before, it will come again: training is repeated bit for bit. What hosts, networks and
+stores do to a worker is never taken for that.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.core.words import in_words
-from gemini_ft.errors import GeminiError, RunAliveError, StorageUnclearError
+from gemini_ft.errors import GeminiError, RunAliveError, StateError, StorageUnclearError
 from gemini_ft.launch.drain import LEFT, HostDrain, await_workers
-from gemini_ft.launch.notes import DRAINED, PROTECTED, Notes
+from gemini_ft.launch.notes import DRAINED, PROTECTED, REFUSED, Notes
 
 _log = logging.getLogger(__name__)
 
 ENDED_ELSEWHERE = 69  # EX_UNAVAILABLE
-REPEATED = 70  # EX_SOFTWARE
+REPEATED = StateError.exit_status
 NOT_STORED = 73  # EX_CANTCREAT
 _BY_WORKERS = {StorageUnclearError.exit_status, RunAliveError.exit_status}
 # Bases of exceptions that come from outside of the script, and go away as they have come.
@@ -46,13 +47,13 @@ class Endings:
 
     Attributes:
         status: with which the job ends for good; 0: not yet.
-        repeated: the failure that has come twice, of one worker.
+        shown: the failure that is final, of one worker; the others' failures mostly follow from it, or are the same.
         has_drained: whether a worker has left after a committed step; where a drain has begun, workers may as well have failed before.
     """
 
     def __init__(self, notes: Notes, run: str) -> None:
         self.status = 0
-        self.repeated: ProcessFailure | None = None
+        self.shown: ProcessFailure | None = None
         self.has_drained = False
         self._notes, self._run = notes, run
         self._before: set[tuple[str, str, str, str]] = set()
@@ -65,10 +66,14 @@ class Endings:
         self.status = next((failure.exitcode for failure in failed if failure.exitcode in _BY_WORKERS), 0)
         found = {place: failure for failure in failed if (place := _place(failure.error_file_data)) is not None}
         repeated, self._before = found.keys() & self._before, {*found}
-        if not self.status and repeated:
+        if not self.status and self._notes.have(REFUSED):
+            self.status = REPEATED
+            self.shown = next((failure for failure in failed if failure.exitcode == REPEATED), None)
+            _log.error("the state of the job was refused, and no restart would change that. %s", self._kept())
+        elif not self.status and repeated:
             self.status = REPEATED
             kind, _, where, step = first = min(repeated)
-            self.repeated = found[first]
+            self.shown = found[first]
             when = {"": "", "0": ", before the first step"}.get(step, f", after step {step}")
             text = "the same %s for the second time%s, at %s: another restart would only repeat it. %s"
             _log.error(text, kind, when, where, self._kept())

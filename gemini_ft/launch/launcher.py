@@ -70,10 +70,11 @@ def command(argv: Sequence[str]) -> int:
         The exit status; docs/launcher.md has the table.
 
     Raises:
-        ConfigError: there is no such script.
+        ConfigError: there is no such script, or torch's launcher refuses the value of an option.
         RunAliveError: another launch of this run is at work on this host.
     """
     options = make_parser().parse_args(argv)
+    _check_sizes(options)
     program = program_of(options)
     _show_messages()
     lifecycle.raise_descriptor_limit()
@@ -105,7 +106,7 @@ def command(argv: Sequence[str]) -> int:
             stack.enter_context(reported_progress(os.environ, run_id, lambda: notes.total))
             record(torchrun.run)(options)
     except ChildFailedError as error:
-        logger.error("%s", in_short(error, endings.repeated))
+        logger.error("%s", in_short(error, endings.shown))
         if is_nameless:
             lifecycle.leave(run_id)  # nobody can come back for it
         return endings.status or 1
@@ -122,6 +123,8 @@ def command(argv: Sequence[str]) -> int:
         if error.sigval == signal.SIGINT:  # the user's wish; after any other signal the same command may come again
             lifecycle.leave(run_id)
         return 128 + error.sigval
+    except (AssertionError, ValueError) as error:  # about an option's value; what fails in workers is a ChildFailedError
+        raise ConfigError(f"{error}; `gemini run --help` names the options and their values") from error
     except RendezvousClosedError:
         logger.warning("the rendezvous is closed: the job has ended without this host; the output of the others says how")
         return ENDED_ELSEWHERE
@@ -140,14 +143,25 @@ def command(argv: Sequence[str]) -> int:
     return 0
 
 
+def _check_sizes(options: argparse.Namespace) -> None:
+    try:
+        torchrun.parse_min_max_nnodes(options.nnodes)
+        torchrun.determine_local_world_size(options.nproc_per_node)
+    except (RuntimeError, ValueError):
+        given = f"--nnodes={options.nnodes} --nproc-per-node={options.nproc_per_node}"
+        raise ConfigError(
+            f"{given}: must be a number of hosts, or MIN:MAX, and a number of workers, or auto, cpu or gpu where it is"
+        ) from None
+
+
 def _without(names: str, one: str) -> str:
     """The signals that torch's launcher handles, without the one that begins a drain."""
     return ",".join(name for name in names.split(",") if name.strip() != one)
 
 
-def in_short(error: ChildFailedError, repeated: ProcessFailure | None) -> ChildFailedError:
-    """The report of a failure that has come twice: one worker's, as the others have mostly failed of it or in the same way."""
-    of_one = {rank: failure for rank, failure in error.failures.items() if repeated is not None and failure.pid == repeated.pid}
+def in_short(error: ChildFailedError, shown: ProcessFailure | None) -> ChildFailedError:
+    """The report of a failure that is final: one worker's, as the others have mostly failed of it or in the same way."""
+    of_one = {rank: failure for rank, failure in error.failures.items() if shown is not None and failure.pid == shown.pid}
     return ChildFailedError(error.name, of_one) if of_one else error
 
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import gemini_ft
+from gemini_ft.errors import is_refusal
 from gemini_ft.launch import build_locks, notes, transformers_hook
 from gemini_ft.launch import deepspeed_hook as wrapping
 
@@ -92,15 +93,20 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
             sys.argv = list(program)
             _run_script(program[0], copy, main)
     except SystemExit as end:
-        if end.code == _USAGE or isinstance(end.code, str):  # any other number is a word between the script and who starts it
+        refused = bool(end.code) and is_refusal(end.__context__)  # a script that shows its errors by itself
+        if end.code == _USAGE or isinstance(end.code, str) or refused:  # any other number is a word between the script and who starts it
             _record(end)
+        if refused:
+            notes.say(notes.REFUSED)
         if end.code or not wrapping.protected:
             raise
     except (Exception, KeyboardInterrupt) as error:
         _record(error)
         sys.excepthook = partial(_show, sys.excepthook)
-        status = getattr(error, "exit_status", None)  # of this package's errors, where the launcher has to know which one it was
-        if not isinstance(status, int):
+        status = getattr(error, "exit_status", 1)  # of this package's errors, where the launcher has to know which one it was
+        if is_refusal(error):
+            notes.say(notes.REFUSED)  # ahead of the end, at which the other workers fail, too
+        if status == 1 or not isinstance(status, int):
             raise
         sys.last_value = error  # as Python leaves it for exit handlers
         sys.excepthook(type(error), error, error.__traceback__)

@@ -1,4 +1,4 @@
-"""Refuses, by name, Lightning's own callbacks that no snapshot can resume."""
+"""Lightning's own callbacks that a restart concerns: those that no snapshot can resume are refused by name."""
 
 from __future__ import annotations
 
@@ -21,3 +21,10 @@ def refuse_callbacks(callbacks: Sequence[Any]) -> None:
     for callback in callbacks:
         for name in trainer_callbacks.shipped_names(callback) & _REFUSED.keys():
             raise UnsupportedStateError(f"{name} {_REFUSED[name]}; {CALLBACKS_REFUSED.how}")
+
+
+def save_config_again(callbacks: Sequence[Any]) -> None:
+    """Lets LightningCLI's callback write its file once more in a run that goes on: the one that it would spare is this run's own."""
+    for callback in callbacks:
+        if "SaveConfigCallback" in trainer_callbacks.shipped_names(callback):
+            callback.overwrite = True

@@ -24,10 +24,11 @@ from gemini_ft.config import GeminiConfig
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.launch import notes
 from gemini_ft.lightning import trainer_callbacks, trainer_checkpoints, trainer_loops
-from gemini_ft.lightning.callbacks import refuse_callbacks
+from gemini_ft.lightning.callbacks import refuse_callbacks, save_config_again
 from gemini_ft.lightning.capture import capture, checkpoint_of, complete, restore
 from gemini_ft.lightning.fault_hooks import watch
 from gemini_ft.lightning.inventory import findings, fingerprint
+from gemini_ft.lightning.loader import bookmark_of
 from gemini_ft.lightning.options import EpochHooks
 from gemini_ft.lightning.trainer_loggers import Logs
 from gemini_ft.state.ddp import ddp_state, restore_buckets, restore_sync
@@ -85,6 +86,8 @@ class Fit:
         if self._trainer.max_steps > 0:  # an option counts more: it is said later
             notes.say_total(self._trainer.max_steps)
         found = self.checkpointer.open()
+        if self.checkpointer.has_past:
+            save_config_again(self._trainer.callbacks)
         if found is None:
             return
         self._found, self._iteration = found.extras, found.iteration
@@ -212,6 +215,7 @@ class Fit:
             if self._ddp is not None:
                 restore_sync(self._ddp, found["ddp"])
             self._restore_modes(found["modes"])
+            self._refuse_lost(found.get("lost", []))  # snapshots in storage may be older
         step = self._steps
         if self._last_step is None:
             self._last_step = step  # as it was loaded, or initialised: nothing new yet
@@ -223,6 +227,24 @@ class Fit:
         else:
             self.checkpointer.alive(step)
 
+    def _lost(self) -> list[str]:
+        """Attributes of the training data that have changed and that no snapshot can keep, unless batches do without or they come again."""
+        if self._epoch_hooks == "rerun" or self._trainer.strategy._gemini_data_resume == "skip":
+            return []
+        loaders = [loader for loader in trainer_loops.training_loaders(self._trainer) if not getattr(loader, "num_workers", 0)]
+        marks = [mark for mark in map(bookmark_of, loaders) if mark is not None and mark.way != "own"]
+        return sorted({path for mark in marks for path in mark.changed()[1]})
+
+    def _refuse_lost(self, then: list[str]) -> None:
+        """Refuses a snapshot whose data had changed in a way that loading the batches of the epoch again has not repeated."""
+        if gone := sorted(set(then) - set(self._lost())):
+            raise UnsupportedStateError(
+                f"the training had changed {', '.join(gone[:5])} in its data when step {self._iteration} was recorded, and no snapshot can "
+                "have that: what follows would be other batches. Keep it in small plain attributes (numbers, lists, small tensors), give "
+                "the loader state_dict and load_state_dict, or say with data_resume='skip' that batches do not depend on it; and start "
+                "anew (resume='never')"
+            )
+
     def _extras(self) -> dict[str, Any]:
         self.live = self._trainer.lightning_module.state_dict() if trainer_checkpoints.is_checkpoint_seen(self._trainer) else {}
         try:
@@ -231,6 +253,7 @@ class Fit:
                 "ddp": ddp_state(self._ddp) if self._ddp is not None else None,
                 "modes": self._present_modes(),
                 "at_loading": self._at_loading,
+                "lost": self._lost(),
                 "loggers": self._logs.state(),
             }
             return capture(self._trainer, self.live) | ours

@@ -248,6 +248,13 @@ class Goodbye(Message):
     """The worker's farewell: its work is finished, or it was interrupted by the user."""
 
     finished: bool
+    last: bool = False  # no word will come when the process ends: whoever runs it kills it
+
+
+class Ended(Call):
+    """Tells that this process, which may have been a worker, is about to end well; or that it ends because its state was refused."""
+
+    refused: str = ""  # the refusal
 
 
 class GetStatus(Call):
@@ -280,7 +287,7 @@ class Inject(Message):
 
 ToAgent = (
     Hello | GetInventory | OpenSession | Reserve | Request | Copied | GiveUp | Progress | Watch | Observed | Figures | Dispatched
-    | Collected | Excuse | Verify | Stage | Map | Adopt | Ping | Goodbye | GetStatus | Visit | Leave | AskDrain | Inject | Chunk
+    | Collected | Excuse | Verify | Stage | Map | Adopt | Ping | Goodbye | Ended | GetStatus | Visit | Leave | AskDrain | Inject | Chunk
     | Landed
 )  # fmt: skip
 to_agent: Channel[ToAgent] = Channel(ToAgent)
@@ -298,6 +305,10 @@ class Verified(Answer):
 
 class Staged(ShardAnswer):
     """The answer to Stage."""
+
+
+class Noted(Answer):
+    """The answer to Ended."""
 
 
 class Left(Message):
@@ -454,7 +465,7 @@ class Visited(Answer):
 
 
 ToWorker = (
-    Verified | Staged | Left | Welcome | Inventory | Opened | Reserved | Room | Granted | Travelled | Dispatch | Collect | Mapped | Pong
-    | Custody | Status | Visited | Draining | StopAfterStep | Commit | Abort | Failed | Notice | Paced
+    Verified | Staged | Noted | Left | Welcome | Inventory | Opened | Reserved | Room | Granted | Travelled | Dispatch | Collect | Mapped
+    | Pong | Custody | Status | Visited | Draining | StopAfterStep | Commit | Abort | Failed | Notice | Paced
 )  # fmt: skip
 to_worker: Channel[ToWorker] = Channel(ToWorker)

@@ -21,6 +21,7 @@ from gemini_ft.errors import AgentError, GeminiError
 from gemini_ft.events import EventLog
 from gemini_ft.faults import inject as faults
 from gemini_ft.faults.plan import World
+from gemini_ft.launch import ray_train
 from gemini_ft.state import codec
 from gemini_ft.state.base import TrainingState
 from gemini_ft.state.writes import CopyWhen
@@ -42,6 +43,7 @@ from gemini_ft.wire.worker_messages import (
     ToWorker,
     Travelled,
 )
+from gemini_ft.worker import parting
 from gemini_ft.worker.courier import Courier
 from gemini_ft.worker.drain import Drain
 from gemini_ft.worker.observation import Observation
@@ -78,6 +80,7 @@ class Recorder:
         self._outcomes = Outcomes(stats, lambda event, **facts: self.events.write(event, **facts))
         self._copy_when = CopyWhen(config.copy_when, lambda reason: self._outcomes.discarded(self._outcomes.newest, reason))
         self.session: Session = join(config, name, self._on_event, resizable)
+        parting.attend(self.session.run, self.session.host)
         self._copying = Snapshotter(
             self.session.rank,
             lambda job: self._reservation.root(job),
@@ -208,7 +211,7 @@ class Recorder:
         self.halt()
         if finished or interrupted:
             with contextlib.suppress(AgentError):
-                self.client.tell(Goodbye(finished=finished))
+                self.client.tell(Goodbye(finished=finished, last=ray_train.run_name() is not None))
         self.client.close()
         if interrupted:  # by a connection of its own: the interrupt may have struck in the middle of a message on ours
             lifecycle.leave(self.session.run, self.session.host)
@@ -232,7 +235,11 @@ class Recorder:
     def flush(self) -> None:
         """Returns when the last snapshot is committed or given up: only then is it known whether it is due for storage."""
         self.settle()
-        end = time.monotonic() + self._config.timeout
+        self.await_outcome(self._config.timeout)
+
+    def await_outcome(self, seconds: float) -> None:
+        """Returns when the last snapshot is committed or given up, or after that time."""
+        end = time.monotonic() + seconds
         with self._standing_still():
             while self._outcomes.is_open and not self.client.lost and time.monotonic() < end:
                 time.sleep(_POLL)
@@ -240,6 +247,11 @@ class Recorder:
     def _standing_still(self) -> contextlib.AbstractContextManager[None]:
         """Lets replicas travel freely meanwhile, as the training stands still."""
         return self._observation.waiting() if self._observation is not None else contextlib.nullcontext()
+
+    @property
+    def has_past(self) -> bool:
+        """Whether this run was begun before."""
+        return self.session.spec.incarnation.number > 1 or self.session.plan.version is not None
 
     def raise_fatal(self) -> None:
         """Raises an error that the agents found in the background, if it must stop the job."""
@@ -255,8 +267,7 @@ class Recorder:
         if session.orders.text:
             world = World(session.spec.hosts, session.spec.holders)
             url = self._config.storage.url if self._config.storage is not None else None
-            has_past = number > 1 or version is not None
-            scene = faults.Scene(session.run, has_past, session.rank, world, url, lambda: self.client, self.events)
+            scene = faults.Scene(session.run, self.has_past, session.rank, world, url, lambda: self.client, self.events)
             exchange_or_raise(lambda: faults.arm(session.orders, scene), self._config.timeout)
 
     def _observe(self) -> None:

@@ -284,11 +284,11 @@ class TestLeaving:
         ranks = [job.process("a", 0), job.process("b", 1)]
         job.open(ranks)
         job.commit(ranks, 1)
-        ranks[0].goodbye()
-        ranks[0].kill()
-        assert all(job.pid(host) for host in "ab")
-        ranks[1].goodbye()
-        ranks[1].kill()
+        for rank in ranks:
+            rank.goodbye()
+            assert all(job.pid(host) for host in "ab")
+            rank.end_well()
+            rank.kill()
         job.gone("a", "b")
 
     def test_at_once_when_the_user_interrupts(self, job: Job) -> None:

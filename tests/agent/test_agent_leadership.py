@@ -69,6 +69,9 @@ class Stream:
             raise self._fault
         self.manifests.append(records)
 
+    async def holds(self, version: Version) -> bool:
+        return False
+
     async def tidy(self) -> str:
         return self.clutter
 
@@ -229,6 +232,7 @@ def test_an_upload_of_the_leader_before_is_over_and_what_was_uploaded_stays_and_
         assert stream.heard == [Thaw(version(2), "the leader's agent was lost during the upload", unclear=True), NOBODY_IS_LEFT_OUT]
         for rank in (0, 1):
             leader.take(ReportFinished(rank=rank))
+        await stream.until(Commit)
         assert stream.heard[2:] == [Commit(version(2), freeze=True)]
         for owner in (0, 1):
             leader.take(ReportUploaded(owner=owner, version=version(2), record="record"))
@@ -247,6 +251,7 @@ def test_the_end_of_a_job_says_that_its_last_upload_failed_under_the_leader_befo
         leader.take(Rejoin(epoch=1, committed=version(2), uploading=None, unstored="the disk is full"))
         for rank in (0, 1):
             leader.take(ReportFinished(rank=rank))
+        await stream.until(AllFinished)
         assert stream.heard == [NOBODY_IS_LEFT_OUT, AllFinished(unstored="the disk is full")]
         leader.close()
 
@@ -263,6 +268,7 @@ def test_a_job_that_ends_after_a_change_of_leaders_stores_what_was_due() -> None
         stream.heard.clear()
         for rank in (0, 1):
             leader.take(ReportFinished(rank=rank))
+        await stream.until(Commit)
         assert stream.heard == [Commit(version(5), freeze=True)]
         leader.close()
 

@@ -143,7 +143,10 @@ def test_a_hang_becomes_a_restart(tmp_path: Path) -> None:
 
 REFUSED = {
     "typo": ({"gemini": {"replica": 2}}, "ConfigError: gemini options: unknown option 'replica'; allowed: agent_cpus, agent_timeout"),
-    "nested typo": ({"gemini": {"storage": {"url": "file:///x", "every": 3}}}, "unknown option 'storage.every'; allowed: endpoint_url"),
+    "nested typo": (
+        {"gemini": {"storage": {"url": "file:///x", "every": 3}}},
+        "unknown option 'storage.every'; allowed: at_end, endpoint_url",
+    ),
     "no mapping": ({"gemini": True}, 'ConfigError: the "gemini" section must be a mapping of options, got True'),
     "attach without section": ({"gemini": None}, 'ConfigError: the configuration has no "gemini" section; add one ({} for the defaults)'),
     "twice": ({"gemini": {"run_id": "twice"}}, "ConfigError: this engine is protected already"),

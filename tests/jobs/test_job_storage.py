@@ -80,7 +80,8 @@ class TestUploads:
     def test_the_last_step_is_uploaded_before_the_agents_leave(self, two: World, store: Path) -> None:
         attempt = two.start(*run(store, 4, during=None, close=True, pause=0.2))
         assert attempt.wait()
-        attempt.kill()
+        for process in attempt.processes:
+            process.join(30)  # it says how it ends
         eventually(lambda: all(agent_pid(two.run, host) is None for host in two.hosts), "the leaving of the agents")
         assert iterations(store)[0] == 4
 

@@ -36,6 +36,7 @@ from gemini_ft.wire.tcp import Connection, Handler
 from gemini_ft.wire.worker_messages import (
     Adopt,
     Copied,
+    Ended,
     GetInventory,
     GiveUp,
     Goodbye,
@@ -273,6 +274,10 @@ class Rank:
 
     def goodbye(self, finished: bool = True) -> None:
         self.client.tell(Goodbye(finished=finished))
+
+    def end_well(self) -> None:
+        """The word of this process that it is about to end."""
+        lifecycle.ask(self.run, self.host, Ended())
 
     def close(self) -> None:
         self.client.close()

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -700,3 +701,20 @@ def test_a_job_whose_state_is_made_for_one_host_is_not_restarted_for_another(
     assert [host.wait(), other.wait()] == [0, 0], host.err + other.err
     assert host.out == "up with 1\n"
     assert "gemini run: the job's state is made for 1 hosts: this one waits as a spare\n" in other.err
+
+
+WRONG = """
+import sys
+from gemini_ft.cli import main
+for option in sys.argv[1:]:
+    print(main.main(["run", *option.split(), "hi.py"]), flush=True)
+"""
+
+
+def test_a_wrong_value_of_an_option_is_status_2_and_one_line(tmp_path: Path) -> None:
+    (tmp_path / "hi.py").write_text("print('hi')")
+    options = ["--nnodes=a", "--nproc-per-node=foo", "--rdzv-conf=abc", "--rdzv-backend=foo", "--tee=9", "--logs-specs=X"]
+    done = subprocess.run([sys.executable, "-c", WRONG, *options], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["2"] * len(options), done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(re.findall("^gemini run: ", done.stderr, re.MULTILINE)) == len(options), done.stderr

@@ -1,0 +1,36 @@
+"""Loaders of plain loops that go on, after a failure, with the batch that would have come next.
+
+loader = gemini_ft.resumable(DataLoader(data, batch_size=8, shuffle=True))
+with gemini_ft.Checkpointer(model, optimizer, state={"loader": loader}) as checkpointer:
+    checkpointer.resume()
+    for epoch in range(checkpointer.scalars.get("epoch", 0), epochs):
+        for batch in loader:
+            ...
+            checkpointer.step(epoch=epoch)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gemini_ft.lightning.loader import make_resumable
+from gemini_ft.lightning.loader_parts import DataResume
+
+
+def resumable(loader: Any, data_resume: DataResume = "auto") -> Any:
+    """Gives a loader a state, for ``Checkpointer(state={"loader": loader})``, with which its next iteration goes on where it was.
+
+    A DataLoader, torchdata's StatefulDataLoader too, stays the same object; any other iterable of batches is wrapped, and gets back to
+    its position by loading the batches of the epoch again. Numbers that an iteration draws when it begins, such as the seed of the
+    workers and the order of the samples, are those that were drawn then, and the process's generators stay as `resume` has left them.
+
+    Args:
+        loader: DataLoader, or any iterable of batches.
+        data_resume: "skip" or "replay" where both are possible; "auto" takes "skip" where it is known to be exact (docs/lightning.md).
+    """
+    return make_resumable(loader, data_resume, epoch=_no_epoch)
+
+
+def _no_epoch() -> Any:
+    """Returns nothing: samplers hear their epoch from the loop, before and after a failure."""
+    return None

@@ -1,0 +1,107 @@
+"""A plain loop over DataLoaders: plain DDP, undisturbed under gemini, and killed in the middle of an epoch, with the same bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import gemini_ft
+from gemini_ft.errors import ConfigError
+
+SCRIPT = """
+import contextlib, os, pathlib, signal, sys
+import torch
+import gemini_ft
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+gemini_ft.init_process_group("gloo")
+torch.set_num_threads(1)
+rank = torch.distributed.get_rank()
+data = TensorDataset(torch.arange(64.0).reshape(32, 2))
+
+def loader_of(kind):
+    if kind == "shuffle":
+        return DataLoader(data, batch_size=4, shuffle=True)
+    if kind == "iterable":
+        return [torch.full((4, 2), float(i)) for i in range(4)]
+    sampler = DistributedSampler(data, seed=3)
+    return DataLoader(data, batch_size=4, sampler=sampler, num_workers=2 * (kind == "workers"))
+
+def train(kind, is_protected, kill_at=()):
+    torch.manual_seed(rank)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loader, epoch, checkpointer, steps = loader_of(kind), 0, None, 0
+    with contextlib.ExitStack() as stack:
+        if is_protected:
+            loader = loader if kind == "raw" else gemini_ft.resumable(loader)
+            state = {} if kind == "raw" else {"loader": loader}
+            checkpointer = gemini_ft.Checkpointer(model, optimizer, state=state, name=kind, on_late="wait")
+            stack.enter_context(checkpointer)
+            steps, epoch = checkpointer.resume(), checkpointer.scalars.get("epoch", 0)
+        for epoch in range(epoch, 3):
+            if (set_epoch := getattr(getattr(loader, "sampler", None), "set_epoch", None)) is not None:
+                set_epoch(10 + epoch)
+            for batch in loader:
+                loss = model(batch[0] if isinstance(batch, list) else batch).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                steps += 1
+                if checkpointer is not None:
+                    checkpointer.step(epoch=epoch)
+                    done = pathlib.Path(f"killed-{kind}-{steps}")
+                    if steps in kill_at and rank == 0 and not done.exists():
+                        done.touch()
+                        checkpointer.flush()
+                        os.kill(os.getpid(), signal.SIGKILL)
+    weights = [param.detach().double().sum().item().hex() for param in model.parameters()]
+    end = pathlib.Path(f"end-{sys.argv[1]}-{rank}-{kind}-{'gemini' if is_protected else 'plain'}")
+    end.write_text(f"{steps} {weights} {torch.rand(()).item().hex()}")
+
+for kind in sys.argv[2].split(","):
+    if sys.argv[1] == "undisturbed":
+        train(kind, False)
+        train(kind, True)
+    else:
+        train(kind, True, [6, 8] if kind == "shuffle" else [6])  # inside an epoch, and at its end
+"""
+
+
+def run(folder: Path, *arguments: str) -> tuple[dict[tuple[str, str, str], str], str]:
+    """The ends of all trainings of a job, by rank, kind and way; and its output."""
+    (folder / "train.py").write_text(SCRIPT)
+    ours = {"GEMINI_RUN_ID": f"loaders-{os.getpid()}-{folder.name}-{arguments[0]}", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "gemini_ft.cli.main", "run", "--standalone", "--nproc-per-node", "2", "train.py", *arguments]
+    environ = {**os.environ, "GEMINI_LOG_DIR": str(folder), **ours}
+    done = subprocess.run(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
+    ends = {tuple(path.name.split("-")[2:]): path.read_text() for path in folder.glob(f"end-{arguments[0]}-*")}
+    return ends, done.stdout  # type: ignore[return-value]
+
+
+def test_every_kind_of_loader_goes_on_with_the_same_bits_and_one_that_cannot_is_named(tmp_path: Path) -> None:
+    kinds = ["shuffle", "sampler", "workers", "iterable"]
+    expected, output = run(tmp_path, "undisturbed", ",".join([*kinds, "raw"]))
+    for rank in "01":
+        for kind in [*kinds, "raw"]:
+            assert expected[rank, kind, "gemini"] == expected[rank, kind, "plain"], kind
+    assert output.count("this loop iterates a DataLoader (of a TensorDataset) that is not in `state`") == 1
+    found, output = run(tmp_path, "killed", ",".join(kinds))
+    assert (output.count("resuming at iteration 6 "), output.count("resuming at iteration 8 ")) == (len(kinds), 1), output
+    assert found == {place: end for place, end in expected.items() if place[2] == "gemini" and place[1] in kinds}
+
+
+def test_a_plain_loader_in_state_is_refused_with_the_way_out() -> None:
+    loader, model = DataLoader(TensorDataset(torch.ones(4, 2))), nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match=r"state\['loader'\] is a DataLoader.*gemini_ft.resumable"):
+        gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters()), state={"loader": loader})

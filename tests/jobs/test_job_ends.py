@@ -1,0 +1,220 @@
+"""What an end means, in real jobs: a refusal is final, and what was trained can be had again until every process has ended well."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_kit import agent_pid, end_agent, eventually
+
+from gemini_ft.events import read_events
+from gemini_ft.storage.checkpoints import list_checkpoints
+from gemini_ft.storage.opening import open_storage
+
+SCRIPT = """
+import os, pathlib, time
+import torch
+import gemini_ft
+from torch.nn.parallel import DistributedDataParallel
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+if "WORLD_SIZE" in os.environ:
+    gemini_ft.init_process_group("gloo")
+    model = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+once = pathlib.Path("once")
+is_first = not once.exists()
+is_last_rank = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
+
+def step(checkpointer):
+    optimizer.zero_grad()
+    model(torch.randn(2, 4)).square().sum().backward()
+    optimizer.step()
+    checkpointer.step()
+"""
+REFUSED_ONCE = """
+checkpointer = gemini_ft.Checkpointer(model, optimizer, on_late="wait")
+for iteration in range(checkpointer.resume(), 6):
+    if is_last_rank and iteration == 3 and is_first:  # a second process has nothing to refuse
+        once.touch()
+        optimizer.seen = iter([1])
+    step(checkpointer)
+checkpointer.close()
+"""
+LAUNCHERS = {
+    "gemini run": [sys.executable, "-m", "gemini_ft.cli.main", "run"],
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "1"],
+}
+
+
+class Folder:
+    """The folder of one run, and its scripts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.run = folder, f"ends-{os.getpid()}-{folder.name}"
+
+    def start(self, script: str, launcher: str = "gemini run", ranks: int = 2, **environ: str) -> int:
+        """Runs a script to its end; returns the status."""
+        (self.path / "train.py").write_text(SCRIPT + script)
+        ours = {
+            "GEMINI_RUN_ID": self.run,
+            "GEMINI_HOST_ID": "here",
+            "GEMINI_LOG_DIR": str(self.path),
+            "GEMINI_STATE_DIR": str(self.path / "state"),
+            "GEMINI_EVENTS": str(self.path / "events"),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        }
+        options = ["--standalone", "--nproc-per-node", str(ranks)] if launcher != "python" else []
+        command, environ = [*LAUNCHERS[launcher], *options, "train.py"], {**os.environ, **ours, **environ}
+        with open(self.path / "output", "ab") as output:
+            return subprocess.run(command, env=environ, cwd=self.path, stdout=output, stderr=output, timeout=120).returncode
+
+    @property
+    def output(self) -> str:
+        return (self.path / "output").read_text()
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.path / "events") if event["event"] == kind]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    folder = Folder(tmp_path)
+    yield folder
+    end_agent(folder.run, "here")
+
+
+def test_a_refusal_ends_the_job_at_once(folder: Folder) -> None:
+    assert folder.start(REFUSED_ONCE) == 70, folder.output
+    assert {event["incarnation"] for event in folder.events("joined")} == {1}
+    assert folder.output.count("gemini run: the state of the job was refused, and no restart would change that. ") == 1
+    assert "Memory keeps step 3 for 30.0 min" in folder.output
+
+
+def test_no_restart_of_torchrun_talks_a_refusal_away(folder: Folder) -> None:
+    """Its restarts cannot be ended, so the agent refuses them with the same words; another launch may be of a script that was mended."""
+    assert folder.start(REFUSED_ONCE, launcher="torchrun", ranks=1) == 1, folder.output
+    assert {event["incarnation"] for event in folder.events("joined")} == {1}
+    assert "has ended with this refusal, which a restart does not change: not captured" in folder.output
+    assert folder.start(REFUSED_ONCE, ranks=1) == 0, folder.output
+    assert [event["iteration"] for event in folder.events("resumed")] == [3]
+
+
+FAILS_AFTERWARDS = """
+def train(name):
+    with gemini_ft.Checkpointer(model, optimizer, name=name, on_late="wait") as checkpointer:
+        for iteration in range(checkpointer.resume(), 4):
+            step(checkpointer)
+
+train("first")
+time.sleep(1)
+train("second")
+print("weights", *[param.double().sum().item().hex() for param in model.parameters()])
+if is_first:
+    once.touch()
+    raise OSError("[Errno 28] No space left on device: 'model.pt'")
+"""
+
+
+@pytest.mark.parametrize("launcher", ["gemini run", "python"])
+def test_what_was_trained_stays_until_the_script_has_ended_well(folder: Folder, launcher: str) -> None:
+    if folder.start(FAILS_AFTERWARDS, launcher=launcher, ranks=1):  # without a launcher that restarts it, the same command again
+        assert launcher == "python"
+        assert folder.start(FAILS_AFTERWARDS, launcher=launcher, ranks=1) == 0, folder.output
+    resumed = [(event["stream"], event["iteration"]) for event in folder.events("resumed")]
+    assert resumed == [("first", 4), ("second", 4)], folder.output
+    eventually(lambda: agent_pid(folder.run, "here") is None, "the leaving of the agent")
+    undisturbed, again = re.findall("weights .*", folder.output)
+    assert undisturbed == again
+
+
+FITS = """
+import lightning as L
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+class Parser:
+    def save(self, config, path, **_):
+        pathlib.Path(path).write_text(config)
+
+L.seed_everything(1)
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+saved = SaveConfigCallback(Parser(), "seed: 1")  # as LightningCLI adds it
+trainer = L.Trainer(strategy="gemini", accelerator="cpu", devices=1, max_steps=6, callbacks=[saved], **quiet)
+module = BoringModel()
+trainer.fit(module)
+print("weights", *[param.double().sum().item().hex() for param in module.parameters()])
+if is_first:
+    once.touch()
+    raise OSError("[Errno 28] No space left on device: 'model.pt'")
+"""
+
+
+def test_lightning_does_not_train_again_what_was_trained_before_a_failure_behind_fit(folder: Folder) -> None:
+    assert folder.start(FITS, ranks=1, GEMINI_ON_LATE="wait") == 0, folder.output
+    assert [event["iteration"] for event in folder.events("resumed")] == [5], folder.output  # the last batch belongs to fit's end
+    undisturbed, again = re.findall("weights .*", folder.output)
+    assert undisturbed == again
+
+
+LIMITED = """
+storage = {"url": pathlib.Path("store").absolute().as_uri(), "every_steps": 10, "at_end": os.environ.get("AT_END") != "0"}
+checkpointer = gemini_ft.Checkpointer(model, optimizer, on_late="wait", storage=storage)
+for iteration in range(checkpointer.resume(), int(os.environ["STEPS"])):
+    step(checkpointer)
+if os.environ.get("CLOSES") != "0":
+    checkpointer.close()
+"""
+
+
+def stored(folder: Folder) -> list[int]:
+    return sorted(each.version.iteration for each in list_checkpoints(open_storage((folder.path / "store").as_uri())))
+
+
+def test_the_last_steps_of_a_job_that_ends_well_are_stored_and_the_same_command_goes_on_behind_them(folder: Folder) -> None:
+    assert folder.start(LIMITED, STEPS="3", CLOSES="0") == 0, folder.output
+    eventually(lambda: agent_pid(folder.run, "here") is None, "the leaving of the agent")
+    assert stored(folder) == [3]
+    assert folder.start(LIMITED, STEPS="13", AT_END="0") == 0, folder.output
+    assert {event["iteration"] for event in folder.events("resumed")} == {3}
+    assert stored(folder) == [3, 10]
+
+
+CHANGES_ITS_DATA = """
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+class Memory(torch.utils.data.IterableDataset):
+    seen = None
+    def __iter__(self):
+        for _ in range(8):
+            yield torch.full((32,), 1.0 + len(self.seen or ()))
+
+class Learner(BoringModel):
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(memory, batch_size=None)
+    def training_step(self, batch, index):
+        memory.seen = [*(memory.seen or ()), *[index] * 40]
+        return super().training_step(batch, index)
+
+memory = Memory()
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+L.Trainer(strategy="gemini", accelerator="cpu", devices=1, max_epochs=1, limit_val_batches=0, **quiet).fit(Learner())
+"""
+
+
+def test_a_snapshot_whose_data_is_lost_is_not_resumed(folder: Folder) -> None:
+    """A replay buffer that has outgrown what is kept: in a process that begins anew it is empty, and nothing seems to be lost."""
+    faults = {"GEMINI_FAULTS": "step=4:rank=0:sigkill", "GEMINI_FAULTS_DIR": str(folder.path), "GEMINI_ON_LATE": "wait"}
+    assert folder.start(CHANGES_ITS_DATA, ranks=1, **faults) == 70, folder.output
+    assert "the training had changed dataset.seen in its data when step 3 was recorded, and no snapshot can have that" in folder.output
