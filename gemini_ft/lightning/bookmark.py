@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.lightning.loader_parts import DataResume, LoaderParts, Way, facts, is_sized, is_stateful, is_torchdata
-from gemini_ft.lightning.workers import RestoringInit, StampingCollate, State, WorkerStates
+from gemini_ft.lightning.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates
 from gemini_ft.state.generators import generator_states, set_generator_states, unchanged_randomness
 from gemini_ft.state.remembered import Values
 from gemini_ft.state.rng import Randomness, randomness, set_randomness
@@ -41,17 +41,17 @@ class Bookmark:
         remade: bool,
         before_next: Callable[[Bookmark], None] | None = None,
     ) -> None:
+        self.owner: object = None  # who has made the loader resumable
         self.starting = False  # the loader is being asked for an iterator that is watched
         self._loader, self._base, self._ahead, self._epoch, self._active = loader, base, ahead, epoch, active
         self._num_workers: int = getattr(loader, "num_workers", 0)
-        self._workers = WorkerStates(self._num_workers, loader.persistent_workers) if self._num_workers else None
+        self._workers = self._new_workers()
         self._parts = LoaderParts(loader, base, epoch)
         self._way: Way = self._parts.way(method)
         self._before_next = before_next
         self._insists = method == "skip"  # the user has declared that changes beside the generators do not matter
         self._remade = remade
-        # States before a batch that was taken in advance matter only where this process made that batch.
-        self._notes_randomness = ahead is not None and not self._num_workers and not is_sized(loader)
+        self._takes_in_advance = ahead is not None and not is_sized(loader)
         self._resume: dict[str, Any] | None = None
         self._iterations = 0
         # The following describes the iteration that is under way.
@@ -83,7 +83,7 @@ class Bookmark:
         lost = sorted(self._workers.lost if self._workers else here.lost if here else ())
         if here and lost and self._draws and self._way == "skip" and not self._insists:
             raise self._about_lost(lost)
-        replayed = self._is_replayed(lost)
+        replayed = self._is_replayed(lost, batches)
         start = 0 if replayed else self._start_of(batches)
         own = None if self._way != "own" or replayed else self._own_before_last if ahead else self._own_state()
         draws_here = self._way == "skip" and not replayed and not self._num_workers
@@ -112,6 +112,7 @@ class Bookmark:
             return
         under_way = "batches" in state
         self._running = False
+        self._workers = self._new_workers()  # an iteration that came too early has left nothing behind
         self._iterations = state["iterations"] - under_way
         self._resume = state if under_way else None
 
@@ -121,7 +122,7 @@ class Bookmark:
         ``start`` is called here and not with the first batch: it starts the worker processes and draws their seeds.
         """
         if self._active is not None and not self._active():
-            return start()
+            return self._beside(start)
         position, self._resume = self._resume, None
         if self._epoch is None:
             self._parts.tell_epoch(self._iterations)
@@ -131,12 +132,33 @@ class Bookmark:
             return self._from_the_beginning(start)
         with unchanged_randomness():
             self._begin, self._first, self._sampler = position["begin"], position["first"], position["sampler"]
-            self._taken = 0 if self._way == "replay" else position["start"]
+            already = self._taken if self._is_iterator else 0  # by an iteration that came too early
+            self._taken = already if self._way == "replay" else position["start"]
             batches = self._from_the_position(start, position)
             self._load_again(batches, position["batches"])
         if position["attributes"]:
             self._parts.data.give_back(position["attributes"])
         return self._batches_after(position["before_last"], batches)
+
+    def _new_workers(self) -> WorkerStates | None:
+        return WorkerStates(self._num_workers, self._loader.persistent_workers) if self._num_workers else None
+
+    def hand_workers_to(self, successor: Bookmark) -> None:
+        """Lets another bookmark of the same loader follow the worker processes that live on from what the loader has served before."""
+        if self._workers and self._workers.persistent and self._loader._iterator is not None:
+            successor.follow(self._workers)
+
+    def follow(self, workers: WorkerStates) -> None:
+        """Follows worker processes that are there already."""
+        self._workers = workers
+
+    def _beside(self, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """The batches of an iteration beside the loop's, by the user's code or for validation; the loop's goes on unharmed."""
+        present = getattr(self._loader, "_iterator", None)
+        inner = start()
+        if present is not None and not self._loader.persistent_workers:  # a loader of torchdata would give the state of the newest
+            self._loader._iterator = present
+        return (item.batch if isinstance(item, Stamped) else item for item in inner)
 
     def _from_the_beginning(self, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         if self._is_iterator and self._begin:  # it goes on where it was, so that all of its batches count
@@ -162,7 +184,7 @@ class Bookmark:
         self._facts, self._forked = position["facts"], position["forked"]
         self._parts.data.mark()
         if self._forked is not None:
-            self._parts.born.give_back(self._forked)
+            self._parts.born.give_back(self._forked, shared=False)  # workers see at once what is written into shared memory
         own, self._own_begin = position["own"], position["own_begin"]
         if (own := self._own_begin if own is None else own) is not None and self._way == "own":
             self._base.load_state_dict(self._loader, copy.deepcopy(own))
@@ -181,7 +203,10 @@ class Bookmark:
             self._workers.start(self._taken, known["workers"] if known else {}, position["lost"] if position else ())
         self.starting = True
         try:
-            return start()
+            inner = start()
+            if self._workers:
+                self._workers.started()
+            return inner
         finally:
             self.starting = False
             if position is not None:
@@ -196,8 +221,9 @@ class Bookmark:
             is_first = self._first is None and self._way != "skip" and not self._num_workers
             if is_first:
                 self._first = self._parts.moment()
-            if self._notes_randomness:
-                self._before_last = randomness()
+            if self._takes_in_advance:
+                if not self._num_workers:  # random numbers matter only where this process makes the batch
+                    self._before_last = randomness()
                 if self._way == "own":
                     self._own_before_last = self._own_state()
             try:
@@ -289,6 +315,11 @@ class Bookmark:
             changes["generator"] = torch.Generator()  # their seed was drawn when they were first started
         return changes
 
+    def follow_workers(self, iterator: Any) -> None:
+        """Follows the worker processes that were started for ``iterator``."""
+        if self._workers:
+            self._workers.follow(iterator)
+
     @property
     def way(self) -> Way:
         """The way in which the next iteration gets to the position; see `gemini_ft.lightning.loader`."""
@@ -313,12 +344,14 @@ class Bookmark:
     @property
     def resting_workers(self) -> dict[int, State] | None:
         """States of persistent workers that wait for the next iteration; None if there are none."""
-        started = getattr(self._loader, "persistent_workers", False) and self._loader._iterator is not None
-        return self._workers.resting() if started and self._workers else None
+        if self._workers is None or not self._workers.persistent:
+            return None
+        return self._workers.resting() if self._loader._iterator is not None or self._workers.revived else None
 
     def revive_workers(self, states: dict[int, State]) -> None:
         """Lets the next iteration start workers in the place of those that were resting before a restart."""
         if self._workers:
+            self._loader._iterator = None  # workers that were started too early
             self._workers.revive(states)
 
     def _check(self, position: dict[str, Any]) -> None:
@@ -334,9 +367,12 @@ class Bookmark:
     def _own_state(self) -> Any:
         return copy.deepcopy(self._base.state_dict(self._loader))
 
-    def _is_replayed(self, lost: list[str]) -> bool:
+    def _is_replayed(self, lost: list[str], batches: int) -> bool:
         """Whether the way to the position leads through all batches of the epoch."""
         if self._way == "own":
+            # Of persistent workers torchdata knows where they ended the epoch before, until each has made a batch of this one.
+            if self._workers and self._workers.persistent and batches < self._num_workers:
+                return True
             # The random numbers that an iteration draws before its first batch (for an order, say) cannot be told from those that
             # the batch itself draws. Only torchdata's samplers have generators of their own.
             keeps_order = is_torchdata(self._base) and not isinstance(self._loader.dataset, IterableDataset)

@@ -11,6 +11,7 @@ close   finished, interrupted, or failed
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from gemini_ft.lightning.fault_hooks import watch
 from gemini_ft.lightning.inventory import findings, fingerprint
 from gemini_ft.lightning.loader import bookmark_of
 from gemini_ft.lightning.options import EpochHooks
+from gemini_ft.lightning.trainer_data import Loading
 from gemini_ft.lightning.trainer_loggers import Logs
 from gemini_ft.state.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.state.modes import Modes
@@ -59,7 +61,6 @@ class Fit:
         self._logs = Logs(trainer, package)
         self._modes: Modes | None = None
         self._tree = ModuleTree({})
-        self._at_loading: dict[str, Any] | None = None  # what hooks had set when the present loaders were asked for
         self._optimizers: Any = None  # bound optimizers, with the properties that replacements must share
         self._ddp: DistributedDataParallel | None = None
         self._found: dict[str, Any] | None = None  # extras of what is being resumed
@@ -67,6 +68,11 @@ class Fit:
         self._last_step: int | None = None  # optimizer steps at the last look
         self._pauses = contextlib.ExitStack()
         self._hooks: list[Callable[[], None]] = [trainer_loops.before_each_batch(trainer, self._before_batch)]  # what ends each
+        loop = trainer.fit_loop
+        loading = functools.partial(Loading, trainer, present=self._present_modes, restore=self._restore_modes)
+        self.training_data, self._validation_data = loading(loop=loop), loading(loop=loop.epoch_loop.val_loop)
+        self.files = trainer_checkpoints.Files(trainer)
+        self._hooks += [self.training_data.end, self._validation_data.end, self.files.end]
         watch(trainer, package)
 
     @property
@@ -91,6 +97,7 @@ class Fit:
         if found is None:
             return
         self._found, self._iteration = found.extras, found.iteration
+        self._make_loaders_as(training=found.extras.get("training_data"), validation=found.extras.get("validation_data"))
         trainer_checkpoints.offer_checkpoint(self._trainer, self.checkpoint)
         self._logs.go_on(found.extras["loggers"], trainer_checkpoints.logged_steps(self.checkpoint))
         trainer_checkpoints.pin_checkpoint_folders(self._trainer, self.checkpoint)
@@ -114,7 +121,6 @@ class Fit:
         self.checkpointer.census.register(
             "the Trainer", lambda: [*findings(self._trainer), *modes.findings(tree.modules())], lambda: fingerprint(self._trainer)
         )
-        self._hooks.append(trainer_loops.before_loading(self._trainer, self._before_loading))
         if self._found is not None:
             trainer_callbacks.drop_replaced_schedulers(self._trainer, self.checkpoint)
             complete(self._trainer, self.checkpoint, self._trainer.lightning_module.state_dict())
@@ -138,6 +144,7 @@ class Fit:
             if checkpoint.get("global_step", 0) > self.checkpoint["global_step"]:
                 log.info("%s is at step %d: not resuming step %d of this run", path, checkpoint["global_step"], self._iteration)
                 self._found = None
+                self._make_loaders_as(training=None, validation=None)
                 trainer_checkpoints.withdraw_checkpoint(self._trainer)
                 return checkpoint
         log.info("resuming step %d of this run, which is newer than %s", self._iteration, path)
@@ -178,17 +185,12 @@ class Fit:
         """Whether there are gradients that the next update needs; no snapshot has them."""
         return trainer_loops.is_accumulating(self._trainer)
 
-    def _before_loading(self) -> None:
-        """Restores what the user's ``train_dataloader`` found when it made the loaders of the resumed epoch."""
-        if self._found is None:
-            self._at_loading = self._present_modes()
-        elif (then := self._found["at_loading"]) is not None:
-            self._restore_modes(then)
-            self._at_loading = then
+    def _make_loaders_as(self, *, training: dict[str, Any] | None, validation: dict[str, Any] | None) -> None:
+        self.training_data.resume(training)
+        self._validation_data.resume(validation)
 
-    def _present_modes(self) -> dict[str, Any]:
-        assert self._modes is not None
-        return self._modes.collect(self._tree.modules())
+    def _present_modes(self) -> dict[str, Any] | None:
+        return self._modes.collect(self._tree.modules()) if self._modes is not None else None
 
     def _restore_modes(self, state: dict[str, Any]) -> None:
         assert self._modes is not None
@@ -210,12 +212,16 @@ class Fit:
         if len(optimizers) != len(self._optimizers) or any(a is not b for a, b in zip(optimizers, self._optimizers, strict=True)):
             self._follow_optimizers()
         if self._found is not None:
+            self._validation_data.settle()
+            self.files.begin(self._found.get("files"))
             found, self._found = self._found, None
             restore(self._trainer, self._package, found)
             if self._ddp is not None:
                 restore_sync(self._ddp, found["ddp"])
             self._restore_modes(found["modes"])
             self._refuse_lost(found.get("lost", []))  # snapshots in storage may be older
+        elif self._last_step is None:
+            self.files.begin(None)
         step = self._steps
         if self._last_step is None:
             self._last_step = step  # as it was loaded, or initialised: nothing new yet
@@ -252,9 +258,11 @@ class Fit:
                 "ckpt_path": str(self._trainer.ckpt_path),
                 "ddp": ddp_state(self._ddp) if self._ddp is not None else None,
                 "modes": self._present_modes(),
-                "at_loading": self._at_loading,
                 "lost": self._lost(),
+                "training_data": self.training_data.made,
+                "validation_data": self._validation_data.made,
                 "loggers": self._logs.state(),
+                "files": self.files.state(),
             }
             return capture(self._trainer, self.live) | ours
         finally:

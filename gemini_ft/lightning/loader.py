@@ -33,6 +33,7 @@ def make_resumable(
     active: Callable[[], bool] | None = None,
     remade: bool = False,
     before_next: Callable[[Bookmark], None] | None = None,
+    owner: object = None,
 ) -> Any:
     """Gives ``loader`` the methods ``state_dict`` and ``load_state_dict``, and an iteration that heeds them.
 
@@ -50,11 +51,18 @@ def make_resumable(
         active: whether an iteration that starts now is to be watched; the same loader may also serve validation.
         remade: whether a hook that is called again makes anew what the epochs before have left behind in the data.
         before_next: called whenever the loop asks for its next batch.
+        owner: whoever asks; a loader that it has made resumable before stays as it is, with all that is known of the epochs before.
     """
+    former = bookmark_of(loader)
+    if former is not None and owner is not None and former.owner is owner:
+        return loader
     if isinstance(loader, ResumableIterable):
         loader = loader.iterable
     base = _plain_class(loader)
     bookmark = Bookmark(loader, base, method, ahead, epoch, active, remade, before_next)
+    bookmark.owner = owner
+    if former is not None:
+        former.hand_workers_to(bookmark)
     if not isinstance(loader, DataLoader):
         return ResumableIterable(loader, bookmark)
     loader.__class__ = _resumable_class(base)
@@ -121,7 +129,9 @@ def _resumable_class(base: Any) -> Any:
             saved = {name: getattr(self, name) for name in changes}
             self.__dict__.update(changes)
             try:
-                return super()._get_iterator()
+                iterator = super()._get_iterator()
+                self._gemini.follow_workers(iterator)
+                return iterator
             finally:
                 self.__dict__.update(saved)
 

@@ -171,22 +171,32 @@ class GeminiMixin(Gemini, _Strategy):
             return
         with self._gemini_fit.checkpointer.paused():
             super().save_checkpoint(checkpoint, filepath, storage_options)
+        self._gemini_fit.files.wrote(filepath)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        if self._gemini_fit is not None:
+            self._gemini_fit.files.removed(filepath)
 
     # --- data
 
     def process_dataloader(self, dataloader: object) -> object:
-        loader, trainer = super().process_dataloader(dataloader), self._gemini_trainer
-        # Only workers that live on from one validation to the next have anything to remember.
-        if self._gemini_fit is None or not (trainer.training or getattr(loader, "persistent_workers", False)):
+        loader, trainer, fit = super().process_dataloader(dataloader), self._gemini_trainer, self._gemini_fit
+        if fit is None:
             return loader
-        training = bool(trainer.training)
+        training, epoch = fit.training_data, functools.partial(trainer_loops.epoch, trainer)
+        if not training.asks:  # of the validation's only workers that live on from one to the next have anything to remember
+            if not getattr(loader, "persistent_workers", False) or any(loader is one for one in trainer_loops.training_loaders(trainer)):
+                return loader
+            return make_resumable(loader, self._gemini_data_resume, epoch=epoch, active=lambda: not trainer.training, owner=fit)
         return make_resumable(
             loader,
             self._gemini_data_resume,
-            ahead=functools.partial(trainer_loops.batches_taken_in_advance, trainer) if training else None,
-            epoch=functools.partial(trainer_loops.epoch, trainer),
-            active=lambda: bool(trainer.training) == training,
+            ahead=functools.partial(trainer_loops.batches_taken_in_advance, trainer),
+            epoch=epoch,
+            active=lambda: training.asks,
             remade=self._gemini_epoch_hooks == "rerun",
+            owner=training,
         )
 
 

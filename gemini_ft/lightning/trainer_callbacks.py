@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import importlib
+import inspect
 from collections.abc import Mapping
+from types import CodeType
 from typing import Any
 
 import torch
@@ -11,6 +15,8 @@ from torch.optim.swa_utils import SWALR
 
 from gemini_ft.state.modes import Modes, not_users
 
+# Of ModelCheckpoint; its state_dict leaves them out, and a checkpoint would be saved twice or not at all.
+_NOT_SAVED = frozenset({"_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"})
 _FINDERS = {"BatchSizeFinder", "LearningRateFinder"}
 
 
@@ -25,25 +31,49 @@ def has_state(callback: Any) -> bool:
     return any(hook.__qualname__.partition(".")[0] != "Callback" for hook in hooks)
 
 
+def _saved_by(callback: Any) -> frozenset[str]:
+    """Names of the attributes that belong to the state that a callback saves; the others came with a subclass that saves no more.
+
+    They are those that the class with the ``state_dict``, or a base of it, ever sets.
+    """
+    kinds = type(callback).__mro__
+    first = next(index for index, kind in enumerate(kinds) if "state_dict" in vars(kind))
+    return frozenset(name for kind in kinds[first:] for name in _set_by(kind)) - _NOT_SAVED
+
+
+@functools.cache
+def _set_by(kind: type) -> frozenset[str]:
+    """Names of the attributes that the methods of a class set, of any object."""
+    functions = [inspect.unwrap(getattr(item, "fget", item)) for item in vars(kind).values() if item is not None]
+    codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
+    names = set()
+    while codes:
+        code = codes.pop()
+        names |= {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+        codes += [part for part in code.co_consts if isinstance(part, CodeType)]
+    return frozenset(names)
+
+
 def shipped_names(callback: Any) -> set[str]:
     """Lightning's own classes among those of ``callback``."""
     return {kind.__name__ for kind in type(callback).__mro__ if kind.__module__.startswith(("lightning.", "pytorch_lightning."))}
 
 
 def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module]) -> Modes:
-    """Flags and plain attributes of the module, the datamodule, and callbacks that save no state of their own."""
+    """Flags and plain attributes of the module, the datamodule, and callbacks, but for the state that these save themselves."""
     base = importlib.import_module(package)
     blank = {kind: frozenset(vars(kind())) - {"training"} for kind in (base.LightningModule, base.LightningDataModule)}
 
     def leave(item: Any) -> frozenset[str]:
         private = next((names for kind, names in blank.items() if isinstance(item, kind)), frozenset[str]())
         states = vars(item).get("_defaults")  # a torchmetrics.Metric's, which are captured as such
-        return not_users(item) | private | (frozenset(states) if isinstance(states, dict) else frozenset())
+        saved = _saved_by(item) if isinstance(item, base.Callback) else frozenset[str]()
+        return not_users(item) | private | saved | (frozenset(states) if isinstance(states, dict) else frozenset())
 
     others = {
         f"callback.{index}": callback
         for index, callback in enumerate(trainer.callbacks)
-        if type(callback).state_dict is base.Callback.state_dict and not type(callback).__module__.startswith((package, "gemini_ft."))
+        if not type(callback).__module__.startswith((package, "gemini_ft.")) or "ModelCheckpoint" in shipped_names(callback)
     }
     if trainer.datamodule is not None:
         others["datamodule"] = trainer.datamodule

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gemini_ft.lightning.bookmark import is_position
 from gemini_ft.lightning.loader import bookmark_of
+from gemini_ft.lightning.trainer_callbacks import shipped_names
 from gemini_ft.state.hyperparameters import Given, of_mapping, of_scheduler
 
 
@@ -112,3 +114,64 @@ def as_if_saved_by_callback(checkpoint: Mapping[str, Any]) -> None:
 def logged_steps(checkpoint: Mapping[str, Any]) -> int:
     """The number under which metrics of the next step would be logged."""
     return int(checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"])
+
+
+class Files:
+    """The files in the folders of the ModelCheckpoints, which name a new one after those that are there.
+
+    What they had written after the resumed step is written again. The files of the first time count as not being there, so that they are
+    written over and none is called "-v1".
+
+    Args:
+        trainer: the Trainer.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._there: dict[str, set[str]] = {}  # names by folder, on rank 0
+        self._early: set[str] = set()  # paths of files that are to be written again
+
+    def state(self) -> dict[str, list[str]]:
+        """Names of the files by folder, as plain data."""
+        return {folder: sorted(names) for folder, names in self._there.items()}
+
+    def begin(self, saved: Mapping[str, Sequence[str]] | None) -> None:
+        """Looks into the folders, before the first batch. Collective if the fit is a resumed one, with what was ``saved``."""
+        callbacks = [callback for callback in self._trainer.checkpoint_callbacks if "ModelCheckpoint" in shipped_names(callback)]
+        folders = {str(callback.dirpath): callback for callback in callbacks if callback.dirpath}
+        if self._trainer.is_global_zero:
+            self._there = {folder: _names_in(callback._fs, folder) for folder, callback in folders.items()}
+        if saved is None or not folders:
+            return
+        early = {folder: names - set(saved[folder]) for folder, names in self._there.items() if folder in saved}
+        for folder, names in early.items():
+            self._there[folder] -= names
+        paths = {os.path.join(folder, name) for folder, names in early.items() for name in names}
+        self._early = set(self._trainer.strategy.broadcast(paths))
+        if self._early:
+            for callback in callbacks:
+                callback.file_exists = self._seeing(callback.file_exists)
+
+    def wrote(self, path: Any) -> None:
+        """Takes note of a file that was written."""
+        self._early.discard(str(path))
+        self._names(path).add(os.path.basename(path))
+
+    def removed(self, path: Any) -> None:
+        """Takes note of a file that was removed."""
+        self._names(path).discard(os.path.basename(path))
+
+    def end(self) -> None:
+        """Lets the ModelCheckpoints see all files again."""
+        for callback in self._trainer.checkpoint_callbacks:
+            vars(callback).pop("file_exists", None)
+
+    def _names(self, path: Any) -> set[str]:
+        return self._there.get(os.path.dirname(path), set())
+
+    def _seeing(self, exists: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+        return lambda path, trainer: exists(path, trainer) and str(path) not in self._early
+
+
+def _names_in(files: Any, folder: str) -> set[str]:
+    return {os.path.basename(path.rstrip("/")) for path in files.ls(folder, detail=False)} if files.isdir(folder) else set()

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gemini_ft.errors import StateError
+from gemini_ft.lightning.bookmark import Bookmark
 from gemini_ft.lightning.loader import bookmark_of
 
 
@@ -31,29 +33,14 @@ def before_each_batch(trainer: Any, hook: Callable[[], None]) -> Callable[[], No
     return end
 
 
-def before_loading(trainer: Any, hook: Callable[[], None]) -> Callable[[], None]:
-    """Calls ``hook`` whenever the fit is about to ask the user's ``train_dataloader()`` for loaders; returns what ends that."""
-    source = trainer.fit_loop._data_source
-    dataloader = source.dataloader
-
-    def hooked() -> Any:
-        hook()
-        return dataloader()
-
-    source.dataloader = hooked
-
-    def end() -> None:
-        vars(source).pop("dataloader", None)
-
-    return end
-
-
 def rerun_epoch_start(trainer: Any, package: str) -> None:
     """Calls the ``on_train_epoch_start`` hooks of a resumed epoch again, as soon as its loaders are there and before they are iterated."""
     fit_loop, call = trainer.fit_loop, importlib.import_module(f"{package}.trainer.call")
     load = fit_loop._load_combined_loader_states
 
     def run_then_load() -> None:
+        if not fit_loop.restarting:  # the script has asked for its loaders before the loops were restored
+            return
         del fit_loop._load_combined_loader_states
         if fit_loop.epoch_progress.current.started > fit_loop.epoch_progress.current.processed:
             call._call_callback_hooks(trainer, "on_train_epoch_start")
@@ -97,8 +84,10 @@ def set_loops(trainer: Any, state: dict[str, Any]) -> None:
     twice. It also leaves out plateau schedulers, because checkpoints of files lack the metrics.
     """
     fit_loop = trainer.fit_loop
+    if fit_loop._combined_loader_states_to_load:  # Lightning empties it when it gives them to the loaders
+        raise StateError("the positions in the training data were not put back: the loaders were made in a way that is not known here")
     fit_loop.load_state_dict(state)
-    fit_loop._combined_loader_states_to_load = []  # they were loaded before the iterators were made
+    fit_loop._combined_loader_states_to_load = []
     for loop in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop):
         loop.on_iteration_done()
 
@@ -111,10 +100,11 @@ def loop_extras(trainer: Any) -> dict[str, Any]:
         "should_stop": trainer.should_stop,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "last_reload": fit_loop._last_train_dl_reload_epoch,
+        "last_validation_reload": fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
         "since_start": now - getattr(trainer, "_train_start_time", now),
         "since_validation": now - getattr(trainer, "_last_val_time", now),
         "cycles": (combined._idx, list(getattr(combined, "_consumed", ()))),
-        "validation_workers": [mark.resting_workers if (mark := bookmark_of(loader)) else None for loader in _validation_loaders(trainer)],
+        "validation_workers": [mark.resting_workers if mark else None for mark in _validation_marks(trainer)],
     }
 
 
@@ -124,14 +114,15 @@ def set_loop_extras(trainer: Any, extras: Mapping[str, Any]) -> None:
     trainer.should_stop = extras["should_stop"]
     trainer.accumulate_grad_batches = extras["accumulate_grad_batches"]
     fit_loop._last_train_dl_reload_epoch = extras["last_reload"]
+    fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = extras.get("last_validation_reload", float("-inf"))
     trainer._train_start_time = now - extras["since_start"]
     trainer._last_val_time = now - extras["since_validation"]
     combined._idx, consumed = extras["cycles"]
     if consumed:
         combined._consumed = list(consumed)
-    for loader, workers in zip(_validation_loaders(trainer), extras["validation_workers"], strict=False):
-        if workers is not None and (bookmark := bookmark_of(loader)):
-            bookmark.revive_workers(workers)
+    for mark, workers in zip(_validation_marks(trainer), extras["validation_workers"], strict=False):
+        if workers is not None and mark is not None:
+            mark.revive_workers(workers)
 
 
 def loaders_at_hand(module: Any) -> list[Any]:
@@ -145,6 +136,7 @@ def training_loaders(trainer: Any) -> list[Any]:
     return list(combined.flattened) if combined is not None else []
 
 
-def _validation_loaders(trainer: Any) -> list[Any]:
-    combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
-    return list(combined.flattened) if combined is not None else []
+def _validation_marks(trainer: Any) -> list[Bookmark | None]:
+    """The bookmarks of the validation's loaders; None for those that have none, or that are the training's as well."""
+    combined, training = trainer.fit_loop.epoch_loop.val_loop._combined_loader, list(map(id, training_loaders(trainer)))
+    return [bookmark_of(loader) if id(loader) not in training else None for loader in (combined.flattened if combined is not None else ())]

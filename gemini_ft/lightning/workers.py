@@ -45,7 +45,7 @@ class StampingCollate:
         """Restores ``state`` in the worker, before its first sample."""
         self._roots = {"dataset": dataset, "collate": self._collate}
         self._generators = set(private_generators(**self._roots))
-        self._attributes = Attributes(self._roots)
+        self._attributes = Attributes(self._roots, shared=False)
         if state is not None:
             set_randomness(state[0])
             self._attributes.give_back(state[1])
@@ -83,43 +83,66 @@ class WorkerStates:
     Batch ``k`` of an epoch comes from worker ``k % workers``. So a loader can only go on from a multiple of
     ``workers`` without the workers changing their roles, and two rounds of states are kept.
 
-    Persistent workers enter an epoch with the states they had at the end of the one before. Those are known only if
-    that epoch was used to its end: of batches that were loaded in advance and thrown away nothing arrives here.
+    Persistent workers enter an epoch with the states they had at the end of the one before, after batches too that they had loaded in
+    advance and that were thrown away when the next one began.
 
     Attributes:
         lost: attributes that have changed in a worker and cannot be kept.
         drew: whether the first batch of any worker drew random numbers.
+        revived: whether the workers that will be started next were resting before a restart.
     """
 
     def __init__(self, workers: int, persistent: bool) -> None:
         self._workers, self.persistent = workers, persistent
         self.lost: set[str] = set()
         self.drew = False
+        self.revived = False
         self._first = 0
-        self._revived = False
         self._rounds: deque[tuple[int, int, State]] = deque(maxlen=2 * workers)  # batch, worker, state after it
         self._latest: dict[int, State] = {}
+        self._arrived: dict[int, State] = {}  # with the last batch that came from each worker, used or not
         self._at_start: dict[int, State] = {}
 
     def start(self, first: int, states: Mapping[int, State], lost: Iterable[str] = ()) -> None:
         """Begins an iteration with batch ``first`` of the epoch, its workers in ``states`` where those are given."""
-        self._latest = {**self._latest, **states} if self.persistent else dict(states)
-        self._at_start = dict(self._latest)
+        self._arrived = {**self._arrived, **states} if self.persistent else dict(states)
+        self._latest, self._at_start = dict(self._arrived), dict(self._arrived)
         self._first = first
         self.lost, self.drew = set(lost), False
         self._rounds.clear()
 
+    def follow(self, iterator: Any) -> None:
+        """Takes note of all that comes from the workers of ``iterator``, which is made once if they are persistent."""
+        get_data = iterator._get_data
+
+        def watched() -> Any:
+            data = get_data()
+            item = data[1]
+            if isinstance(item, tuple) and not isinstance(item, Stamped):  # torchdata's adds worker and state
+                item = item[0]
+            if isinstance(item, Stamped) and item.state is not None:
+                self._arrived[item.worker] = item.state
+            return data
+
+        if self.persistent:
+            iterator._get_data = watched
+
+    def started(self) -> None:
+        """Ends the beginning of an iteration, in which persistent workers hand over what they had loaded in vain."""
+        if self.persistent:
+            self._latest, self._at_start = dict(self._arrived), dict(self._arrived)
+
     def resting(self) -> dict[int, State]:
         """The states of persistent workers between two iterations."""
-        return dict(self._latest)
+        return dict(self._arrived)
 
     def revive(self, states: Mapping[int, State]) -> None:
         """Makes the next iteration start workers in the place of those that were ``resting`` before a restart."""
-        self._latest, self._revived = dict(states), True
+        self._arrived, self.revived = dict(states), True
 
     def take_revived(self) -> bool:
         """Whether the workers that are being started were resting before a restart."""
-        revived, self._revived = self._revived, False
+        revived, self.revived = self.revived, False
         return revived
 
     def at_start(self) -> dict[int, State]:

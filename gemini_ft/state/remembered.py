@@ -7,6 +7,7 @@ and containers of at most 64 of them. One that has changed and is not plain is *
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import math
@@ -15,6 +16,7 @@ import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
+from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -31,10 +33,12 @@ _FEW = 64  # entries of a container that is kept
 SMALL = 2**18  # bytes of a value that is kept
 _DEPTH, _OBJECTS = 6, 2000
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)  # `randomness` keeps their states
+_Number = (Synchronized, ctypes._SimpleCData)  # of multiprocessing.Value and RawValue
+_Numbers = (SynchronizedArray, ctypes.Array)
 _CLOSED = (str, bytes, type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, nn.Module, *_GENERATORS)
 # Objects of these packages have ways of their own to keep their state, or none worth keeping (open files, loggers, locks).
 _FOREIGN = frozenset(
-    {"PIL", "_io", "_thread", "deepspeed", "gemini_ft", "h5py", "io", "lightning", "lightning_fabric", "lmdb", "logging"}
+    {"PIL", "_io", "_thread", "deepspeed", "fsspec", "gemini_ft", "h5py", "io", "lightning", "lightning_fabric", "lmdb", "logging"}
     | {"mmap", "multiprocessing", "numpy", "pathlib", "pyarrow", "pytorch_lightning", "re", "socket", "sqlite3", "tarfile"}
     | {"threading", "torchmetrics", "weakref", "zarr", "zipfile"}
 )
@@ -76,12 +80,17 @@ class Attributes:
         roots: name -> object.
         leave: names of an object's attributes that are not to be kept.
         caches: whether large mappings that change are taken for caches, which are made again.
+        shared: whether values in memory that processes share count too; in a loader's workers they are those of the main process.
     """
 
     def __init__(
-        self, roots: Mapping[str, Any], leave: Callable[[Any], frozenset[str]] = lambda _: frozenset(), caches: bool = True
+        self,
+        roots: Mapping[str, Any],
+        leave: Callable[[Any], frozenset[str]] = lambda _: frozenset(),
+        caches: bool = True,
+        shared: bool = True,
     ) -> None:
-        self._roots, self._leave, self._caches = dict(roots), leave, caches
+        self._roots, self._leave, self._caches, self._shared = dict(roots), leave, caches, shared
         self._left: dict[str, frozenset[str]] = {}
         self._watched: dict[str, tuple[int, dict[str, Any]]] = {}  # of modules: number of attributes; marks of those that count
         self._objects: dict[str, Any] = {}
@@ -131,21 +140,24 @@ class Attributes:
                     kept.setdefault(path, {})[name] = copy
         return Changes(kept, lost)
 
-    def give_back(self, values: Values, below: str = "") -> None:
+    def give_back(self, values: Values, below: str = "", shared: bool = True) -> None:
         """Sets all plain attributes to their values at the mark, but for ``values``.
 
         Args:
             values: as :class:`Changes` has them.
             below: only those of objects whose path begins with this.
+            shared: whether values in memory that processes share are set too.
         """
         for path, item in self._objects.items():
             if not path.startswith(below):
                 continue
             now, given = vars(item), values.get(path, {})
-            for name, then in self._marked[path].items():
-                if name not in given and type(then) is not _Opaque and now.get(name, _ABSENT) is not then:
+            for name, then in (self._marked[path] | given).items():
+                current = now.get(name, _ABSENT)
+                if (name not in given and (type(then) is _Opaque or current is then)) or (not shared and _is_shared(current)):
+                    continue
+                if not (_is_shared(current) and _wrote(current, then)):
                     now[name] = _copy(then)
-            now.update({name: _copy(value) for name, value in given.items()})
 
     def _is_unwritten(self, path: str, name: str, value: torch.Tensor) -> bool:
         """Whether ``value`` is the accelerator's tensor that was remembered under this name, and torch has counted no write to it since.
@@ -168,7 +180,7 @@ class Attributes:
 
     def _of(self, path: str, item: Any) -> Iterator[tuple[str, Any]]:
         left = self._left[path]
-        return ((name, value) for name, value in list(vars(item).items()) if name not in left)
+        return ((name, value) for name, value in list(vars(item).items()) if name not in left and (self._shared or not _is_shared(value)))
 
     def _differing(self, path: str, item: Any) -> list[tuple[str, Any, Any]]:
         """Name, present value and marked one of attributes that are not the very same object as at the mark.
@@ -270,7 +282,32 @@ def _copy(value: Any) -> Any:
         return made(value.default_factory, pairs) if kind is defaultdict else made(pairs)
     if isinstance(value, (np.generic, Enum)) and not isinstance(value, np.void):
         return value
+    if isinstance(value, _Number):
+        return _copy(value.value)
+    if isinstance(value, _Numbers):
+        return _copy(value[:])
     raise _NotPlain
+
+
+def _is_shared(value: Any) -> bool:
+    """Whether a value lies in memory that worker processes see too. A tensor that is a part of another one may not stay so."""
+    if isinstance(value, torch.Tensor):
+        return value.device.type == "cpu" and value.untyped_storage().is_shared() and value.untyped_storage().nbytes() == value.nbytes
+    return isinstance(value, (*_Number, *_Numbers))
+
+
+def _wrote(shared: Any, value: Any) -> bool:
+    """Writes ``value`` where processes share it, if it fits."""
+    if isinstance(shared, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or (shared.shape, shared.dtype) != (value.shape, value.dtype):
+            return False
+        with torch.no_grad():
+            shared.copy_(value)
+    elif isinstance(shared, _Number):
+        shared.value = value
+    else:
+        shared[:] = value
+    return True
 
 
 def _is_same(value: Any, then: Any) -> bool:

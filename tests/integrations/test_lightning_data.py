@@ -1,0 +1,133 @@
+"""Loaders of every kind, made and woken whenever a script likes, and callbacks: killed or not, a fit ends with the bits of plain DDP.
+
+The suite has the cells that differ most, in one job each way; the whole table is a soak.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from multiprocessing import Array, RawValue, Value
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from test_lightning_hooks import Case, fit, table
+from three_ways import Cell, differing, run
+
+from gemini_ft.errors import UnsupportedStateError
+from gemini_ft.state.remembered import Attributes
+
+__all__ = ["fit"]  # the fixture
+CASE = Path(__file__).parents[1] / "kit" / "loaders_case.py"
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+]
+
+
+def every(epochs: int, **options: Any) -> dict[str, Any]:
+    return {"trainer": {"reload_dataloaders_every_n_epochs": epochs} | options}
+
+
+PERSISTENT = {"workers": "persistent"}
+CALLBACKS = {"callbacks": ["best", "often", "all", "patient", "inheriting"]}
+SUITE = {
+    "asks-for-steps": Cell({"early": "steps@configure_optimizers"} | every(2), ["1:0:3", "0:2:2"]),
+    "reloads": Cell(every(2), ["0:1:3"]),
+    "cursor": Cell({"kind": "stateful-cursor", "workers": "2"}, ["1:1:1"]),
+    "shared-epoch": Cell({"kind": "stream"} | PERSISTENT, ["0:0:2"]),
+    "callbacks": Cell(CALLBACKS, ["0:1:2:end"]),
+}
+EARLY = {
+    "steps-in-setup": Cell({"early": "steps@setup"} | PERSISTENT, ["0:0:3"]),
+    "steps-in-the-sanity-check": Cell({"early": "steps@on_sanity_check_start"}, ["1:1:2"]),
+    "batch-before-the-fit": Cell({"early": "batch@on_fit_start", "kind": "stream"}, ["1:1:3"]),
+    "batches-beside-the-loop": Cell({"early": "batch@on_train_batch_end"}, ["0:1:3"]),
+    "batches-beside-a-cursor": Cell({"early": "batch@on_train_batch_end", "kind": "stateful-cursor"}, ["0:1:3"]),
+    "validation": Cell({"early": "validation@configure_optimizers"} | every(2, max_epochs=5) | PERSISTENT, ["0:3:2"]),
+    "iterator": Cell({"early": "steps@configure_optimizers", "kind": "iterator", "trainer": {"limit_train_batches": 4}}, ["0:1:2"]),
+    "one-loader": Cell({"one_loader": True} | PERSISTENT | {"trainer": {"limit_val_batches": 1.0, "num_sanity_val_steps": 0}}, ["1:1:2"]),
+    "limited": Cell({"trainer": {"limit_train_batches": 3}} | PERSISTENT, ["0:1:1"]),
+    "callbacks-killed-often": Cell(CALLBACKS, ["0:0:2", "1:1:0", "0:1:3:end", "0:1:4:end", "0:2:1"]),
+}
+KINDS, WORKERS = ["table", "stream", "stateful-table", "stateful-stream", "stateful-cursor"], ["0", "2", "persistent"]
+
+
+def of_table(kind: str, workers: str) -> dict[str, Cell]:
+    """Reloaded or not, accumulating or not; killed in two epochs that follow each other."""
+    cells = {}
+    for first, (reload, accumulate) in enumerate(itertools.product((0, 2), (1, 3))):
+        options = {"kind": kind, "workers": workers} | every(reload, accumulate_grad_batches=accumulate)
+        kills = [f"0:{first % 2}:3", f"1:{first % 2 + 1}:1"]
+        cells[f"{kind}-{workers}-reload-{reload}-accumulate-{accumulate}"] = Cell(options, kills)
+    return cells
+
+
+JOBS: dict[str, Callable[[], dict[str, Cell]]] = {"suite": lambda: SUITE, "early": lambda: EARLY}
+JOBS |= {f"{kind}-{workers}": functools.partial(of_table, kind, workers) for kind in KINDS for workers in WORKERS}
+
+
+@pytest.fixture(scope="module")
+def folders_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Path]]:
+    return functools.cache(lambda job: run(CASE, folder=tmp_path_factory.mktemp(job), cells=JOBS[job](), timeout=500))
+
+
+CELLS = [pytest.param(job, name, marks=[pytest.mark.soak] * (job != "suite")) for job, cells in JOBS.items() for name in cells()]
+
+
+@pytest.mark.parametrize(("job", "name"), CELLS)
+def test_ends_as_plain_ddp_does(job: str, name: str, folders_of: Callable[[str], dict[str, Path]]) -> None:
+    if "stateful" in JOBS[job]()[name].options.get("kind", ""):
+        pytest.importorskip("torchdata", reason="needs torchdata: pip install torchdata")
+    assert differing(folders_of(job), name, JOBS[job]()[name]) == []
+
+
+class Hasty(Case):
+    """Asks for its loaders before there is a process group."""
+
+    def configure_callbacks(self) -> list[Callback]:
+        assert self.trainer.estimated_stepping_batches
+        return []
+
+
+def test_loaders_of_configure_callbacks_are_refused(fit: Callable[..., Case]) -> None:
+    with pytest.raises(
+        UnsupportedStateError, match=r"loaders were made before .* ask for them, or for estimated_stepping_batches, in setup"
+    ):
+        fit(Hasty, table, "gemini")
+
+
+class Sharing:
+    """Tells its workers something in memory that they share."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(2, dtype=torch.long).share_memory_()
+        self.part = self.tensor[0]
+        self.value, self.raw, self.array = Value("i", 1), RawValue("i", 2), Array("i", [3, 4])
+
+    def tell(self, number: int) -> None:
+        self.tensor.fill_(number)
+        self.value.value = self.raw.value = number
+        self.array[:] = [number, number]
+
+    def told(self) -> list[Any]:
+        return [self.tensor.tolist(), self.part.item(), self.value.value, self.raw.value, self.array[:]]
+
+
+def test_shared_memory_is_written_where_it_is() -> None:
+    sharing = Sharing()
+    attributes, before = Attributes({"data": sharing}), vars(sharing).copy()
+    sharing.tell(7)
+    kept, lost = attributes.changes()
+    assert not lost
+    sharing.tell(9)
+    attributes.give_back({}, shared=False)
+    assert sharing.told()[0] == [9, 9]
+    attributes.give_back(kept)
+    assert sharing.told() == [[7, 7], 7, 7, 7, [7, 7]]
+    assert all(vars(sharing)[name] is before[name] for name in ("tensor", "value", "raw", "array"))
+    assert not Attributes({"data": sharing}, shared=False).changes().kept
