@@ -57,6 +57,9 @@ def _ours() -> dict[str, str]:
 for _name in _ours():
     del os.environ[_name]
 
+# Thousands of processes would compile the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # What hosts remember of runs belongs to this run of the tests alone.
 os.environ["GEMINI_STATE_DIR"] = tempfile.mkdtemp(prefix="gemini-state-")
 atexit.register(shutil.rmtree, os.environ["GEMINI_STATE_DIR"], ignore_errors=True)
