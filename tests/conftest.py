@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from foreign_imports import Quiet
 from hypothesis import settings
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 # time, so that its verdict is about the code; looking for new ones is what the soak is for.
 settings.register_profile("suite", deadline=None, print_blob=True, derandomize=True)
 settings.register_profile("soak", deadline=None, print_blob=True)
+
+sys.meta_path.insert(0, Quiet())
 
 # DeepSpeed compiles at first use, with the environment's own ninja: what another one has built, it would build again.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
@@ -53,6 +56,9 @@ def _ours() -> dict[str, str]:
 
 for _name in _ours():
     del os.environ[_name]
+
+# Thousands of processes would compile the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # What hosts remember of runs belongs to this run of the tests alone.
 os.environ["GEMINI_STATE_DIR"] = tempfile.mkdtemp(prefix="gemini-state-")

@@ -429,8 +429,6 @@ class TestLightning:
 
 
 def test_names_inside_compiled_modules_are_those_of_the_state_dict() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch 2.13: its compiler imports what it deprecates
-        model = nn.Sequential(torch.compile(nn.Linear(2, 2, bias=False)), nn.Linear(2, 2))
+    model = nn.Sequential(torch.compile(nn.Linear(2, 2, bias=False)), nn.Linear(2, 2))
     naming = collect_extras({"model": model}, [])["naming"]
     assert naming == {"model": {"keys": {"0._orig_mod.weight": "model.0.weight"}, "absent": ["model.0.weight"], "out of order": []}}

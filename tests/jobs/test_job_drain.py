@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from weights_kit import STEPS, assert_same_bits, job, reached
+from weights_kit import assert_same_bits, finish, job, reached
 
 from gemini_ft.storage.checkpoints import list_checkpoints
 from gemini_ft.storage.opening import open_existing
@@ -42,7 +42,7 @@ def assert_nothing_is_lost(hosts: EmulatedHosts, host: str, before: int) -> int:
 
 
 def test_a_host_that_is_told_to_leave_finishes_its_step_and_a_spare_goes_on_there(tmp_path: Path) -> None:
-    with job(tmp_path, 2, STEPS) as hosts:
+    with job(tmp_path, 2) as hosts:
         hosts.wait_for(lambda: reached(hosts, 5))
         hosts.add()  # earlier, it could be the spare or not
         drain(hosts, "launcher", "host1")
@@ -51,15 +51,15 @@ def test_a_host_that_is_told_to_leave_finishes_its_step_and_a_spare_goes_on_ther
         drain(hosts, "command", "host2")
         hosts.wait_for(lambda: "host2" in hosts.drained)
         assert_nothing_is_lost(hosts, "host2", count)
-        hosts.finish()
-    assert_same_bits(tmp_path, STEPS)
+        finish(hosts)
+    assert_same_bits(tmp_path)
 
 
 def test_a_job_that_is_preempted_as_a_whole_stores_its_last_step_and_goes_on_there(tmp_path: Path) -> None:
     """On other hosts, so that nothing but storage has it; no upload was due by itself."""
     url = f"file://{tmp_path}/store"
     settings = {"GEMINI_STORAGE__URL": url, "GEMINI_STORAGE__EVERY_STEPS": "1000000", "GEMINI_DRAIN_SIGNAL": "SIGTERM"}
-    with job(tmp_path, 2, STEPS, **settings) as hosts:
+    with job(tmp_path, 2, **settings) as hosts:
         hosts.wait_for(lambda: reached(hosts, 5))
         for host in ("host0", "host1"):
             os.kill(hosts.launcher_pid(host), signal.SIGTERM)
@@ -71,9 +71,9 @@ def test_a_job_that_is_preempted_as_a_whole_stores_its_last_step_and_goes_on_the
         assert [found.version.iteration for found in list_checkpoints(open_existing(url), hosts.run)] == [ended]
         hosts.add()
         hosts.add()
-        hosts.finish()
+        finish(hosts)
         assert {(event["iteration"], "storage" in event["sources"]) for event in hosts.events("resumed")} == {(ended, True)}
-    assert_same_bits(tmp_path, STEPS)
+    assert_same_bits(tmp_path)
 
 
 LOAD = [sys.executable, "-c", "while True: pass"]
@@ -87,13 +87,12 @@ def test_twenty_times_under_load_nothing_is_lost(tmp_path: Path, signal_name: st
     settings = {"GEMINI_DRAIN_SIGNAL": signal_name, "GEMINI_DRAIN_SECONDS": "120"}
     if stores:
         settings |= {"GEMINI_STORAGE__URL": f"file://{tmp_path}/store", "GEMINI_STORAGE__EVERY_STEPS": "1000000"}
-    steps = 100_000
     with contextlib.ExitStack() as stack:
         for _ in range(os.cpu_count() or 1):
             load = subprocess.Popen(LOAD)
             stack.callback(load.wait)
             stack.callback(load.kill)
-        hosts = stack.enter_context(job(tmp_path, 2, steps, **settings))
+        hosts = stack.enter_context(job(tmp_path, 2, **settings))
         hosts.wait_for(lambda: reached(hosts, 5))
         hosts.add()
         count = 0

@@ -7,14 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from weights_kit import SCRIPT, STEPS, assert_same_bits, reached
+from weights_kit import assert_same_bits, finish, job, reached
 
 from gemini_ft.testing import EmulatedHosts
-
-
-def job(folder: Path, steps: int, stores: int) -> EmulatedHosts:
-    (folder / "train.py").write_text(SCRIPT)
-    return EmulatedHosts(2, [str(folder / "train.py"), str(steps), str(folder / "weights")], folder, stores=stores)
 
 
 def newest(hosts: EmulatedHosts) -> int:
@@ -37,7 +32,7 @@ def goes_on_after_a_failure(hosts: EmulatedHosts) -> None:
 
 
 def test_another_store_takes_over_and_one_that_comes_back_empty_is_filled(tmp_path: Path) -> None:
-    with job(tmp_path, STEPS, 2) as hosts:
+    with job(tmp_path, 2, stores=2) as hosts:
         hosts.wait_for(lambda: reached(hosts, 5))
         hosts.kill_store(0)
         goes_on_undisturbed(hosts)
@@ -45,14 +40,14 @@ def test_another_store_takes_over_and_one_that_comes_back_empty_is_filled(tmp_pa
         hosts.restart_store(0)
         hosts.kill_store(1)
         goes_on_after_a_failure(hosts)
-        hosts.finish()
-    assert_same_bits(tmp_path, STEPS)
+        finish(hosts)
+    assert_same_bits(tmp_path)
 
 
 @pytest.mark.soak
 def test_the_store_is_killed_ten_times(tmp_path: Path) -> None:
     """The only one as well as either of two; with failures in between, and while none is there."""
-    with job(tmp_path, 100_000, 2) as hosts:
+    with job(tmp_path, 2, stores=2) as hosts:
         hosts.wait_for(lambda: reached(hosts, 5))
         for number in range(10):
             hosts.kill_store(number % 2)

@@ -8,7 +8,6 @@ import torch
 
 from gemini_ft.testing import EmulatedHosts
 
-STEPS = 150
 SCRIPT = """
 import os, sys, time
 import torch
@@ -20,16 +19,22 @@ torch.manual_seed(0)
 model = DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 checkpointer = gemini_ft.Checkpointer(model, optimizer)
-for iteration in range(checkpointer.resume(), int(sys.argv[1])):
+iteration = checkpointer.resume()
+enough = torch.zeros(())
+while iteration < int(sys.argv[1]) and not enough:
     optimizer.zero_grad()
     model(torch.full((1, 4), iteration / 7)).square().sum().backward()
     optimizer.step()
+    iteration += 1
     checkpointer.step()
     time.sleep(0.03)
+    enough.fill_(os.path.exists(sys.argv[2] + ".enough"))
+    torch.distributed.all_reduce(enough)
 if torch.distributed.get_rank() == 0:
-    torch.save(model.module.state_dict(), sys.argv[2])
+    torch.save({"steps": iteration, "weights": model.module.state_dict()}, sys.argv[2])
 checkpointer.close()
 """
+ENDLESS = 1_000_000  # steps: the job ends when it is told to, however slow the machine is
 
 
 def undisturbed(steps: int) -> dict[str, torch.Tensor]:
@@ -44,15 +49,23 @@ def undisturbed(steps: int) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def job(folder: Path, count: int, steps: int, **env: str) -> EmulatedHosts:
+def job(folder: Path, count: int, stores: int = 1, **env: str) -> EmulatedHosts:
+    """A job on emulated hosts that goes on until `finish`."""
     (folder / "train.py").write_text(SCRIPT)
-    return EmulatedHosts(count, [str(folder / "train.py"), str(steps), str(folder / "weights")], folder, env=env)
+    program = [str(folder / "train.py"), str(ENDLESS), str(folder / "weights")]
+    return EmulatedHosts(count, program, folder, env=env, stores=stores)
 
 
-def assert_same_bits(folder: Path, steps: int) -> None:
-    weights = torch.load(folder / "weights")
-    for name, value in undisturbed(steps).items():
-        assert weights[name].numpy().tobytes() == value.numpy().tobytes(), name
+def finish(hosts: EmulatedHosts) -> None:
+    """Has the job end after the present step."""
+    (hosts.folder / "weights.enough").touch()
+    hosts.finish()
+
+
+def assert_same_bits(folder: Path) -> None:
+    ended = torch.load(folder / "weights")
+    for name, value in undisturbed(ended["steps"]).items():
+        assert ended["weights"][name].numpy().tobytes() == value.numpy().tobytes(), name
 
 
 def reached(hosts: EmulatedHosts, iteration: int) -> bool:
