@@ -57,6 +57,24 @@ class TestCommit:
         assert held(ranks[1], 0, 3, job) == expected(0, 3)
 
 
+    def test_of_what_a_device_has_laid_down_the_agent_forms_the_checksums(self, job: Job) -> None:
+        """One that is given up while they are formed, and whose slot is granted again, leaves nothing in the next."""
+        ranks = job.start()
+        for iteration in (1, 2, 3):
+            for rank in ranks:
+                rank.request(iteration)
+            ranks[1].copy(iteration)
+            if iteration == 2:
+                ranks[0].land(iteration, upto=2 * CHUNK)
+                ranks[0].give_up(iteration)
+                ranks[1].wait_for("abort", iteration=iteration)
+            else:
+                ranks[0].land(iteration)
+                for rank in ranks:
+                    rank.wait_for("commit", iteration=iteration)
+                    assert held(rank, 0, iteration, job) == expected(0, iteration)
+
+
 class TestHangingPeer:
     def test_commits_go_on_without_a_holder_that_is_silent_and_it_counts_again_when_it_is_back(self, job: Job) -> None:
         ranks = job.join(("a", "b"))

@@ -43,6 +43,7 @@ from gemini_ft.wire.worker_messages import (
     Hello,
     Inject,
     Inventory,
+    Landed,
     Opened,
     OpenSession,
     Progress,
@@ -203,6 +204,19 @@ class Rank:
         if chunks == slice(None):
             version, sizes = Version(self.spec.incarnation, iteration), (nbytes, len(EXTRAS), CHUNK)
             self.finish_copy(iteration, shard_root(self.rank, version, layout_digest(self.layout.to_bytes()), sizes, checksums), digest)
+
+    def land(self, iteration: int, upto: int | None = None) -> None:
+        """Do as `copy` does, from a device: the agent forms the checksums; ``upto``: so far, without the end."""
+        assert self.layout is not None
+        slot, nbytes = self.granted(iteration), self.layout.nbytes
+        slot[:nbytes] = content(self.rank, iteration, nbytes, self.frozen)
+        slot[nbytes : nbytes + len(EXTRAS)] = EXTRAS
+        for end in (CHUNK // 2, nbytes // 2, nbytes) if upto is None else (upto,):
+            self.client.tell(Landed(owner=self.rank, iteration=iteration, upto=end))
+        if upto is None:
+            index, digest = -(-nbytes // CHUNK), checksum(EXTRAS)
+            self.client.tell(Chunk(owner=self.rank, iteration=iteration, index=index, offset=nbytes, nbytes=len(EXTRAS), digest=digest))
+            self.finish_copy(iteration, "")
 
     def finish_copy(self, iteration: int, root: str, digest: str = "") -> None:
         """Declare that all chunks are in the slot, and what they come to."""
