@@ -62,7 +62,7 @@ class Uploader:
         keep = (self.config.kept, self.config.keep_every)
         self._closed = asyncio.Event()
         self._retention = Retention(
-            self._reopen, run, spec.stream, *keep, frozenset(spec.damaged), lambda: self.leads() is not None, frozenset(spec.present)
+            self._reopen, run, spec.stream, *keep, frozenset(spec.damaged), lambda: self.leads() is not None, spec.present
         )
         self._tasks, self.background = Tasks(), Tasks()
         self._logical_hash = ""
