@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from weights_kit import SCRIPT, assert_same_bits, reached
 
-from gemini_ft.launch.endings import OVERTAKEN
-from gemini_ft.testing import EmulatedHosts, Network
+from gemini_ft.testing import EmulatedHosts
 
 STEPS = 40
 ALONE = "this one begins nothing without them"
-
-
-@pytest.fixture
-def network() -> Iterator[Network]:
-    if (reason := Network.unavailable()) is not None:
-        pytest.skip(f"needs hosts with a network of their own: {reason}")
-    with Network() as network:
-        yield network
 
 
 def program(folder: Path, steps: int) -> list[str]:
@@ -31,10 +19,6 @@ def program(folder: Path, steps: int) -> list[str]:
 
 def storage(folder: Path) -> dict[str, str]:
     return {"GEMINI_STORAGE__URL": f"file://{folder}/store", "GEMINI_STORAGE__EVERY_STEPS": "10"}
-
-
-def newest(hosts: EmulatedHosts, *names: str) -> int:
-    return max((event["iteration"] for event in hosts.events("committed") if not names or event["host"] in names), default=0)
 
 
 def test_a_spare_begins_nothing_by_itself_and_a_host_that_comes_back_does(tmp_path: Path) -> None:
@@ -51,46 +35,3 @@ def test_a_spare_begins_nothing_by_itself_and_a_host_that_comes_back_does(tmp_pa
         assert hosts.events("resumed")[-1]["iteration"] >= 10
         assert {event["host"] for event in hosts.events("joined")} == {"host0"}
     assert_same_bits(tmp_path, STEPS)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("with_storage", [False, True])
-def test_spares_that_are_cut_off_together_with_a_store_wait_and_come_back(network: Network, tmp_path: Path, with_storage: bool) -> None:
-    steps, env = 3000, storage(tmp_path) if with_storage else {}
-    with EmulatedHosts(2, program(tmp_path, steps), tmp_path, network=network, stores=("store0", "store1"), env=env) as hosts:
-        hosts.wait_for(lambda: hosts.events("joined"))
-        spares = hosts.add(), hosts.add()
-        hosts.wait_for(lambda: reached(hosts, 100))
-        network.part(*spares, "store1")
-        hosts.wait_for(lambda: all(ALONE in (tmp_path / f"{spare}.log").read_text() for spare in spares))
-        time.sleep(30)
-        assert {event["host"] for event in hosts.events("joined")} == {"host0", "host1"}
-        for name in (*spares, "store1"):
-            network.heal(name)
-        time.sleep(10)
-        committed = newest(hosts)
-        hosts.kill("host1")  # its place is taken by a spare, which must have come back
-        hosts.wait_for(lambda: {event["host"] for event in hosts.events("resumed")} & {*spares})
-        assert min(event["iteration"] for event in hosts.events("resumed")) >= committed
-        hosts.finish()
-        assert "run id" not in (tmp_path / "host0.log").read_text()  # no upload was refused
-    assert_same_bits(tmp_path, steps)
-
-
-@pytest.mark.soak
-def test_of_two_parts_that_each_have_a_host_of_the_job_one_ends_when_they_meet(network: Network, tmp_path: Path) -> None:
-    """Two hosts, a spare and a store beside each: either side could be the one that is left."""
-    steps = 6000
-    with EmulatedHosts(2, program(tmp_path, steps), tmp_path, network=network, stores=("store0", "store1")) as hosts:
-        hosts.wait_for(lambda: hosts.events("joined"))
-        hosts.add(), hosts.add()
-        hosts.wait_for(lambda: reached(hosts, 100))
-        network.part("host1", "host3", "store1")
-        hosts.wait_for(lambda: {event["host"] for event in hosts.events("resumed")} >= {"host0", "host1", "host2", "host3"})
-        for name in ("host1", "host3", "store1"):
-            network.heal(name)
-        hosts.wait_for(lambda: hosts.alive == ["host0", "host2"])
-        assert {hosts.status(name) for name in ("host1", "host3")} == {OVERTAKEN}
-        assert "another part of this job goes on" in (tmp_path / "host1.log").read_text()
-        before = newest(hosts, "host0")
-        hosts.wait_for(lambda: newest(hosts, "host0") > before + 100)
