@@ -61,7 +61,9 @@ class Uploader:
         self._storage: Storage = self._reopen()
         keep = (self.config.kept, self.config.keep_every)
         self._closed = asyncio.Event()
-        self._retention = Retention(self._reopen, run, spec.stream, *keep, frozenset(spec.damaged), lambda: self.leads() is not None)
+        self._retention = Retention(
+            self._reopen, run, spec.stream, *keep, frozenset(spec.damaged), lambda: self.leads() is not None, spec.present
+        )
         self._tasks, self.background = Tasks(), Tasks()
         self._logical_hash = ""
         self._transfers: dict[int, TransferProgress] = {}  # owner -> its shard's upload

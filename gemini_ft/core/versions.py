@@ -6,6 +6,10 @@ import secrets
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from gemini_ft.errors import RecoveryError
+
+MOST = 10**15 - 1  # the highest number of an incarnation: whatever names one has room for as many digits
+
 
 class Incarnation(NamedTuple):
     """One rendezvous of the job. A later one has a higher number; the nonce tells apart two that never met."""
@@ -15,8 +19,18 @@ class Incarnation(NamedTuple):
 
     @classmethod
     def after(cls, known: Iterable[Incarnation]) -> Incarnation:
-        """Returns a fresh incarnation above every one in ``known``."""
-        return cls(max((item.number for item in known), default=0) + 1, secrets.token_hex(4))
+        """Returns a fresh incarnation above every one in ``known``.
+
+        Raises:
+            RecoveryError: there is none: no job comes that far, and what such a one stored could not be found again.
+        """
+        highest = max(known, key=lambda item: item.number, default=cls(0, ""))
+        if highest.number >= MOST:
+            raise RecoveryError(
+                f"incarnation {highest} leaves no higher number, and no job comes that far: whoever wrote it was no gemini-ft. Remove what "
+                "storage has of it (`gemini checkpoints URL` lists it), or give another run id (GEMINI_RUN_ID)"
+            )
+        return cls(highest.number + 1, secrets.token_hex(4))
 
     def __str__(self) -> str:
         return f"{self.number}-{self.nonce}"

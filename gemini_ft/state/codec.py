@@ -306,15 +306,17 @@ _ENUM = _Kind(27, _take_enum, _make_enum)
 
 
 def _take_array(obj: Any) -> tuple[Any, ...] | None:
-    if obj.dtype.kind not in "biufcSUmM":
-        return None  # objects, records, and extension dtypes whose name says too little
+    if obj.dtype.kind not in "biufcSUmM" or (not obj.dtype.itemsize and obj.size > 1):
+        return None  # objects, records, extension dtypes whose name says too little, and elements without bytes
     order = "F" if obj.flags.fnc else "C"
     return (obj.dtype.str, list(obj.shape), order, obj.tobytes(order))
 
 
 def _make_array(dtype: str, shape: list[int], order: Any, raw: bytes) -> Any:
     kind = np.dtype(dtype)
-    if kind.kind not in "biufcSUmM" or not _are_sizes(shape) or math.prod(shape) * kind.itemsize != len(raw):
+    is_whole = _are_sizes(shape) and math.prod(shape) * kind.itemsize == len(raw)
+    # Elements of "S0" and "U0" have no bytes here, and take some in memory: any number of them would fit.
+    if kind.kind not in "biufcSUmM" or not is_whole or (not kind.itemsize and math.prod(shape) > 1):
         raise CorruptDataError(f"an array of {shape} {dtype} in {len(raw)} bytes")
     return np.ndarray(shape, kind, bytearray(raw), order=order).copy(order)
 

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gemini_ft.core.versions import Incarnation, Version
+from gemini_ft.core.versions import MOST, Incarnation, Version
 from gemini_ft.errors import ConfigError, CorruptDataError, FormatError, StorageError
 from gemini_ft.storage.base import WORD, Storage
 from gemini_ft.storage.decisions import Descent
@@ -86,6 +86,9 @@ class Manifest(BaseModel):
 
     @model_validator(mode="after")
     def _complete(self) -> Manifest:
+        named = (self.incarnation, *self.overtaken, *self.aside, *(version.incarnation for version in self.lineage or ()))
+        if beyond := [incarnation for incarnation in named if not 0 <= incarnation.number <= MOST]:
+            raise ValueError(f"incarnation {beyond[0]}: no job comes that far")
         if len(self.shards) != self.world_size or sorted(self.shards) != list(range(self.world_size)):
             raise ValueError(f"shards of owners {sorted(self.shards)}, expected 0 to {self.world_size - 1}")
         if wrong := [record.key for owner, record in self.shards.items() if record.key != shard_key(self.folder, owner)]:

@@ -246,6 +246,29 @@ def left_torn(look: Iterable[Sighting], this: Sighting) -> list[Sighting]:
     return [one for one in look if one.condition == "torn" and one.version.incarnation != own and this.knows(one.version.incarnation)]
 
 
+def fenced(look: Iterable[Sighting], this: Sighting, present: Collection[str] | None) -> set[str]:
+    """Folders that another part of the job may have written, or go on from: these stay, however much newer ``this`` one is.
+
+    A network that falls apart may leave two incarnations of one run at work. What a known one has stored beyond the state that was
+    resumed, after that was chosen, is of a part that lives; what an unknown one has stored is so too. Either stays, and with it the
+    nearest checkpoint that it descends from.
+
+    Args:
+        look: everything that is there.
+        this: newest state of the present incarnation.
+        present: folders that were there when it chose what to resume, beside its own ancestors; None: all that are known to it.
+    """
+    seen = list(look)
+    late = {one.folder for one in seen if present is not None and not this.descends_from(one.version) and one.folder not in present}
+    others = [one for one in seen if one.folder in late or not this.knows(one.version.incarnation)]
+    theirs = {one.folder for one in others}
+    fence = set(theirs)
+    for one in others:
+        before = [old for old in seen if old.readable and old.folder not in theirs and one.descends_from(old.version)]
+        fence |= {max(before, key=lambda old: old.version).folder} if before else set()
+    return fence
+
+
 def continued(version: Version, told: Iterable[tuple[Incarnation, Descent]]) -> Descent:
     """The descent of an incarnation that resumes ``version``.
 

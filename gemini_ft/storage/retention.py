@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, GeminiError, ObjectGoneError, StorageError
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import MANIFEST, Manifest, checkpoint_folder, files_of, read_manifest
-from gemini_ft.storage.decisions import Sighting, left_torn, superseded_by
+from gemini_ft.storage.decisions import Sighting, fenced, left_torn, superseded_by
 from gemini_ft.storage.lookout import Lookout
 from gemini_ft.storage.shard import StoredShard
 
@@ -43,6 +43,7 @@ class Retention:
         keep_every: also keep those whose iteration divides by this; of one iteration, the newest.
         damaged: folders of checkpoints that are known to be damaged; they count for nothing.
         may_delete: whether this process decides what is deleted; asked before each checkpoint.
+        present: folders beside its ancestors that this incarnation saw when it chose what to resume; see `fenced`.
     """
 
     def __init__(
@@ -54,8 +55,9 @@ class Retention:
         keep_every: int | None = None,
         damaged: frozenset[str] = frozenset(),
         may_delete: Callable[[], bool] = lambda: True,
+        present: Collection[str] | None = None,
     ) -> None:
-        self._may_delete = may_delete
+        self._may_delete, self._present = may_delete, present
         self._reopen, self._run, self._stream = reopen, run, stream
         self._keep_last, self._keep_every, self._damaged = keep_last, keep_every, set(damaged)
         self._sound: set[str] = set()
@@ -91,7 +93,8 @@ class Retention:
         if tip is not None:
             others = [one for one in every if one.folder != tip.folder]
             doomed |= {one.folder: one for one in superseded_by(others, tip, self._sound, keep_last, self._keep_every)}
-        free = [one for one in doomed.values() if one.version.incarnation not in this.descent.aside]
+        fence = fenced(every, this, self._present)
+        free = [one for one in doomed.values() if one.version.incarnation not in this.descent.aside and one.folder not in fence]
         return self._delete_all(storage, sorted(free, key=lambda one: one.version))
 
     def _look(self, storage: Storage) -> list[Sighting]:

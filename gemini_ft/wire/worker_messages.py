@@ -90,6 +90,7 @@ class SessionSpec(Message):
     sources: dict[int, list[str]] = {}  # the hosts that hold the resumed version of each shard
     given_up: list[Version] = []  # versions that led to failure after failure
     damaged: list[str] = []  # folders of checkpoints in storage that turned out to be damaged
+    present: list[str] | None = None  # folders in storage beside its ancestors' when it was decided what to resume; None: not known
     replica_timeout: float = 30.0
     leader_timeout: float = LEADER_TIMEOUT  # seconds; 0: no other host ever leads
     hang_timeout: float | None = None

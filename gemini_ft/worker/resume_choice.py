@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,7 @@ class Choice:
     given_up: frozenset[Version]
     descent: Descent = field(default_factory=Descent)  # of the incarnation that resumes it
     damaged: frozenset[str] = frozenset()  # folders of checkpoints in storage that turned out to be damaged
+    present: frozenset[str] = frozenset()  # folders in storage that are not of its ancestors
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,14 @@ class Stored:
         unclear: why it cannot be told; empty: it can.
         told: incarnations in storage, and where they come from.
         aside: of these, those that the user's choice of a history leaves aside.
+        present: everything that is there, by folder.
     """
 
     manifest: Manifest | None = None
     unclear: str = ""
     told: Told = ()
     aside: frozenset[Incarnation] = frozenset()
+    present: tuple[tuple[str, Version], ...] = ()
 
 
 class Chooser:
@@ -106,7 +110,7 @@ class Chooser:
         given_up = frozenset(version for about in self._everyone for version in about.inventory.given_up) | stuck.keys()
         if self._config.resume == "never":
             self._stored = self._look(frozenset(), insist=self._config.storage is not None and self._config.storage.required)
-            return Choice(RecoveryPlan("nothing"), given_up, self._descent(None))
+            return self._chosen(RecoveryPlan("nothing"), given_up)
         plan = self._find(given_up)
         if plan.version is None and given_up:
             plan = self._find(frozenset())  # one more failure is better than starting over after weeks of work
@@ -115,7 +119,13 @@ class Chooser:
             self._warn("%s was resumed %d times in a row without one step of progress: %s", version, attempts, then)
         if self._config.resume == "require":
             require(plan)
-        return Choice(plan, given_up, self._descent(plan.version), frozenset(self._damaged))
+        return self._chosen(plan, given_up)
+
+    def _chosen(self, plan: RecoveryPlan, given_up: frozenset[Version]) -> Choice:
+        descent = self._descent(plan.version)
+        this = Sighting("", Version(Incarnation(sys.maxsize, ""), 0), "torn", descent)
+        present = frozenset(folder for folder, version in self._stored.present if not this.descends_from(version))
+        return Choice(plan, given_up, descent, frozenset(self._damaged), present)
 
     def _stuck(self) -> dict[Version, int]:
         """Versions that every attempt since has failed to get beyond, and the number of attempts."""
@@ -209,10 +219,11 @@ class Chooser:
                 raise
             look = Look(trouble=str(error))
         told = tuple((sighting.version.incarnation, sighting.descent) for sighting in look.sightings)
+        present = tuple((sighting.folder, sighting.version) for sighting in look.sightings)
         if self._config.resume == "never":  # checkpoints must be known, so that they count as older, and no more
-            return Stored(unclear=look.trouble, told=told), False
+            return Stored(unclear=look.trouble, told=told, present=present), False
         answer = decide(look, settings.history, self._config.resume == "found")
-        known = Stored(told=told, aside=left_aside(look, settings.history))
+        known = Stored(told=told, aside=left_aside(look, settings.history), present=present)
         if isinstance(answer, Unclear):
             return replace(known, unclear=answer.why), answer.contested
         if isinstance(answer, Here) and settings.history is not None and answer.aside:

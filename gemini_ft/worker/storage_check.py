@@ -107,7 +107,7 @@ def _make_room(config: GeminiConfig, reopen: Callable[[], Storage], hello: Hello
     settings = config.storage
     assert settings is not None
     this = Sighting("", Version(Incarnation(sys.maxsize, ""), 0), "torn", choice.descent)
-    retention = Retention(reopen, hello.run, hello.stream, settings.kept, settings.keep_every, choice.damaged)
+    retention = Retention(reopen, hello.run, hello.stream, settings.kept, settings.keep_every, choice.damaged, present=choice.present)
     try:
         within(min(config.timeout, _CHECK_SECONDS), settings.url, lambda: retention.tidy(this))
     except StorageError as error:

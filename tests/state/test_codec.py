@@ -541,3 +541,16 @@ def test_a_tensor_of_an_absent_accelerator_comes_to_the_cpu() -> None:
     decoded = codec.decode(b"GFX\x01" + xxhash.xxh3_64_digest(bytes(extended)) + bytes(extended))
     assert decoded.device.type == "cpu"
     assert decoded.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", ["S0", "U0"])
+def test_elements_without_bytes_take_no_memory(dtype: str) -> None:
+    part = msgpack.packb([dtype, [2**24], "C", b""])
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptDataError):
+            codec.decode(rebuilt(msgpack.ExtType(codec._ARRAY.code, part)))
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+    assert codec.decode(codec.encode({"empty": np.str_("")})) == {"empty": np.str_("")}

@@ -554,6 +554,21 @@ def test_another_history_is_not_touched(storage: LocalStorage) -> None:
     assert folders(storage) == foreign | {begun.folder}
 
 
+def test_what_another_part_of_the_job_may_go_on_from_is_not_deleted(storage: LocalStorage) -> None:
+    """Incarnation 2 goes on from step 2 of incarnation 1, which was believed to be dead and stores on; a third has never been heard of."""
+    first = [save(storage, version(iteration, 1)).folder for iteration in (1, 2, 3)]
+    torn = tear(storage, version(4, 1))
+    begun = manifest_for(storage, version(5, 2)).model_copy(update={"lineage": (version(2, 1),)})
+    write_manifest(storage, begun)
+    retention = Retention(lambda: storage, "run", "main", 1, present={first[2], torn})
+    late = save(storage, version(6, 1)).folder
+    late_torn = tear(storage, version(7, 1))
+    unknown = manifest_for(storage, version(8, 3)).model_copy(update={"lineage": (version(1, 1),)})
+    write_manifest(storage, unknown)
+    assert set(retention.tidy(retention.stored(begun))) == {torn, first[1]}
+    assert folders(storage) == {first[0], first[2], late, late_torn, begun.folder, unknown.folder}
+
+
 def test_what_a_reader_holds_stays(storage: LocalStorage) -> None:
     older, newer = save(storage, version(1)), save(storage, version(2))
     with reading(storage, "run", "main", older.version):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from gemini_ft.core.layout import Layout, TensorSpec, build_layout
 from gemini_ft.core.versions import Incarnation, Version
-from gemini_ft.errors import CorruptDataError, GeminiError, StorageError
+from gemini_ft.errors import CorruptDataError, GeminiError, RecoveryError, StorageError
 from gemini_ft.export.assemble import join_parts, read_whole
 from gemini_ft.export.source import StorageShard
 from gemini_ft.storage import base
@@ -306,3 +306,15 @@ def test_a_store_that_says_no_length(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(StorageError, match="the answer says no length"):
             storage.put("step/manifest.json", [b"{}"])
         server.shutdown()
+
+
+def test_an_incarnation_that_leaves_no_number_is_followed_by_none(storage: LocalStorage) -> None:
+    """The number after it could not be read again, so that nothing would ever be found that was stored under it."""
+    known = Incarnation(10**15 - 1, "nonce")
+    with pytest.raises(RecoveryError, match="leaves no higher number"):
+        Incarnation.after([known])
+    manifest = save(storage, 3)
+    body = manifest.model_dump(mode="json") | {"overtaken": [[10**15, "nonce"]]}
+    forge(storage, manifest, body)
+    with pytest.raises(CorruptDataError, match="no job comes that far"):
+        read_manifest(storage, manifest.folder)
