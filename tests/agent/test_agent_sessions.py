@@ -56,7 +56,6 @@ class TestCommit:
         job.commit(ranks, 3)
         assert held(ranks[1], 0, 3, job) == expected(0, 3)
 
-
     def test_of_what_a_device_has_laid_down_the_agent_forms_the_checksums(self, job: Job) -> None:
         """One that is given up while they are formed, and whose slot is granted again, leaves nothing in the next."""
         ranks = job.start()
