@@ -81,11 +81,11 @@ class LateStream(Stream):
             work()
 
 
-class _Late(TorchDispatchMode):
+class _Late(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Queues copies in place of doing them."""
 
     def __init__(self, stream: Stream) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._stream = stream
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,9 +102,8 @@ class _Late(TorchDispatchMode):
 class Module:
     """What the package uses of `torch.cuda`."""
 
-    Event, Stream = Event, LateStream
-
     def __init__(self) -> None:
+        self.Event, self.Stream = Event, LateStream
         self._default = Stream()
         self._local = threading.local()
 
