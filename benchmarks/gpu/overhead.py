@@ -66,9 +66,9 @@ class Cell:
         return f"{self.gigabytes:g}GB_{self.ranks}rank{'s' * (self.ranks > 1)}_{'reads_loss' if self.reads else 'runs_ahead'}"
 
 
-ONE = {"gigabytes": 1, "width": 768, "layers": 8, "batch": 32}
-FOUR = {"gigabytes": 4, "width": 1024, "layers": 24, "batch": 16}
-SIXTEEN = {"gigabytes": 16, "width": 2048, "layers": 24, "batch": 8}
+ONE: dict[str, Any] = {"gigabytes": 1, "width": 768, "layers": 8, "batch": 32}
+FOUR: dict[str, Any] = {"gigabytes": 4, "width": 1024, "layers": 24, "batch": 16}
+SIXTEEN: dict[str, Any] = {"gigabytes": 16, "width": 2048, "layers": 24, "batch": 8}
 QUICK = [Cell(**FOUR), Cell(**FOUR, reads=False), Cell(**FOUR, ranks=2)]
 CELLS = [*QUICK, Cell(**ONE), Cell(**ONE, reads=False), Cell(**SIXTEEN)]
 TINY = [Cell(gigabytes=0.01, width=64, layers=2, batch=1), Cell(gigabytes=0.01, width=64, layers=2, batch=1, ranks=2)]
@@ -172,8 +172,8 @@ class AsyncSave(Nothing):
         self._seconds += time.perf_counter() - begin
 
     def step(self) -> None:
-        from torch.distributed.checkpoint import FileSystemWriter, async_save
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
         begin = time.perf_counter()
         if self._saving is None or self._saving.upload_completion.done():
