@@ -10,6 +10,7 @@
     │   ├── LayoutMismatchError   another model under the same run id
     │   ├── WorldSizeError        the copies were made by another number of ranks
     │   ├── ReplicaDivergedError  ranks that must hold the same bytes do not
+    │   ├── AveragingError        gradients are averaged no more, because another rank or the network has failed
     │   └── ConcurrentWriteError  a tensor was written while it was being copied
     ├── RecoveryError             the operator: nothing can be resumed although it was required
     ├── CorruptDataError          a checksum does not match; another copy is tried where there is one
@@ -76,6 +77,12 @@ class ReplicaDivergedError(StateError):
     """Ranks that must hold the same bytes hold different ones."""
 
     exit_status = 1  # a bit may have flipped: what was committed before is sound
+
+
+class AveragingError(StateError):
+    """Gradients are averaged no more: another rank has failed, the network has, or the ranks have drifted apart."""
+
+    exit_status = 1  # the failure of another, which a restart mends
 
 
 class ConcurrentWriteError(StateError):

@@ -39,7 +39,7 @@ class Departure:
 
     def stay(self, linger: float) -> None:
         """Takes back every wish to leave, but for that of a drained host: a worker has come."""
-        self.linger, self._asked_to_leave = linger, False
+        self.linger, self._asked_to_leave, self._waits_until = linger, False, 0.0
         self._interrupted.clear()
         self._finished = {worker for worker in self._finished if worker.alive}
 
@@ -49,7 +49,8 @@ class Departure:
         if finished:
             self._askers.append(asker)
             patience = max((stream.patience for stream in self._streams.values()), default=0.0)
-            self._waits_until = time.monotonic() + _PARTING + patience
+            # Askers ask again and again: the first one counts, or a stream that nobody ends would keep them for ever.
+            self._waits_until = self._waits_until or time.monotonic() + _PARTING + patience
 
     def follow(self) -> None:
         """Has the agent leave once its workers, which are told to end after their step, have done so."""

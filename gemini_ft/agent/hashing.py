@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,7 +30,7 @@ class Hashing:
         self._cuts = memory.cuts(extras_bytes=0)
         self._next = 0  # the first chunk that is not known to be there
         self._pending = 0
-        self._then: Callable[[], None] | None = None
+        self._then: deque[Callable[[], None]] = deque()
 
     def landed(self, upto: int) -> None:
         """Forms the checksums of all chunks that are whole now."""
@@ -39,8 +40,8 @@ class Hashing:
             self._next += 1
 
     def then(self, call: Callable[[], None]) -> None:
-        """Calls ``call`` when no checksum is being formed: now, or later."""
-        self._then = call
+        """Calls ``call`` when no checksum is being formed, after others that wait for that: now, or later."""
+        self._then.append(call)
         self._end()
 
     def _form(self, index: int, offset: int, nbytes: int) -> None:
@@ -54,13 +55,14 @@ class Hashing:
 
     def _formed(self, index: int, offset: int, nbytes: int, digest: int) -> None:
         self._pending -= 1
-        self._on_chunk(index, offset, nbytes, digest)
-        self._end()
+        try:
+            self._on_chunk(index, offset, nbytes, digest)
+        finally:
+            self._end()
 
     def _end(self) -> None:
-        if self._pending == 0 and self._then is not None:
-            then, self._then = self._then, None
-            then()
+        while self._pending == 0 and self._then:
+            self._then.popleft()()
 
 
 _threads: ThreadPoolExecutor | None = None

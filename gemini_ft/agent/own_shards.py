@@ -14,6 +14,7 @@ from gemini_ft.agent.outbound import Outbound
 from gemini_ft.agent.outgoing import end_of
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.workers import WorkerConnection
+from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, GeminiError
 from gemini_ft.wire.messages import Chunk, kind_of
 from gemini_ft.wire.peer_messages import UploadSoon
@@ -47,10 +48,11 @@ class OwnShards:
             case Landed():
                 self._landed(owner, message)
             case Copied() if owner in self._hashing and not message.root:
-                self._hashing[owner].then(partial(self._copied, owner, message))
+                self._hashing[owner].then(partial(self._copied_at_last, owner, home.version(message.iteration), message))
             case Copied():
-                self._copied(owner, message)
+                self._copied(owner, home.version(message.iteration), message)
             case GiveUp(iteration=iteration, reason=reason):
+                self._hashing.pop(owner, None)
                 home.perform(home.host.give_up(owner, home.version(iteration), reason))
             case _:
                 raise AgentError(f"{kind_of(message)!r} is not for an agent")
@@ -131,9 +133,24 @@ class OwnShards:
             hashing = self._hashing[owner] = Hashing(memory, version, note)
         hashing.landed(landed.upto)
 
-    def _copied(self, owner: int, message: Copied) -> None:
+    def when_formed(self, owner: int, call: Callable[[], None]) -> None:
+        """Calls ``call`` when what the owner has said of its copy counts: at once, or when the checksums are there."""
+        if owner in self._hashing:
+            self._hashing[owner].then(call)
+        else:
+            call()
+
+    def _copied_at_last(self, owner: int, version: Version, message: Copied) -> None:
+        """Does what `_copied` does, where nobody would hear of an error."""
+        try:
+            self._copied(owner, version, message)
+        except Exception:
+            self._home.log(traceback.format_exc())
+            self._home.perform(self._home.host.give_up(owner, version, "its host's agent failed at it; see the agent's log"))
+
+    def _copied(self, owner: int, version: Version, message: Copied) -> None:
         """Takes note that a worker has copied everything; a copy that is not what left the worker is given up."""
-        home, version = self._home, self._home.version(message.iteration)
+        home = self._home
         memory = home.vault.writing(owner, version)
         if memory is None:
             return

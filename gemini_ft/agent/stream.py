@@ -5,6 +5,8 @@ Everything runs on the agent's event loop, so nothing here needs a lock.
 
 from __future__ import annotations
 
+from functools import partial
+
 from gemini_ft.agent.home import Home, HostRun
 from gemini_ft.agent.identity import Origin
 from gemini_ft.agent.inbound import Inbound
@@ -247,7 +249,10 @@ class Stream:
             self._rebuilding.reached(iteration)
 
     def worker_lost(self, worker: WorkerConnection) -> None:
-        """Takes note that a worker is proven dead."""
+        """Takes note that a worker is proven dead; what it said before counts, also if checksums are still being formed."""
+        self._own.when_formed(worker.rank, partial(self._worker_lost, worker))
+
+    def _worker_lost(self, worker: WorkerConnection) -> None:
         if self.home.workers.get(worker.rank) is worker and self.home.is_present(worker):
             self.session.outbound.gate.forget(worker.rank)
             self._inbound.worker_lost(worker.rank)

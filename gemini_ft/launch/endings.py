@@ -49,13 +49,14 @@ class Endings:
     Attributes:
         status: with which the job ends for good; 0: not yet.
         shown: the failure that is final, of one worker; the others' failures mostly follow from it, or are the same.
+        has_begun: whether workers have been started.
         has_drained: whether a worker has left after a committed step; where a drain has begun, workers may as well have failed before.
     """
 
     def __init__(self, notes: Notes, run: str) -> None:
         self.status = 0
         self.shown: ProcessFailure | None = None
-        self.has_drained = False
+        self.has_begun = self.has_drained = False
         self._notes, self._run = notes, run
         self._before: set[tuple[str, str, str, str]] = set()
         self._since = time.monotonic()
@@ -128,6 +129,7 @@ def final_endings(notes: Notes, run: str, drain: HostDrain) -> Iterator[Endings]
     original, endings = LocalElasticAgent._monitor_workers, Endings(notes, run)
 
     def monitor(agent: LocalElasticAgent, group: WorkerGroup) -> RunResult:
+        endings.has_begun = True
         if notes.have(DRAINED):
             await_workers(agent._pcontext)
         result: RunResult = original(agent, group)

@@ -126,7 +126,9 @@ def command(argv: Sequence[str]) -> int:
         if error.sigval == signal.SIGINT:  # the user's wish; after any other signal the same command may come again
             lifecycle.leave(run_id)
         return 128 + error.sigval
-    except (AssertionError, ValueError) as error:  # about an option's value; what fails in workers is a ChildFailedError
+    except (AssertionError, ValueError) as error:
+        if endings.has_begun:
+            raise
         raise ConfigError(f"{error}; `gemini run --help` names the options and their values") from error
     except RendezvousClosedError:
         logger.warning("the rendezvous is closed: the job has ended without this host; the output of the others says how")

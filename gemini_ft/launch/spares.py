@@ -8,7 +8,7 @@ that is left over steps back.
 
 Nothing begins without a host that took part. Spares that are cut off from the job together could make up a world of their own, and train
 under the same run id. So the state of the rendezvous names the hosts that have ever taken part in a complete round, and a round in which
-none of them has a place is completed by nobody. A launcher that is started again on such a host counts as that host.
+none of them has a place is completed by nobody. A launcher that is started again on such a host counts as that host, also after a reboot.
 
 A job stays as large as its state. With ``--nnodes 1:4`` torch restarts a healthy job for every host that comes. State that only the
 same number of ranks can load would be lost by that, so a worker with such state says so (`gemini_ft.launch.notes`), the hosts write
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
@@ -38,7 +39,7 @@ from typing import Any
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _Action
 
-from gemini_ft.hosts import host_id
+from gemini_ft.hosts import lasting_name
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,9 @@ _CHANGED = ("_RendezvousJoinOp", "_delay", "_BackendRendezvousStateHolder", "_sh
 _JOIN, _DELAY, _STATE, _DUE = _CHANGED  # torch's names
 # Attributes of torch's rendezvous state:
 _HOSTS = "gemini_hosts"  # the number of hosts that the job's state is made for
-_NAMES = "gemini_names"  # the host id of each launcher that has taken a place in the round
-_MEMBERS = "gemini_members"  # the ids of all hosts that have taken part in a complete round
+_WORLD = "gemini_world"  # a random name of the complete round: copies of it in two stores are one world
+_NAMES = "gemini_names"  # the lasting name of each launcher that has taken a place in the round
+_MEMBERS = "gemini_members"  # the names of all hosts that have taken part in a complete round
 _QUICKEST = 0.05  # seconds between two looks in the smallest job
 _HOSTS_PER_SECOND = 100  # in a look every host reads the states of all: large jobs keep torch's pace
 _GRACE = 1.0  # seconds a spare waits longer than the others take to look
@@ -61,7 +63,7 @@ class Host:
     """The facts that this host's launcher knows of itself."""
 
     patience: float  # seconds for which it leaves an open round to others, unless it belongs to the job
-    name: str = field(default_factory=host_id)
+    name: str = field(default_factory=lasting_name)
     has_taken_part: bool = False
     is_fixed: Callable[[], bool] = lambda: False  # whether the state of its workers can be loaded by the same number of ranks only
 
@@ -82,7 +84,6 @@ class PatientJoin:
         self._said = self._said_alone = False
 
     def __call__(self, ctx: Any, deadline: float) -> Any:
-        self._host.has_taken_part |= self._host.name in members_of(ctx.state)
         action = self._wanted(ctx, deadline)
         if action not in _STEPS:
             return action
@@ -95,13 +96,19 @@ class PatientJoin:
     def _is_of_the_job(self, state: Any) -> bool:
         """Whether this host, or one that has a place in the round, has taken part in the job; at its beginning nobody has."""
         members, names = members_of(state), getattr(state, _NAMES, {})
-        if not members or self._host.has_taken_part or any(names.get(node) in members for node in state.participants):
+        if (
+            not members
+            or self._host.has_taken_part
+            or self._host.name in members
+            or any(names.get(node) in members for node in state.participants)
+        ):
             return True
         if not self._said_alone:
             self._said_alone = True
             logger.warning(
                 "none of the hosts that have taken part in this job can be seen: this one begins nothing without them, since they may be "
-                "at work where it cannot see them. If they are lost for good, start the command everywhere with another --rdzv-id"
+                "at work where it cannot see them. If they are lost for good, start the command everywhere with another --rdzv-id; a host "
+                "that comes back under another hostname needs the GEMINI_HOST_ID it had"
             )
         return False
 
@@ -113,6 +120,7 @@ class PatientJoin:
         took_part = {self._host.name} if self._host.has_taken_part else set()
         if completes or len({*state.participants, ctx.node}) >= ctx.settings.max_nodes:
             took_part |= {*names.values()}
+            setattr(state, _WORLD, uuid.uuid4().hex)
         setattr(state, _NAMES, names)
         setattr(state, _MEMBERS, members_of(state) | took_part)
 
@@ -153,8 +161,13 @@ class PatientJoin:
         return self._clock() - self._since >= (_STUCK if state.complete else self._host.patience)
 
 
+def world_of(state: Any) -> str | None:
+    """The name of the last round that was completed; None: there was none, or it has no name."""
+    return getattr(state, _WORLD, None)
+
+
 def members_of(state: Any) -> frozenset[str]:
-    """The ids of the hosts that have ever taken part in a complete round of a rendezvous."""
+    """The names of the hosts that have ever taken part in a complete round of a rendezvous."""
     return frozenset(getattr(state, _MEMBERS, ()))
 
 

@@ -37,8 +37,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
-from gemini_ft.hosts import host_id
-from gemini_ft.launch.spares import members_of
+from gemini_ft.hosts import lasting_name
+from gemini_ft.launch.spares import members_of, world_of
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -173,7 +173,7 @@ class Standby:
     def _has_taken_part(self) -> bool:
         """Whether this host is of the job, as far as it is known which are."""
         members = members_of(pickle.loads(self._last)) if self._last is not None else frozenset()
-        return not members or host_id() in members
+        return not members or lasting_name() in members
 
     def _ask(self, question: Callable[[C10dRendezvousBackend], T]) -> T:
         try:
@@ -211,6 +211,8 @@ class Standby:
                     self._meet(place, pickle.loads(found), pickle.loads(self._last))
 
     def _meet(self, place: Place, theirs: Any, ours: Any) -> None:
+        if world_of(theirs) == world_of(ours):
+            return  # copies of one round, from before hosts lost sight of each other
         strangers = theirs.participants.keys() - ours.participants.keys()
         beats = {node: beat for node, beat in theirs.last_heartbeats.items() if node in strangers}
         before, self._beats[place.number] = self._beats.get(place.number, {}), beats

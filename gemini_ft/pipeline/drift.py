@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gemini_ft.errors import RecoveryError, StateError
+from gemini_ft.errors import AveragingError, RecoveryError
 
 
 class Drift:
@@ -53,10 +53,10 @@ class Drift:
         """Looks at the answer, if there is one that has not been looked at.
 
         Raises:
-            StateError: ranks have drifted apart. On all ranks.
+            AveragingError: ranks have drifted apart. On all ranks.
         """
         if (difference := self._difference()) is not None:
-            raise StateError(
+            raise AveragingError(
                 f"the ranks of the gradient pipeline have drifted apart, {difference}; their averages cannot be trusted any more: resume "
                 "from a snapshot, and call load_state_dict(), forget() and no_sync() alike on all ranks"
             )

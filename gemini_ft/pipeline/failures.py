@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gemini_ft.errors import GeminiError, StateError
+from gemini_ft.errors import AveragingError, GeminiError
 
 _KEY = "gemini_ft/gradients/failed"
 _TAG = 0x6F6E6365  # of messages that are never received
@@ -56,12 +56,12 @@ class Failures:
         self._resolved = error if is_own or cause is None else cause
         return self._resolved
 
-    def _tell(self, rank: int | None, error: StateError, step: int) -> None:
+    def _tell(self, rank: int | None, error: AveragingError, step: int) -> None:
         """Leaves word for the others; ``rank`` is the one that has failed, if it is known, and is not told."""
         with contextlib.suppress(Exception):  # the store may have gone with the rank that had it
             self._group.get_group_store().set(_KEY, json.dumps([rank, step, str(error)[:2000]]))
 
-    def _cause(self, step: int) -> StateError | None:
+    def _cause(self, step: int) -> AveragingError | None:
         """The error of the rank that was the first to fail, whether it has told of it or not; None: all live, and none has."""
         end = time.monotonic() + PATIENCE
         while True:
@@ -92,17 +92,17 @@ class Failures:
             return False
         return True
 
-    def heard(self, step: int) -> StateError | None:
+    def heard(self, step: int) -> AveragingError | None:
         """The error of another rank in this step, as an error for this rank; None: there is none."""
         with contextlib.suppress(Exception):
             return self._told(step) if self._group is not None else None
         return None
 
-    def _told(self, step: int) -> StateError | None:
+    def _told(self, step: int) -> AveragingError | None:
         """Does what `heard` does; raises an error of the store where that does not answer."""
         store = self._group.get_group_store()
         rank, when, text = json.loads(store.get(_KEY)) if store.check([_KEY]) else (self._rank, step, "")
-        return None if rank == self._rank or when != step else StateError(text)
+        return None if rank == self._rank or when != step else AveragingError(text)
 
     def abort(self) -> None:
         """Ends the connections, so that the others, which may wait for this rank, look for its word."""
@@ -116,27 +116,27 @@ class Failures:
             self._group.abort()
 
 
-def _failed(rank: int, text: str) -> StateError:
-    return StateError(f"rank {rank} has failed, and averages no gradients any more: {text}")
+def _failed(rank: int, text: str) -> AveragingError:
+    return AveragingError(f"rank {rank} has failed, and averages no gradients any more: {text}")
 
 
-def _killed(gone: list[int]) -> StateError:
+def _killed(gone: list[int]) -> AveragingError:
     """The error for ranks that have ended without leaving word."""
     first, *others = gone
     text = "its process has ended without a word, as one does that is killed"
     return _failed(first, text + (f"; so have those of ranks {', '.join(map(str, others))}" if others else ""))
 
 
-def _ended(gone: list[int]) -> StateError:
+def _ended(gone: list[int]) -> AveragingError:
     """The error for ranks that have ended, perhaps without leaving word: the store may have gone with the host of the first."""
-    return StateError(
+    return AveragingError(
         f"gradients are averaged no more: the processes of these ranks have ended, one of them first: {', '.join(map(str, gone))}; the "
         "process group's store, which may know more, does not answer, as when it has gone with the host that was lost"
     )
 
 
-def _unexplained(rank: int, text: str) -> StateError:
-    return StateError(
+def _unexplained(rank: int, text: str) -> AveragingError:
+    return AveragingError(
         f"gradients are averaged no more: a collective failed on rank {rank}, and no rank is known to have failed; a host may be lost, or "
         f"the network between two: {text}"
     )

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gemini_ft import accelerator
-from gemini_ft.errors import StateError
+from gemini_ft.errors import AveragingError
 from gemini_ft.ordered import Ordered
 
 _LOOK = 1.0  # seconds between two looks at whether others have failed
@@ -198,7 +198,7 @@ class Lanes:
         """Ends both threads, after what was submitted. Nothing can be averaged any more."""
         self._communicating.close()  # first: it hands work to the other one
         self._computing.close()
-        self._broken = self._broken or StateError("the gradient pipeline has been closed; to train on without it, wrap the model anew")
+        self._broken = self._broken or AveragingError("the gradient pipeline has been closed; to train on without it, wrap the model anew")
 
     def _advance(self, job: Job, answer: Any = None) -> None:
         if job.done.done():

@@ -22,6 +22,7 @@ _libc = ctypes.CDLL(None)
 _libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _libc.memcpy.restype = ctypes.c_void_p
 _LANDING = 64 * 2**20  # bytes that a device copies from one event to the next, at least: each event takes the interpreter lock
+_LARGEST_CLONE = 2**20  # bytes; residuals are as large as the gradients, and the device's memory is the training's
 _LARGE = 64 * 1024  # bytes; from here on a copy of its own, below it one call for many
 
 
@@ -121,9 +122,13 @@ class CopyPlan:
         self._all = copies
         self.background = [] if at_step else [copy for copy in copies if not copy.mutable]
         self._mutable = copies if at_step else [copy for copy in copies if copy.mutable]
-        # On a device, where a copy of its own costs nothing: a copy to this process's memory would wait for all that is queued there.
-        where = torch.device("cpu") if at_step else None
-        self._staged = [torch.empty_like(copy.view, device=where, memory_format=torch.contiguous_format) for copy in self._mutable]
+        # Small ones on their device, where a copy costs nothing: a copy to this process's memory waits for all that is queued there.
+        self._staged = [
+            torch.empty_like(copy.view, memory_format=torch.contiguous_format)
+            if copy.nbytes <= _LARGEST_CLONE and not at_step
+            else torch.empty_like(copy.view, device="cpu", memory_format=torch.contiguous_format)
+            for copy in self._mutable
+        ]
         staged = {id(copy): target for copy, target in zip(self._mutable, self._staged, strict=True)}
         moves = [(copy.offset, staged.get(id(copy), copy.view)) for copy in copies]
         self.batches = [_batch(moves, start, start + self.batch_bytes) for start in range(0, layout.nbytes, self.batch_bytes)]

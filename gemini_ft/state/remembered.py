@@ -305,6 +305,8 @@ def _wrote(shared: Any, value: Any) -> bool:
             shared.copy_(value)
     elif isinstance(shared, _Number):
         shared.value = value
+    elif len(shared) != len(value):
+        return False
     else:
         shared[:] = value
     return True

@@ -151,7 +151,6 @@ class Request(Message):
 class Landed(Message):
     """Reports that a device has laid down the tensors' bytes from the slot's beginning to ``upto``: the agent forms their checksums."""
 
-    owner: int
     iteration: int
     upto: int
 

@@ -255,7 +255,8 @@ class _Traffic:
             flight.end = now
             self.in_flight.remove(flight)
             for observer in self.observers:
-                observer.over(flight, now)
+                with contextlib.suppress(Exception):  # also where a collective itself has failed: that error is the training's
+                    observer.over(flight, now)
 
 
 class _Told(Work):

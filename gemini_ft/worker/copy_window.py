@@ -10,30 +10,44 @@ if TYPE_CHECKING:
     from gemini_ft.worker.snapshot import Job
 
 _REMEMBERED = 4  # snapshots
-_AT_LEAST = 0.1  # of the window: where copies take longer than all of it, one that begins at once makes the update wait
+_SHARE = 0.1  # of the window is always left: where copies take all of it, one that begins at once makes the update wait
+_LEAST = 3.0  # milliseconds that are always left: until a slot comes, however short the steps are
+_IN_A_ROW = 16  # snapshots that are refused before one is let through: what is known of copies may be true no more
 
 
 class CopyWindow:
     """The time that forward and backward leave for a copy, by the device's own events of the last snapshots.
 
     A slot may come late in a step, because the snapshot before was committed late. A copy that began then would hold back the update; it
-    is better given up. Nothing here depends on how far the host is ahead of the device.
+    is better given up.
     """
 
     def __init__(self) -> None:
         self._windows: deque[float] = deque(maxlen=_REMEMBERED)  # milliseconds from the final state to the moment when the update was due
         self._copies: deque[float] = deque(maxlen=_REMEMBERED)  # milliseconds
-        self._last: Job | None = None
+        self._open: deque[Job] = deque(maxlen=_REMEMBERED)  # snapshots whose update the device has not come to
+        self._refused = 0  # in a row
 
     def follow(self, job: Job) -> None:
-        """Takes the next snapshot, and what became of the one before: its copies have been made, and its update, if any, is due."""
-        last, self._last = self._last, job
-        if last is None or last.ready is None or not last.ready.query():
-            return
-        if last.begun is not None and last.copied is not None and last.copied.query():
-            self._copies.append(last.begun.elapsed_time(last.copied))
-        if last.reached is not None and last.reached.query():
-            self._windows.append(last.ready.elapsed_time(last.reached))
+        """Takes the next snapshot, and what the device has done since the last one."""
+        for each in list(self._open):
+            if each.ready is not None and each.reached is not None and each.reached.query():
+                self._open.remove(each)
+                self._windows.append(each.ready.elapsed_time(each.reached))
+                if each.begun is not None and each.copied is not None and each.copied.query():
+                    self._copies.append(each.begun.elapsed_time(each.copied))
+        self._open.append(job)
+
+    def is_too_late(self, milliseconds: float) -> bool:
+        """Whether a copy should not begin so long, in the device's time, after the state was final; that snapshot is refused then."""
+        if self._refused >= _IN_A_ROW or milliseconds <= self.latest_begin:
+            return False
+        self._refused += 1
+        return True
+
+    def begin(self) -> None:
+        """Takes note that a copy begins."""
+        self._refused = 0
 
     @property
     def latest_begin(self) -> float:
@@ -41,4 +55,4 @@ class CopyWindow:
         if not self._windows or not self._copies:
             return math.inf
         window = min(self._windows)
-        return max(window - max(self._copies), _AT_LEAST * window)
+        return max(window - max(self._copies), _SHARE * window, _LEAST)

@@ -17,15 +17,21 @@ from gemini_ft.errors import GeminiError, is_refusal
 from gemini_ft.wire.worker_messages import Ended
 
 
-@functools.cache
 def attend(run: str, host: str) -> None:
     """Lets the agent hear of the end of this process."""
+    _attend(run, host, os.getpid())
+
+
+@functools.cache
+def _attend(run: str, host: str, pid: int) -> None:
     # An exit handler would not do: processes that multiprocessing forks, as notebooks do, end without those.
-    Finalize(None, _part, (run, host, os.getpid()), exitpriority=0)
+    Finalize(None, _part, (run, host, pid), exitpriority=0)
 
 
 def _part(run: str, host: str, pid: int) -> None:
     error = sys.exception() or getattr(sys, "last_value", None)
+    if isinstance(error, SystemExit) and not error.code:
+        error = None
     is_told = "GEMINI_LAUNCHER_PID" in os.environ and not is_refusal(error)
     if pid != os.getpid() or is_told or (error is not None and not is_refusal(error)):
         return

@@ -239,6 +239,7 @@ class Recorder:
 
     def await_outcome(self, seconds: float) -> None:
         """Returns when the last snapshot is committed or given up, or after that time."""
+        self._copying.await_newest()
         end = time.monotonic() + seconds
         with self._standing_still():
             while self._outcomes.is_open and not self.client.lost and time.monotonic() < end:

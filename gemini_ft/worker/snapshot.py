@@ -32,7 +32,7 @@ _GRANT_POLL = 0.25  # seconds between looks at whether the agent still lives
 _RETRY = 20.0  # seconds between attempts to start another
 _UNSEEN = 8  # snapshots
 _LOOK = 0.001  # seconds between looks at how far the device has come
-_IN_QUEUE = 2  # batches that a device has yet to copy before the next one is queued
+_IN_QUEUE = 2  # batches at a time
 _END_SECONDS = 5.0  # that a copy under way has left when the process ends, and again that its last chunk and the digest may take
 
 
@@ -58,6 +58,7 @@ class Job:
         begun, copied: the device's events around all copies, once they are queued.
         reached: the device's event that the next update was due; None: not yet asked for.
         written: names of what was written since, at the latest when the update was let through; None: not asked yet.
+        is_awaited: somebody waits for it, and no update is held back by that.
         is_seen: by the snapshot thread, which tells the agent of it.
         cancelled: why there will be no snapshot.
         checksums: of the chunks in the slot that this process has formed.
@@ -74,6 +75,7 @@ class Job:
     reached: accelerator.Event | None = None
     written: list[str] | None = None
     state: JobState = JobState.WAITING
+    is_awaited: bool = False
     is_seen: bool = False
     slot: int | None = None
     cancelled: str = ""
@@ -176,6 +178,7 @@ class Snapshotter:
 
     def settle(self) -> None:
         """Waits until no copy is under way (before layouts change, or the process ends)."""
+        self.await_newest()
         newest = self._job
         for job in (self._at_hand, newest):
             if job is not None:
@@ -183,6 +186,11 @@ class Snapshotter:
                     self._wait(job, (JobState.DONE,))
         if newest is not None:
             self._finish(newest)
+
+    def await_newest(self) -> None:
+        """Lets the newest snapshot be copied however late its slot comes: no update follows."""
+        if self._job is not None:
+            self._job.is_awaited = True
 
     def _let_write(self, job: Job) -> None:
         """Lets the training write what the snapshot has: on a device behind the copies in its queue, else when they have been made."""
@@ -219,16 +227,23 @@ class Snapshotter:
         Raises:
             AgentError: the copy has begun, and does not end.
         """
-        granted = (JobState.COPYING, *enough)
-        if not self._condition.wait_for(lambda: job.state in granted, self._grant_timeout):
+        if not self._comes_to(job, (JobState.COPYING, JobState.ISSUED, JobState.DONE), self._grant_timeout):
             self._impatient = True
             self._forget(job, f"no slot became free for it within {self._grant_timeout:g} s")
-        elif not self._condition.wait_for(lambda: job.state in enough, self._timeout):
+        elif not self._comes_to(job, enough, self._timeout):
             raise AgentError(f"iteration {job.iteration}: it was not copied within {self._timeout:g} s; is the agent stuck?")
+
+    def _comes_to(self, job: Job, states: tuple[JobState, ...], seconds: float) -> bool:
+        """Waits, with the condition held. A device that has yet to come to the state itself costs no patience."""
+        while not self._condition.wait_for(lambda: job.state in states, seconds):
+            if job.ready is None or job.ready.query():
+                return False
+        return True
 
     def _forget(self, job: Job, reason: str) -> None:
         job.cancelled = reason
-        self._job = None
+        if self._job is job:
+            self._job = None
         if not job.is_seen:
             self._unseen.append(job)
         self._condition.notify_all()
@@ -342,14 +357,12 @@ class Snapshotter:
         self._window.follow(job)
         self.newest = job.iteration
         self._tell(Request(iteration=job.iteration))
+        while not self._has_answer(job):
+            if self._lost():
+                raise AgentError("the agent ended")
+            self._give_up_if_late(job)
+        self._give_up_if_late(job)
         with self._condition:
-            while not self._condition.wait_for(lambda: job.slot is not None or job.cancelled or self._stop, self._patience(job)):
-                if self._lost():
-                    raise AgentError("the agent ended")
-                if self._is_too_late(job):
-                    job.cancelled = LATE
-            if job.slot is not None and self._is_too_late(job):
-                job.cancelled = LATE
             if job.cancelled or self._stop or job.slot is None:
                 if job.cancelled != "aborted":
                     self._discard(job, job.cancelled or ENDING)
@@ -371,18 +384,22 @@ class Snapshotter:
         elif not self._verify:
             self._declare(job)
 
-    def _patience(self, job: Job) -> float:
-        """Seconds until the next look at whether a slot may still come."""
-        return _GRANT_POLL if job.ready is None or self._waits else _LOOK
+    def _has_answer(self, job: Job) -> bool:
+        """Whether the snapshot has its slot, or will have none; waits a little for that."""
+        seconds = _GRANT_POLL if job.ready is None or self._waits else _LOOK
+        with self._condition:
+            return self._condition.wait_for(lambda: job.slot is not None or bool(job.cancelled) or self._stop, seconds)
 
-    def _is_too_late(self, job: Job) -> bool:
-        """Whether a copy that began now would make the update wait, by what the last ones took (`CopyWindow`)."""
-        if job.ready is None or self._waits or not job.ready.query():
-            return False
+    def _give_up_if_late(self, job: Job) -> None:
+        """Gives up a snapshot whose copy, begun now, would make the update wait, by what the last ones took (`CopyWindow`)."""
+        if job.ready is None or self._waits or job.is_awaited or job.cancelled or not job.ready.query():
+            return
         device, stream = self._queue()
         now = accelerator.event_on(stream, device, timed=True)
         now.synchronize()
-        return job.ready.elapsed_time(now) > self._window.latest_begin
+        if self._window.is_too_late(job.ready.elapsed_time(now)):
+            with self._condition:
+                job.cancelled = job.cancelled or LATE
 
     def _queue(self) -> tuple[torch.device, accelerator.Stream]:
         """The plan's device, and this thread's own stream there."""
@@ -421,28 +438,31 @@ class Snapshotter:
         assert self.plan is not None
         assert job.ready is not None
         device, stream = self._queue()
+        self._window.begin()
         stream.wait_event(job.ready)
         job.begun = accelerator.event_on(stream, device, timed=True)
         queued: deque[tuple[int, accelerator.Event]] = deque()
-        last = len(self.plan.batches) - 1
         for number, batch in enumerate(self.plan.batches):
-            with accelerator.module_of(device).stream(stream):
-                slot.write(number, batch)
-            upto = min((number + 1) * self.plan.batch_bytes, self.plan.nbytes)
-            queued.append((upto, accelerator.event_on(stream, device, sleeps=True)))
-            if number == last:
-                job.copied = accelerator.event_on(stream, device, timed=True)
-                with self._condition:
-                    job.state = JobState.ISSUED
-                    self._condition.notify_all()
-            while len(queued) > (0 if number == last else _IN_QUEUE):
-                upto, event = queued.popleft()
-                event.synchronize()
-                self._tell(Landed(owner=self._owner, iteration=job.iteration, upto=upto))
+            while len(queued) == _IN_QUEUE:
+                self._land(job, *queued.popleft())
             if time.monotonic() > self._stop_by:
                 self._await_device()
                 return False
+            with accelerator.module_of(device).stream(stream):
+                slot.write(number, batch)
+            queued.append((min((number + 1) * self.plan.batch_bytes, self.plan.nbytes), accelerator.event_on(stream, device, sleeps=True)))
+        job.copied = accelerator.event_on(stream, device, timed=True)
+        with self._condition:
+            job.state = JobState.ISSUED
+            self._condition.notify_all()
+        for upto, event in queued:
+            self._land(job, upto, event)
         return True
+
+    def _land(self, job: Job, upto: int, event: accelerator.Event) -> None:
+        """Tells the agent, once they are there, that all bytes up to some place have come."""
+        event.synchronize()
+        self._tell(Landed(iteration=job.iteration, upto=upto))
 
     def _await_device(self) -> None:
         """Waits for copies that are given up: they need their slots, which go when there is another agent, or none."""

@@ -83,7 +83,7 @@ def test_ranks_that_have_drifted_apart_are_told(tmp_path: Path) -> None:
         for saved, stepped, loaded, tuned in each:
             assert saved == ""
             assert stepped.startswith(
-                "StateError: the ranks of the gradient pipeline have drifted apart, their rounds differ: rank 0 has 2, "
+                "AveragingError: the ranks of the gradient pipeline have drifted apart, their rounds differ: rank 0 has 2, "
             )
             assert loaded.startswith("RecoveryError: the gradient pipeline's state is of different steps or plans on ranks 0 and 1")
             assert tuned.startswith("RecoveryError: the gradient pipeline's state is of ranks that had drifted apart, their trials differ")

@@ -161,7 +161,7 @@ def test_what_differs_between_ranks_is_an_error_on_all(tmp_path: Path) -> None:
     assert afterwards == "True"
 
 
-NAMED = "StateError: rank 0 has failed, and averages no gradients any more: "
+NAMED = "AveragingError: rank 0 has failed, and averages no gradients any more: "
 
 
 def test_a_rank_that_fails_hangs_nobody(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ class Rank:
         slot[:nbytes] = content(self.rank, iteration, nbytes, self.frozen)
         slot[nbytes : nbytes + len(EXTRAS)] = EXTRAS
         for end in (CHUNK // 2, nbytes // 2, nbytes) if upto is None else (upto,):
-            self.client.tell(Landed(owner=self.rank, iteration=iteration, upto=end))
+            self.client.tell(Landed(iteration=iteration, upto=end))
         if upto is None:
             index, digest = -(-nbytes // CHUNK), checksum(EXTRAS)
             self.client.tell(Chunk(owner=self.rank, iteration=iteration, index=index, offset=nbytes, nbytes=len(EXTRAS), digest=digest))

@@ -16,7 +16,16 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import gemini_ft
-from gemini_ft.errors import GeminiError
+from gemini_ft.errors import (
+    AveragingError,
+    ConcurrentWriteError,
+    GeminiError,
+    LayoutMismatchError,
+    ReplicaDivergedError,
+    UnsupportedStateError,
+    WorldSizeError,
+    is_refusal,
+)
 from gemini_ft.launch import endings as module
 from gemini_ft.launch.drain import LEFT, HostDrain
 from gemini_ft.launch.endings import REPEATED, Endings, final_endings
@@ -160,3 +169,10 @@ class TestUnprotected:
         endings.look()
         endings.judge([failure(tmp_path, "ValueError")])
         assert self.said(caplog) == []
+
+
+def test_what_another_rank_or_a_moment_is_to_blame_for_is_no_refusal() -> None:
+    """A job with a gradient pipeline hears of a killed rank by an error of that pipeline: a restart mends that."""
+    assert all(map(is_refusal, (UnsupportedStateError("a deque"), LayoutMismatchError("another model"))))
+    passing = AveragingError("rank 0 was killed"), WorldSizeError("2"), ReplicaDivergedError("w"), ConcurrentWriteError("w")
+    assert not any(map(is_refusal, passing))

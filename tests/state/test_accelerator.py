@@ -309,7 +309,7 @@ WAITS = [
     ),  # no wait, but asked when the wait is queued
     ("snapshot", "stream.wait_event(job.ready)", "pass"),
     ("snapshot", "with accelerator.module_of(device).stream(stream):", "if True:"),
-    ("several batches", "                event.synchronize()\n", ""),
+    ("several batches", "        event.synchronize()\n", ""),
     ("lateness", "        now.synchronize()\n", ""),
     ("events", "return stream.record_event(module_of(device).Event(**options))", "return module_of(device).Event(**options)"),
     (

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
+from dataclasses import dataclass
+from typing import Self
 
 import pytest
 from agent_kit import eventually
 
 from gemini_ft.errors import AgentError
 from gemini_ft.wire.worker_messages import GiveUp, Request, ToAgent
+from gemini_ft.worker.copy_window import CopyWindow
 from gemini_ft.worker.outcomes import ENDING, LATE, Outcomes
 from gemini_ft.worker.snapshot import Job, Snapshotter
 from gemini_ft.worker.stats import Stats
@@ -84,3 +88,62 @@ def test_to_be_late_is_no_reason_to_warn_in_the_first_minute_and_the_end_is_none
         outcomes.discarded(4, LATE)
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "WARNING"]
     assert caplog.messages[0].startswith(f"iteration 3 has no snapshot: {LATE}. Training goes on unharmed")
+
+
+@dataclass
+class _Mark:
+    """An event of a device that has come to it."""
+
+    when: float  # milliseconds
+    is_over: bool = True
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end_event: Self) -> float:
+        return end_event.when - self.when
+
+
+def _copied(copy: float, window: float) -> Job:
+    job = _job(0)
+    job.ready, job.begun, job.copied, job.reached = _Mark(0), _Mark(1), _Mark(1 + copy), _Mark(window)
+    return job
+
+
+def test_no_copy_begins_that_would_make_the_update_wait_but_one_in_many_to_learn_anew() -> None:
+    window = CopyWindow()
+    assert not window.is_too_late(1e9)  # nothing is known
+    for _ in range(3):
+        window.follow(_copied(copy=60, window=100))
+    assert window.latest_begin == 40
+    assert not window.is_too_late(39)
+    refused = [window.is_too_late(41) for _ in range(20)]
+    assert refused == [True] * 16 + [False] * 4
+    window.begin()
+    assert window.is_too_late(41)
+
+
+def test_the_window_is_learned_when_the_device_has_come_to_the_update_however_late() -> None:
+    window, job = CopyWindow(), _copied(copy=60, window=100)
+    reached = job.reached
+    assert isinstance(reached, _Mark)
+    reached.is_over = False
+    for each in (job, _job(1), _job(2)):
+        window.follow(each)
+    assert window.latest_begin == math.inf
+    reached.is_over = True
+    window.follow(_job(3))
+    assert window.latest_begin == 40
+
+
+def test_where_copies_take_all_of_the_window_one_that_begins_at_once_is_made() -> None:
+    window = CopyWindow()
+    for _ in range(2):
+        window.follow(_copied(copy=200, window=100))
+    assert window.latest_begin == 10
+    for _ in range(5):
+        window.follow(_copied(copy=20, window=5))
+    assert window.latest_begin == 3
