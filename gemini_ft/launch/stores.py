@@ -141,7 +141,7 @@ class Standby:
                 self._look()
             else:
                 self._looked_at = time.monotonic()
-                threading.Thread(target=self._look_beside, name="gemini-stores", daemon=True).start()
+                threading.Thread(target=self.look_beside, name="gemini-stores", daemon=True).start()
         found: tuple[bytes, Any] | None = self._ask(lambda backend: backend.get_state())
         self._last = found[0] if found is not None else self._last
         return found
@@ -202,7 +202,7 @@ class Standby:
             _log.warning("the others may be at %s:%d; the rendezvous goes on there", *self._endpoints[places[0].number])
             self._move(places[0])
 
-    def _look_beside(self) -> None:
+    def look_beside(self) -> None:
         """Looks whether another store serves a rendezvous of this run that is complete, alive, and has come further than this one."""
         with contextlib.suppress(RendezvousConnectionError):
             for place in self._places():

@@ -321,7 +321,7 @@ def _make_array(dtype: str, shape: list[int], order: Any, raw: bytes) -> Any:
     return np.ndarray(shape, kind, bytearray(raw), order=order).copy(order)
 
 
-_ARRAY = _Kind(28, _take_array, _make_array)
+ARRAY = _Kind(28, _take_array, _make_array)
 _SCALAR = _Kind(29, lambda o: _take_array(np.asarray(o)), lambda *parts: _make_array(*parts)[()])
 
 
@@ -373,7 +373,7 @@ def _dtype(name: str) -> torch.dtype:
 
 _TENSOR = _Kind(30, _take_tensor, _make_tensor)
 _FAMILIES: tuple[tuple[type, _Kind], ...] = ((torch.Tensor, _TENSOR), (Enum, _ENUM), (np.generic, _SCALAR))
-_CODES = {kind.code: kind for kind in (*_KINDS.values(), _PATH, _ENUM, _ARRAY, _SCALAR, _TENSOR)}
+_CODES = {kind.code: kind for kind in (*_KINDS.values(), _PATH, _ENUM, ARRAY, _SCALAR, _TENSOR)}
 
 
 def _kind_of(obj: object) -> _Kind | None:
@@ -381,7 +381,7 @@ def _kind_of(obj: object) -> _Kind | None:
     if kind in _KINDS:
         return _KINDS[kind]
     if kind is np.ndarray:
-        return _ARRAY
+        return ARRAY
     if kind in _PATHS.values():
         return _PATH
     return next((how for family, how in _FAMILIES if isinstance(obj, family)), None)

@@ -21,7 +21,7 @@ from gemini_ft.wire.worker_messages import Reserved
 _libc = ctypes.CDLL(None)
 _libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _libc.memcpy.restype = ctypes.c_void_p
-_LANDING = 64 * 2**20  # bytes that a device copies from one event to the next, at least: each event takes the interpreter lock
+LANDING = 64 * 2**20  # bytes that a device copies from one event to the next, at least: each event takes the interpreter lock
 _LARGEST_CLONE = 2**20  # bytes; residuals are as large as the gradients, and the device's memory is the training's
 _LARGE = 64 * 1024  # bytes; from here on a copy of its own, below it one call for many
 
@@ -117,7 +117,7 @@ class CopyPlan:
         devices = {source.tensor.device for source in sources if accelerator.holds(source.tensor)}
         at_step = at_step or len(devices) > 1  # no queue has all of them
         self.device = None if at_step else next(iter(devices), None)
-        self.batch_bytes = chunk_bytes if self.device is None else chunk_bytes * max(1, _LANDING // chunk_bytes)
+        self.batch_bytes = chunk_bytes if self.device is None else chunk_bytes * max(1, LANDING // chunk_bytes)
         copies = plan_copies(sources, layout, self.batch_bytes)
         self._all = copies
         self.background = [] if at_step else [copy for copy in copies if not copy.mutable]

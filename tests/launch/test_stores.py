@@ -184,7 +184,7 @@ def test_of_two_worlds_that_meet_the_one_that_has_not_come_as_far_ends_and_copie
     def look() -> bool:
         for _ in range(3):  # whether the others live is seen by their signs of life
             write(sides[1], *others)
-            sides[0]._look_beside()
+            sides[0].look_beside()
         return bool(sides[0].overtaken)
 
     write(sides[0], 3, "world", "host0")

@@ -52,7 +52,7 @@ def _plan(fake: FakeAccelerator, plans: Any = copy_plan, mutable: bool = False) 
 def snapshot(module: Any, fake: FakeAccelerator, plans: Any = copy_plan, batches: int = 1) -> None:
     """The snapshot has the values of its own step, although the next update is queued while the copy is; nothing is published early."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plans, "_LANDING", 4 * COUNT // batches)
+        patch.setattr(plans, "LANDING", 4 * COUNT // batches)
         weights, plan, layout = _plan(fake, plans)
     told: list[Any] = []
 

@@ -549,7 +549,7 @@ def test_elements_without_bytes_take_no_memory(dtype: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(CorruptDataError):
-            codec.decode(rebuilt(msgpack.ExtType(codec._ARRAY.code, part)))
+            codec.decode(rebuilt(msgpack.ExtType(codec.ARRAY.code, part)))
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
