@@ -6,10 +6,6 @@ which torch restarts the whole job: with three hosts and one spare a killed work
 end. Here others step forward only when the hosts that are left have had time to take their places again, and a host
 that is left over steps back.
 
-Nothing begins without a host that took part. Spares that are cut off from the job together could make up a world of their own, and train
-under the same run id. So the state of the rendezvous names the hosts that have ever taken part in a complete round, and a round in which
-none of them has a place is completed by nobody. A launcher that is started again on such a host counts as that host, also after a reboot.
-
 A job stays as large as its state. With ``--nnodes 1:4`` torch restarts a healthy job for every host that comes. State that only the
 same number of ranks can load would be lost by that, so a worker with such state says so (`gemini_ft.launch.notes`), the hosts write
 it into the rendezvous, and further hosts wait as spares.
@@ -26,11 +22,10 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -39,23 +34,16 @@ from typing import Any
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _Action
 
-from gemini_ft.hosts import lasting_name
-
 logger = logging.getLogger(__name__)
 
 _CHANGED = ("_RendezvousJoinOp", "_delay", "_BackendRendezvousStateHolder", "_should_keep_alive")
 _JOIN, _DELAY, _STATE, _DUE = _CHANGED  # torch's names
-# Attributes of torch's rendezvous state:
-_HOSTS = "gemini_hosts"  # the number of hosts that the job's state is made for
-_WORLD = "gemini_world"  # a random name of the complete round: copies of it in two stores are one world
-_NAMES = "gemini_names"  # the lasting name of each launcher that has taken a place in the round
-_MEMBERS = "gemini_members"  # the names of all hosts that have taken part in a complete round
+_HOSTS = "gemini_hosts"  # attribute of torch's rendezvous state: the number of hosts that the job's state is made for
 _QUICKEST = 0.05  # seconds between two looks in the smallest job
 _HOSTS_PER_SECOND = 100  # in a look every host reads the states of all: large jobs keep torch's pace
 _GRACE = 1.0  # seconds a spare waits longer than the others take to look
 _SETTLING = 2.0  # seconds for the other hosts to come to another store after this one has; nobody is dead before
 _STUCK = 10.0  # seconds after which hosts that go on without a lost one are called together by a spare, as torch does at once
-_STEPS = (_Action.ADD_TO_PARTICIPANTS, _Action.MARK_RENDEZVOUS_COMPLETE, _Action.REMOVE_FROM_REDUNDANCY_LIST)
 
 
 @dataclass
@@ -63,7 +51,6 @@ class Host:
     """The facts that this host's launcher knows of itself."""
 
     patience: float  # seconds for which it leaves an open round to others, unless it belongs to the job
-    name: str = field(default_factory=lasting_name)
     has_taken_part: bool = False
     is_fixed: Callable[[], bool] = lambda: False  # whether the state of its workers can be loaded by the same number of ranks only
 
@@ -81,51 +68,9 @@ class PatientJoin:
         self._join, self._host, self._clock = join, host, clock
         self._seen: tuple[int, bool] | None = None  # round, and whether it was complete
         self._since = 0.0
-        self._said = self._said_alone = False
+        self._said = False
 
     def __call__(self, ctx: Any, deadline: float) -> Any:
-        action = self._wanted(ctx, deadline)
-        if action not in _STEPS:
-            return action
-        if not self._is_of_the_job(ctx.state):
-            return _idle(ctx)
-        if action != _Action.REMOVE_FROM_REDUNDANCY_LIST:
-            self._sign(ctx, completes=action == _Action.MARK_RENDEZVOUS_COMPLETE)
-        return action
-
-    def _is_of_the_job(self, state: Any) -> bool:
-        """Whether this host, or one that has a place in the round, has taken part in the job; at its beginning nobody has."""
-        members, names = members_of(state), getattr(state, _NAMES, {})
-        if (
-            not members
-            or self._host.has_taken_part
-            or self._host.name in members
-            or any(names.get(node) in members for node in state.participants)
-        ):
-            return True
-        if not self._said_alone:
-            self._said_alone = True
-            logger.warning(
-                "none of the hosts that have taken part in this job can be seen: this one begins nothing without them, since they may be "
-                "at work where it cannot see them. If they are lost for good, start the command everywhere with another --rdzv-id; a host "
-                "that comes back under another hostname needs the GEMINI_HOST_ID it had"
-            )
-        return False
-
-    def _sign(self, ctx: Any, completes: bool) -> None:
-        """Writes this host's id into the state beside its place, and into the list of members if the round is complete by its step."""
-        state = ctx.state
-        known = getattr(state, _NAMES, {})
-        names = {node: known[node] for node in state.participants if node in known} | {ctx.node: self._host.name}
-        took_part = {self._host.name} if self._host.has_taken_part else set()
-        if completes or len({*state.participants, ctx.node}) >= ctx.settings.max_nodes:
-            took_part |= {*names.values()}
-            setattr(state, _WORLD, uuid.uuid4().hex)
-        setattr(state, _NAMES, names)
-        setattr(state, _MEMBERS, members_of(state) | took_part)
-
-    def _wanted(self, ctx: Any, deadline: float) -> Any:
-        """The next step, as if hosts that are not seen were dead."""
         state = ctx.state
         if (limit := getattr(state, _HOSTS, None)) and ctx.settings.min_nodes != ctx.settings.max_nodes:
             if (action := self._within(limit, ctx)) is not None:
@@ -139,7 +84,7 @@ class PatientJoin:
         is_new = action == _Action.ADD_TO_PARTICIPANTS and state.round > 0 and not self._host.has_taken_part
         if not (is_new or action == _Action.REMOVE_FROM_REDUNDANCY_LIST) or self._is_its_turn(state):
             return action
-        return _idle(ctx)
+        return _Action.KEEP_ALIVE if torch_rendezvous._should_keep_alive(ctx) else _Action.SYNC
 
     def _within(self, limit: int, ctx: Any) -> Any:
         """The decision for a job whose state is made for ``limit`` hosts, where torch would decide otherwise; else None."""
@@ -159,21 +104,6 @@ class PatientJoin:
         if now != self._seen:
             self._seen, self._since = now, self._clock()
         return self._clock() - self._since >= (_STUCK if state.complete else self._host.patience)
-
-
-def world_of(state: Any) -> str | None:
-    """The name of the last round that was completed; None: there was none, or it has no name."""
-    return getattr(state, _WORLD, None)
-
-
-def members_of(state: Any) -> frozenset[str]:
-    """The names of the hosts that have ever taken part in a complete round of a rendezvous."""
-    return frozenset(getattr(state, _MEMBERS, ()))
-
-
-def _idle(ctx: Any) -> Any:
-    """The action of a host that waits."""
-    return _Action.KEEP_ALIVE if torch_rendezvous._should_keep_alive(ctx) else _Action.SYNC
 
 
 def _narrowed(ctx: Any, hosts: int) -> Any:
