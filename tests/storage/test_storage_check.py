@@ -59,7 +59,7 @@ def look_with_one_host_shut_out(endpoint: str, required: bool) -> None:
 
 def _check(url: str, reopen: Callable[[], Storage], required: bool = True) -> None:
     config = GeminiConfig(run_id="r", storage={"url": url, "every_steps": 1, "required": required})
-    choice: Any = SimpleNamespace(plan=SimpleNamespace(kind="fresh"), descent=Descent(), damaged=frozenset())
+    choice: Any = SimpleNamespace(plan=SimpleNamespace(kind="fresh"), descent=Descent(), damaged=frozenset(), present=frozenset())
     hello: Any = SimpleNamespace(rank=int(os.environ["RANK"]), run="r", stream="main")
     check_storage(config, reopen, choice, hello, HOSTS)
 
