@@ -10,6 +10,7 @@ neither is the newer one, whatever their numbers; that is for the user to decide
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -244,6 +245,11 @@ def left_torn(look: Iterable[Sighting], this: Sighting) -> list[Sighting]:
     """Torn uploads of incarnations that ``this`` one comes after: they will never be finished."""
     own = this.version.incarnation
     return [one for one in look if one.condition == "torn" and one.version.incarnation != own and this.knows(one.version.incarnation)]
+
+
+def about_to_begin(descent: Descent) -> Sighting:
+    """The incarnation of this descent that is being chosen: it has stored nothing, has no number yet, and is above every other."""
+    return Sighting("", Version(Incarnation(sys.maxsize, ""), 0), "torn", descent)
 
 
 def fenced(look: Iterable[Sighting], this: Sighting, present: Collection[str] | None) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,20 @@ from gemini_ft.errors import CorruptDataError, ObjectGoneError, StorageError, St
 from gemini_ft.recovery.plan import Holding, RecoveryPlan, plan_recovery, require
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import Manifest
-from gemini_ft.storage.decisions import Descent, Here, Look, Sighting, Unclear, continued, decide, describe, gives_way, is_of, left_aside
+from gemini_ft.storage.decisions import (
+    Descent,
+    Here,
+    Look,
+    Sighting,
+    Unclear,
+    about_to_begin,
+    continued,
+    decide,
+    describe,
+    gives_way,
+    is_of,
+    left_aside,
+)
 from gemini_ft.storage.lookout import Lookout, within
 from gemini_ft.storage.retention import reading
 from gemini_ft.wire.worker_messages import Stage, Staged, Verified, Verify
@@ -123,7 +135,7 @@ class Chooser:
 
     def _chosen(self, plan: RecoveryPlan, given_up: frozenset[Version]) -> Choice:
         descent = self._descent(plan.version)
-        this = Sighting("", Version(Incarnation(sys.maxsize, ""), 0), "torn", descent)
+        this = about_to_begin(descent)
         present = frozenset(folder for folder, version in self._stored.present if not this.descends_from(version))
         return Choice(plan, given_up, descent, frozenset(self._damaged), present)
 

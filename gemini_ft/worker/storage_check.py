@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import logging
 import secrets
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from gemini_ft.config import GeminiConfig
-from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import StorageError
 from gemini_ft.storage.base import Storage, find_sign
-from gemini_ft.storage.decisions import Sighting
+from gemini_ft.storage.decisions import about_to_begin
 from gemini_ft.storage.lookout import within
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.retention import Retention
@@ -106,10 +104,9 @@ def _make_room(config: GeminiConfig, reopen: Callable[[], Storage], hello: Hello
         return
     settings = config.storage
     assert settings is not None
-    this = Sighting("", Version(Incarnation(sys.maxsize, ""), 0), "torn", choice.descent)
     retention = Retention(reopen, hello.run, hello.stream, settings.kept, settings.keep_every, choice.damaged, present=choice.present)
     try:
-        within(min(config.timeout, _CHECK_SECONDS), settings.url, lambda: retention.tidy(this))
+        within(min(config.timeout, _CHECK_SECONDS), settings.url, lambda: retention.tidy(about_to_begin(choice.descent)))
     except StorageError as error:
         _log.warning("%s", error)
 

@@ -100,7 +100,7 @@ class _Late(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Module:
-    """What the package uses of `torch.cuda`."""
+    """A double of `torch.cuda`, as far as the package uses it."""
 
     def __init__(self) -> None:
         self.Event, self.Stream = Event, LateStream

@@ -96,7 +96,7 @@ def run(script: Path, *, folder: Path, cells: Mapping[str, Cell], ranks: int = 2
 
 
 def differing(folders: Mapping[str, Path], name: str, cell: Cell, ranks: int = 2) -> list[str]:
-    """What each way of a cell has written down other than plain DDP, and what it has written down in two versions."""
+    """Names what each way of a cell has recorded otherwise than plain DDP did, and what it has recorded in two versions."""
     found = [f"{kill} did not happen" for kill in cell.kills if not (folders["killed"] / name / f"killed-{kill}").exists()]
     for rank in range(ranks):
         plain, _ = _read(folders["ddp"] / name / f"rank-{rank}")
