@@ -10,6 +10,8 @@ TREE = build/tree
 WHEEL_TESTS = tests/project/test_imports.py tests/core/test_layout.py tests/core/test_placement.py tests/project/test_readme.py
 # DeepSpeed compiles what it needs of C++ at first use, here at once: a process that is killed meanwhile would leave a lock.
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
+# Thousands of test processes would compile the package again.
+export PYTHONDONTWRITEBYTECODE =
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .PHONY: help venv test compat gpu gpu-kit soak test-slurm chaos demo lint format types imports wheel wheel-test site check clean

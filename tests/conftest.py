@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from foreign_imports import Quiet
 from hypothesis import settings
+from warm_python import launchers
 
 if TYPE_CHECKING:
     from rank_kit import World
@@ -80,6 +81,19 @@ def _the_environment_is_left_as_it_was() -> Iterator[None]:
     before = _ours()
     yield
     assert _ours() == before
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _launchers_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Spares jobs the seconds in which each of their processes would load torch, but for those whose start is what is tested."""
+    with launchers(forked=request.node.get_closest_marker("started_anew") is None):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _launchers_of_a_test_are_started_anew(request: pytest.FixtureRequest) -> Iterator[None]:
+    with launchers(forked=False) if request.node.get_closest_marker("started_anew") else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture

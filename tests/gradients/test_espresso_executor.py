@@ -179,7 +179,7 @@ def test_gradients_are_only_read(topology: Topology) -> None:
 def test_as_many_bytes_as_the_costs_are_computed_for(name: str) -> None:
     """Exactly, where parts are equal and a part's payload is that part of the whole's."""
     inner = COMPRESSORS[name](**({"ratio": 0.25} if name == "topk" else {}))
-    elements = 24 * inner.align * 4
+    elements = 24 * inner.align
     for topology, option in product((Topology(1, 4), Topology(2, 2), Topology(3, 2), Topology(2, 4)), options()):
         executors = [OptionExecutor(inner, option, topology) for _ in range(topology.world)]
         sent: list[list[Tensor]] = [[] for _ in executors]

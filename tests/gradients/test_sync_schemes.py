@@ -34,7 +34,7 @@ def a_switch() -> Iterator[str]:
         yield places(made)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, *(pytest.param(world, marks=pytest.mark.soak) for world in (5, 6, 7, 8))])
+@pytest.mark.parametrize("world", [1, 2, 4, *(pytest.param(world, marks=pytest.mark.soak) for world in (3, 5, 6, 7, 8))])
 def test_the_sum_is_right_and_the_same_everywhere(world: int, switch: str, tmp_path: Path) -> None:
     third = None if world <= 4 else world % 3
     assert on_ranks(tmp_path, world, sync_case.sums, third, TEST_SWITCH=switch) == [[]] * world

@@ -49,8 +49,8 @@ def test_four_ranks(tmp_path: Path, stage: int) -> None:
         Case(1, groups=2, frozen=True),
         Case(2, bf16=True, groups=2, zero={"round_robin_gradients": True, "overlap_comm": True}),
         Case(3, frozen=True, groups=2, zero={"sub_group_size": 300, "stage3_param_persistence_threshold": 0}),
-        Case(3, bf16=True, frozen=True, zero={"stage3_param_persistence_threshold": 10**5}),
-        pytest.param(Case(0, optimizer="AdamW", bf16=True), marks=pytest.mark.soak),
+        pytest.param(Case(3, bf16=True, frozen=True, zero={"stage3_param_persistence_threshold": 10**5}), marks=LONG),
+        pytest.param(Case(0, optimizer="AdamW", bf16=True), marks=LONG),
     ],
     ids=["BF16_Optimizer", "groups and frozen", "round robin", "sub-groups", "persistent", "FusedAdam at stage 0"],
 )

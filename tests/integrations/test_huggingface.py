@@ -86,6 +86,7 @@ def test_what_is_newer_than_a_checkpoint_wins(undisturbed: Run, tmp_path: Path) 
         assert end["history"][:-1] == expected["history"][:-1]  # the last entry is of what was trained after the checkpoint
 
 
+@pytest.mark.soak
 def test_a_loop_that_is_not_changed_goes_on_with_the_resumed_engine(tmp_path: Path) -> None:
     """ZeRO 3 under accelerate, in workers that are started cold; the loop begins again: eleven steps more."""
     run = Run(tmp_path, {"kind": "loop", "stage": 3, "section": True}, "--cold", faults="step=6:rank=1:sigkill", GEMINI_INTERVAL="1")

@@ -80,7 +80,8 @@ def test_a_link_that_is_cut_in_the_middle_of_a_chunk(network: Network, tmp_path:
     assert_identical(torch.load(tmp_path / "final.pt"), undisturbed)
 
 
-@pytest.mark.parametrize("transport", ["collective", pytest.param("tcp", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["collective", "tcp"])
 def test_a_host_that_is_killed_in_the_middle_of_a_commit(network: Network, tmp_path: Path, undisturbed: Any, transport: str) -> None:
     """A spare takes its place; no iteration is mixed with another."""
     with EmulatedHosts(2, program(tmp_path, **options(transport)), tmp_path, network=network) as hosts:

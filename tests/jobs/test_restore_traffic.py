@@ -34,9 +34,8 @@ def resume_after_a_loss(folder: Path, hosts: int, workers: int, **options: Any) 
     return said
 
 
-@pytest.mark.parametrize(
-    ("hosts", "workers"), [(2, 4), pytest.param(2, 2, marks=pytest.mark.soak), pytest.param(4, 1, marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("hosts", "workers"), [(2, 4), (2, 2), (4, 1)])
 def test_no_host_sends_or_receives_more_than_twice_the_state(tmp_path: Path, hosts: int, workers: int) -> None:
     said = resume_after_a_loss(tmp_path, hosts, workers)
     print(json.dumps(said))

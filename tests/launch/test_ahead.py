@@ -22,6 +22,8 @@ from gemini_ft.agent import ahead, lifecycle, revival
 from gemini_ft.wire import channel
 from gemini_ft.wire.private import credentials
 
+pytestmark = pytest.mark.started_anew
+
 HOST = "host"
 # Sets an option of the agent itself, as scripts do, and says which logs there are.
 SCRIPT = """

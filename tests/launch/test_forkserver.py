@@ -20,6 +20,8 @@ from gemini_ft.launch import forkserver
 from gemini_ft.launch.grace import Process, Workers
 from gemini_ft.launch.worker_start import ForkServer, ForkServerError, forked_workers
 
+pytestmark = pytest.mark.started_anew
+
 # What a script can see of the process it runs in. Printed by a forked worker and by a real `python -u script.py`.
 REPORT = """
 import atexit, json, multiprocessing, os, signal, sys, threading

@@ -284,6 +284,7 @@ class TestEnding:
         assert job.processes() == set()
         assert asked == expected
 
+    @pytest.mark.started_anew
     def test_a_failure_is_seen_where_the_supervisor_ignores_ended_children(self, tmp_path: Path, launch: Callable[..., Job]) -> None:
         """The kernel then keeps no exit status for the launcher."""
         (tmp_path / "fails.py").write_text("import sys\nsys.exit(3)\n")

@@ -15,6 +15,8 @@ import pytest
 
 from gemini_ft.launch.preload import early_environment, modules_to_preload
 
+pytestmark = pytest.mark.started_anew
+
 DEEPSPEED = ["deepspeed", "gemini_ft.deepspeed.engine"]
 
 

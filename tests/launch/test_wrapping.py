@@ -12,6 +12,8 @@ import pytest
 from gemini_ft.launch import import_hook as afterimport
 from gemini_ft.launch.script import starter
 
+pytestmark = pytest.mark.started_anew
+
 DEEPSPEED = """
 class Engine:
     def __init__(self, config, optimizer):

@@ -1,0 +1,366 @@
+"""Launchers of tests, and their fork servers, forked from an interpreter that has torch loaded: a new one would load it for seconds.
+
+Where `launchers` are forked a ``Popen`` of ``gemini run``, ``gemini store``, torchrun, or of the server from which ``gemini run`` forks its
+workers, is as it always was to the caller and to the process: its child and nobody else's, with its own descriptors, environment (in
+/proc too), working directory, session and network namespace, ``sys.argv``, ``sys.path`` and ``__main__``. It shares the seed of string
+hashes with the others, and what was read from the environment while torch was loaded: where such a variable differs, it is started anew.
+
+Each of them has a server of its own, forked before it has done anything, so that what it starts is forked as well.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import inspect
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gemini_ft.hosts import began
+from gemini_ft.launch.renewal import Renewal
+from gemini_ft.launch.script import die_with, starter
+from gemini_ft.wire import channel as messages
+
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.run",
+    "gemini_ft.checkpointer",
+    "gemini_ft.cli.commands",
+    "gemini_ft.cli.store",
+    "gemini_ft.launch.launcher",
+    "gemini_ft.worker.rendezvous",
+)
+_WARM = [
+    ("-m", "gemini_ft.cli.main", "run"),
+    ("-m", "gemini_ft.cli.main", "store"),
+    ("-m", "torch.distributed.run"),
+    starter("gemini_ft.launch.forkserver"),
+]
+_ON_LOADING = (
+    "CUDA_",
+    "LD_",
+    "MALLOC_",
+    "MKL_",
+    "OMP_",
+    "OPENBLAS_",
+    "PYTHON",
+    "TORCH_",
+)  # variables that are read by then
+_AS_ALWAYS = {"PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_EXTENSIONS_DIR"}  # read later, or seen to here
+_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_ROOM = "x" * 2**16  # for the arguments and the environment of a process, where /proc shows them
+_MOST_DESCRIPTORS = 4  # that one message takes along, beside itself
+
+_HOME = os.open("/proc/self/ns/net", os.O_RDONLY)  # the first one to be asked for may be meant for another network namespace
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_python = ctypes.PyDLL(None)
+_CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID, _CLONE_PARENT, _CLONE_NEWNET = 0x00200000, 0x01000000, 0x00008000, 0x40000000
+_PR_GET_TID_ADDRESS = 40
+_CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine)
+
+
+# -- in the process that starts others
+
+
+class _Server:
+    """The process that forks: a child of this one, as the forked ones are."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel, self._lock, self._owner = channel, threading.Lock(), os.getpid()
+        self._loaded = _on_loading(os.environ | _THREADS)
+
+    def takes(self, given: Mapping[str, Any]) -> bool:
+        """Whether a process sees the environment in which the server has loaded, as far as that was read."""
+        return self._owner == os.getpid() and _on_loading(os.environ if given["env"] is None else given["env"]) == self._loaded
+
+    def fork(self, args: Sequence[str], streams: Sequence[int], given: Mapping[str, Any]) -> int:
+        """The process id of a new child of this process."""
+        environ = os.environ if given["env"] is None else given["env"]
+        question: dict[str, Any] = {
+            "args": list(map(os.fspath, args)),
+            "environ": dict(environ),
+            "cwd": os.fspath(given["cwd"] or os.getcwd()),
+        }
+        question |= {"session": given["start_new_session"], "targets": [0, 1, 2, *given["pass_fds"]], "parent": os.getpid()}
+        descriptors, space = [*streams, *given["pass_fds"]], None
+        with self._lock:
+            if len(descriptors) < _MOST_DESCRIPTORS:
+                space = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+                descriptors.append(space)
+            messages.send(self._channel, question, descriptors)
+            if space is not None:
+                os.close(space)
+            answer = messages.receive(self._channel)
+        assert answer is not None, "the server that forks launchers has died"
+        return int(answer[0]["pid"])
+
+
+def _on_loading(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that are read while Python starts and torch is loaded; without a number of threads it is one."""
+    return _THREADS | {name: value for name, value in environ.items() if name.startswith(_ON_LOADING) and name not in _AS_ALWAYS}
+
+
+def _is_simple(given: Mapping[str, Any]) -> bool:
+    """Whether ``Popen`` is asked in these words for a process that can be forked."""
+    args = given["args"]
+    if isinstance(args, str) or given["executable"] not in (None, args[0]) or given["preexec_fn"] or given["shell"]:
+        return False
+    other = [given["gid"], given["gids"], given["uid"]] != [None] * 3 or given["umask"] != -1 or given["process_group"] != -1
+    return not other and len(given["pass_fds"]) + 3 <= _MOST_DESCRIPTORS and is_warm([*map(os.fspath, args)])
+
+
+_execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_parameters = inspect.signature(_execute_child)
+
+
+def _use(ready: Callable[[], _Server | None]) -> None:
+    def execute_child(self: Any, *arguments: Any, **more: Any) -> None:
+        given = _parameters.bind(self, *arguments, **more).arguments
+        server = ready() if _is_simple(given) else None
+        if server is None or not server.takes(given):
+            _execute_child(self, *arguments, **more)
+            return
+        streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
+        self.pid = server.fork(given["args"], [number if stream == -1 else stream for number, stream in enumerate(streams)], given)
+        self._child_created = True
+        self._close_pipe_fds(*(given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")))
+
+    subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
+
+
+def is_warm(args: Sequence[str]) -> bool:
+    """Whether a command line is that of a process which begins by loading torch for the launcher."""
+    if "os.execvp(sys.argv[1], sys.argv[1:])" in args[2:3][0] if args[1:2] == ["-c"] and len(args) > 2 else False:
+        args = args[3:]
+    options = args[2:] if args[1:2] == ["-u"] else args[1:]
+    return bool(args) and args[0] == sys.executable and any(tuple(options[: len(known)]) == known for known in _WARM)
+
+
+@functools.cache
+def _server() -> _Server | None:
+    """The server of this process, which ends with it."""
+    if _CLONE is None:
+        return None
+    ours, theirs = messages.pair()
+    with theirs:
+        # As the start of a program is not shown in tracebacks: `gemini_ft.launch.script` leaves out what came by ``-c``.
+        code = f"exec(compile(open({__file__!r}).read(), '<string>', 'exec', dont_inherit=True))"
+        command = [sys.executable, "-c", code, str(theirs.fileno()), str(_HOME), _ROOM]
+        environ = os.environ | _THREADS | {"ROOM": _ROOM}
+        process = subprocess.Popen(command, env=environ, cwd="/", stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), _HOME])
+    atexit.register(process.wait, 30)
+    atexit.register(ours.close)
+    if messages.receive(ours) is None:
+        raise RuntimeError(f"the server that forks launchers has ended with status {process.wait(30)}")
+    return _Server(ours)
+
+
+@contextlib.contextmanager
+def launchers(*, forked: bool) -> Iterator[None]:
+    """Inside, launchers that this process starts are forked from a server that has loaded what they need, or are started anew."""
+    before = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+    if forked:
+        _use(_server)  # which the first one starts
+    else:
+        subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        subprocess.Popen._execute_child = before  # type: ignore[attr-defined]
+
+
+# -- in the server
+
+
+class _Program(BaseException):
+    """What a forked process is to run, in place of the server; the frames of the server end."""
+
+    def __init__(self, args: Sequence[str]) -> None:
+        self.args = tuple(args)
+
+
+def _serve(channel: socket.socket) -> dict[str, Any] | None:
+    """Answers questions until the other side is gone, and returns None; in a forked process, the question that it is to answer for."""
+    while received := messages.receive(channel):
+        question, descriptors = received
+        if (pid := _clone()) == 0:
+            channel.close()
+            return question | {"descriptors": descriptors}
+        for descriptor in descriptors:
+            os.close(descriptor)
+        messages.send(channel, {"pid": pid})
+    return None
+
+
+def _clone() -> int:
+    """Forks a child of this process's parent, as `os.fork` forks one of its own: 0 in the child.
+
+    The server has one thread and has run no parallel code, so that handlers of C libraries for a fork have nothing to do. The number
+    of the thread, which the C library keeps, is put right by the kernel.
+    """
+    address = ctypes.c_void_p()
+    flags = signal.SIGCHLD | _CLONE_PARENT
+    if _libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0) == 0:
+        flags |= _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID
+    arguments = [ctypes.c_long(flags), ctypes.c_long(0), ctypes.c_long(0)]  # then, in an order that depends on the processor
+    rest = [address, ctypes.c_long(0)] if _CLONE == 56 else [ctypes.c_long(0), address]
+    _python.PyOS_BeforeFork()
+    pid = int(_python.syscall(ctypes.c_long(_CLONE or 0), *arguments, *rest))
+    if pid == 0:
+        _python.PyOS_AfterFork_Child()
+    else:
+        _python.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError("the server cannot fork")
+    return pid
+
+
+def _become(question: Mapping[str, Any]) -> None:
+    """Makes of this process, which was just forked, the one that was asked for, and gives it a server of its own."""
+    *passed, last = question["descriptors"]
+    targets = question["targets"]
+    if len(question["descriptors"]) > len(targets):
+        _enter(last)
+    else:
+        passed.append(last)
+    if question["session"]:
+        os.setsid()
+    os.chdir(question["cwd"])
+    _show(question["args"], question["environ"])
+    held = [os.open(os.devnull, os.O_RDWR)]  # no number is free below those that follow
+    while held[-1] < max(targets):
+        held.append(os.dup(held[-1]))
+    ours, theirs = messages.pair()
+    high = [os.dup(each) for each in passed]
+    if os.fork() == 0:
+        kept = theirs.detach()
+        for target in range(3):
+            os.dup2(held[0], target)
+        for low, top in ((3, kept), (kept + 1, os.sysconf("SC_OPEN_MAX"))):
+            os.closerange(low, top)
+        die_with(os.getppid())
+        raise _Again(kept)
+    theirs.close()
+    kept = ours.fileno()
+    for target, each in zip(targets, high, strict=True):
+        os.dup2(each, target)
+    for low, top in ((3, kept), (kept + 1, os.sysconf("SC_OPEN_MAX"))):
+        for number in range(low, min(top, max(high) + 1)):
+            if number not in targets:
+                with contextlib.suppress(OSError):
+                    os.close(number)
+    server = _Server(ours)
+    _use(lambda: server)
+
+
+def _enter(space: int) -> None:
+    """Moves this process to a network namespace, unless it is there, and closes the descriptor of that."""
+    if os.fstat(space).st_ino != os.stat("/proc/self/ns/net").st_ino:
+        assert _libc.setns(space, _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+    os.close(space)
+
+
+class _Again(BaseException):
+    """The server of a forked process begins to serve."""
+
+    def __init__(self, channel: int) -> None:
+        self.channel = channel
+
+
+def _show(args: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Takes over arguments and environment, also where the kernel shows them to others."""
+    os.environ.clear()
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    starts = {int(fields[45]): int(fields[46]), int(fields[47]): int(fields[48])}
+    texts = ["\0".join(args), "\0".join(f"{name}={value}" for name, value in environ.items())]
+    for (start, end), text in zip(starts.items(), texts, strict=True):
+        shown = os.fsencode(text)[: end - start - 1]
+        ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
+    os.environ.update(environ)
+
+
+def _run(args: Sequence[str], path: Sequence[str]) -> None:
+    """Runs a command line of Python as a new interpreter does."""
+    sys.orig_argv = list(args)
+    options = list(args[1:])
+    if options[0] == "-u" or os.environ.get("PYTHONUNBUFFERED"):
+        sys.stdout.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
+    if options[0] == "-u":
+        options.pop(0)
+    first = {"-m": os.getcwd(), "-c": ""}[options[0]]
+    sys.path[:] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *path]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if "__mp_main__" in sys.modules:
+        sys.modules["__mp_main__"] = main
+    if options[0] == "-m":
+        sys.argv = ["-m", *options[2:]]
+        runpy._run_module_as_main(options[1])  # type: ignore[attr-defined]
+    else:
+        sys.argv = ["-c", *options[2:]]
+        exec(compile(options[1], "<string>", "exec", dont_inherit=True), main.__dict__)
+
+
+def _replace(file: str, args: Sequence[str]) -> NoReturn:
+    if file == sys.executable and is_warm(args):
+        raise _Program(args)
+    _execvp(file, list(args))
+
+
+_execvp = os.execvp
+
+
+def main() -> None:
+    """Loads, serves, and becomes what it is asked for."""
+    sys.path.pop(0)  # this folder
+    _enter(int(sys.argv[2]))
+    channel, renewal = socket.socket(fileno=int(sys.argv[1])), Renewal()
+    with renewal.watching_imports():
+        for name in PRELOADED:
+            importlib.import_module(name)
+    entries = {entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
+    path = [entry for entry in sys.path if entry not in entries]
+    gc.collect()
+    gc.freeze()
+    assert threading.active_count() == 1
+    assert began(os.getpid())
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # at the terminal it is meant for who has started this
+    messages.send(channel, {})
+    while True:
+        question = _serve(channel)
+        if question is None:
+            return
+        try:
+            _become(question)
+        except _Again as again:
+            channel = socket.socket(fileno=again.channel)
+            continue
+        break
+    signal.signal(signal.SIGINT, handler)
+    os.execvp = _replace  # type: ignore[assignment]
+    renewal.draw_anew()
+    program = _Program(question["args"])
+    while True:
+        try:
+            _run(program.args, path)
+            return
+        except _Program as another:
+            program = another
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""A launcher that is forked from a loaded interpreter is, to who starts it and to others, the process that was asked for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from warm_python import launchers
+
+STORE = [sys.executable, "-u", "-m", "gemini_ft.cli.main", "store", "--host", "127.0.0.1", "--port", "0"]
+
+
+@pytest.fixture(autouse=True)
+def _forked() -> Iterator[None]:
+    with launchers(forked=True):
+        yield
+
+
+def seen(process: subprocess.Popen[str], file: str) -> list[str]:
+    return Path(f"/proc/{process.pid}/{file}").read_text().split("\0")
+
+
+def is_forked(process: subprocess.Popen[str]) -> bool:
+    return len(seen(process, "cmdline")) > 1000  # where there was room for more
+
+
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_it_is_the_process_that_was_asked_for(tmp_path: Path, threads: str) -> None:
+    """One whose number of threads torch has read already is started anew."""
+    environ = os.environ | {"OMP_NUM_THREADS": threads, "MARK": "of this test"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(STORE, env=environ, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("store ready on 127.0.0.1:")
+            assert is_forked(process) is (threads == "1")
+            assert seen(process, "cmdline")[: len(STORE)] == STORE
+            assert "MARK=of this test" in seen(process, "environ")
+            assert os.readlink(f"/proc/{process.pid}/cwd") == str(tmp_path)
+            assert os.getsid(process.pid) == process.pid
+            assert Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())
+        finally:
+            process.kill()
+        assert process.wait(30) == -signal.SIGKILL
+
+
+def test_its_status_and_words_are_those_of_one_that_is_not() -> None:
+    """An argument that is refused."""
+    said = []
+    for more in ({}, {"OMP_NUM_THREADS": "3"}):
+        command = [*STORE[:5], "--port", "none"]
+        done = subprocess.run(command, env=os.environ | more, capture_output=True, text=True, timeout=120, check=False)
+        said.append((done.returncode, done.stdout, done.stderr))
+    assert said[0] == said[1]
+    assert said[0][0] == 2
