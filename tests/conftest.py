@@ -86,7 +86,8 @@ def _the_environment_is_left_as_it_was() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _launchers_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Spares jobs the seconds in which each of their processes would load torch, but for those whose start is what is tested."""
-    with launchers(forked=request.node.get_closest_marker("started_anew") is None):
+    preloaded = request.node.get_closest_marker("preloaded")
+    with launchers(*(preloaded.args if preloaded else ()), forked=request.node.get_closest_marker("started_anew") is None):
         yield
 
 

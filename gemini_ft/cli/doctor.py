@@ -65,6 +65,8 @@ def command(arguments: Sequence[str]) -> int:
     parser.add_argument("--hosts", type=int, default=_hosts(), help="hosts of the job (default: those of the SLURM step, or 2)")
     parser.add_argument("--strict", action="store_true", help="count warnings as well")
     options = parser.parse_args(arguments)
+    if options.hosts < 1:
+        raise ConfigError(f"--hosts {options.hosts}: must be at least 1")
     config = load_config()
     findings = [finding for check in CHECKS for finding in _looked(check, config, options.hosts)]
     for level, about, text in findings:

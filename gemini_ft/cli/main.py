@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -51,8 +54,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``gemini`` with ``argv`` (default: this process's own arguments); returns its exit status.
 
     An error of this package becomes one line on stderr: its own status if it has one, 2 where the user has to change the command, else 1.
+    Where nobody reads what is printed any longer (``gemini ps | head -1``), it is 141, as of a program that SIGPIPE ends.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        return 128 + signal.SIGPIPE
+
+
+def _nobody_reads() -> bool:
+    """Whether it was the standard output whose other end is gone, and not a connection of a command."""
+    looking = select.poll()
+    looking.register(sys.stdout, 0)
+    return bool(looking.poll(0))
+
+
+def _run(arguments: Sequence[str]) -> int:
     match arguments:
         case [] | ["-h" | "--help", *_]:
             print(_help())

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch._C._distributed_c10d import TCPStore
 
-from gemini_ft.errors import ConfigError
+from gemini_ft.wire.network import bound
 
 
 def open_store(host: str, port: int) -> TCPStore:
@@ -24,11 +24,8 @@ def open_store(host: str, port: int) -> TCPStore:
     Raises:
         ConfigError: the address cannot be listened on.
     """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(address[:2], family=family, backlog=1024)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port} ({error}); give an address of this machine and a free port") from error
+    listener = bound(host, port, socket.SOCK_STREAM)
+    listener.listen(1024)
     port = listener.getsockname()[1]
     # torch would listen on all interfaces, whatever the host: hand it our socket instead.
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

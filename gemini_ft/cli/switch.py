@@ -13,9 +13,8 @@ from gemini_ft.config import load_config, parse_bytes
 from gemini_ft.errors import ConfigError
 from gemini_ft.sync.switch_jobs import Limits
 from gemini_ft.sync.switch_server import Server
+from gemini_ft.wire.network import bound
 from gemini_ft.wire.trust import switch_key
-
-_LARGEST_PORT = 2**16 - 1
 
 
 def command(argv: Sequence[str]) -> int:
@@ -37,7 +36,7 @@ def command(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     part, parts = _part(options.part)
     limits = replace(limits, memory=_bytes(options.memory), jobs=options.jobs, idle=options.idle)
-    with _listen(options.host, options.port) as listening:
+    with bound(options.host, options.port, socket.SOCK_DGRAM) as listening:
         server = Server(listening, switch_key(load_config()), limits, part, parts)
         stop, stopped = socket.socketpair()
         stopped.setblocking(False)
@@ -48,18 +47,6 @@ def command(argv: Sequence[str]) -> int:
         server.serve(stop)
         print(json.dumps(server.report()))
     return 0
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        if port > _LARGEST_PORT:
-            raise OSError(f"the largest port is {_LARGEST_PORT}")  # the resolver would cut it to 16 bits
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        listening = socket.socket(family, kind, protocol)
-        listening.bind(address)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port} ({error}); give an address of this machine and a free port") from error
-    return listening
 
 
 def _part(text: str) -> tuple[int, int]:

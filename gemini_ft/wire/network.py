@@ -11,6 +11,7 @@ import psutil
 
 from gemini_ft.errors import ConfigError
 
+_LARGEST_PORT = 2**16 - 1
 _ELSEWHERE = ("198.51.100.1", "2001:db8::1")  # for documentation only, so on no local network: the default route leads there
 
 
@@ -38,6 +39,27 @@ def bind_address(interface: str | None, master: str | None = None) -> str:
             if ipaddress.ip_address(address) in network:
                 return address
     raise ConfigError(f"interface={interface!r}: no address of this host is in that network; it has {_listing(found)}")
+
+
+def bound(host: str, port: int, kind: socket.SocketKind) -> socket.socket:
+    """A socket of that kind at ``host:port``, of any free port if that is 0.
+
+    Raises:
+        ConfigError: there is no such address on this machine, or its port is taken.
+    """
+    try:
+        if port > _LARGEST_PORT:
+            raise OSError(f"the largest port is {_LARGEST_PORT}")  # the resolver would cut it to 16 bits
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=kind)[0]
+        with contextlib.ExitStack() as unless_bound:
+            found = unless_bound.enter_context(socket.socket(family, kind, protocol))
+            if kind is socket.SOCK_STREAM:
+                found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+            unless_bound.pop_all()
+            return found
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port} ({error}); give an address of this machine and a free port") from error
 
 
 def _addresses() -> dict[str, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -61,6 +62,16 @@ class TestCommand:
             cli.main([name, "--help"])
         assert f"usage: gemini {name} " in capsys.readouterr().out
 
+    @pytest.mark.parametrize("arguments", [["--help"], ["ps"]])
+    def test_a_reader_that_has_gone_is_no_failure_of_ours(self, arguments: list[str]) -> None:
+        """As `gemini ... | head` does it: the status is that of a program which SIGPIPE ends, and nothing is said."""
+        reading, writing = os.pipe()
+        os.close(reading)
+        command = [sys.executable, "-m", "gemini_ft.cli.main", *arguments]
+        with open(writing, "wb") as output:
+            done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
     def test_nothing_is_imported_before_the_command_is_known(self) -> None:
         code = "import sys, gemini_ft.cli.main; gemini_ft.cli.main.main([]); print({'torch', 'numpy', 'pydantic'} & set(sys.modules))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -81,6 +92,11 @@ class TestStore:
         store = open_store("127.0.0.1", 0)
         with pytest.raises(ConfigError, match=rf"cannot listen on {host}:{store.port} \(.*\); give an address of this machine and a free"):
             open_store(host, store.port)
+
+    def test_a_port_that_is_none_is_not_another_one(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["store", "--port", "99999"]) == 2
+        refusal = "cannot listen on 0.0.0.0:99999 (the largest port is 65535); give an address of this machine and a free port"
+        assert capsys.readouterr().err == f"gemini store: {refusal}\n"
 
 
 def document(run: str, *, workers: bool = True, finished: bool = False) -> dict[str, Any]:

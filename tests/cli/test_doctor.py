@@ -33,6 +33,7 @@ def test_a_healthy_host_passes_and_is_described(healthy: Path, capsys: pytest.Ca
     said = capsys.readouterr().out
     for about in ("host", "network", "ports", "memory", "limits", "group", "clock", "secret", "storage", "versions", "placement"):
         assert re.search(rf"^(ok|warn) +{about} ", said, re.MULTILINE), about
+    assert main(["doctor", "--hosts", "0"]) == 2
     assert main(["doctor", "--hosts", "4"]) == 1  # which could not reach each other by the loopback
     assert "4 hosts, 2 replicas" in (said := capsys.readouterr().out)
     assert re.search(r"^wrong +network +127.0.0.1 reaches this machine only; name the network", said, re.MULTILINE)

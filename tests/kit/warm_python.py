@@ -152,16 +152,16 @@ def is_warm(args: Sequence[str]) -> bool:
 
 
 @functools.cache
-def _server() -> _Server | None:
-    """The server of this process, which ends with it."""
+def _server(*also: str) -> _Server | None:
+    """The server of this process that has loaded these modules too, which ends with it."""
     if _CLONE is None:
         return None
     ours, theirs = messages.pair()
     with theirs:
         # As the start of a program is not shown in tracebacks: `gemini_ft.launch.script` leaves out what came by ``-c``.
         code = f"exec(compile(open({__file__!r}).read(), '<string>', 'exec', dont_inherit=True))"
-        command = [sys.executable, "-c", code, str(theirs.fileno()), str(_HOME), _ROOM]
-        environ = os.environ | _THREADS | {"ROOM": _ROOM}
+        command = [sys.executable, "-c", code, str(theirs.fileno()), str(_HOME), ",".join(also), _ROOM]
+        environ = os.environ | _THREADS | {"DS_ACCELERATOR": "cpu", "ROOM": _ROOM}
         process = subprocess.Popen(command, env=environ, cwd="/", stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), _HOME])
     atexit.register(process.wait, 30)
     atexit.register(ours.close)
@@ -171,11 +171,16 @@ def _server() -> _Server | None:
 
 
 @contextlib.contextmanager
-def launchers(*, forked: bool) -> Iterator[None]:
-    """Inside, launchers that this process starts are forked from a server that has loaded what they need, or are started anew."""
+def launchers(*also: str, forked: bool) -> Iterator[None]:
+    """Inside, launchers that this process starts are forked from a server that has loaded what they need, or are started anew.
+
+    Args:
+        also: modules that the server loads beside torch, since the launchers' workers do.
+        forked: or started anew.
+    """
     before = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     if forked:
-        _use(_server)  # which the first one starts
+        _use(functools.partial(_server, *also))  # which the first one starts
     else:
         subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
     try:
@@ -330,7 +335,7 @@ def main() -> None:
     _enter(int(sys.argv[2]))
     channel, renewal = socket.socket(fileno=int(sys.argv[1])), Renewal()
     with renewal.watching_imports():
-        for name in PRELOADED:
+        for name in (*PRELOADED, *filter(None, sys.argv[3].split(","))):
             importlib.import_module(name)
     entries = {entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
     path = [entry for entry in sys.path if entry not in entries]

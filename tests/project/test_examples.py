@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from gemini_ft.testing import assert_identical
+
+pytestmark = pytest.mark.preloaded("lightning.pytorch")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -24,8 +27,19 @@ def run(*command: str, timeout: float, **env: str) -> str:
 
 
 @pytest.mark.timeout(600)
-def test_the_drill_survives_three_ways_of_being_killed(tmp_path: Path) -> None:
-    output = run(sys.executable, str(EXAMPLES / "survive_failures.py"), "--quick", "--folder", str(tmp_path / "drill"), timeout=500)
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_the_drill_survives_three_ways_of_being_killed(
+    tmp_path: Path, forked: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process its hosts' launchers are forked."""
+    command = [str(EXAMPLES / "survive_failures.py"), "--quick", "--folder", str(tmp_path / "drill")]
+    if forked:
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit, match=r"^0$"):
+            runpy.run_path(command[0], run_name="__main__")
+        output = capsys.readouterr().out
+    else:
+        output = run(sys.executable, *command, timeout=500)
     rows = {match[1]: match[0] for match in re.finditer(r"^│ (a \w+).*$", output, re.MULTILINE)}
     cells = {name: [cell.strip() for cell in row.strip("│").split("│")] for name, row in rows.items()}
     # killed, at step, detected, own memory, peers, storage, read in, resumed at, steps lost, next step after
