@@ -145,7 +145,7 @@ def _use(ready: Callable[[], _Server | None]) -> None:
 
 def is_warm(args: Sequence[str]) -> bool:
     """Whether a command line is that of a process which begins by loading torch for the launcher."""
-    if "os.execvp(sys.argv[1], sys.argv[1:])" in args[2:3][0] if args[1:2] == ["-c"] and len(args) > 2 else False:
+    if args[1:2] == ["-c"] and "os.execvp(sys.argv[1], sys.argv[1:])" in "".join(args[2:3]):
         args = args[3:]
     options = args[2:] if args[1:2] == ["-u"] else args[1:]
     return bool(args) and args[0] == sys.executable and any(tuple(options[: len(known)]) == known for known in _WARM)
