@@ -5,6 +5,7 @@ import contextlib
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -77,10 +78,10 @@ def _no_agent_is_left_behind() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _the_environment_is_left_as_it_was() -> Iterator[None]:
-    """A job that a later test starts would inherit what an earlier one has left in it, the name of a launch for one."""
-    before = _ours()
+    """A job that a later test starts would inherit what an earlier one has left in it: the name of a launch, a signal that is blocked."""
+    before = _ours(), signal.pthread_sigmask(signal.SIG_BLOCK, [])
     yield
-    assert _ours() == before
+    assert (_ours(), signal.pthread_sigmask(signal.SIG_BLOCK, [])) == before
 
 
 @pytest.fixture(scope="module", autouse=True)
