@@ -25,7 +25,6 @@ def open_store(host: str, port: int) -> TCPStore:
         ConfigError: the address cannot be listened on.
     """
     listener = bound(host, port, socket.SOCK_STREAM)
-    listener.listen(1024)
     port = listener.getsockname()[1]
     # torch would listen on all interfaces, whatever the host: hand it our socket instead.
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

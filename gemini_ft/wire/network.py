@@ -42,7 +42,7 @@ def bind_address(interface: str | None, master: str | None = None) -> str:
 
 
 def bound(host: str, port: int, kind: socket.SocketKind) -> socket.socket:
-    """A socket of that kind at ``host:port``, of any free port if that is 0.
+    """A socket of that kind at ``host:port``, of any free port if that is 0; one for streams listens there, and nowhere else.
 
     Raises:
         ConfigError: there is no such address on this machine, or its port is taken.
@@ -51,10 +51,10 @@ def bound(host: str, port: int, kind: socket.SocketKind) -> socket.socket:
         if port > _LARGEST_PORT:
             raise OSError(f"the largest port is {_LARGEST_PORT}")  # the resolver would cut it to 16 bits
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=kind)[0]
+        if kind is socket.SOCK_STREAM:
+            return socket.create_server(address[:2], family=family, backlog=1024)
         with contextlib.ExitStack() as unless_bound:
             found = unless_bound.enter_context(socket.socket(family, kind, protocol))
-            if kind is socket.SOCK_STREAM:
-                found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(address)
             unless_bound.pop_all()
             return found

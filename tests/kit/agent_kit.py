@@ -63,7 +63,6 @@ _PRELOAD = ["torch", "torch._dynamo", "gemini_ft.worker.rendezvous", "gemini_ft.
 if importlib.util.find_spec("deepspeed"):
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     _PRELOAD += ["gemini_ft.deepspeed.engine", "deepspeed.runtime.zero.muon.original_muon"]  # the latter is what takes its time
-context.set_forkserver_preload([*_PRELOAD, "frozen"])
 
 WAIT = 30.0  # seconds until something that must happen is given up
 CHUNK = 2**16
@@ -74,6 +73,9 @@ def preload(*modules: str) -> None:
     """Ranks find these imported already, if this is called while tests are being collected."""
     _PRELOAD.extend(modules)
     context.set_forkserver_preload([*_PRELOAD, "frozen"])
+
+
+preload()
 
 
 def eventually(condition: Callable[[], Any], what: str = "it") -> Any:

@@ -96,7 +96,7 @@ class _Server:
             "environ": dict(environ),
             "cwd": os.fspath(given["cwd"] or os.getcwd()),
         }
-        question |= {"session": given["start_new_session"], "targets": [0, 1, 2, *given["pass_fds"]], "parent": os.getpid()}
+        question |= {"session": given["start_new_session"], "targets": [0, 1, 2, *given["pass_fds"]]}
         descriptors, space = [*streams, *given["pass_fds"]], None
         with self._lock:
             if len(descriptors) < _MOST_DESCRIPTORS:
@@ -193,7 +193,7 @@ def launchers(*also: str, forked: bool) -> Iterator[None]:
 
 
 class _Program(BaseException):
-    """What a forked process is to run, in place of the server; the frames of the server end."""
+    """Raised in a forked process that is to run another command line: it unwinds the stack, so that nothing of the caller is left on it."""
 
     def __init__(self, args: Sequence[str]) -> None:
         self.args = tuple(args)
