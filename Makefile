@@ -8,6 +8,8 @@ STAMP = $(VENV)/.up-to-date
 TREE = build/tree
 # Not the whole suite a second time: what packaging could break. tests/project/test_packaging.py is about the checkout.
 WHEEL_TESTS = tests/project/test_imports.py tests/core/test_layout.py tests/core/test_placement.py tests/project/test_readme.py
+# A test that its timeout cannot end, since its cleaning up waits for a lock, ends its process with all stacks; longer than any test's own.
+HANGING = -o faulthandler_timeout=1300 -o faulthandler_exit_on_timeout=true
 # DeepSpeed compiles what it needs of C++ at first use, here at once: a process that is killed meanwhile would leave a lock.
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 # Thousands of test processes would compile the package again.
@@ -31,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 test: $(STAMP) ## all tests except the long ones
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --max-worker-restart 0 --durations 40 --durations-min 5 $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --max-worker-restart 0 $(HANGING) --durations 40 --durations-min 5 $(ARGS)
 
 soak: $(STAMP) ## the long tests
 	$(BIN)/python -m pytest -m soak --timeout 7200 $(ARGS)

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 DEVICE = torch.device("xpu", 0)
 POISON = 0xA5
+PATIENCE = 10.0  # seconds for another thread to queue what one waits for
 
 
 @dataclass
@@ -69,6 +70,7 @@ class Stream:
     def put(self, work: Callable[[], None] | Event) -> None:
         with self.accelerator.condition:
             self.queue.append(work)
+            self.accelerator.condition.notify_all()
 
     def wait_event(self, event: Event) -> None:
         self.put(event)
@@ -159,18 +161,21 @@ class FakeAccelerator:
             for _ in range(self._random.randrange(3) * self._waiting()):  # the device has been at work for some time
                 self._advance()
             while not is_over():
-                self._advance()
+                if not self._advance():
+                    assert self.condition.wait(PATIENCE), "the code under test waits for what nothing in the queues leads to"
 
     def _waiting(self) -> int:
         return sum(len(stream.queue) for stream in self.streams)
 
-    def _advance(self) -> None:
+    def _advance(self) -> bool:
+        """Whether anything could be done."""
         ready = [s for s in self.streams if s.queue and not (isinstance(s.queue[0], Event) and not s.queue[0].is_over)]
         if not ready:
-            return
+            return False
         work = self._random.choice(ready).queue.popleft()
         if not isinstance(work, Event):
             work()
+        return True
 
 
 class Tensor(torch.Tensor):

@@ -11,6 +11,7 @@ import os
 import re
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -364,6 +365,20 @@ def test_a_wait_that_is_missing_is_found(name: str, wait: str, instead: str) -> 
             except (AssertionError, ValueError, AgentError):
                 return
     pytest.fail(f"without {wait} everything goes on as before: nothing needs it, or the fake accelerator is too kind")
+
+
+def test_what_the_host_waits_for_may_be_queued_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    with installed(0) as fake:
+        event, stream = fake.Event(), fake.Stream()
+        event.is_over = False  # as while a thread records it
+        with ThreadPoolExecutor() as pool:
+            waiter = pool.submit(event.synchronize)
+            stream.record_event(event)
+            waiter.result(60)
+        event.is_over = False
+        monkeypatch.setattr("fake_accelerator.PATIENCE", 0.1)
+        with pytest.raises(AssertionError, match="nothing in the queues"):
+            event.synchronize()
 
 
 def test_every_wait_of_the_package_is_among_them() -> None:
