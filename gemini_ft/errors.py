@@ -16,7 +16,8 @@
     ├── CorruptDataError          a checksum does not match; another copy is tried where there is one
     ├── AgentError                the host's agent is gone, refuses, or does not answer
     │   ├── AgentTimeoutError     no answer within a stated time
-    │   └── SupersededError       this worker belongs to an older incarnation of the job
+    │   ├── SupersededError       this worker belongs to an older incarnation of the job
+    │   └── ProtocolError         the agent is of another version of gemini-ft
     ├── PeerError                 another host's agent is gone, refuses, or does not answer
     └── StorageError              the slow tier cannot be read or written
         ├── FormatError           the data are sound, but of a format that this version does not read
@@ -29,6 +30,8 @@ refused: a process that begins anew may no longer see what is wrong with it.
 """
 
 from __future__ import annotations
+
+FINAL = 70  # EX_SOFTWARE: the exit status for a state that no restart may talk away
 
 
 class GeminiError(Exception):
@@ -56,7 +59,7 @@ class MemoryBudgetError(ConfigError):
 class StateError(GeminiError):
     """The training state is not what it must be for an exact snapshot."""
 
-    exit_status = 70  # EX_SOFTWARE
+    exit_status = FINAL
 
 
 class UnsupportedStateError(StateError):
@@ -111,6 +114,12 @@ class SupersededError(AgentError):
     """A newer incarnation of the job has taken over; this process must stop."""
 
 
+class ProtocolError(AgentError):
+    """Another version of gemini-ft has started the agent, whose memory this one cannot use; the message has the ways out."""
+
+    exit_status = FINAL
+
+
 class PeerError(GeminiError):
     """Another host's agent is unreachable, refused, or did not answer in time."""
 
@@ -126,6 +135,8 @@ class ObjectGoneError(StorageError):
 class FormatError(StorageError):
     """An object is sound, and of a format that this version of gemini_ft does not read."""
 
+    exit_status = FINAL
+
 
 class StorageUnclearError(StorageError):
     """Storage does not say now what there is to resume, and memory does not have it; the job must not begin without it."""
@@ -134,5 +145,5 @@ class StorageUnclearError(StorageError):
 
 
 def is_refusal(error: BaseException | None) -> bool:
-    """Whether an error refuses the state of the job, which no restart may talk away."""
-    return isinstance(error, StateError) and error.exit_status != 1
+    """Whether an error refuses the state of the job, in this process or kept by another version, which no restart may talk away."""
+    return isinstance(error, GeminiError) and getattr(error, "exit_status", 1) == FINAL

@@ -17,7 +17,7 @@ from gemini_ft.agent.streams import Streams
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.vault import Giver
 from gemini_ft.agent.workers import WorkerConnection
-from gemini_ft.errors import AgentError, GeminiError, SecretError, SupersededError
+from gemini_ft.errors import AgentError, GeminiError, ProtocolError, SecretError, SupersededError
 from gemini_ft.hosts import machine_id
 from gemini_ft.wire.control_page import ControlPage
 from gemini_ft.wire.messages import PROTOCOL_VERSION, kind_of
@@ -194,9 +194,10 @@ class Requests:
 
     def _hello(self, worker: WorkerConnection, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION:
-            raise AgentError(
-                f"this agent speaks protocol {PROTOCOL_VERSION}, the worker {hello.protocol}: another gemini-ft started it; "
-                f"end it with `gemini leave --run-id {self._run.run_id}` or wait until it has gone"
+            raise ProtocolError(
+                f"this agent speaks protocol {PROTOCOL_VERSION}, the worker {hello.protocol}: another gemini-ft started it, and only that "
+                "one can go on from its memory. Run the job with that one until storage has the last step, or export the step with it "
+                f"(`gemini export`), or end the agent: `gemini leave --run-id {self._run.run_id}`; what it alone holds is lost then"
             )
         if self._run.secret and hello.secret and hello.secret != self._run.secret and any(w.alive and w.stream for w in self._workers):
             mine, theirs = fingerprint(self._run.secret), fingerprint(hello.secret)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import gemini_ft
-from gemini_ft.errors import ConfigError, GeminiError, StateError
+from gemini_ft.errors import ConfigError, GeminiError, is_refusal
 
 
 class Command(NamedTuple):
@@ -93,7 +93,7 @@ def _run(arguments: Sequence[str]) -> int:
         return int(getattr(importlib.import_module(chosen.module), chosen.function)(rest))
     except GeminiError as error:
         print(f"gemini {name}: {error}", file=sys.stderr)
-        return 1 if isinstance(error, StateError) else int(getattr(error, "exit_status", 2 if isinstance(error, ConfigError) else 1))
+        return 1 if is_refusal(error) else int(getattr(error, "exit_status", 2 if isinstance(error, ConfigError) else 1))
 
 
 if __name__ == "__main__":

@@ -23,14 +23,13 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.core.words import in_words
-from gemini_ft.errors import GeminiError, RunAliveError, StateError, StorageUnclearError
+from gemini_ft.errors import FINAL, GeminiError, RunAliveError, StorageUnclearError
 from gemini_ft.launch.drain import LEFT, HostDrain, await_workers
 from gemini_ft.launch.notes import DRAINED, PROTECTED, REFUSED, Notes
 
 _log = logging.getLogger(__name__)
 
 ENDED_ELSEWHERE = 69  # EX_UNAVAILABLE
-REPEATED = StateError.exit_status
 NOT_STORED = 73  # EX_CANTCREAT
 _BY_WORKERS = {StorageUnclearError.exit_status, RunAliveError.exit_status}
 # Bases of exceptions that come from outside of the script, and go away as they have come.
@@ -68,11 +67,11 @@ class Endings:
         found = {place: failure for failure in failed if (place := _place(failure.error_file_data)) is not None}
         repeated, self._before = found.keys() & self._before, {*found}
         if not self.status and self._notes.have(REFUSED):
-            self.status = REPEATED
-            self.shown = next((failure for failure in failed if failure.exitcode == REPEATED), None)
+            self.status = FINAL
+            self.shown = next((failure for failure in failed if failure.exitcode == FINAL), None)
             _log.error("the state of the job was refused, and no restart would change that. %s", self._kept())
         elif not self.status and repeated:
-            self.status = REPEATED
+            self.status = FINAL
             kind, _, where, step = first = min(repeated)
             self.shown = found[first]
             when = {"": "", "0": ", before the first step"}.get(step, f", after step {step}")

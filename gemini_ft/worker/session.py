@@ -10,7 +10,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -34,6 +34,7 @@ from gemini_ft.launch.run_id import default_run_id, is_passing
 from gemini_ft.recovery.plan import RecoveryPlan, describe
 from gemini_ft.recovery.readers import ShardReaders
 from gemini_ft.storage.marks import recall_on_host
+from gemini_ft.wire.messages import PROTOCOL_VERSION
 from gemini_ft.wire.network import bind_address, is_loopback
 from gemini_ft.wire.peer_messages import Claims
 from gemini_ft.wire.trust import fingerprint, read_secret
@@ -113,7 +114,9 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None]
     """
     refuse_import()
     rank, _ = rank_and_world()
-    run, launch = exchange((config.run_id or default_run_id(), launch_id()), config.timeout)[0]
+    everyone = exchange((config.run_id or default_run_id(), launch_id(), PROTOCOL_VERSION), config.timeout)
+    _check_versions(everyone)
+    run, launch = everyone[0][:2]
     secret = on_all_ranks(lambda: read_secret(config), config.timeout)  # it does not leave this rank
     now = this_launch(launch)
     hello = _hello(config, run, stream, rank, secret, now)
@@ -131,6 +134,18 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None]
         for client in clients:
             client.close()  # the agent must not wait for us to choose
         raise
+
+
+def _check_versions(everyone: Sequence[tuple[str | int, ...]]) -> None:
+    """Refuses ranks of another gemini-ft, before anything is said that only the same one understands.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    spoken = {said[2:]: rank for rank, said in reversed(list(enumerate(everyone)))}
+    if len(spoken) > 1:
+        said = ", ".join(f"rank {rank}: {version[0] if version else 'an old one'}" for version, rank in reversed(spoken.items()))
+        raise ConfigError(f"ranks speak different protocols ({said}): their versions of gemini-ft differ; install the same on all hosts")
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from agent_kit import WAIT, Job, eventually, open_fds, stopped, versions
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.departure import Departure
 from gemini_ft.agent.workers import WorkerConnection
-from gemini_ft.errors import AgentError, AgentTimeoutError, ConfigError, MemoryBudgetError, PeerError, SecretError
+from gemini_ft.errors import AgentError, AgentTimeoutError, ConfigError, MemoryBudgetError, PeerError, ProtocolError, SecretError
 from gemini_ft.wire.frames import BlockingWire
 from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, pack
 from gemini_ft.wire.peer_messages import Heartbeat, Rejoin, WayUp
@@ -99,7 +99,7 @@ print(answer)
 
     def test_a_worker_of_another_version_is_told_so(self, job: Job) -> None:
         with pytest.raises(
-            AgentError, match=rf"this agent speaks protocol {PROTOCOL_VERSION}, the worker 0: .*; end it with `gemini leave"
+            ProtocolError, match=rf"this agent speaks protocol {PROTOCOL_VERSION}, the worker 0: .* or end the agent: `gemini leave"
         ):
             job.rank("a", 0, protocol=0)
 

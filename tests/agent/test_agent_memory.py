@@ -155,7 +155,9 @@ class TestAdoption:
         monkeypatch.setattr(module, "FORMAT", 99)
         slot.clear()
         monkeypatch.undo()
-        with pytest.raises(FormatError, match="a slot has format 99, this gemini-ft reads format 2; use the version that wrote it"):
+        with pytest.raises(
+            FormatError, match=f"a slot has format 99, this gemini-ft reads format {module.FORMAT}; use the version that wrote it"
+        ):
             SlotMemory.adopt(slot.fd)
 
     def test_of_memory_that_could_be_truncated_is_refused(self, slot: SlotMemory) -> None:

@@ -81,7 +81,7 @@ def test_the_figures_of_a_manifest_fit_each_other_and_the_exit_codes() -> None:
     (secret,) = (volume["secret"] for volume in pod["volumes"] if "secret" in volume)
     assert secret["defaultMode"] == 0o400
     failing, drained, _ = job["podFailurePolicy"]["rules"]
-    assert failing["onExitCodes"]["values"] == [2, endings.REPEATED]
+    assert failing["onExitCodes"]["values"] == [2, endings.FINAL]
     assert drained["onExitCodes"]["values"] == [endings.LEFT]
 
 

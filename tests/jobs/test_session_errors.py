@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from gemini_ft.errors import (
     StateError,
     WorldSizeError,
 )
+from gemini_ft.wire.messages import PROTOCOL_VERSION
+from gemini_ft.worker import session
 
 
 def run(steps: int = 3, **options: Any) -> Any:
@@ -34,6 +37,21 @@ def same_error(results: list[Any], kind: type[GeminiError]) -> str:
     assert [type(result) for result in results] == [kind] * len(results), results
     assert len({str(result) for result in results}) == 1, results
     return str(results[0])
+
+
+def _of_its_own_version() -> Any:
+    session.PROTOCOL_VERSION += int(os.environ.get("NEWER", "0"))
+    return loop(3)
+
+
+class TestVersions:
+    def test_hosts_of_two_versions_are_told_so(self, two: World) -> None:
+        attempt = two.start(_of_its_own_version, per_rank=[{}, {"NEWER": "1"}])
+        text = same_error(attempt.results(), ConfigError)
+        assert text == (
+            f"ranks speak different protocols (rank 0: {PROTOCOL_VERSION}, rank 1: {PROTOCOL_VERSION + 1}): "
+            "their versions of gemini-ft differ; install the same on all hosts"
+        )
 
 
 class TestOptions:

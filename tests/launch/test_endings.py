@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import gemini_ft
 from gemini_ft.errors import (
+    FINAL,
     AveragingError,
     ConcurrentWriteError,
     GeminiError,
@@ -28,7 +29,7 @@ from gemini_ft.errors import (
 )
 from gemini_ft.launch import endings as module
 from gemini_ft.launch.drain import LEFT, HostDrain
-from gemini_ft.launch.endings import REPEATED, Endings, final_endings
+from gemini_ft.launch.endings import Endings, final_endings
 from gemini_ft.launch.launcher import in_short
 from gemini_ft.launch.notes import DRAINED, PROTECTED, notes_of_workers, say
 
@@ -64,7 +65,7 @@ def test_the_same_error_at_the_same_place_of_the_same_step_is_final_the_second_t
 ) -> None:
     assert not endings.judge([failure(tmp_path, *kinds, text=text)])
     assert endings.judge([failure(tmp_path, *kinds, text=text.replace("2", "3").replace("7f", "8a"))])
-    assert endings.status == REPEATED
+    assert endings.status == FINAL
 
 
 @pytest.mark.parametrize(

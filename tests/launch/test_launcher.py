@@ -31,6 +31,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.cli import main as cli
 from gemini_ft.launch import launcher
 from gemini_ft.launch.run_id import default_run_id
+from gemini_ft.storage.checkpoints import body_checksum
 from gemini_ft.wire.worker_messages import GetStatus, Leave, Ping, to_agent
 
 GEMINI_RUN = ("gemini_ft.cli.main", "run")
@@ -672,6 +673,37 @@ def test_storage_that_cannot_say_what_there_is_ends_the_job_with_a_status_of_its
     assert job.out.count("attempt") == 1
     assert "Nothing has been begun; start the same command again when storage is well" in job.err
     assert "StorageUnclearError" in job.err
+
+
+OTHER_AGENT = """
+import sys
+from gemini_ft.wire import messages
+messages.PROTOCOL_VERSION = 1
+from gemini_ft.agent import main
+main.main(["--run", "versions", "--host", "here"])
+"""
+
+
+@pytest.mark.parametrize("keeper", ["storage", "agent"])
+def test_what_another_version_has_kept_is_refused_once(launch: Callable[..., Job], tmp_path: Path, keeper: str) -> None:
+    store = tmp_path / "store"
+    (tmp_path / "script.py").write_text(NOTHING_TO_RESUME_FROM.replace("STORE", str(store)))
+    with contextlib.ExitStack() as stack:
+        if keeper == "storage":
+            body = {"format": 1, "versions": {"gemini_ft": "0.0.1"}}
+            folder = store / "versions" / "main" / "step-00000003-inc-1-nonce"
+            folder.mkdir(parents=True)
+            (folder / "manifest.json").write_text(json.dumps({**body, "xxh3": body_checksum(body)}))
+            said = "this gemini_ft reads format 2; use the gemini_ft that wrote it ({'gemini_ft': '0.0.1'})"
+        else:
+            agent = stack.enter_context(subprocess.Popen([sys.executable, "-c", OTHER_AGENT]))
+            stack.callback(agent.kill)
+            eventually(lambda: lifecycle.status("versions", "here"), "the agent")
+            said = "the worker 14: another gemini-ft started it, and only that one can go on from its memory"
+        job = launch("--nproc-per-node", "1", "--max-restarts", "3", "script.py", GEMINI_RUN_ID="versions", GEMINI_HOST_ID="here")
+        assert job.wait() == 70, job.err
+    assert job.out.count("attempt") == 1
+    assert said in job.err
 
 
 ELASTIC = """

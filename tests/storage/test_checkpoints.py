@@ -22,8 +22,10 @@ from gemini_ft.errors import ConfigError, CorruptDataError, FormatError, ObjectG
 from gemini_ft.export.source import from_storage
 from gemini_ft.storage.base import RangeReader, Steps, Storage, ignore
 from gemini_ft.storage.checkpoints import (
+    FORMAT_VERSION,
     Manifest,
     checkpoint_folder,
+    examine,
     list_checkpoints,
     read_manifest,
     shard_key,
@@ -304,11 +306,13 @@ def test_what_is_visibly_damaged_is_passed_over_with_a_warning(
 def test_an_unknown_format_is_refused_by_number(storage: LocalStorage) -> None:
     """Going back to an older checkpoint without a word would lose work; the older one stays readable."""
     older, newer = save(storage, version(10)), save(storage, version(20))
-    edit_manifest(storage, newer.folder, sealed=True, format=2)
+    edit_manifest(storage, newer.folder, sealed=True, format=FORMAT_VERSION + 1)
     for look in (lambda: newest_whole(storage, "run", "main"), lambda: read_manifest(storage, newer.folder)):
-        with pytest.raises(FormatError, match=r"manifest.json has format 2, this gemini_ft reads format 1; .*'torch': '2.13.0'"):
+        with pytest.raises(FormatError, match=r"manifest.json has format 3, this gemini_ft reads format 2; .*'torch': '2.13.0'"):
             look()
     assert read_manifest(storage, older.folder) == older
+    (reason, none) = (reason for _, _, reason in examine(storage))
+    assert (none, reason.partition(": ")[0]) == ("", "unreadable")
 
 
 # -- retention ------------------------------------------------------------------------------------

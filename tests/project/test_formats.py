@@ -1,0 +1,119 @@
+"""What is kept or sent has a number, which is raised with its content: another version says so, in place of failing on what it finds."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+import inspect
+import json
+import re
+import textwrap
+import typing
+from typing import Any, NamedTuple
+
+import pytest
+from pydantic import BaseModel
+
+from gemini_ft import checkpointer, huggingface
+from gemini_ft.agent import memory
+from gemini_ft.core import layout
+from gemini_ft.deepspeed import engine, partitions, reshard
+from gemini_ft.deepspeed import state as engine_state
+from gemini_ft.lightning import bookmark, capture, fabric, trainer_callbacks, trainer_data, trainer_loops, trainer_metrics
+from gemini_ft.state import base, ddp, modes, modules, pending
+from gemini_ft.storage import checkpoints, marks
+from gemini_ft.wire import messages, peer_messages, worker_messages
+from gemini_ft.worker import recorder
+
+# The functions whose dicts and tuples are the small state.
+SMALL_STATE: list[Any] = [
+    base.PlainState.extras,
+    modules.collect_extras,
+    modes.Modes.collect,
+    pending.PendingGradients.collect,
+    ddp.ddp_state,
+    recorder.Recorder.record,
+    recorder.Recorder._submit,
+    checkpointer.Checkpointer.step,
+    engine_state.EngineState.extras,
+    engine_state.EngineState.__init__,
+    engine.Protection.save,
+    partitions.about,
+    reshard.Cut.pack,
+    capture.capture,
+    trainer_loops.loop_extras,
+    trainer_metrics.logging_state,
+    trainer_metrics._result_state,
+    trainer_metrics.metric_state,
+    trainer_callbacks.tickets,
+    trainer_callbacks.averaging_state,
+    trainer_data.Loading._moment,
+    fabric.GeminiFabricMixin._gemini_save,
+    bookmark.Bookmark.state_dict,
+    huggingface._Protection.save,
+]
+
+
+class Kept(NamedTuple):
+    """What one number stands for."""
+
+    number: int
+    content: list[Any]  # types, and functions that write
+    digest: str
+
+
+KEPT = {
+    "storage.checkpoints.FORMAT_VERSION": Kept(
+        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, marks.Mark, layout.Layout.to_bytes, *SMALL_STATE], "57c2aff9838605b2"
+    ),
+    "agent.memory.FORMAT": Kept(memory.FORMAT, [memory.SlotMemory._write_header, layout.Layout.to_bytes, *SMALL_STATE], "76868cdbe1945882"),
+    "wire.messages.PROTOCOL_VERSION": Kept(
+        messages.PROTOCOL_VERSION,
+        [peer_messages.Claims, peer_messages.PeerMessage, worker_messages.ToAgent, worker_messages.ToWorker],
+        "57c6936b54058dd3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_number_is_raised_with_what_it_stands_for(name: str) -> None:
+    kept = KEPT[name]
+    content = [_keys(each) if inspect.isfunction(each) else _shapes(each) for each in kept.content]
+    digest = hashlib.sha256(json.dumps([kept.number, content], sort_keys=True).encode()).hexdigest()[:16]
+    assert digest == kept.digest, (
+        f"{name} = {kept.number} stands for something else now. Raise it, unless what has been kept before can still be read, with a test "
+        f"that does; then write {digest!r} here. The content: {json.dumps(content)}"
+    )
+
+
+def _keys(function: Any) -> list[str]:
+    """The keys of the dicts that a function writes; where it writes none, its tuples."""
+    nodes = [*ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function))))]
+    keys = {key.value for node in nodes if isinstance(node, ast.Dict) for key in node.keys if isinstance(key, ast.Constant)}
+    keys |= {node.slice.value for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)}
+    tuples = [ast.unparse(node) for node in nodes if isinstance(node, ast.Tuple)]
+    return [function.__qualname__, *(sorted(map(str, keys)) or tuples)]
+
+
+def _shapes(kind: Any) -> dict[str, Any]:
+    """Every type that a value of this one leads to, by its name."""
+    found: dict[str, Any] = {}
+    _follow(kind, found)
+    return found
+
+
+def _follow(kind: Any, found: dict[str, Any]) -> None:
+    for inner in typing.get_args(kind):
+        _follow(inner, found)
+    if not isinstance(kind, type) or kind.__qualname__ in found:
+        return
+    if issubclass(kind, BaseModel):
+        fields = {name: field.annotation for name, field in kind.model_fields.items()}
+    elif dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"):
+        fields = {name: given for name, given in typing.get_type_hints(kind).items() if not name.startswith("_")}
+    else:
+        return
+    found[kind.__qualname__] = {name: re.sub(" at 0x[0-9a-f]+", "", str(given)) for name, given in fields.items()}
+    for given in fields.values():
+        _follow(given, found)
