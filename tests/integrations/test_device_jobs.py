@@ -1,35 +1,56 @@
 """Whole jobs on a device whose copies lag behind: killed, they end with the bits of undisturbed ones on a CPU.
 
-A unit that is right by itself is of no use to a job that builds it in another way: these call what a script calls.
+A unit that is right by itself is of no use to a job that builds it in another way: these call what a script calls. Lightning, Fabric and
+FSDP2 are in test_lightning_recovery.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
+
+import deepspeed_case
+import plain_case
 from lagging_device import on_device
-from plain_case import Case, history, train
+from plain_case import history
 from rank_kit import World
 
 KILLED = "step=5:rank=0:sigkill; step=9:rank=1:sigkill:moment=in_copy; step=12:rank=0:sigkill:moment=before_update"
-
-
 WAIT = {"on_late": "wait"}
+
+
+def check(folder: Path, train: Callable[..., Any], case: Any, *, lag: float, faults: str) -> None:
+    """Compares every bit of a job on the device, whose copies lag so many seconds behind, with those of one on the CPU."""
+    with World(folder, 2) as ranks:
+        expected = ranks.outcome(train, case, str(folder / "undisturbed"))
+    with World(folder, 2) as ranks:
+        results = ranks.finish(on_device, lag, train, case, str(folder / "disturbed"), GEMINI_FAULTS=faults)
+        assert ranks.restarts == len(faults.split(";"))
+    for rank in range(2):
+        assert history(folder / "disturbed", rank) == history(folder / "undisturbed", rank)
+        assert results[rank]["state"] == expected[rank]["state"]
+        assert results[rank]["start"] > 0
 
 
 @pytest.mark.parametrize(
     "case",
-    [Case(options=WAIT), Case(options=WAIT | {"verify": True, "chunk_bytes": 512}), Case(accumulate=2, pause=0.05)],
+    [
+        plain_case.Case(options=WAIT),
+        plain_case.Case(options=WAIT | {"verify": True, "chunk_bytes": 512}),
+        plain_case.Case(accumulate=2, pause=0.05),
+    ],
     ids=["every step", "verified", "late ones are skipped"],
 )
-def test_a_plain_loop(tmp_path: Path, case: Case) -> None:
-    with World(tmp_path, 2) as ranks:
-        expected = ranks.outcome(train, case, str(tmp_path / "undisturbed"))
-    with World(tmp_path, 2) as ranks:
-        results = ranks.finish(on_device, train, case, str(tmp_path / "disturbed"), GEMINI_FAULTS=KILLED)
-        assert ranks.restarts == 3
-    for rank in range(2):
-        assert history(tmp_path / "disturbed", rank) == history(tmp_path / "undisturbed", rank)
-        assert results[rank]["state"] == expected[rank]["state"]
-        assert results[rank]["start"] > 0
+def test_a_plain_loop(tmp_path: Path, case: plain_case.Case) -> None:
+    check(tmp_path, plain_case.train, case, lag=0.01, faults=KILLED)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak)])
+def test_deepspeed(tmp_path: Path, stage: int) -> None:
+    case = deepspeed_case.Case(stage, bf16=stage == 3, options=WAIT)
+    check(tmp_path, deepspeed_case.train, case, lag=0.1, faults="step=4:rank=0:sigkill; step=7:rank=1:sigkill:moment=in_copy")

@@ -77,6 +77,7 @@ class Job:
     scenarios: dict[str, Scenario]
     ranks: int = 2
     launcher: tuple[str, ...] = ("gemini_ft.cli.main", "run")
+    lag: float = 0.0  # seconds; more than none: on a device whose copies lag behind (lagging_device.py), more than a step takes
 
 
 JOBS = {
@@ -130,6 +131,14 @@ JOBS = {
             "fabric-workers": Scenario(["1:step:9"], "fabric-workers"),
         }
     ),
+    "on-a-device": Job(
+        {
+            "device": Scenario(["1:step:8", "0:update:13"]),
+            "device-fabric": Scenario(["0:update:9"], "fabric"),
+            "device-sharded": Scenario(["1:step:8"], "sharded", {"strategy": "gemini_fsdp2"}),
+        },
+        lag=0.05,
+    ),
     "four-ranks": Job(
         {
             "four-ranks": Scenario(["2:step:4", "0:update:7"]),
@@ -145,7 +154,7 @@ def launch(folder: Path, job: Job, runs: list[dict[str, Any]]) -> None:
     """Train; what the launcher and the ranks say is in ``folder``/output."""
     restarts = sum(len(run.get("kills", [])) for run in runs)
     command = [sys.executable, "-m", *job.launcher, "--standalone", f"--nproc-per-node={job.ranks}", f"--max-restarts={restarts}"]
-    command += [str(CASE), json.dumps({"out": str(folder), "runs": runs})]
+    command += [str(CASE), json.dumps({"out": str(folder), "runs": runs, "lag": job.lag})]
     # Steps take milliseconds here, less than a commit does: wait for it. The fits that are over are resumed, and over,
     # again after every kill of a later one; that is no crash loop.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GEMINI_RUN_ID": f"{os.getpid()}-{folder.name}", "GEMINI_LINGER": "120"}

@@ -18,7 +18,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 POISON = 0xA5
-LAG = 0.01  # seconds from the queueing of a copy until it is made
 
 
 class Event:
@@ -65,14 +64,15 @@ class Stream:
 
 
 class LateStream(Stream):
-    """A queue that a thread works off, `LAG` behind."""
+    """A queue that a thread works off, ``lag`` seconds behind."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, lag: float) -> None:
+        self._lag = lag
         self._queue: queue.SimpleQueue[tuple[float, Callable[[], None]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name="lagging-device").start()
 
     def put(self, work: Callable[[], None]) -> None:
-        self._queue.put((time.monotonic() + LAG, work))
+        self._queue.put((time.monotonic() + self._lag, work))
 
     def _run(self) -> None:
         while True:
@@ -102,8 +102,8 @@ class _Late(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Module:
     """A double of `torch.cuda`, as far as the package uses it."""
 
-    def __init__(self) -> None:
-        self.Event, self.Stream = Event, LateStream
+    def __init__(self, lag: float) -> None:
+        self.Event, self.Stream = Event, lambda *_: LateStream(lag)
         self._default = Stream()
         self._local = threading.local()
 
@@ -127,16 +127,16 @@ class Module:
         pass
 
 
-def install(accelerator: Any) -> None:
-    """Puts the device in the place of the CPU; ``accelerator`` is the package's module of that name."""
-    module = Module()
+def install(accelerator: Any, lag: float) -> None:
+    """Puts the device in the place of the CPU; ``accelerator`` is the package's module of that name, ``lag`` in seconds."""
+    module = Module(lag)
     accelerator.module_of = lambda device: module
     accelerator.holds = lambda tensor: True
 
 
-def on_device(function: Callable[..., Any], *arguments: Any) -> Any:
+def on_device(lag: float, function: Callable[..., Any], *arguments: Any) -> Any:
     """Calls ``function``, which trains, with the device in place; for ranks of `rank_kit.World`."""
     from gemini_ft import accelerator
 
-    install(accelerator)
+    install(accelerator, lag)
     return function(*arguments)

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lagging_device
 import lightning
 import numpy as np
 import pytorch_lightning
@@ -28,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MeanAbsoluteError, MeanMetric, MeanSquaredError, MetricCollection
 
 import gemini_ft
+import gemini_ft.accelerator
 
 FEATURES, SAMPLES, BATCH = 8, 48, 4
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -305,6 +307,8 @@ def train_with_fabric(run: dict[str, Any], diary: Diary) -> None:
 def main() -> None:
     job = json.loads(sys.argv[1])
     assert gemini_ft.__version__
+    if job["lag"]:
+        lagging_device.install(gemini_ft.accelerator, job["lag"])
     for run in job["runs"]:
         out = Path(job["out"])
         diary = Diary(out / run["name"], run.get("kills", []))
