@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from datetime import datetime, timedelta
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, TypeVar
 
 import boto3
+import botocore.session
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
@@ -67,7 +68,7 @@ class S3Storage:
         self._unaborted: list[dict[str, str]] = []  # uploads that could not be aborted, to be tried again
         with self._explain("cannot be used"):
             try:
-                session = boto3.session.Session()
+                session = _session()
                 self._client: Any = session.client("s3", endpoint_url=endpoint_url, config=_config(_WRITE_SILENCE, 5))
                 self._reader: Any = session.client("s3", endpoint_url=endpoint_url, config=_config(READ_SILENCE, 3))
             except ValueError as error:  # botocore's way to refuse an endpoint
@@ -369,6 +370,21 @@ class _Answer:
         if is_new and not got:
             raise _BrokenError(f"{self._storage.url}: {what}: the answer has no body")
         return got
+
+
+def _session() -> boto3.session.Session:
+    """A session of its own, which asks boto3's chain for credentials anew, but reads no description of a service a second time (0.2 s)."""
+    core, loader = botocore.session.Session(), _loader()
+    core.register_component("data_loader", loader)
+    session = boto3.session.Session(botocore_session=core)
+    loader.search_paths[:] = dict.fromkeys(loader.search_paths)  # each session adds boto3's
+    return session
+
+
+@cache
+def _loader() -> Any:
+    """What describes the services, as far as this process has read it."""
+    return botocore.session.Session().get_component("data_loader")
 
 
 def _config(silence: int, attempts: int) -> Config:

@@ -16,6 +16,7 @@ import pytest
 import s3_server
 from botocore.exceptions import ClientError
 from botocore.httpsession import URLLib3SSLError
+from botocore.loaders import JSONFileLoader
 
 from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
@@ -78,6 +79,15 @@ def test_an_answer_that_breaks_within_tls_is_an_error_of_the_storage() -> None:
         explained("s3://bucket", "cannot read a", 1),
     ):
         raise URLLib3SSLError("decryption failed")
+
+
+def test_descriptions_of_the_service_are_read_once(server: s3_server.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_storage("s3://bucket/one", server.endpoint)
+    read = JSONFileLoader.load_file
+    files: list[Any] = []
+    monkeypatch.setattr(JSONFileLoader, "load_file", lambda self, path: files.append(path) or read(self, path))
+    open_storage("s3://bucket/another", server.endpoint)
+    assert files == []
 
 
 def test_deleting_is_idempotent(storage: Storage) -> None:
