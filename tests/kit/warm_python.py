@@ -33,20 +33,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gemini_ft.hosts import began
+from gemini_ft.launch.forkserver import OPTIONAL
+from gemini_ft.launch.preload import ALWAYS, VENDORS
 from gemini_ft.launch.renewal import Renewal
 from gemini_ft.launch.script import die_with, starter
 from gemini_ft.wire import channel as messages
 
-PRELOADED = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.run",
-    "gemini_ft.checkpointer",
-    "gemini_ft.cli.commands",
-    "gemini_ft.cli.store",
-    "gemini_ft.launch.launcher",
-    "gemini_ft.worker.rendezvous",
-)
+_LAUNCHERS = ("torch.distributed.run", "gemini_ft.cli.commands", "gemini_ft.cli.store", "gemini_ft.launch.launcher")
 _WARM = [
     ("-m", "gemini_ft.cli.main", "run"),
     ("-m", "gemini_ft.cli.main", "store"),
@@ -149,6 +142,12 @@ def _use(launchers: Callable[[], _Server | None], agents: Callable[[], _Server |
     subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
 
 
+def preloaded(*names: str) -> list[str]:
+    """What the fork server of ``gemini run`` would import for a script that imports these packages; any other module as it is."""
+    found = [*ALWAYS, *(module for name in names for module in VENDORS.get(name, (name,)))]
+    return [module.removesuffix(OPTIONAL) for module in found]
+
+
 def is_warm(args: Sequence[str]) -> bool:
     """Whether a command line is that of a process which begins by loading torch for the launcher."""
     if args[1:2] == ["-c"] and "os.execvp(sys.argv[1], sys.argv[1:])" in "".join(args[2:3]):
@@ -185,12 +184,14 @@ def launchers(*also: str, forked: bool) -> Iterator[None]:
     """Inside, launchers that this process starts are forked from a server that has loaded what they need, or are started anew.
 
     Args:
-        also: modules that the server loads beside torch, since the launchers' workers do.
+        also: packages or modules that the server loads beside torch, since the launchers' workers do (`preloaded`).
         forked: or started anew.
     """
     before = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     if forked:
-        _use(functools.partial(_server, *PRELOADED, *also), functools.partial(_server, _AGENT[1]))  # which the first one starts
+        _use(
+            functools.partial(_server, *_LAUNCHERS, *preloaded(*also)), functools.partial(_server, _AGENT[1])
+        )  # which the first one starts
     else:
         subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
     try:
@@ -351,7 +352,8 @@ def main() -> None:
     channel, renewal = socket.socket(fileno=int(sys.argv[1])), Renewal()
     with renewal.watching_imports():
         for name in sys.argv[3].split(","):
-            importlib.import_module(name)
+            with contextlib.suppress(ImportError):  # who needs it will say so
+                importlib.import_module(name)
     if (rendezvous := sys.modules.get("torch.distributed.elastic.rendezvous.dynamic_rendezvous")) is not None:
         # Torch names each look at its rendezvous by the whole stack, with a search through all modules for each frame of this file.
         rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name  # type: ignore[attr-defined]
