@@ -13,11 +13,11 @@ from gemini_ft.launch.forkserver import OPTIONAL
 from gemini_ft.launch.script import import_root
 
 # Torch imports torch._dynamo (a second) when a script creates its first optimizer.
-_ALWAYS = ("torch", "torch._dynamo", "gemini_ft", "gemini_ft.worker.rendezvous", "gemini_ft.checkpointer")
+ALWAYS = ("torch", "torch._dynamo", "gemini_ft", "gemini_ft.worker.rendezvous", "gemini_ft.checkpointer")
 _HOOKS = f"torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook{OPTIONAL}"
 _STRATEGIES = ("gemini_ft.lightning.naming", "gemini_ft.lightning.fabric")
 # Package that a script imports -> modules that are imported ahead for it: with what it imports itself only when it is used.
-_VENDORS = {
+VENDORS = {
     "lightning": ("lightning", *_STRATEGIES, _HOOKS),
     "pytorch_lightning": ("pytorch_lightning", "gemini_ft.pytorch_lightning", *_STRATEGIES, _HOOKS),
     "lightning_fabric": ("lightning_fabric", "gemini_ft.lightning.fabric"),
@@ -53,11 +53,11 @@ def modules_to_preload(program: Sequence[str], extra: Sequence[str] = (), copy: 
     imported = _packages(text)
     if imported & {"accelerate", "transformers"} and ("deepspeed" in text or any("deepspeed" in argument for argument in program)):
         imported.add("deepspeed")  # by them, later
-    vendors = [name for vendor, names in _VENDORS.items() if vendor in imported for name in names]
+    vendors = [name for vendor, names in VENDORS.items() if vendor in imported for name in names]
     if follow:
         beside = _imported(program, copy, follow=True) - imported - {_NOT_FOLLOWED}
-        vendors += [_optional(name) for vendor, names in _VENDORS.items() if vendor in beside for name in names]
-    known = dict.fromkeys([*_ALWAYS, *vendors, *extra])
+        vendors += [_optional(name) for vendor, names in VENDORS.items() if vendor in beside for name in names]
+    known = dict.fromkeys([*ALWAYS, *vendors, *extra])
     return [name for name in known if name.removesuffix(OPTIONAL) == name or name.removesuffix(OPTIONAL) not in known]
 
 

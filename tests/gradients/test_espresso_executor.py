@@ -180,7 +180,10 @@ def test_as_many_bytes_as_the_costs_are_computed_for(name: str) -> None:
     """Exactly, where parts are equal and a part's payload is that part of the whole's."""
     inner = COMPRESSORS[name](**({"ratio": 0.25} if name == "topk" else {}))
     elements = 24 * inner.align
-    for topology, option in product((Topology(1, 4), Topology(2, 2), Topology(3, 2), Topology(2, 4)), options()):
+    topologies = (Topology(1, 4), Topology(2, 2), Topology(3, 2), Topology(2, 4))
+    for number, (option, topology) in enumerate(product(options(), topologies)):
+        if name == "qsgd" and number % 4 != number // 4 % 4:
+            continue  # each option on one of them: to round at random takes five times as long
         executors = [OptionExecutor(inner, option, topology) for _ in range(topology.world)]
         sent: list[list[Tensor]] = [[] for _ in executors]
         ranks = ranks_of(topology, 0, {"w": (elements,)})

@@ -25,7 +25,7 @@ __all__ = ["fit"]  # the fixture
 CASE = Path(__file__).parents[1] / "kit" / "loaders_case.py"
 pytestmark = [
     pytest.mark.timeout(600),
-    pytest.mark.preloaded("lightning.pytorch"),
+    pytest.mark.preloaded("lightning"),
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
 ]
 

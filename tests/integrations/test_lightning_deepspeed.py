@@ -23,7 +23,7 @@ from gemini_ft.storage.opening import open_storage
 
 # The last is imported by the first engine, and takes longest.
 preload("lightning.pytorch", "pytorch_lightning", "torchmetrics", "deepspeed.runtime.zero.muon.original_muon")
-pytestmark = [pytest.mark.timeout(300), pytest.mark.preloaded("lightning.pytorch", "deepspeed")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.preloaded("lightning", "deepspeed")]
 
 
 class Undisturbed:

@@ -25,7 +25,7 @@ import torch
 from gemini_ft.testing import EmulatedHosts
 
 CASE = Path(__file__).parents[1] / "kit" / "lightning_case.py"
-pytestmark = [pytest.mark.timeout(400), pytest.mark.preloaded("lightning.pytorch")]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.preloaded("lightning")]
 
 # By number of ranks: what plain Lightning does undisturbed.
 BASELINES: dict[int, dict[str, dict[str, Any]]] = {

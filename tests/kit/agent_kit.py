@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import mmap
 import multiprocessing
@@ -21,6 +20,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
+from warm_python import preloaded
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
@@ -59,10 +59,8 @@ from gemini_ft.wire.worker_messages import (
 
 T = TypeVar("T")
 context = multiprocessing.get_context("forkserver")
-_PRELOAD = ["torch", "torch._dynamo", "gemini_ft.worker.rendezvous", "gemini_ft.checkpointer", "agent_kit", "pytest", "boto3"]
-if importlib.util.find_spec("deepspeed"):
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    _PRELOAD += ["gemini_ft.deepspeed.engine", "deepspeed.runtime.zero.muon.original_muon"]  # the latter is what takes its time
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+_PRELOAD = [*preloaded("deepspeed"), "agent_kit", "pytest", "boto3"]
 
 WAIT = 30.0  # seconds until something that must happen is given up
 CHUNK = 2**16

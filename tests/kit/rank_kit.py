@@ -1,10 +1,12 @@
 """A launcher in miniature for tests: forked ranks with real gloo, restarted together when one dies, as torchrun does it.
 
-Forking from a process that has imported torch makes a rank cost milliseconds.
+Forking from a process that has imported torch makes a rank cost milliseconds. So does an agent: as with ``gemini run``, it is imported
+ahead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +17,7 @@ from typing import Any
 
 from agent_kit import WAIT, context, end_agent
 
-from gemini_ft.agent import lifecycle
+from gemini_ft.agent import ahead, lifecycle
 from gemini_ft.cli.store import open_store
 
 
@@ -100,6 +102,7 @@ class World:
         self.restarts = 0
         self._known = set(self.hosts)
         self._attempts: list[Attempt] = []
+        self._ahead = contextlib.ExitStack()
         self._store = open_store("127.0.0.1", 0)
 
     def __enter__(self) -> World:
@@ -108,6 +111,7 @@ class World:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for attempt in self._attempts:
             attempt.kill()
+        self._ahead.close()
         for host in self._known:
             end_agent(self.run, host)
             if kind is not None and (log := self._log(host)).exists():
@@ -123,6 +127,8 @@ class World:
     def start(self, function: Callable[..., Any], *arguments: Any, per_rank: Sequence[Mapping[str, str]] = (), **environ: Any) -> Attempt:
         """One attempt of ``function(*arguments)`` on every rank."""
         self._known |= set(self.hosts)
+        for host in set(self.hosts):
+            self._ahead.enter_context(ahead.started_ahead(self.run, host))
         size = len(self.hosts)
         common = {
             "MASTER_ADDR": "127.0.0.1",

@@ -1,11 +1,14 @@
 """Launchers of tests, and their fork servers, forked from an interpreter that has torch loaded: a new one would load it for seconds.
 
-Where `launchers` are forked a ``Popen`` of ``gemini run``, ``gemini store``, torchrun, or of the server from which ``gemini run`` forks its
-workers, is as it always was to the caller and to the process: its child and nobody else's, with its own descriptors, environment (in
-/proc too), working directory, session and network namespace, ``sys.argv``, ``sys.path`` and ``__main__``. It shares the seed of string
+Agents that a test starts itself are forked as well, from another one, which never loads torch, as an agent never does.
+
+Where `launchers` are forked a ``Popen`` of ``gemini run``, ``gemini store``, torchrun, an agent, or of the server from which ``gemini run``
+forks its workers, is as it always was to the caller and to the process: its child and nobody else's, with its own descriptors, environment
+(in /proc too), working directory, session and network namespace, ``sys.argv``, ``sys.path`` and ``__main__``. It shares the seed of string
 hashes with the others, and what was read from the environment while torch was loaded: where such a variable differs, it is started anew.
 
-Each of them has a server of its own, forked before it has done anything, so that what it starts is forked as well.
+Each of them but an agent has a server of its own, forked before it has done anything, so that the server of workers that it starts is
+forked as well; the agents that it starts are not.
 """
 
 from __future__ import annotations
@@ -30,26 +33,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gemini_ft.hosts import began
+from gemini_ft.launch.forkserver import OPTIONAL
+from gemini_ft.launch.preload import ALWAYS, VENDORS
 from gemini_ft.launch.renewal import Renewal
 from gemini_ft.launch.script import die_with, starter
 from gemini_ft.wire import channel as messages
 
-PRELOADED = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.run",
-    "gemini_ft.checkpointer",
-    "gemini_ft.cli.commands",
-    "gemini_ft.cli.store",
-    "gemini_ft.launch.launcher",
-    "gemini_ft.worker.rendezvous",
-)
+_LAUNCHERS = ("torch.distributed.run", "gemini_ft.cli.commands", "gemini_ft.cli.store", "gemini_ft.launch.launcher")
 _WARM = [
     ("-m", "gemini_ft.cli.main", "run"),
     ("-m", "gemini_ft.cli.main", "store"),
     ("-m", "torch.distributed.run"),
     starter("gemini_ft.launch.forkserver"),
 ]
+_AGENT = ("-m", "gemini_ft.agent.main")
 _ON_LOADING = (
     "CUDA_",
     "LD_",
@@ -121,17 +118,19 @@ def _is_simple(given: Mapping[str, Any]) -> bool:
     if isinstance(args, str) or given["executable"] not in (None, args[0]) or given["preexec_fn"] or given["shell"]:
         return False
     other = [given["gid"], given["gids"], given["uid"]] != [None] * 3 or given["umask"] != -1 or given["process_group"] != -1
-    return not other and len(given["pass_fds"]) + 3 <= _MOST_DESCRIPTORS and is_warm([*map(os.fspath, args)])
+    return not other and len(given["pass_fds"]) + 3 <= _MOST_DESCRIPTORS
 
 
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _parameters = inspect.signature(_execute_child)
 
 
-def _use(ready: Callable[[], _Server | None]) -> None:
+def _use(launchers: Callable[[], _Server | None], agents: Callable[[], _Server | None]) -> None:
     def execute_child(self: Any, *arguments: Any, **more: Any) -> None:
-        given = _parameters.bind(self, *arguments, **more).arguments
-        server = ready() if _is_simple(given) else None
+        given, server = _parameters.bind(self, *arguments, **more).arguments, None
+        if _is_simple(given):
+            args = [*map(os.fspath, given["args"])]
+            server = agents() if _is_agent(args) else launchers() if is_warm(args) else None
         if server is None or not server.takes(given):
             _execute_child(self, *arguments, **more)
             return
@@ -143,6 +142,12 @@ def _use(ready: Callable[[], _Server | None]) -> None:
     subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
 
 
+def preloaded(*names: str) -> list[str]:
+    """What the fork server of ``gemini run`` would import for a script that imports these packages; any other module as it is."""
+    found = [*ALWAYS, *(module for name in names for module in VENDORS.get(name, (name,)))]
+    return [module.removesuffix(OPTIONAL) for module in found]
+
+
 def is_warm(args: Sequence[str]) -> bool:
     """Whether a command line is that of a process which begins by loading torch for the launcher."""
     if args[1:2] == ["-c"] and "os.execvp(sys.argv[1], sys.argv[1:])" in "".join(args[2:3]):
@@ -151,16 +156,20 @@ def is_warm(args: Sequence[str]) -> bool:
     return bool(args) and args[0] == sys.executable and any(tuple(options[: len(known)]) == known for known in _WARM)
 
 
+def _is_agent(args: Sequence[str]) -> bool:
+    return args[0] == sys.executable and tuple(args[1:3]) == _AGENT
+
+
 @functools.cache
-def _server(*also: str) -> _Server | None:
-    """The server of this process that has loaded these modules too, which ends with it."""
+def _server(*modules: str) -> _Server | None:
+    """The server of this process that has loaded these modules, which ends with it."""
     if _CLONE is None:
         return None
     ours, theirs = messages.pair()
     with theirs:
         # As the start of a program is not shown in tracebacks: `gemini_ft.launch.script` leaves out what came by ``-c``.
         code = f"exec(compile(open({__file__!r}).read(), '<string>', 'exec', dont_inherit=True))"
-        command = [sys.executable, "-c", code, str(theirs.fileno()), str(_HOME), ",".join(also), _ROOM]
+        command = [sys.executable, "-c", code, str(theirs.fileno()), str(_HOME), ",".join(modules), _ROOM]
         environ = os.environ | _THREADS | {"DS_ACCELERATOR": "cpu", "ROOM": _ROOM}
         process = subprocess.Popen(command, env=environ, cwd="/", stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), _HOME])
     atexit.register(process.wait, 30)
@@ -175,12 +184,14 @@ def launchers(*also: str, forked: bool) -> Iterator[None]:
     """Inside, launchers that this process starts are forked from a server that has loaded what they need, or are started anew.
 
     Args:
-        also: modules that the server loads beside torch, since the launchers' workers do.
+        also: packages or modules that the server loads beside torch, since the launchers' workers do (`preloaded`).
         forked: or started anew.
     """
     before = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     if forked:
-        _use(functools.partial(_server, *also))  # which the first one starts
+        _use(
+            functools.partial(_server, *_LAUNCHERS, *preloaded(*also)), functools.partial(_server, _AGENT[1])
+        )  # which the first one starts
     else:
         subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
     try:
@@ -236,7 +247,7 @@ def _clone() -> int:
 
 
 def _become(question: Mapping[str, Any]) -> None:
-    """Makes of this process, which was just forked, the one that was asked for, and gives it a server of its own."""
+    """Makes of this process, which was just forked, the one that was asked for; one that starts others gets a server of its own."""
     *passed, last = question["descriptors"]
     targets = question["targets"]
     if len(question["descriptors"]) > len(targets):
@@ -250,27 +261,32 @@ def _become(question: Mapping[str, Any]) -> None:
     held = [os.open(os.devnull, os.O_RDWR)]  # no number is free below those that follow
     while held[-1] < max(targets):
         held.append(os.dup(held[-1]))
-    ours, theirs = messages.pair()
     high = [os.dup(each) for each in passed]
+    following = None if _is_agent(question["args"]) else _following(held[0])
+    for target, each in zip(targets, high, strict=True):
+        os.dup2(each, target)
+    kept = {*targets, *([] if following is None else [following.fileno()])}
+    for number in range(3, max(high) + 1):
+        if number not in kept:
+            with contextlib.suppress(OSError):
+                os.close(number)
+    server = None if following is None else _Server(following)
+    _use(lambda: server, lambda: None)
+
+
+def _following(null: int) -> socket.socket:
+    """The channel to a new server, which is a child of this process, and whose standard streams are a null file's descriptor."""
+    ours, theirs = messages.pair()
     if os.fork() == 0:
         kept = theirs.detach()
         for target in range(3):
-            os.dup2(held[0], target)
+            os.dup2(null, target)
         for low, top in ((3, kept), (kept + 1, os.sysconf("SC_OPEN_MAX"))):
             os.closerange(low, top)
         die_with(os.getppid())
         raise _Again(kept)
     theirs.close()
-    kept = ours.fileno()
-    for target, each in zip(targets, high, strict=True):
-        os.dup2(each, target)
-    for low, top in ((3, kept), (kept + 1, os.sysconf("SC_OPEN_MAX"))):
-        for number in range(low, min(top, max(high) + 1)):
-            if number not in targets:
-                with contextlib.suppress(OSError):
-                    os.close(number)
-    server = _Server(ours)
-    _use(lambda: server)
+    return ours
 
 
 def _enter(space: int) -> None:
@@ -335,12 +351,12 @@ def main() -> None:
     _enter(int(sys.argv[2]))
     channel, renewal = socket.socket(fileno=int(sys.argv[1])), Renewal()
     with renewal.watching_imports():
-        for name in (*PRELOADED, *filter(None, sys.argv[3].split(","))):
-            importlib.import_module(name)
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous  # only here: the tests that need no torch start without it
-
-    # Torch names each look at its rendezvous by the whole stack, with a search through all modules for each frame of this file.
-    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
+        for name in sys.argv[3].split(","):
+            with contextlib.suppress(ImportError):  # who needs it will say so
+                importlib.import_module(name)
+    if (rendezvous := sys.modules.get("torch.distributed.elastic.rendezvous.dynamic_rendezvous")) is not None:
+        # Torch names each look at its rendezvous by the whole stack, with a search through all modules for each frame of this file.
+        rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name  # type: ignore[attr-defined]
     entries = {entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
     path = [entry for entry in sys.path if entry not in entries]
     gc.collect()

@@ -14,7 +14,7 @@ import torch
 
 from gemini_ft.testing import assert_identical
 
-pytestmark = pytest.mark.preloaded("lightning.pytorch")
+pytestmark = pytest.mark.preloaded("lightning")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

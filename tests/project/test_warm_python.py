@@ -8,9 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from agent_kit import end_agent, eventually
 from warm_python import launchers
+
+from gemini_ft.agent import lifecycle
 
 STORE = [sys.executable, "-u", "-m", "gemini_ft.cli.main", "store", "--host", "127.0.0.1", "--port", "0"]
 
@@ -21,11 +25,11 @@ def _forked() -> Iterator[None]:
         yield
 
 
-def seen(process: subprocess.Popen[str], file: str) -> list[str]:
+def seen(process: subprocess.Popen[Any], file: str) -> list[str]:
     return Path(f"/proc/{process.pid}/{file}").read_text().split("\0")
 
 
-def is_forked(process: subprocess.Popen[str]) -> bool:
+def is_forked(process: subprocess.Popen[Any]) -> bool:
     return len(seen(process, "cmdline")) > 1000  # where there was room for more
 
 
@@ -58,3 +62,26 @@ def test_its_status_and_words_are_those_of_one_that_is_not() -> None:
         said.append((done.returncode, done.stdout, done.stderr))
     assert said[0] == said[1]
     assert said[0][0] == 2
+
+
+def test_an_agent_is_forked_without_torch_and_has_the_descriptors_of_one_that_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GEMINI_LOG_DIR", str(tmp_path))
+    run, memory, found = f"warm-{os.getpid()}", os.memfd_create("of this test"), []
+    for forked in (False, True):
+        with launchers(forked=forked):
+            process = lifecycle.spawn(run, "here", [memory])
+        try:
+            eventually(lambda: lifecycle.status(run, "here"))
+            assert is_forked(process) is forked
+            assert seen(process, "cmdline")[1:5] == ["-m", "gemini_ft.agent.main", "--run", run]
+            assert os.readlink(f"/proc/{process.pid}/cwd") == "/"
+            assert os.getsid(process.pid) == process.pid
+            assert "torch" not in Path(f"/proc/{process.pid}/maps").read_text()
+            found.append({path.name: os.readlink(path).split(":")[0] for path in Path(f"/proc/{process.pid}/fd").iterdir()})
+        finally:
+            end_agent(run, "here")
+        assert process.wait(30) == -signal.SIGKILL
+    os.close(memory)
+    assert found[0] == found[1]
