@@ -379,6 +379,11 @@ class Checkpointer:
         return now // self.interval > before // self.interval
 
     @property
+    def run(self) -> str:
+        """The id of the run."""
+        return self._joined.session.run
+
+    @property
     def has_past(self) -> bool:
         """Whether this run was begun before, by this command or by an attempt that has failed."""
         return self._joined.has_past
