@@ -33,7 +33,7 @@ from gemini_ft.lightning.loader import bookmark_of
 from gemini_ft.lightning.options import EpochHooks
 from gemini_ft.lightning.trainer_data import Loading
 from gemini_ft.lightning.trainer_loggers import Logs
-from gemini_ft.state.ddp import ddp_state, restore_buckets, restore_sync
+from gemini_ft.state.ddp import ddp_state, frozen_at_first, restore_buckets, restore_sync
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.rebuilding import ModuleTree
 from gemini_ft.storage.marks import state_folder
@@ -107,6 +107,8 @@ class Fit:
         """Takes the module that Lightning has wrapped, before anything else is attached to the wrapper."""
         if isinstance(model, DistributedDataParallel):
             self._ddp = model
+            frozen_at_first(model)
+            self.checkpointer.wrapped_by({"module": model})
             if self._found is not None:
                 restore_buckets(model, self._found["ddp"])
 
