@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -33,6 +33,7 @@ from gemini_ft.errors import ConfigError, RecoveryError, StateError
 from gemini_ft.faults import inject as faults
 from gemini_ft.launch import notes
 from gemini_ft.recovery.restore import read_extras
+from gemini_ft.state import ddp
 from gemini_ft.state.base import PlainState, TrainingState
 from gemini_ft.state.ddp import ddp_state, findings, first_tensors, refuse_hooks, restore_buckets, restore_sync, send_first
 from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence
@@ -126,8 +127,10 @@ class Checkpointer:
         self.census.register("models and optimizers", lambda: self._state.findings(), lambda: self._state.structure())
         self.census.register("state", self._stateful_findings)
         self.census.register("communication hooks", self._hook_findings, lambda: [len(m._comm_hooks) for m in self._wrapped.values()])
+        self.census.register("parameters of DDP", self._unreduced, lambda: ddp.flags((self._wrapped | self._wrappers).values()))
         self._hooks, self._replicated, self._resizable, self._init_sync = hooks, replicated, resizable, init_sync
         self._rebuild = rebuild
+        self._wrappers: dict[str, DistributedDataParallel] = {}  # of models that are bound without them
         self._bound: TrainingState = PlainState({}, ())
         self._state: TrainingState = self._bound  # with the gradients', if there are any
         self._gradients: GradientState | None = None
@@ -268,6 +271,8 @@ class Checkpointer:
             before=self._bound if is_begun and isinstance(self._bound, PlainState) else None,
         )
         self.bind_state(state)
+        for wrapper in self._wrapped.values():
+            ddp.frozen_at_first(wrapper)
         others = [value for value in self._stateful.values() if isinstance(value, torch.optim.Optimizer)]
         self._steps.follow(state, others, hooks=self._hooks)
 
@@ -277,6 +282,10 @@ class Checkpointer:
         self._bound = state
         self._state = state if self._gradients is None else WithGradients(state, self._gradients)
         self._hyperparameters.note(self._bound.hyperparameters)
+
+    def wrapped_by(self, models: Mapping[str, DistributedDataParallel]) -> None:
+        """Says which DDP wraps the models that `bind` is given without it: parameters that DDP does not reduce are refused once trained."""
+        self._wrappers = dict(models)
 
     def script_gives(self, snapshots: Given, scripts: Given | None = None) -> None:
         """Says which hyperparameters the script has given beside those of the optimizers, so that a resume tells what has changed.
@@ -377,6 +386,11 @@ class Checkpointer:
         The same on all ranks that count alike; where ``interval`` is auto, it changes as the network asks for.
         """
         return now // self.interval > before // self.interval
+
+    @property
+    def run(self) -> str:
+        """The id of the run."""
+        return self._joined.session.run
 
     @property
     def has_past(self) -> bool:
@@ -482,6 +496,12 @@ class Checkpointer:
     def _hook_findings(self) -> Iterator[Finding]:
         for name, model in self._wrapped.items():
             yield from findings(name, model)
+
+    def _unreduced(self) -> Iterable[Finding]:
+        state = self._bound
+        if not isinstance(state, PlainState) or not state.is_replicated:
+            return ()
+        return ddp.unreduced(self._wrapped | self._wrappers, state.optimizers)
 
     def _take_census(self) -> None:
         """Refuses state that is not captured, at the first snapshot and after a change; shows it for ``gemini run --explain``."""

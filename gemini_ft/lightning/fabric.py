@@ -41,7 +41,7 @@ from gemini_ft.lightning.bookmark import Bookmark
 from gemini_ft.lightning.fit import log
 from gemini_ft.lightning.gradients import synchronizer_of
 from gemini_ft.lightning.loader import bookmark_of, make_resumable
-from gemini_ft.state.ddp import ddp_state, first_tensors, restore_buckets, restore_sync, send_first
+from gemini_ft.state.ddp import ddp_state, first_tensors, frozen_at_first, restore_buckets, restore_sync, send_first
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.worker.rendezvous import exchange
 
@@ -138,6 +138,8 @@ class GeminiFabricMixin(Gemini, _Strategy):
 
     def setup_module(self, module: nn.Module) -> Any:
         wrapped = super().setup_module(module)
+        if isinstance(wrapped, DistributedDataParallel):
+            frozen_at_first(wrapped)
         if self.gemini_rules is not None:
             if self.gradients is not None:
                 raise ConfigError("gradient_pipeline is for one model, and a second one was set up; leave it out, or train them apart")
@@ -267,6 +269,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
             checkpointer.bind(models, list(optimizers.values()))
             self._gemini_bound = identity
             checkpointer.census.register("state", lambda: _findings(state))
+            checkpointer.wrapped_by({name: item for name, item in state.items() if isinstance(item, DistributedDataParallel)})
         return {name: item for name, item in state.items() if name not in models and name not in optimizers}
 
 

@@ -33,9 +33,10 @@ from gemini_ft.lightning.loader import bookmark_of
 from gemini_ft.lightning.options import EpochHooks
 from gemini_ft.lightning.trainer_data import Loading
 from gemini_ft.lightning.trainer_loggers import Logs
-from gemini_ft.state.ddp import ddp_state, restore_buckets, restore_sync
+from gemini_ft.state.ddp import ddp_state, frozen_at_first, restore_buckets, restore_sync
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.rebuilding import ModuleTree
+from gemini_ft.storage.marks import state_folder
 
 log = logging.getLogger("gemini_ft")
 
@@ -106,6 +107,8 @@ class Fit:
         """Takes the module that Lightning has wrapped, before anything else is attached to the wrapper."""
         if isinstance(model, DistributedDataParallel):
             self._ddp = model
+            frozen_at_first(model)
+            self.checkpointer.wrapped_by({"module": model})
             if self._found is not None:
                 restore_buckets(model, self._found["ddp"])
 
@@ -124,8 +127,7 @@ class Fit:
         if self._found is not None:
             trainer_callbacks.drop_replaced_schedulers(self._trainer, self.checkpoint)
             complete(self._trainer, self.checkpoint, self._trainer.lightning_module.state_dict())
-            if self._epoch_hooks == "rerun":
-                trainer_loops.rerun_epoch_start(self._trainer, self._package)
+            trainer_loops.before_positions(self._trainer, lambda: self.training_data.beside(self._before_positions))
 
     def load(self) -> None:
         """Fills model and optimizers. Collective."""
@@ -207,13 +209,20 @@ class Fit:
             )
         self._bind_state()
 
+    def _begin_files(self, saved: dict[str, Any] | None) -> None:
+        self.files.begin(saved, state_folder() / f"{self.checkpointer.run}-{self.checkpointer.name}.files")
+
+    def _before_positions(self) -> None:
+        self._validation_data.settle()
+        if self._epoch_hooks == "rerun":
+            trainer_loops.rerun_epoch_start(self._trainer, self._package)
+
     def _before_batch(self) -> None:
         optimizers = self._trainer.strategy.optimizers
         if len(optimizers) != len(self._optimizers) or any(a is not b for a, b in zip(optimizers, self._optimizers, strict=True)):
             self._follow_optimizers()
         if self._found is not None:
-            self._validation_data.settle()
-            self.files.begin(self._found.get("files"))
+            self._begin_files(self._found.get("files", {}))
             found, self._found = self._found, None
             restore(self._trainer, self._package, found)
             if self._ddp is not None:
@@ -221,7 +230,7 @@ class Fit:
             self._restore_modes(found["modes"])
             self._refuse_lost(found.get("lost", []))  # snapshots in storage may be older
         elif self._last_step is None:
-            self.files.begin(None)
+            self._begin_files(None)
         step = self._steps
         if self._last_step is None:
             self._last_step = step  # as it was loaded, or initialised: nothing new yet

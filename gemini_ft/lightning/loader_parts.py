@@ -8,13 +8,11 @@ from typing import Any, Literal
 from torch.utils.data import DataLoader, IterableDataset
 
 from gemini_ft.state.generators import generator_states, private_generators, set_generator_states
-from gemini_ft.state.remembered import Attributes
+from gemini_ft.state.remembered import OF_LOADERS, Attributes
 from gemini_ft.state.rng import randomness, set_randomness
 
 DataResume = Literal["auto", "skip", "replay"]
 Way = Literal["skip", "replay", "own"]
-
-_OURS = frozenset({"_gemini", "_iterator", "_index_sampler"})
 
 
 class LoaderParts:
@@ -39,8 +37,8 @@ class LoaderParts:
             "generator": getattr(loader, "generator", None),
         }
         self.generators = private_generators(**parts, sampler=_samplers(loader))
-        self.born = Attributes({**parts, "sampler": _samplers(loader)}, lambda _: _OURS)
-        self.data = Attributes(parts, lambda _: _OURS)
+        self.born = Attributes({**parts, "sampler": _samplers(loader)}, lambda _: OF_LOADERS)
+        self.data = Attributes(parts, lambda _: OF_LOADERS)
 
     def way(self, method: DataResume) -> Way:
         """The way that the loader gets to a position, where the user has chosen ``method``; see `gemini_ft.lightning.loader`."""

@@ -169,9 +169,9 @@ class GeminiMixin(Gemini, _Strategy):
         if self._gemini_fit is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        self._gemini_fit.files.writes(filepath)
         with self._gemini_fit.checkpointer.paused():
             super().save_checkpoint(checkpoint, filepath, storage_options)
-        self._gemini_fit.files.wrote(filepath)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gemini_ft.lightning.bookmark import is_position
 from gemini_ft.lightning.loader import bookmark_of
 from gemini_ft.lightning.trainer_callbacks import shipped_names
 from gemini_ft.state.hyperparameters import Given, of_mapping, of_scheduler
+
+log = logging.getLogger("gemini_ft")
 
 
 def dump_checkpoint(trainer: Any) -> dict[str, Any]:
@@ -120,7 +125,7 @@ class Files:
     """The files in the folders of the ModelCheckpoints, which name a new one after those that are there.
 
     What they had written after the resumed step is written again. The files of the first time count as not being there, so that they are
-    written over and none is called "-v1".
+    written over and none is called "-v1". They are known by a note on the host of rank 0; all others may be another run's, and stay.
 
     Args:
         trainer: the Trainer.
@@ -130,47 +135,86 @@ class Files:
         self._trainer = trainer
         self._there: dict[str, set[str]] = {}  # names by folder, on rank 0
         self._early: set[str] = set()  # paths of files that are to be written again
+        self._note: Path | None = None  # has a line for each file that this run has written or removed since its last start; on rank 0
 
     def state(self) -> dict[str, list[str]]:
         """Names of the files by folder, as plain data."""
         return {folder: sorted(names) for folder, names in self._there.items()}
 
-    def begin(self, saved: Mapping[str, Sequence[str]] | None) -> None:
-        """Looks into the folders, before the first batch. Collective if the fit is a resumed one, with what was ``saved``."""
+    def begin(self, saved: Mapping[str, Sequence[str]] | None, note: Path) -> None:
+        """Looks into the folders, before the first batch. Collective if the fit is a resumed one.
+
+        Args:
+            saved: the `state` of the snapshot; None: nothing is resumed.
+            note: the file in which this host keeps what the run has written.
+        """
         callbacks = [callback for callback in self._trainer.checkpoint_callbacks if "ModelCheckpoint" in shipped_names(callback)]
         folders = {str(callback.dirpath): callback for callback in callbacks if callback.dirpath}
+        if not folders:
+            return
         if self._trainer.is_global_zero:
             self._there = {folder: _names_in(callback._fs, folder) for folder, callback in folders.items()}
-        if saved is None or not folders:
+            self._note = note
+            self._early = self._written_again(saved) if saved is not None else set()
+            self._write_note("w", "".join(f"+{path}\n" for path in self._early))
+        if saved is None:
             return
-        early = {folder: names - set(saved[folder]) for folder, names in self._there.items() if folder in saved}
-        for folder, names in early.items():
-            self._there[folder] -= names
-        paths = {os.path.join(folder, name) for folder, names in early.items() for name in names}
-        self._early = set(self._trainer.strategy.broadcast(paths))
+        self._early = set(self._trainer.strategy.broadcast(self._early))
         if self._early:
             for callback in callbacks:
                 callback.file_exists = self._seeing(callback.file_exists)
 
-    def wrote(self, path: Any) -> None:
-        """Takes note of a file that was written."""
+    def writes(self, path: Any) -> None:
+        """Takes note of a file that is about to be written."""
         self._early.discard(str(path))
-        self._names(path).add(os.path.basename(path))
+        self._change("+", path)
 
     def removed(self, path: Any) -> None:
         """Takes note of a file that was removed."""
-        self._names(path).discard(os.path.basename(path))
+        self._change("-", path)
 
     def end(self) -> None:
         """Lets the ModelCheckpoints see all files again."""
         for callback in self._trainer.checkpoint_callbacks:
             vars(callback).pop("file_exists", None)
 
-    def _names(self, path: Any) -> set[str]:
-        return self._there.get(os.path.dirname(path), set())
+    def _written_again(self, saved: Mapping[str, Sequence[str]]) -> set[str]:
+        """Takes the files that this run has written after the snapshot out of those that are there; returns their paths."""
+        assert self._note is not None
+        ours: set[str] = set()
+        with contextlib.suppress(OSError):
+            for line in self._note.read_text().splitlines():
+                (ours.add if line.startswith("+") else ours.discard)(line[1:])
+        early = set()
+        for folder, names in self._there.items():
+            paths = {name: os.path.join(folder, name) for name in names.difference(saved.get(folder, names))}
+            again = {name for name, path in paths.items() if _target(path) in ours}
+            names -= again
+            early |= {paths[name] for name in again}
+        return early
+
+    def _change(self, sign: str, path: Any) -> None:
+        folder, name = os.path.split(str(path))
+        if folder in self._there:
+            (self._there[folder].add if sign == "+" else self._there[folder].discard)(name)
+            self._write_note("a", f"{sign}{path}\n")
+
+    def _write_note(self, mode: str, text: str) -> None:
+        assert self._note is not None
+        try:
+            self._note.parent.mkdir(parents=True, exist_ok=True)
+            with self._note.open(mode) as file:
+                file.write(text)
+        except OSError as error:
+            log.warning("%s: cannot be written (%s): checkpoints that are written again after a failure get other names", self._note, error)
 
     def _seeing(self, exists: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
         return lambda path, trainer: exists(path, trainer) and str(path) not in self._early
+
+
+def _target(path: str) -> str:
+    """The file that a link of ``save_last="link"`` stands for; else the path itself."""
+    return os.path.normpath(os.path.join(os.path.dirname(path), os.readlink(path))) if os.path.islink(path) else path
 
 
 def _names_in(files: Any, folder: str) -> set[str]:

@@ -58,7 +58,10 @@ class Loading:
         self._then = made
 
     def settle(self) -> None:
-        """Makes the loaders of the validation, if there were any, before their workers' states are put back."""
+        """Makes the loaders of the validation, if there were any, before anything is put back for good.
+
+        That changes attributes of objects which the workers of the training may share, so that these must not have been started.
+        """
         if self._then is not None:
             self._trainer.validating = True
             self._loop.setup_data()
@@ -140,6 +143,14 @@ class Loading:
             logged.clear()
             fit_loop.load_state_dict(now)
             fit_loop._combined_loader_states_to_load = positions
+
+    def beside(self, call: Callable[[], None]) -> None:
+        """Calls what asks for other loaders than the loop's, or is the user's, while the loop makes its own."""
+        before, self.asks = self.asks, False
+        try:
+            call()
+        finally:
+            self.asks = before
 
     def _asking(self, call: Callable[..., Any], *arguments: Any) -> None:
         before, self.asks = self.asks, True

@@ -33,21 +33,27 @@ def before_each_batch(trainer: Any, hook: Callable[[], None]) -> Callable[[], No
     return end
 
 
-def rerun_epoch_start(trainer: Any, package: str) -> None:
-    """Calls the ``on_train_epoch_start`` hooks of a resumed epoch again, as soon as its loaders are there and before they are iterated."""
-    fit_loop, call = trainer.fit_loop, importlib.import_module(f"{package}.trainer.call")
+def before_positions(trainer: Any, hook: Callable[[], None]) -> None:
+    """Calls ``hook`` in a fit that goes on, once its loaders are there and before they are given their positions and iterated."""
+    fit_loop = trainer.fit_loop
     load = fit_loop._load_combined_loader_states
 
-    def run_then_load() -> None:
+    def hook_then_load() -> None:
         if not fit_loop.restarting:  # the script has asked for its loaders before the loops were restored
             return
         del fit_loop._load_combined_loader_states
-        if fit_loop.epoch_progress.current.started > fit_loop.epoch_progress.current.processed:
-            call._call_callback_hooks(trainer, "on_train_epoch_start")
-            call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+        hook()
         load()
 
-    fit_loop._load_combined_loader_states = run_then_load
+    fit_loop._load_combined_loader_states = hook_then_load
+
+
+def rerun_epoch_start(trainer: Any, package: str) -> None:
+    """Calls the ``on_train_epoch_start`` hooks of a resumed epoch again."""
+    progress, call = trainer.fit_loop.epoch_progress.current, importlib.import_module(f"{package}.trainer.call")
+    if progress.started > progress.processed:
+        call._call_callback_hooks(trainer, "on_train_epoch_start")
+        call._call_lightning_module_hook(trainer, "on_train_epoch_start")
 
 
 def is_accumulating(trainer: Any) -> bool:

@@ -9,7 +9,7 @@ broadcast at the next forward, which under manual gradient synchronisation is no
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gemini_ft.core.census import Fate, Finding, declare
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
 from gemini_ft.state.attributes import Return, Walk
+from gemini_ft.state.tensors import every_optimizer
 
 _HOOK = declare(
     "state of DDP's communication hooks (PowerSGD)", Fate.CAPTURED, "copied at once: with error feedback as large as the gradients"
@@ -28,6 +29,13 @@ _HOOK = declare(
 _PIPELINE_HOOK = declare("communication hooks of gradient pipelines", Fate.DERIVED, "from what the pipeline remembers, which is captured")
 declare("hooks that let ranks' parameters differ (post_localSGD_hook)", Fate.REFUSED, "give `Checkpointer(replicated=False)`")
 declare("order of DDP's gradient buckets", Fate.CAPTURED, "restored before the first step")
+_UNREDUCED = declare(
+    "parameters that are trained, and that DDP does not reduce, since they were frozen when it wrapped the model",
+    Fate.REFUSED,
+    "the ranks drift apart. Wrap the model while they require gradients, with find_unused_parameters=True, and freeze them after that (in "
+    "Lightning's on_fit_start; BackboneFinetuning and other BaseFinetuning callbacks freeze in setup, which is too early); or have the "
+    "script reduce their gradients",
+)
 functions: Any = dist  # with private ones that type checkers do not see
 
 
@@ -122,6 +130,36 @@ def restore_sync(model: DistributedDataParallel, state: dict[str, Any]) -> None:
             back = Return({})
             for key, value in (("state", hook_state), ("hook", hook)):
                 back.give(value, saved[key], f"{name}.{key}")
+
+
+def frozen_at_first(model: Any) -> dict[str, nn.Parameter]:
+    """The parameters that DDP does not reduce, because they required no gradients when it wrapped the model; keeps what it finds.
+
+    DDP remembers only how many it reduces. Where that is the number neither of all parameters nor of those that require gradients at the
+    first call, nobody knows which, and none is named.
+    """
+    if "_gemini_frozen" not in vars(model):
+        named = {name: param for name, param in model.module.named_parameters() if name not in model.parameters_to_ignore}
+        frozen = {name: param for name, param in named.items() if not param.requires_grad}
+        reduced = int(model._get_ddp_logging_data()["num_parameter_tensors"])
+        is_known = model.process_group.size() > 1 and reduced == len(named) - len(frozen)
+        model._gemini_frozen = frozen if is_known else {}
+    found: dict[str, nn.Parameter] = model._gemini_frozen
+    return found
+
+
+def unreduced(models: Mapping[str, DistributedDataParallel], optimizers: Sequence[Any]) -> Iterator[Finding]:
+    """The parameters of wrapped models that optimizers train on every rank for itself, in the census."""
+    frozen = {f"{name}.{key}": param for name, model in models.items() for key, param in frozen_at_first(model).items()}
+    if found := {name: param for name, param in frozen.items() if param.requires_grad}:
+        groups = [group for optimizer in every_optimizer(optimizers).values() for group in optimizer.param_groups]
+        trained = {id(param) for group in groups for param in group["params"]}
+        yield from (_UNREDUCED.found(name) for name, param in found.items() if id(param) in trained)
+
+
+def flags(models: Iterable[DistributedDataParallel]) -> list[bool]:
+    """A value that changes when `unreduced` has to be asked again; cheap enough for every step."""
+    return [param.requires_grad for model in models for param in frozen_at_first(model).values()]
 
 
 def findings(name: str, model: DistributedDataParallel) -> Iterator[Finding]:

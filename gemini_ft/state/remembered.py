@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 Values = dict[str, dict[str, Any]]  # path of an object -> attribute -> value
 
@@ -42,6 +43,9 @@ _FOREIGN = frozenset(
     | {"mmap", "multiprocessing", "numpy", "pathlib", "pyarrow", "pytorch_lightning", "re", "socket", "sqlite3", "tarfile"}
     | {"threading", "torchmetrics", "weakref", "zarr", "zipfile"}
 )
+
+# Attributes of a DataLoader that are no settings of it: the iteration under way, with its worker processes, and who follows that.
+OF_LOADERS = frozenset({"_gemini", "_iterator", "_index_sampler"})
 
 
 class Changes(NamedTuple):
@@ -175,7 +179,7 @@ class Attributes:
         return any(id(module) in roots for module in value.modules())
 
     def _names_to_leave(self, item: Any) -> frozenset[str]:
-        names = self._leave(item)
+        names = self._leave(item) | (OF_LOADERS if isinstance(item, DataLoader) else frozenset())
         return MODULE_INTERNALS if names == MODULE_INTERNALS else names
 
     def _of(self, path: str, item: Any) -> Iterator[tuple[str, Any]]:
@@ -246,6 +250,8 @@ def _parts(item: Any) -> list[tuple[Any, Any]]:
     if isinstance(item, nn.Module):  # its submodules are roots, if they are anything
         hooks = [(f"{kind}.{index}", hook) for kind in HOOKS for index, hook in enumerate(getattr(item, kind).values())]
         return [(name, value) for name, value in inner if name not in MODULE_INTERNALS] + hooks
+    if isinstance(item, DataLoader):
+        return [(name, value) for name, value in inner if name not in OF_LOADERS]
     return inner
 
 

@@ -134,6 +134,20 @@ def test_every_callback(name: str, fit: Callable[..., Case], tmp_path: Path, mon
     assert weights(resumed) == weights(plain)
 
 
+def test_files_of_another_run_are_not_written_over(fit: Callable[..., Case], tmp_path: Path) -> None:
+    def make() -> Any:
+        return shipped.ModelCheckpoint(tmp_path / "shared", every_n_train_steps=1, save_top_k=-1, filename="{step}", save_last="link")
+
+    with pytest.raises(Boom):
+        fit(Tuned, None, "gemini", CRASH, callbacks=[make], enable_checkpointing=True)
+    steps = {int(path.stem.removeprefix("step=")) for path in (tmp_path / "shared").glob("step=*.ckpt")}
+    (tmp_path / "shared" / f"step={max(steps) + 1}.ckpt").write_text("of another run")
+    fit(Tuned, None, "gemini", callbacks=[make], enable_checkpointing=True)
+    assert (tmp_path / "shared" / f"step={max(steps) + 1}.ckpt").read_text() == "of another run"
+    versioned = {path.name for path in (tmp_path / "shared").glob("*-v*")}
+    assert versioned == {f"step={max(steps) + 1}-v1.ckpt"}
+
+
 PRUNING: dict[str, dict[str, Any]] = {
     "without-lottery": {"pruning_fn": "l1_unstructured", "use_lottery_ticket_hypothesis": False, "amount": 3},
     "lottery-once": {"pruning_fn": "l1_unstructured", "use_lottery_ticket_hypothesis": lambda epoch: epoch == 1, "amount": 0.3},

@@ -41,6 +41,7 @@ SUITE = {
     "reloads": Cell(every(2), ["0:1:3"]),
     "cursor": Cell({"kind": "stateful-cursor", "workers": "2"}, ["1:1:1"]),
     "shared-epoch": Cell({"kind": "stream"} | PERSISTENT, ["0:0:2"]),
+    "one-loader": Cell({"one_loader": True, "kind": "stream"} | PERSISTENT | {"trainer": {"num_sanity_val_steps": 2}}, ["0:1:1"]),
     "callbacks": Cell(CALLBACKS, ["0:1:2:end"]),
 }
 EARLY = {
@@ -51,7 +52,9 @@ EARLY = {
     "batches-beside-a-cursor": Cell({"early": "batch@on_train_batch_end", "kind": "stateful-cursor"}, ["0:1:3"]),
     "validation": Cell({"early": "validation@configure_optimizers"} | every(2, max_epochs=5) | PERSISTENT, ["0:3:2"]),
     "iterator": Cell({"early": "steps@configure_optimizers", "kind": "iterator", "trainer": {"limit_train_batches": 4}}, ["0:1:2"]),
-    "one-loader": Cell({"one_loader": True} | PERSISTENT | {"trainer": {"limit_val_batches": 1.0, "num_sanity_val_steps": 0}}, ["1:1:2"]),
+    "one-loader-of-a-table": Cell(
+        {"one_loader": True} | PERSISTENT | {"trainer": {"limit_val_batches": 1.0, "num_sanity_val_steps": 0}}, ["1:1:2"]
+    ),
     "limited": Cell({"trainer": {"limit_train_batches": 3}} | PERSISTENT, ["0:1:1"]),
     "callbacks-killed-often": Cell(CALLBACKS, ["0:0:2", "1:1:0", "0:1:3:end", "0:1:4:end", "0:2:1"]),
 }

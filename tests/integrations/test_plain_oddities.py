@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
-from oddities_case import stranger, train
+from oddities_case import stranger, train, unfreezing
 from plain_case import history
 from rank_kit import World
 
@@ -49,6 +50,16 @@ def test_a_hook_that_lets_ranks_differ_is_refused_at_the_start(tmp_path: Path) -
         said = ranks.outcome(train, "local", str(tmp_path / "out"), {})
     assert all("post_localSGD_hook lets the ranks' parameters differ" in str(error) for error in said)
     assert all(type(error) is UnsupportedStateError for error in said)
+
+
+def test_what_is_unfrozen_and_not_reduced_is_refused(tmp_path: Path) -> None:
+    launched = {"TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    with World(tmp_path, hosts=["host0", "host0"], GEMINI_ON_LATE="wait", **launched) as ranks:
+        for errors in ranks.outcome(unfreezing):
+            assert errors.keys() == {"plain", "fabric", "trainer"}
+            for kind, (early, late) in errors.items():
+                assert re.search(r"model\.0\.weight: the ranks drift|module\.backbone\.weight: the ranks drift", early), kind
+                assert late == "", kind
 
 
 def test_an_optimizer_that_was_replaced_is_refused_when_it_steps(tmp_path: Path) -> None:

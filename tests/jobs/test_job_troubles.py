@@ -12,6 +12,7 @@ from session_case import (
     add_buffer,
     add_parameters,
     drift,
+    drift_and_compare_soon,
     growth,
     kill_the_agent,
     loop,
@@ -63,6 +64,10 @@ class TestDrift:
         assert len({str(result) for result in results}) == 1
         assert str(results[0]).startswith("model.0.weight is ")
         assert "on ranks [1]" in str(results[0])
+
+    def test_is_found_without_storage(self, two: World) -> None:
+        results = two.outcome(*run(50, during=drift_and_compare_soon))
+        assert any(isinstance(result, ReplicaDivergedError) for result in results), results
 
     def test_is_found_before_the_next_upload(self, two: World, tmp_path: Path) -> None:
         storage = {"url": f"file://{tmp_path}/store", "every_steps": 2}

@@ -19,7 +19,7 @@ from torch.nn.utils import prune
 from torch.utils._pytree import tree_map_only
 
 import gemini_ft
-from gemini_ft.errors import StateError
+from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.state.rebuilding import Changes
 from gemini_ft.testing import digest
 
@@ -139,3 +139,92 @@ def stranger(out: str) -> str:
         Path(out).write_text(str(error))
     checkpointer.close()
     return Path(out).read_text()
+
+
+def unfreezing() -> dict[str, list[str]]:
+    """The errors of each loop that unfreezes a layer: one that was frozen when DDP wrapped the model, and one frozen after that."""
+    gemini_ft.init_process_group("gloo")
+    loops = {"plain": _unfreeze_in_a_loop, "fabric": _unfreeze_in_fabric, "trainer": _unfreeze_in_the_trainer}
+    errors: dict[str, list[str]] = {kind: [] for kind in loops}
+    for kind, loop in loops.items():
+        for early in (True, False):
+            try:
+                loop(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), early)
+                errors[kind].append("")
+            except UnsupportedStateError as error:
+                errors[kind].append(str(error))
+    return errors
+
+
+def _unfreeze(net: Any, step: int) -> None:
+    net[0].requires_grad_(step > 1)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(3, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _unfreeze_in_a_loop(net: Any, early: bool) -> None:
+    net[0].requires_grad_(not early)
+    model, optimizer = DistributedDataParallel(net, find_unused_parameters=True), torch.optim.SGD(net.parameters(), 0.1)
+    with gemini_ft.Checkpointer(model, optimizer, name=f"early-{early}") as checkpointer:
+        checkpointer.resume()
+        for step in range(4):
+            _unfreeze(net, step)
+            _train(model, optimizer)
+            checkpointer.step()
+
+
+def _unfreeze_in_fabric(net: Any, early: bool) -> None:
+    from lightning.fabric import Fabric
+
+    net[0].requires_grad_(not early)
+    fabric = Fabric(strategy="gemini_find_unused_parameters_true", accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]))
+    fabric.launch()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    state = {"model": model, "optimizer": optimizer}
+    fabric.load("gemini://latest", state)
+    for step in range(4):
+        _unfreeze(net, step)
+        _train(model, optimizer)
+        fabric.save("gemini://latest", state)
+    fabric.strategy.close()
+
+
+def _unfreeze_in_the_trainer(net: Any, early: bool) -> None:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import BackboneFinetuning, Callback
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone, self.head = net[0], net[1]
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.head(self.backbone(batch)).square().mean()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD([param for param in self.parameters() if param.requires_grad], 0.1)
+
+    class Later(Callback):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            module.backbone.requires_grad_(False)
+
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            module.backbone.requires_grad_(trainer.current_epoch > 1)
+
+    trainer = Trainer(
+        strategy="gemini_find_unused_parameters_true",
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        max_epochs=3,
+        callbacks=[BackboneFinetuning(2, verbose=False) if early else Later()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(8, 4), 2))

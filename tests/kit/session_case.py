@@ -24,7 +24,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.config import load_config
 from gemini_ft.hosts import host_id
 from gemini_ft.wire.worker_messages import GetStatus, Status
-from gemini_ft.worker import rendezvous
+from gemini_ft.worker import recorder, rendezvous
 from gemini_ft.worker.recorder import Recorder
 from gemini_ft.worker.snapshot import Snapshotter
 from gemini_ft.worker.stats import Stats
@@ -158,6 +158,12 @@ def drift(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, chec
     if iteration == 2 and os.environ["RANK"] == "1":
         with checkpointer.mutate(), torch.no_grad():
             next(net.parameters()).add_(1)
+
+
+def drift_and_compare_soon(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    """The same in a job whose ranks are compared every 10 iterations."""
+    recorder.COMPARE_EVERY = 10
+    drift(iteration, net, optimizer, checkpointer)
 
 
 def add_buffer(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
