@@ -337,10 +337,6 @@ def main() -> None:
     with renewal.watching_imports():
         for name in (*PRELOADED, *filter(None, sys.argv[3].split(","))):
             importlib.import_module(name)
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous  # only here: the tests that need no torch start without it
-
-    # Torch names each look at its rendezvous by the whole stack, with a search through all modules for each frame of this file.
-    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     entries = {entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
     path = [entry for entry in sys.path if entry not in entries]
     gc.collect()
