@@ -8,7 +8,8 @@ steps back. Torch deletes a host's sign of life when it leaves its place to come
 
 Nothing begins without a host that took part. Spares that are cut off from the job together could make up a world of their own, and train
 under the same run id. So the state of the rendezvous names the hosts that have ever taken part in a complete round, and nobody else takes
-the first place in a round. A launcher that is started again on such a host counts as that host, also after a reboot.
+the first place in a round. A launcher that is started again on such a host counts as that host, also after a reboot. One that ends, and
+whose workers have ended therefore, takes its host off the list: where all have done so, others begin.
 
 A job stays as large as its state. With ``--nnodes 1:4`` torch restarts a healthy job for every host that comes. State that only the
 same number of ranks can load would be lost by that, so a worker with such state says so (`gemini_ft.launch.notes`), the hosts write
@@ -51,7 +52,7 @@ _JOIN, _DELAY, _STATE, _DUE, _NAMING = _CHANGED  # torch's names
 _HOSTS = "gemini_hosts"  # the number of hosts that the job's state is made for
 _WORLD = "gemini_world"  # a random name of the complete round: copies of it in two stores are one world
 _NAMES = "gemini_names"  # the lasting name of each launcher that lives and has taken a place in a round
-_MEMBERS = "gemini_members"  # the names of all hosts that have taken part in a complete round
+_MEMBERS = "gemini_members"  # the names of the hosts that have taken part in a complete round and may be at work
 _QUICKEST = 0.05  # seconds between two looks in the smallest job
 _HOSTS_PER_SECOND = 100  # in a look every host reads the states of all: large jobs keep torch's pace
 _GRACE = 1.0  # seconds a spare waits longer than the others take to look, for hosts of which no sign of life can be seen
@@ -170,8 +171,15 @@ def world_of(state: Any) -> str | None:
 
 
 def members_of(state: Any) -> frozenset[str]:
-    """The names of the hosts that have ever taken part in a complete round of a rendezvous."""
+    """The names of the hosts that have taken part in a complete round of a rendezvous, and have not said that they ended."""
     return frozenset(getattr(state, _MEMBERS, ()))
+
+
+def has_left(state: Any, name: str) -> bool:
+    """Takes a host off the list of those that have taken part, as its workers have ended; False: it is not on it."""
+    members = members_of(state)
+    setattr(state, _MEMBERS, members - {name})
+    return name in members
 
 
 def _took_part(state: Any, nodes: Iterable[Any]) -> list[Any]:

@@ -38,7 +38,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
 from gemini_ft.hosts import lasting_name
-from gemini_ft.launch.spares import members_of, world_of
+from gemini_ft.launch.spares import has_left, members_of, world_of
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,7 +52,7 @@ LOOK_SECONDS = 5.0  # between two looks for a better store, in a round that is n
 _RETRY_SECONDS = 0.5
 _PROBE_SECONDS = 6.0  # for all stores to be found; one whose name server hangs is left out of the look
 _SAID_SECONDS = 10.0  # after which a launcher says for what it waits
-_PARTING_SECONDS = 2.0  # for which a store is served after the end, so that spares, which look once a second, learn of it
+_PARTING_SECONDS = 2.0  # for which a store is served after the end, so that others, which look once a second, learn of it
 
 
 class Place(NamedTuple):
@@ -151,6 +151,16 @@ class Standby:
         found: tuple[bytes, Any, bool] | None = self._ask(lambda backend: backend.set_state(state, token))
         self._last = found[0] if found is not None else self._last
         return found
+
+    def sign_off(self) -> None:
+        """Says that this host is at work no longer, unless the store is out of reach: without it others may begin."""
+        with contextlib.suppress(RendezvousConnectionError):
+            while (found := _within(_PARTING_SECONDS, self._backend.get_state)) is not None and has_left(
+                state := pickle.loads(found[0]), lasting_name()
+            ):
+                said = _within(_PARTING_SECONDS, partial(self._backend.set_state, pickle.dumps(state), found[1]))
+                if said is None or said[2]:
+                    break
 
     # -- inside
 
@@ -372,6 +382,9 @@ def surviving_stores() -> Iterator[None]:
     finally:
         c10d_rendezvous_backend.create_backend = create
         handler._get_store, handler.num_nodes_waiting = get_store, waiting  # type: ignore[method-assign]
-        if served and any(backend.is_closed for backend in backends):
+        for backend in backends:
+            if not backend.is_closed:
+                backend.sign_off()
+        if served:
             time.sleep(_PARTING_SECONDS)
         served.clear()
