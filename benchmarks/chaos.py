@@ -173,7 +173,7 @@ class Monkey:
         if len(self._job.alive) > 1:
             self._job.kill(self._host())
             self._job.add()
-        self._job.add()
+        self._job.restart(one)  # these may be all that have taken part, without whom no other begins
 
     def _launcher(self) -> None:
         self._signal(self._job.launcher_pid(self._host()), signal.SIGKILL)

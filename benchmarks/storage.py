@@ -190,8 +190,9 @@ def wasted_in_storage(plan: Plan, proxy: S3Proxy, folder: Path) -> dict[str, Any
         latency = common.median(at - ended[iteration] for iteration, at in times if iteration in ended)
         interval = common.median(later - earlier for (_, earlier), (_, later) in pairwise(times))
         at = time.time()
-        for host in list(hosts.alive):
-            hosts.replace(host)
+        for host in list(hosts.alive):  # under their ids: hosts that have never taken part would begin nothing by themselves
+            hosts.kill(host)
+            hosts.restart(host)
         everywhere = running.resumed(4, at)
     return _terms(latency, interval, everywhere, at)
 

@@ -10,7 +10,17 @@ from pathlib import Path
 
 def host_id() -> str:
     """Name of this host: GEMINI_HOST_ID, the node's in a SLURM job, or the hostname with the boot id (two containers may share a name)."""
-    return os.environ.get("GEMINI_HOST_ID") or os.environ.get("SLURMD_NODENAME") or f"{socket.gethostname()}-{machine_id()[:8]}"
+    return given_id() or f"{socket.gethostname()}-{machine_id()[:8]}"
+
+
+def given_id() -> str:
+    """The name that the user or SLURM gives this host; empty: none."""
+    return os.environ.get("GEMINI_HOST_ID") or os.environ.get("SLURMD_NODENAME") or ""
+
+
+def lasting_name() -> str:
+    """A name of this host that it keeps when it starts again; two hosts may share it."""
+    return given_id() or socket.gethostname()
 
 
 def machine_id() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import hashlib
 import os
@@ -17,9 +18,10 @@ import stat
 from pathlib import Path
 
 from gemini_ft.errors import ConfigError
-from gemini_ft.wire.private import own_folder
+from gemini_ft.wire.private import check_way, own_folder
 
 SLOT, IDENTITY = "/gemini-slot-", "/gemini-identity"  # in the names of files, by which a process's mappings are known
+KNOWLEDGE = 2**16  # bytes for an agent's own knowledge
 _TMPFS = 0x01021994  # TMPFS_MAGIC
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -34,7 +36,7 @@ class SlotFiles:
         host: host id.
 
     Raises:
-        ConfigError: the folder is no memory, or not this user's alone.
+        ConfigError: the folder is no memory, or not this user's alone, or another user could put an old one in its place.
     """
 
     def __init__(self, root: Path, run: str, host: str) -> None:
@@ -47,10 +49,13 @@ class SlotFiles:
         try:
             with contextlib.suppress(FileNotFoundError):  # an agent that leaves has removed it between two steps; `claim` makes it again
                 self._make_folder()
+                os.close(self.identity())
         except OSError as error:
-            raise ConfigError(f"memory.folder={str(root)!r}: {error.strerror}; name one on a tmpfs that this user may write to") from None
+            way_out = "make room there" if error.errno == errno.ENOSPC else "name one on a tmpfs that this user may write to"
+            raise ConfigError(f"memory.folder={str(root)!r}: {error.strerror}; {way_out}") from None
 
     def _make_folder(self) -> None:
+        check_way(self.root)
         own_folder(self.folder.parent)
         own_folder(self.folder)
 
@@ -67,15 +72,22 @@ class SlotFiles:
         return fd
 
     def identity(self) -> int:
-        """The descriptor of the file with an agent's own knowledge, which is new where no agent has been before.
+        """The descriptor of the file with an agent's own knowledge, which is new where no agent has been before; it has room for that.
 
         Raises:
             ConfigError: others could have prepared it.
+            OSError: the folder is full.
         """
-        fd = os.open(f"{self.folder}{IDENTITY}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        path = f"{self.folder}{IDENTITY}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         if not _is_own(fd):
             os.close(fd)
-            raise ConfigError(f"{self.folder}{IDENTITY} is not a plain file of mode 0600 and uid {os.getuid()}; remove it")
+            raise ConfigError(f"{path} is not a plain file of mode 0600 and uid {os.getuid()}; remove it")
+        try:
+            os.posix_fallocate(fd, 0, KNOWLEDGE)
+        except OSError:
+            os.close(fd)
+            raise
         return fd
 
     def claim(self) -> int | None:

@@ -28,7 +28,7 @@ import shutil
 import signal
 import time
 import urllib.parse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -184,6 +184,7 @@ class Drill:
 
     def __init__(self, faults: Sequence[Fault], happened: set[str], folder: Path, scene: Scene) -> None:
         self._faults, self._happened, self._folder, self._scene = faults, happened, folder, scene
+        self._launcher = _launcher()
 
     def at(self, iteration: int, moment: str) -> None:
         """Carries out the faults that are due, in the order of the list."""
@@ -203,7 +204,7 @@ class Drill:
             if mine:
                 scene.events.write("fault", fault=fault.text, iteration=iteration, moment=moment)
                 _log.warning("fault injection at iteration %d, %s: %s", iteration, moment, fault.text)
-                _do(fault, scene)
+                _do(fault, scene, self._launcher)
 
     def _end(self, fault: Fault, iteration: int) -> None:
         if fault.kind == "storage_full" and fault.until is not None and iteration >= fault.until:
@@ -229,7 +230,7 @@ def _gather(name: str, rank: int, world_size: int, wait: bool) -> None:
 # -- deeds ----------------------------------------------------------------------------------------
 
 
-def _do(fault: Fault, scene: Scene) -> None:
+def _do(fault: Fault, scene: Scene, launcher: psutil.Process | None) -> None:
     match fault.kind:
         case "sigkill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -242,9 +243,9 @@ def _do(fault: Fault, scene: Scene) -> None:
         case "exit":
             os._exit(fault.code)
         case "agent":
-            _kill([scene.client().welcome.pid])
+            _kill([*_process(scene.client().welcome.pid)])
         case "kill":
-            _kill_host(scene.client().welcome.pid)
+            _kill_host(scene.client().welcome.pid, launcher)
         case "corrupt":
             with contextlib.suppress(AgentError):  # it is dead itself, and so are its copies
                 for owner in fault.owners(scene.world, scene.host):
@@ -254,14 +255,15 @@ def _do(fault: Fault, scene: Scene) -> None:
             _fill(_storage_folder(scene.storage) / _FILLER)
 
 
-def _kill_host(agent: int) -> None:
+def _kill_host(agent: int, launcher: psutil.Process | None) -> None:
     """Kills the launcher before its workers: it must not see them die, nor sign them off.
 
     Under `gemini run` this process dies with it, torchrun's workers do not. The agent goes first, because no other process would kill it.
+    A launcher that has ended in the meantime has left this process to init, or to a service manager, whose children are none of ours.
     """
-    launcher = _launcher()
-    family = [launcher, *launcher.children(recursive=True)] if launcher is not None else []
-    _kill([agent, *(process.pid for process in family), os.getpid()])
+    own = psutil.Process()
+    family = [launcher, *launcher.children(recursive=True)] if launcher is not None and launcher in own.parents() else []
+    _kill([*_process(agent), *(process for process in family if process != own), own])
 
 
 def _fill(path: Path) -> None:
@@ -274,19 +276,31 @@ def _fill(path: Path) -> None:
 
 
 def _launcher() -> psutil.Process | None:
-    """The process that started the workers of this host: `gemini run` says so, torchrun is the parent."""
-    said = os.environ.get("GEMINI_LAUNCHER_PID")
+    """The process that started the workers of this host, unless it has ended: `gemini run` says so, torchrun is the parent.
+
+    No other program than this worker's is torchrun: the parent of an orphan is init.
+    """
+    said, own = os.environ.get("GEMINI_LAUNCHER_PID"), psutil.Process()
     if said is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(int(said) if said is not None else os.getppid())
+    with contextlib.suppress(psutil.Error):
+        found = psutil.Process(int(said) if said is not None else os.getppid())
+        if found in own.parents() and (said is not None or found.exe() == own.exe()):
+            return found
     return None
 
 
-def _kill(pids: Iterable[int], signum: int = signal.SIGKILL) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signum)
+def _process(pid: int) -> Iterator[psutil.Process]:
+    """The process of that number, if there is one; 0 is no process of this pid namespace."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        yield psutil.Process(pid)
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    """Kills these processes, but none that was given the number of one in the meantime: psutil compares when they began."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _storage_folder(url: str | None) -> Path:

@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 
 ENDED_ELSEWHERE = 69  # EX_UNAVAILABLE
 NOT_STORED = 73  # EX_CANTCREAT
+OVERTAKEN = 76  # EX_PROTOCOL
 _BY_WORKERS = {StorageUnclearError.exit_status, RunAliveError.exit_status}
 # Bases of exceptions that come from outside of the script, and go away as they have come.
 _PASSING = {"OSError", "DistError", "AgentError", "PeerError", "StorageError", "CorruptDataError", "BotoCoreError", "ClientError"}

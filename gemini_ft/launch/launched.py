@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gemini_ft.hosts import began
@@ -16,8 +16,13 @@ from gemini_ft.launch.run_id import own_command
 from gemini_ft.wire.worker_messages import Launch
 
 LAUNCH = "GEMINI_LAUNCH"  # in the environment of workers of `gemini run`: the name of the launch, the same on all hosts
-_SHOWN = 60  # characters of a variable's value; of a longer one the digest is kept
-_SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE", re.IGNORECASE)  # values that no log must show
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|PIN", re.IGNORECASE)  # names whose values no log must show
+_PLAIN = re.compile(r"[+-]?[\d_]{0,12}\.?\d{0,12}(e[+-]?\d{1,3})?|true|false|none", re.IGNORECASE)  # values that are no secret
+_DIGEST = "sha256 "  # before the digest of a value, by which two are compared; no log shows it, since a short value can be guessed from it
+_CREDENTIALS = re.compile(
+    r"(?<=://)[^/@\s]+(?=@)|\b(hf_|sk-|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|AKIA|ASIA|eyJ)[\w.-]{8,}|(?<![\w/.+=-])[A-Za-z0-9+=_-]{32,}(?![\w/.+=-])"
+)
+_HIDDEN = "..."
 # Variables that say where and by whom a process was started, and nothing of what it does.
 _OF_THE_START = re.compile(
     "_|PATH|LANG|LC_.*|PWD|OLDPWD|SHLVL|SHELL|HOME|USER|LOGNAME|MAIL|TERM.*|COLORTERM|COLUMNS|LINES|LS_COLORS|PS[1-4]|DISPLAY|HOSTNAME|TMPDIR|TMUX.*|STY"
@@ -46,7 +51,7 @@ def this_launch(name: str) -> Launch:
         pid=pid,
         ticks=ticks,
         started=_boot_time() + ticks / os.sysconf("SC_CLK_TCK"),
-        command=own_command(),
+        command=without_secrets(own_command()),
         folder=os.getcwd() if ray_train.run_name() is None else "",  # Ray makes one for each session of a cluster
         script=_digest_of_script(),
         environ=relevant(_environment_at_start()),
@@ -84,8 +89,25 @@ def relevant(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _kept(name: str, value: str) -> str:
-    is_shown = len(value) <= _SHOWN and not _SECRET.search(name)
-    return repr(value) if is_shown else f"sha256 {hashlib.sha256(value.encode()).hexdigest()[:8]}"
+    is_shown = _PLAIN.fullmatch(value) and not _SECRET.search(name)
+    return repr(value) if is_shown else f"{_DIGEST}{hashlib.sha256(value.encode()).hexdigest()[:8]}"
+
+
+def without_secrets(command: Sequence[str]) -> list[str]:
+    """A command line as logs may show it: without passwords in URLs, what looks like a token, and values of options with such names."""
+    found, is_value = [], False
+    for argument in command:
+        name, sign, value = argument.partition("=")
+        is_secret = _SECRET.search(name) is not None
+        if is_value and not argument.startswith("-"):
+            shown = argument if _PLAIN.fullmatch(argument) else _HIDDEN
+        elif is_secret and sign:
+            shown = argument if _PLAIN.fullmatch(value) else f"{name}={_HIDDEN}"
+        else:
+            shown = _CREDENTIALS.sub(_HIDDEN, argument)
+        is_value = is_secret and not sign and argument.startswith("-")
+        found.append(shown)
+    return found
 
 
 def changes(before: Launch, now: Launch) -> list[str]:
@@ -99,6 +121,8 @@ def changes(before: Launch, now: Launch) -> list[str]:
         found.append(f"{now.command[0] if now.command[0] != '-m' else now.command[1]} is another than it was")
     for name in sorted(before.environ.keys() | now.environ.keys()):
         then, this = before.environ.get(name), now.environ.get(name)
-        if then != this:
+        if then != this and {(then or "")[: len(_DIGEST)], (this or "")[: len(_DIGEST)]} & {_DIGEST}:
+            found.append(f"{name} is another than it was" if then and this else f"{name} {'is' if this else 'was'} set")
+        elif then != this:
             found.append(f"{name} was {then or 'not set'} and is {this or 'not set'}")
     return found

@@ -36,7 +36,7 @@ from gemini_ft.errors import AgentError, ConfigError, RunAliveError
 from gemini_ft.hosts import host_id
 from gemini_ft.launch import slurm
 from gemini_ft.launch.drain import LEFT, drain_of
-from gemini_ft.launch.endings import ENDED_ELSEWHERE, NOT_STORED, final_endings
+from gemini_ft.launch.endings import ENDED_ELSEWHERE, NOT_STORED, OVERTAKEN, final_endings
 from gemini_ft.launch.launched import LAUNCH
 from gemini_ft.launch.muster import whole_rounds
 from gemini_ft.launch.notes import FIXED, notes_of_workers
@@ -45,7 +45,7 @@ from gemini_ft.launch.preload import early_environment, modules_to_preload
 from gemini_ft.launch.reports import own_log_dir
 from gemini_ft.launch.run_id import default_run_id, is_passing
 from gemini_ft.launch.spares import better_rendezvous
-from gemini_ft.launch.stores import surviving_stores
+from gemini_ft.launch.stores import OvertakenError, surviving_stores
 from gemini_ft.launch.trainjob import reported_progress
 from gemini_ft.launch.worker_start import cold_workers, forked_workers
 from gemini_ft.wire.worker_messages import Launch
@@ -110,6 +110,9 @@ def command(argv: Sequence[str]) -> int:
         if is_nameless:
             lifecycle.leave(run_id)  # nobody can come back for it
         return endings.status or 1
+    except OvertakenError as error:
+        logger.error("%s", error)
+        return OVERTAKEN
     except SignalException as error:
         if endings.status == LEFT:
             if endings.has_drained:

@@ -1,17 +1,23 @@
-"""Torch's dynamic rendezvous with four habits changed, for as long as ``gemini run`` uses it.
+"""Torch's dynamic rendezvous with some habits changed, for as long as ``gemini run`` uses it.
 
 A spare waits its turn. Torch lets a waiting host compete with the job's own hosts when these come together again after a
 failure. A host that loses its place takes its memory away, and is then taken for a new host that wants to join, for
 which torch restarts the whole job: with three hosts and one spare a killed worker cost up to 50 s, or restarts without
-end. Here others step forward only when the hosts that are left have had time to take their places again, and a host
-that is left over steps back.
+end. Here others step forward only where no host of the job that still gives signs of life is missing, and a host that is left over
+steps back. Torch deletes a host's sign of life when it leaves its place to come to the next round; here it stays until it is too old.
+
+Nothing begins without a host that took part. Spares that are cut off from the job together could make up a world of their own, and train
+under the same run id. So the state of the rendezvous names the hosts that have ever taken part in a complete round, and nobody else takes
+the first place in a round. A launcher that is started again on such a host counts as that host, also after a reboot. One that ends, and
+whose workers have ended therefore, takes its host off the list: where all have done so, others begin.
 
 A job stays as large as its state. With ``--nnodes 1:4`` torch restarts a healthy job for every host that comes. State that only the
 same number of ranks can load would be lost by that, so a worker with such state says so (`gemini_ft.launch.notes`), the hosts write
 it into the rendezvous, and further hosts wait as spares.
 
 Hosts look more often. Torch's look once a second for what the others have done, several times in a row, and take what
-they saw within the last second for the present.
+they saw within the last second for the present. It also names each look by the whole stack, with a search through all modules for each
+frame, which took a sixth of a processor where many are loaded; here the one frame is asked.
 
 No clock decides which host lives. Torch compares the time that a host writes with a sign of life with the reader's own: hosts whose
 clocks are seconds apart took each other for dead for ever, and a clock that was set cost a restart. Here a host is dead when what it
@@ -21,11 +27,13 @@ writes has not changed for as long by the reader's monotonic clock.
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -34,16 +42,23 @@ from typing import Any
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _Action
 
+from gemini_ft.hosts import lasting_name
+
 logger = logging.getLogger(__name__)
 
-_CHANGED = ("_RendezvousJoinOp", "_delay", "_BackendRendezvousStateHolder", "_should_keep_alive")
-_JOIN, _DELAY, _STATE, _DUE = _CHANGED  # torch's names
-_HOSTS = "gemini_hosts"  # attribute of torch's rendezvous state: the number of hosts that the job's state is made for
+_CHANGED = ("_RendezvousJoinOp", "_delay", "_BackendRendezvousStateHolder", "_should_keep_alive", "get_method_name")
+_JOIN, _DELAY, _STATE, _DUE, _NAMING = _CHANGED  # torch's names
+# Attributes of torch's rendezvous state:
+_HOSTS = "gemini_hosts"  # the number of hosts that the job's state is made for
+_WORLD = "gemini_world"  # a random name of the complete round: copies of it in two stores are one world
+_NAMES = "gemini_names"  # the lasting name of each launcher that lives and has taken a place in a round
+_MEMBERS = "gemini_members"  # the names of the hosts that have taken part in a complete round and may be at work
 _QUICKEST = 0.05  # seconds between two looks in the smallest job
 _HOSTS_PER_SECOND = 100  # in a look every host reads the states of all: large jobs keep torch's pace
-_GRACE = 1.0  # seconds a spare waits longer than the others take to look
+_GRACE = 1.0  # seconds a spare waits longer than the others take to look, for hosts of which no sign of life can be seen
 _SETTLING = 2.0  # seconds for the other hosts to come to another store after this one has; nobody is dead before
 _STUCK = 10.0  # seconds after which hosts that go on without a lost one are called together by a spare, as torch does at once
+_STEPS = (_Action.ADD_TO_PARTICIPANTS, _Action.MARK_RENDEZVOUS_COMPLETE, _Action.REMOVE_FROM_REDUNDANCY_LIST)
 
 
 @dataclass
@@ -51,6 +66,7 @@ class Host:
     """The facts that this host's launcher knows of itself."""
 
     patience: float  # seconds for which it leaves an open round to others, unless it belongs to the job
+    name: str = field(default_factory=lasting_name)
     has_taken_part: bool = False
     is_fixed: Callable[[], bool] = lambda: False  # whether the state of its workers can be loaded by the same number of ranks only
 
@@ -68,9 +84,46 @@ class PatientJoin:
         self._join, self._host, self._clock = join, host, clock
         self._seen: tuple[int, bool] | None = None  # round, and whether it was complete
         self._since = 0.0
-        self._said = False
+        self._said = self._said_alone = False
 
     def __call__(self, ctx: Any, deadline: float) -> Any:
+        action = self._wanted(ctx, deadline)
+        if action not in _STEPS:
+            return action
+        if not self._is_of_the_job(ctx.state):
+            return _idle(ctx)
+        if action != _Action.REMOVE_FROM_REDUNDANCY_LIST:
+            self._sign(ctx, completes=action == _Action.MARK_RENDEZVOUS_COMPLETE)
+        return action
+
+    def _is_of_the_job(self, state: Any) -> bool:
+        """Whether this host, or one that has a place in the round, has taken part in the job; at its beginning nobody has."""
+        members = members_of(state)
+        if not members or self._host.has_taken_part or self._host.name in members or _took_part(state, state.participants):
+            return True
+        if not self._said_alone:
+            self._said_alone = True
+            logger.warning(
+                "none of the hosts that have taken part in this job can be seen: this one begins nothing without them, since they may be "
+                "at work where it cannot see them. If they are lost for good, start the command everywhere with another --rdzv-id; a host "
+                "that comes back under another hostname needs the GEMINI_HOST_ID it had"
+            )
+        return False
+
+    def _sign(self, ctx: Any, completes: bool) -> None:
+        """Writes this host's name into the state beside its place, and all names into the list of members if that completes the round."""
+        state, participants = ctx.state, {*ctx.state.participants, ctx.node}
+        known = {node: name for node, name in getattr(state, _NAMES, {}).items() if node in state.last_heartbeats}
+        names = known | {ctx.node: self._host.name}
+        setattr(state, _NAMES, names)
+        took_part = {self._host.name} if self._host.has_taken_part else set()
+        if completes or len(participants) >= ctx.settings.max_nodes:
+            took_part |= {names[node] for node in participants if node in names}
+            setattr(state, _WORLD, uuid.uuid4().hex)
+        setattr(state, _MEMBERS, members_of(state) | took_part)
+
+    def _wanted(self, ctx: Any, deadline: float) -> Any:
+        """The next step, as if hosts that are not seen were dead."""
         state = ctx.state
         if (limit := getattr(state, _HOSTS, None)) and ctx.settings.min_nodes != ctx.settings.max_nodes:
             if (action := self._within(limit, ctx)) is not None:
@@ -82,9 +135,9 @@ class PatientJoin:
         if action == _Action.FINISH:
             self._host.has_taken_part = True
         is_new = action == _Action.ADD_TO_PARTICIPANTS and state.round > 0 and not self._host.has_taken_part
-        if not (is_new or action == _Action.REMOVE_FROM_REDUNDANCY_LIST) or self._is_its_turn(state):
+        if not (is_new or action == _Action.REMOVE_FROM_REDUNDANCY_LIST) or self._is_its_turn(ctx):
             return action
-        return _Action.KEEP_ALIVE if torch_rendezvous._should_keep_alive(ctx) else _Action.SYNC
+        return _idle(ctx)
 
     def _within(self, limit: int, ctx: Any) -> Any:
         """The decision for a job whose state is made for ``limit`` hosts, where torch would decide otherwise; else None."""
@@ -98,12 +151,46 @@ class PatientJoin:
             return _Action.REMOVE_FROM_PARTICIPANTS
         return _Action.MARK_RENDEZVOUS_COMPLETE if len(state.participants) == limit else None  # torch would wait for more
 
-    def _is_its_turn(self, state: Any) -> bool:
+    def _is_its_turn(self, ctx: Any) -> bool:
         """Whether the hosts of the job have had their time: to join an open round, or to leave a complete one."""
+        state = ctx.state
         now = (state.round, state.complete)
         if now != self._seen:
             self._seen, self._since = now, self._clock()
-        return self._clock() - self._since >= (_STUCK if state.complete else self._host.patience)
+        waited = self._clock() - self._since
+        if state.complete:
+            return waited >= _STUCK
+        living = state.last_heartbeats.keys() - state.participants.keys() - state.redundancy_list - {ctx.node}
+        missing = ctx.settings.max_nodes - len(state.participants) - len(_took_part(state, living))
+        return waited >= self._host.patience and missing > 0
+
+
+def world_of(state: Any) -> str | None:
+    """The name of the last round that was completed; None: there was none, or it has no name."""
+    return getattr(state, _WORLD, None)
+
+
+def members_of(state: Any) -> frozenset[str]:
+    """The names of the hosts that have taken part in a complete round of a rendezvous, and have not said that they ended."""
+    return frozenset(getattr(state, _MEMBERS, ()))
+
+
+def has_left(state: Any, name: str) -> bool:
+    """Takes a host off the list of those that have taken part, as its workers have ended; False: it is not on it."""
+    members = members_of(state)
+    setattr(state, _MEMBERS, members - {name})
+    return name in members
+
+
+def _took_part(state: Any, nodes: Iterable[Any]) -> list[Any]:
+    """Those of the launchers whose hosts have taken part in a complete round."""
+    names, members = getattr(state, _NAMES, {}), members_of(state)
+    return [node for node in nodes if names.get(node) in members]
+
+
+def _idle(ctx: Any) -> Any:
+    """The action of a host that waits."""
+    return _Action.KEEP_ALIVE if torch_rendezvous._should_keep_alive(ctx) else _Action.SYNC
 
 
 def _narrowed(ctx: Any, hosts: int) -> Any:
@@ -130,9 +217,13 @@ def _waiting(original: Callable[[Any], int], host: Host, handler: Any) -> int:
 
 
 def _by_own_clock(holder: Any) -> Any:
-    """Torch's class that keeps the state of the rendezvous and drops hosts without a sign of life; this one asks no other host's clock."""
+    """Torch's class that keeps the state of the rendezvous and drops hosts without a sign of life; this one asks no other host's clock.
+
+    A host that has just left its place lives: its action has come before the state is marked.
+    """
 
     class Holder(holder):  # type: ignore[misc]
+        _present: frozenset[Any] = frozenset()  # the participants before the present action
         _seen: Mapping[Any, tuple[datetime, float]] = {}  # host -> what it wrote last, and when that was first read here
 
         def _sanitize(self) -> None:
@@ -143,6 +234,12 @@ def _by_own_clock(holder: Any) -> Any:
             self._state.last_heartbeats = {host: present - timedelta(seconds=age) for host, age in ages.items()}
             super()._sanitize()
             self._state.last_heartbeats = {host: said[host] for host in self._state.last_heartbeats}
+            self._present = frozenset(self._state.participants)
+
+        def mark_dirty(self) -> None:
+            for host in self._present - self._state.participants.keys():
+                self._state.last_heartbeats.setdefault(host, datetime.now(UTC))
+            super().mark_dirty()
 
     return Holder
 
@@ -165,10 +262,10 @@ def better_rendezvous(hosts: int, is_fixed: Callable[[], bool] = lambda: False) 
     Torch has no settings for that, so its classes and its functions are replaced.
     """
     originals = {name: getattr(torch_rendezvous, name, None) for name in _CHANGED}
-    join, delay, state, due = originals.values()
+    join, delay, state, due, naming = originals.values()
     handler = torch_rendezvous.DynamicRendezvousHandler
     waiting = handler.num_nodes_waiting
-    if join is None or delay is None or state is None or due is None:
+    if join is None or delay is None or state is None or due is None or naming is None:
         logger.warning("spares may displace hosts of the job, as this version of torch brings hosts together in an unknown way")
         yield
         return
@@ -178,6 +275,7 @@ def better_rendezvous(hosts: int, is_fixed: Callable[[], bool] = lambda: False) 
         _DELAY: lambda seconds: delay(interval if seconds == 1 else seconds),
         _STATE: partial(_by_own_clock(state), cache_duration=interval / 2),
         _DUE: _due,
+        _NAMING: lambda depth=2: sys._getframe(depth).f_code.co_name,
     }
     for name, value in changed.items():
         setattr(torch_rendezvous, name, value)

@@ -8,6 +8,11 @@ where it needs the others: to begin, and after a failure.
 ``--rdzv-endpoint A:29400,B:29400``: the hosts that A and B name serve a store each. Every change of the store counts a generation up,
 which the new one keeps. Where several stores are alive, because a link was lost and no host, that of the highest generation counts, and
 among equals the first in the order of the endpoints. A launcher that does not find the others where it is looks for that one.
+
+A network that falls apart leaves a store on each side. A host that has never taken part in the job carries no rendezvous to another
+store: it waits there, and comes back when it can. At the first start nobody has taken part, and every store is asked before one is used.
+Where hosts that took part are on both sides, as of two hosts with a spare each, both may go on; as soon as they can see each other, one
+of them ends.
 """
 
 from __future__ import annotations
@@ -15,20 +20,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, c10d_rendezvous_backend
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT, C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
+
+from gemini_ft.hosts import lasting_name
+from gemini_ft.launch.spares import has_left, members_of, world_of
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -40,8 +50,9 @@ ANSWER_SECONDS = 5.0  # for its answer: torch would wait for minutes where a hos
 _READ_SECONDS = 60  # torch's own default, for what the launchers exchange in a round
 LOOK_SECONDS = 5.0  # between two looks for a better store, in a round that is not complete
 _RETRY_SECONDS = 0.5
+_PROBE_SECONDS = 6.0  # for all stores to be found; one whose name server hangs is left out of the look
 _SAID_SECONDS = 10.0  # after which a launcher says for what it waits
-_PARTING_SECONDS = 2.0  # for which a store is served after the end, so that spares, which look once a second, learn of it
+_PARTING_SECONDS = 2.0  # for which a store is served after the end, so that others, which look once a second, learn of it
 
 
 class Place(NamedTuple):
@@ -55,6 +66,21 @@ class Place(NamedTuple):
     def rank(self) -> tuple[int, int]:
         """The greater, the better."""
         return self.generation, -self.number
+
+
+class _Probe(NamedTuple):
+    """A look for one store, which is under way or over."""
+
+    thread: threading.Thread
+    begun: float  # monotonic clock
+    found: list[Place]
+
+
+class OvertakenError(SignalException):
+    """Another part of this job goes on, and this one ends: the others' rendezvous stays open, as after a signal."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, signal.SIGTERM)
 
 
 class Standby:
@@ -73,6 +99,7 @@ class Standby:
         store: the present one.
         moved_at: when this launcher came to it, in seconds of the monotonic clock; 0: it is the first one.
         patience: seconds to look for another store where it is needed.
+        overtaken: why this part of the job has to end; empty: it does not.
     """
 
     name = "c10d"
@@ -83,24 +110,38 @@ class Standby:
         self._last: bytes | None = None  # the state as it was read or written last
         self._looked_at = self._answered_at = time.monotonic()
         self._said = False
-        self.moved_at, self.patience = 0.0, patience
+        self.moved_at, self.patience, self.overtaken = 0.0, patience, ""
+        self._number = 0
+        self._probes: dict[int, _Probe] = {}  # of endpoints
+        self._beats: dict[int, dict[Any, Any]] = {}  # of the hosts that were seen at another store, by its endpoint
+        self._move(self._first_place(patience))
+
+    def _first_place(self, patience: float) -> Place:
+        """The store to begin at: one that is in use, or the first, once all have said that they are not."""
         begun = time.monotonic()
-        while not (places := self._places()):
-            waited = time.monotonic() - begun
+        while True:
+            places = self._places(min(_PROBE_SECONDS, max(patience, _REACH_SECONDS)))
+            if places and (places[0].generation >= 0 or len(places) == len(self._endpoints)):
+                return places[0]
+            waited, silent = time.monotonic() - begun, self._named({place.number for place in places})
             if waited > patience:
-                raise RendezvousConnectionError(f"no store can be reached at {self._named()} within {patience:g} s")
+                why = ". The job may be at work there; leave out of --rdzv-endpoint, on all hosts, a store that is gone" if places else ""
+                raise RendezvousConnectionError(f"no store can be reached at {silent} within {patience:g} s{why}")
             if waited > _SAID_SECONDS and not self._said:
                 self._said = True
-                _log.warning("waiting for a store of the rendezvous at %s, for %g s at most (join_timeout)", self._named(), patience)
+                _log.warning("waiting for the store of the rendezvous at %s, for %g s at most (join_timeout)", silent, patience)
             time.sleep(_RETRY_SECONDS)
-        self._move(places[0])
 
     # -- torch's RendezvousBackend
 
     def get_state(self) -> tuple[bytes, Any] | None:
         """The state and a token for it; None: there is none."""
-        if len(self._endpoints) > 1 and self._is_lonely and time.monotonic() - self._looked_at > LOOK_SECONDS:
-            self._look()
+        if len(self._endpoints) > 1 and time.monotonic() - self._looked_at > LOOK_SECONDS:
+            if self._is_lonely:
+                self._look()
+            else:
+                self._looked_at = time.monotonic()
+                threading.Thread(target=self.look_beside, name="gemini-stores", daemon=True).start()
         found: tuple[bytes, Any] | None = self._ask(lambda backend: backend.get_state())
         self._last = found[0] if found is not None else self._last
         return found
@@ -110,6 +151,16 @@ class Standby:
         found: tuple[bytes, Any, bool] | None = self._ask(lambda backend: backend.set_state(state, token))
         self._last = found[0] if found is not None else self._last
         return found
+
+    def sign_off(self) -> None:
+        """Says that this host is at work no longer, unless the store is out of reach: without it others may begin."""
+        with contextlib.suppress(RendezvousConnectionError):
+            while (found := _within(_PARTING_SECONDS, self._backend.get_state)) is not None and has_left(
+                state := pickle.loads(found[0]), lasting_name()
+            ):
+                said = _within(_PARTING_SECONDS, partial(self._backend.set_state, pickle.dumps(state), found[1]))
+                if said is None or said[2]:
+                    break
 
     # -- inside
 
@@ -127,6 +178,12 @@ class Standby:
     def _is_lonely(self) -> bool:
         """Whether the hosts have not met: perhaps they are elsewhere."""
         return self._last is None or not pickle.loads(self._last).complete
+
+    @property
+    def _has_taken_part(self) -> bool:
+        """Whether this host is of the job, as far as it is known which are."""
+        members = members_of(pickle.loads(self._last)) if self._last is not None else frozenset()
+        return not members or lasting_name() in members
 
     def _ask(self, question: Callable[[C10dRendezvousBackend], T]) -> T:
         try:
@@ -146,7 +203,7 @@ class Standby:
                 _log.warning("the store of the rendezvous is lost (%s); the workers go on, and it is looked for", self._named())
             raise RendezvousConnectionError(f"the store of the rendezvous cannot be reached at {self._named()}")
         _log.warning("the store of the rendezvous was lost; it goes on at %s:%d", *self._endpoints[places[0].number])
-        self._move(places[0])
+        self._move(places[0], takes_over=True)
 
     def _look(self) -> None:
         """Goes to a better store than the present one, if there is one."""
@@ -155,11 +212,38 @@ class Standby:
             _log.warning("the others may be at %s:%d; the rendezvous goes on there", *self._endpoints[places[0].number])
             self._move(places[0])
 
-    def _move(self, place: Place) -> None:
-        """Makes a store the present one; if it is behind what this launcher has seen, lets it catch up."""
-        key, is_first = _GENERATION + self._run, self._last is None
-        if place.generation < self._generation or place.generation < 0:
-            wanted = str(self._generation if is_first else self._generation + 1)
+    def look_beside(self) -> None:
+        """Looks whether another store serves a rendezvous of this run that is complete, alive, and has come further than this one."""
+        with contextlib.suppress(RendezvousConnectionError):
+            for place in self._places():
+                found = _within(ANSWER_SECONDS, partial(_state_at, place.store, self._run)) if place.number != self._number else None
+                if found is not None and self._last is not None:
+                    self._meet(place, pickle.loads(found), pickle.loads(self._last))
+
+    def _meet(self, place: Place, theirs: Any, ours: Any) -> None:
+        if world_of(theirs) == world_of(ours):
+            return  # copies of one round, from before hosts lost sight of each other
+        strangers = theirs.participants.keys() - ours.participants.keys()
+        beats = {node: beat for node, beat in theirs.last_heartbeats.items() if node in strangers}
+        before, self._beats[place.number] = self._beats.get(place.number, {}), beats
+        is_alive = theirs.complete and any(before.get(node, beat) != beat for node, beat in beats.items())
+        if is_alive and (theirs.round, -place.number) > (ours.round, -self._number):
+            self.overtaken = (
+                f"another part of this job goes on by way of the store at {self._endpoints[place.number][0]}:"
+                f"{self._endpoints[place.number][1]}, in round {theirs.round} of the rendezvous; this one, in round {ours.round}, ends"
+            )
+
+    def _move(self, place: Place, takes_over: bool = False) -> None:
+        """Makes a store the present one; if it is behind what this launcher has seen, lets it catch up.
+
+        A host that has not taken part writes only where nothing is, and makes no store better than it is by that.
+        """
+        key, is_first, is_member = _GENERATION + self._run, self._last is None, self._has_taken_part
+        is_behind = place.generation < self._generation
+        if takes_over and place.number != self._number:
+            is_behind |= place.generation == self._generation  # hosts that have not taken part have been there before
+        if place.generation < 0 or (is_behind and is_member):
+            wanted = str(self._generation if is_first or not is_member else self._generation + 1)
             before = "" if place.generation < 0 else str(place.generation)
             self._generation = int(_within(ANSWER_SECONDS, lambda: place.store.compare_set(key, before, wanted)))
         else:
@@ -168,26 +252,43 @@ class Standby:
         self.store, self._number, self._said = place.store, place.number, False
         while self._last is not None:
             there = _within(ANSWER_SECONDS, self._backend.get_state)
-            if there is not None and _progress(there[0]) >= _progress(self._last):
+            if there is not None and (not is_member or _progress(there[0]) >= _progress(self._last)):
                 break
             _within(ANSWER_SECONDS, partial(self._backend.set_state, self._last, there[1] if there is not None else None))
         if not is_first:
             self.moved_at = time.monotonic()
 
-    def _places(self) -> list[Place]:
-        """The stores that can be reached, the best one first."""
-        found = []
-        for number, (host, port) in enumerate(self._endpoints):
-            with contextlib.suppress(OSError, RuntimeError, RendezvousConnectionError):  # RuntimeError: torch's
-                socket.create_connection((host, port), _REACH_SECONDS).close()  # torch would try again where the port is closed
-                store = _within(2 * _REACH_SECONDS, partial(TCPStore, host, port, is_master=False, timeout=_REACH))
-                store.set_timeout(timedelta(seconds=self._read_seconds))
-                said = _within(ANSWER_SECONDS, partial(store.compare_set, _GENERATION + self._run, "?", "?"))
-                found.append(Place(int(said) if said.lstrip(b"-").isdigit() else -1, number, store))
-        return sorted(found, key=lambda place: place.rank, reverse=True)
+    def _places(self, seconds: float = _PROBE_SECONDS) -> list[Place]:
+        """The stores that can be reached, the best one first. A look that still waits for one is not begun anew."""
+        for number in range(len(self._endpoints)):
+            if number not in self._probes or not self._probes[number].thread.is_alive():
+                found: list[Place] = []
+                thread = threading.Thread(target=self._probe, args=(number, found), name="gemini-store", daemon=True)
+                self._probes[number] = _Probe(thread, time.monotonic(), found)
+                thread.start()
+        probes = list(self._probes.values())
+        for probe in probes:
+            probe.thread.join(max(0.0, probe.begun + seconds - time.monotonic()))
+        return sorted((place for probe in probes for place in probe.found), key=lambda place: place.rank, reverse=True)
 
-    def _named(self) -> str:
-        return ", ".join(f"{host}:{port}" for host, port in self._endpoints)
+    def _probe(self, number: int, found: list[Place]) -> None:
+        """Finds a store; a name server may keep this waiting for longer than any limit."""
+        host, port = self._endpoints[number]
+        with contextlib.suppress(OSError, RuntimeError, RendezvousConnectionError):  # RuntimeError: torch's
+            socket.create_connection((host, port), _REACH_SECONDS).close()  # torch would try again where the port is closed
+            store = _within(2 * _REACH_SECONDS, partial(TCPStore, host, port, is_master=False, timeout=_REACH))
+            store.set_timeout(timedelta(seconds=self._read_seconds))
+            said = _within(ANSWER_SECONDS, partial(store.compare_set, _GENERATION + self._run, "?", "?"))
+            found.append(Place(int(said) if said.lstrip(b"-").isdigit() else -1, number, store))
+
+    def _named(self, without: Collection[int] = ()) -> str:
+        return ", ".join(f"{host}:{port}" for number, (host, port) in enumerate(self._endpoints) if number not in without)
+
+
+def _state_at(store: TCPStore, run: str) -> bytes | None:
+    """The state of the rendezvous in a store."""
+    found = C10dRendezvousBackend(store, run).get_state()
+    return found[0] if found is not None else None
 
 
 def _progress(state: bytes) -> tuple[bool, int, bool]:
@@ -219,11 +320,19 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
     raise RendezvousConnectionError(f"the connection to the store of the rendezvous has failed: {cause}") from cause
 
 
+def _is_here(host: str) -> bool:
+    """Whether a name is this machine's; a name server that does not answer is not waited for."""
+    try:
+        return _within(_PROBE_SECONDS, partial(_matches_machine_hostname, host))
+    except RendezvousConnectionError:
+        return False
+
+
 def _served(endpoints: Sequence[tuple[str, int]], is_host: bool | None) -> list[TCPStore]:
     """The stores that this process serves: at the endpoints that name this host, unless the user says whether it is one."""
     found = []
     for host, port in endpoints:
-        if is_host if is_host is not None and len(endpoints) == 1 else is_host is not False and _matches_machine_hostname(host):
+        if is_host if is_host is not None and len(endpoints) == 1 else is_host is not False and _is_here(host):
             try:
                 found.append(TCPStore(host, port, is_master=True, multi_tenant=True, wait_for_workers=False))
             except RuntimeError as error:  # another launcher of this host serves it, as torch supposes as well
@@ -259,6 +368,8 @@ def surviving_stores() -> Iterator[None]:
         return get_store(self)
 
     def waiting_if_known(self: Any) -> int:
+        if why := getattr(self._state_holder._backend, "overtaken", ""):
+            raise OvertakenError(why)
         try:
             return waiting(self)
         except RendezvousConnectionError:
@@ -271,6 +382,9 @@ def surviving_stores() -> Iterator[None]:
     finally:
         c10d_rendezvous_backend.create_backend = create
         handler._get_store, handler.num_nodes_waiting = get_store, waiting  # type: ignore[method-assign]
-        if served and any(backend.is_closed for backend in backends):
+        for backend in backends:
+            if not backend.is_closed:
+                backend.sign_off()
+        if served:
             time.sleep(_PARTING_SECONDS)
         served.clear()

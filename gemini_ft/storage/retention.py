@@ -16,7 +16,7 @@ from gemini_ft.storage.decisions import Sighting, fenced, left_torn, superseded_
 from gemini_ft.storage.lookout import Lookout
 from gemini_ft.storage.shard import StoredShard
 
-READER_SECONDS = 6 * 3600.0  # after which a reader that has not said that it is through counts as dead
+READER_SECONDS = 6 * 3600.0  # for which this process has seen a reader's note, and the reader then counts as dead
 
 
 def read_back(storage: Storage, manifest: Manifest) -> None:
@@ -62,6 +62,7 @@ class Retention:
         self._keep_last, self._keep_every, self._damaged = keep_last, keep_every, set(damaged)
         self._sound: set[str] = set()
         self._known: dict[str, Sighting] = {}  # by folder: seen or stored, and not deleted
+        self._readers: dict[str, float] = {}  # readers' notes, and when each was seen first, in seconds of the monotonic clock
         self._storage: Storage | None = None
 
     def stored(self, newest: Manifest) -> Sighting:
@@ -119,7 +120,7 @@ class Retention:
         return list(look.sightings)
 
     def _delete_all(self, storage: Storage, doomed: list[Sighting]) -> list[str]:
-        held = held_by_readers(storage, self._run, self._stream)
+        held = held_by_readers(storage, self._run, self._stream, self._readers)
         deleted, failures = [], []
         for one in doomed:
             if not self._may_delete():
@@ -177,7 +178,7 @@ class Retention:
 def reading(storage: Storage, run: str, stream: str, version: Version) -> Iterator[None]:
     """Inside, no other process's retention deletes this checkpoint; where nothing can be written, it is read without that."""
     key = f"{run}/{stream}.reading-{secrets.token_hex(8)}.json"
-    said = json.dumps({"folder": checkpoint_folder(run, stream, version), "since": time.time()}).encode()
+    said = json.dumps({"folder": checkpoint_folder(run, stream, version)}).encode()
     with suppress(StorageError):
         storage.put(key, [said])
     try:
@@ -187,22 +188,26 @@ def reading(storage: Storage, run: str, stream: str, version: Version) -> Iterat
             storage.delete(key)
 
 
-def held_by_readers(storage: Storage, run: str, stream: str) -> set[str]:
+def held_by_readers(storage: Storage, run: str, stream: str, seen: dict[str, float]) -> set[str]:
     """The folders that readers hold; leftovers of dead readers are cleared away.
+
+    A reader's clock may be hours off, and says nothing of its age: ``seen`` has each note with the time at which it was seen here first.
 
     Raises:
         StorageError: the storage failed.
     """
     held: set[str] = set()
-    for key in storage.list(f"{run}/{stream}.reading-"):
+    now, notes = time.monotonic(), storage.list(f"{run}/{stream}.reading-")
+    for key in seen.keys() - set(notes):
+        del seen[key]
+    for key in notes:
         try:
-            said = json.loads(storage.get(key))
-            folder, since = str(said["folder"]), float(said["since"])
+            folder = str(json.loads(storage.get(key))["folder"])
         except ObjectGoneError:
             continue
         except (ValueError, ArithmeticError, TypeError, KeyError, RecursionError):
-            folder, since = "", 0.0
-        if abs(time.time() - since) < READER_SECONDS:
+            folder = ""
+        if folder and now - seen.setdefault(key, now) < READER_SECONDS:
             held.add(folder)
         else:
             storage.delete(key)

@@ -55,9 +55,9 @@ class EmulatedHosts:
         workers: per host.
         env: environment for all hosts, beside the present one without its GEMINI_* variables.
         launcher: the command that takes torchrun's arguments.
-        network: where the hosts are, and on its hub the stores; those that it lacks are added to it. It is closed by its maker,
-            after these hosts.
-        stores: of the rendezvous, in the order in which launchers prefer them.
+        network: where the hosts are; those that it lacks are added to it. It is closed by its maker, after these hosts.
+        stores: of the rendezvous, in the order in which launchers prefer them: how many, on the network's hub, or the names of the
+            places in the network that serve one each.
 
     Raises:
         DrillError: the store did not start.
@@ -73,15 +73,15 @@ class EmulatedHosts:
         env: Mapping[str, str] | None = None,
         launcher: Sequence[str] = (*_GEMINI, "run"),
         network: Network | None = None,
-        stores: int = 1,
+        stores: int | Sequence[str] = 1,
     ) -> None:
         self.count, self.folder, self.network = count, folder, network
         self.run = f"emulated-{secrets.token_hex(6)}"
         self._program, self._workers, self._launcher = list(program), workers, list(launcher)
         self._launchers: dict[str, subprocess.Popen[bytes]] = {}
         self._env = _without_settings(os.environ) | self._settings() | dict(env or {})
-        with self._inside(HUB):
-            self._stores = [_start_store(self._env, self._address(HUB), "0") for _ in range(stores)]
+        self._store_places = [HUB] * stores if isinstance(stores, int) else list(stores)
+        self._stores = [self._start_store(place, "0") for place in self._store_places]
         endpoint = ",".join(endpoint for _, endpoint in self._stores)
         self._rendezvous = [f"--nnodes={count}", f"--nproc-per-node={workers}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
         self._rendezvous += ["--rdzv-conf=is_host=0", f"--rdzv-id={self.run}", "--max-restarts=100"]
@@ -116,6 +116,12 @@ class EmulatedHosts:
         self._launchers[name] = process
         return name
 
+    def _start_store(self, place: str, port: str) -> tuple[subprocess.Popen[bytes], str]:
+        if self.network is not None and place not in (HUB, *self.network.hosts):
+            self.network.add(place)
+        with self._inside(place):
+            return _start_store(self._env, self._address(place), port)
+
     def launcher_pid(self, host: str) -> int:
         """The process that starts the host's workers; to stop or kill it alone."""
         return self._launchers[host].pid
@@ -142,8 +148,7 @@ class EmulatedHosts:
 
     def restart_store(self, number: int = 0) -> None:
         """Starts a store that was killed at its address again; it is empty."""
-        with self._inside(HUB):
-            self._stores[number] = _start_store(self._env, self._address(HUB), self._stores[number][1].rpartition(":")[2])
+        self._stores[number] = self._start_store(self._store_places[number], self._stores[number][1].rpartition(":")[2])
 
     def stop(self) -> None:
         """Kills all that is left of the hosts, and the stores."""
@@ -171,6 +176,10 @@ class EmulatedHosts:
     def drained(self) -> list[str]:
         """Hosts that have left the job after a step that is committed."""
         return [name for name, launcher in self._launchers.items() if launcher.poll() == LEFT]
+
+    def status(self, host: str) -> int | None:
+        """The exit status of a host's launcher; None: it is running."""
+        return self._launchers[host].poll()
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         """The events that workers have reported so far, of these kinds, or all."""

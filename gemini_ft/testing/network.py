@@ -73,6 +73,7 @@ class Network:
     def __init__(self, hosts: int = 0, *, rate: str | None = None) -> None:
         self._shape = _shape(rate)
         self._spaces: dict[str, int] = {}  # host -> descriptor of its namespace
+        self._sides = 0  # that `part` has made
         if (reason := _missing()) is not None:
             raise NetworkError(reason)
         self._guardian, self._orders = _start_guardian()
@@ -158,8 +159,15 @@ class Network:
         """Cuts a host off without notice: nothing gets out of it or into it; connections stall, their ends stay open."""
         self._ip(HUB, f"link set {self._port(host)} master {_NOWHERE}")
 
+    def part(self, *hosts: str) -> None:
+        """Moves hosts to a side of their own: they reach each other, and no others nor the hub."""
+        self._sides += 1
+        side = f"side{self._sides}"
+        moves = [f"link set {self._port(host)} master {side}" for host in hosts]
+        self._ip(HUB, f"link add {side} address {_BRIDGE_ADDRESS} type bridge", f"link set {side} up", *moves)
+
     def heal(self, host: str) -> None:
-        """Undoes `cut`. Connections go on when TCP tries again: after as long again as they have stalled, or sooner."""
+        """Undoes `cut` and `part`. Connections go on when TCP tries again: after as long again as they have stalled, or sooner."""
         self._ip(HUB, f"link set {self._port(host)} master {_BRIDGE}")
 
     def set_rate(self, host: str, rate: str | None) -> None:

@@ -64,6 +64,33 @@ def own_folder(path: Path) -> Path:
     return path
 
 
+def check_way(path: Path) -> None:
+    """Checks that no other user can put something else in the place of what lies at ``path``: who owns a folder renames what is in it.
+
+    Folders on the way may be open to all with the sticky bit, as /tmp is. A mounted volume may be so without, which container
+    runtimes make for one container.
+
+    Raises:
+        ConfigError: a link or a folder on the way is another user's, or open to others.
+    """
+    trusted, way = {0, os.getuid()}, [path.absolute(), path.resolve()]
+    if not any(line.split()[0] == "0" for line in Path("/proc/self/uid_map").read_text().splitlines()):  # root has no number in here
+        trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))
+    for place in dict.fromkeys(each for end in way for each in (end, *end.parents)):
+        with contextlib.suppress(FileNotFoundError):
+            found = place.lstat()
+            if found.st_uid not in trusted:
+                raise ConfigError(
+                    f"{place} belongs to uid {found.st_uid}, who can put anything in the place of {path}; name another folder"
+                )
+            is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+            if stat.S_ISDIR(found.st_mode) and is_open and not place.is_mount():
+                raise ConfigError(
+                    f"{place} has mode {stat.S_IMODE(found.st_mode):04o}, so that others can put anything in the place of {path}; "
+                    f"`chmod +t {place}`, or name another folder"
+                )
+
+
 def open_log(path: Path) -> int:
     """Descriptor of a log file to append to, of mode 0600 when it is new. No link is followed.
 

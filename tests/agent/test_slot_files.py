@@ -18,6 +18,7 @@ import pytest
 import torch
 import xxhash
 from agent_kit import Job, end_agent, eventually
+from disks import small_disk
 
 from gemini_ft import Checkpointer
 from gemini_ft.agent import lifecycle, slot_files
@@ -154,6 +155,38 @@ def test_a_folder_that_is_no_memory_or_not_this_users_alone_is_refused(root: Pat
         SlotFiles(root, "run", "a")
 
 
+def test_a_folder_in_whose_place_another_user_can_put_an_old_one_is_refused(root: Path) -> None:
+    """Files with the owner's mode, in his own folder, below one of somebody who can rename it."""
+    if os.getuid() != 0:
+        pytest.skip("needs root: only root may give a folder to another user")
+    below = root / "of" / "others"
+    below.mkdir(parents=True)
+    os.chown(root / "of", 4711, -1)
+    for way in (below, root / "of"):
+        with pytest.raises(ConfigError, match=rf"{root}/of belongs to uid 4711, .*; name another folder"):
+            SlotFiles(way, "run", "a")
+    os.chown(root / "of", 0, -1)
+    (root / "of").chmod(0o777)
+    with pytest.raises(ConfigError, match=rf"of has mode 0777, .*`chmod \+t {root}/of`"):
+        SlotFiles(below, "run", "a")
+    (root / "of").chmod(0o1777)
+    SlotFiles(below, "run", "a")
+    (root / "link").symlink_to(below)
+    os.lchown(root / "link", 4711, -1)
+    with pytest.raises(ConfigError, match="link belongs to uid 4711"):
+        SlotFiles(root / "link", "run", "a")
+
+
+def test_a_folder_without_any_room_is_refused_before_an_agent_begins(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "memory", "64k") as root:
+        with pytest.raises(OSError, match="No space left"):
+            (root / "others").write_bytes(bytes(2**20))
+        with pytest.raises(ConfigError, match=rf"memory.folder='{root}': No space left on device; make room there"):
+            SlotFiles(root, "run", "a")
+        (root / "others").unlink()
+        os.close(SlotFiles(root, "run", "a").claim() or -1)
+
+
 def test_a_full_folder_is_an_error_with_the_numbers_and_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = SlotFiles(root, "run", "a")
     vault = Vault(Host("a", {0: ("a",)}), budget := Budget(2**60), print, lambda memory: None, files)
@@ -173,7 +206,7 @@ def at_ease(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     allowed, genuine = threading.Event(), os.posix_fallocate
 
     def slow(fd: int, at: int, nbytes: int) -> None:
-        if not allowed.wait(20):
+        if nbytes != slot_files.KNOWLEDGE and not allowed.wait(20):
             raise OSError(errno.EIO, "the agent did nothing else meanwhile")
         genuine(fd, at, nbytes)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +216,40 @@ def test_a_first_start_removes_what_earlier_runs_have_noted_and_nothing_else(fol
     assert left == [f"data/{noted[0]}/set", "thesis.tex"]
 
 
+ADOPTS = """
+import ctypes, os, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans come to this process, as else to init
+bystander = subprocess.Popen(["sleep", "60"])
+subprocess.run([sys.executable, "-c", *sys.argv[1:]])
+os.wait()  # for the orphan
+print(bystander.poll())
+bystander.kill()
+"""
+LAUNCHES = """
+import subprocess, sys
+worker = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+worker.stdout.readline()  # it has armed itself, and loses its launcher now
+"""
+IS_KILLED = """
+import os, time
+from gemini_ft.faults import inject
+launcher, parent = inject._launcher(), os.getppid()
+assert launcher.pid == parent
+print("armed", flush=True)
+while os.getppid() == parent:
+    time.sleep(0.01)
+inject._kill_host(0, launcher)
+"""
+
+
+def test_a_drill_without_its_launcher_kills_nobody_who_has_adopted_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    init = subprocess.run([sys.executable, "-c", ADOPTS, LAUNCHES, IS_KILLED], stdout=subprocess.PIPE, text=True)
+    assert (init.returncode, init.stdout) == (0, "None\n")
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert faults._launcher() is None
+
+
 # -- real jobs
 
 
@@ -221,8 +258,13 @@ STEPS = 60
 _LOST = [[1, 1, 1, in_copy, before_update, 1, 1, 1] for in_copy in (0, 1) for before_update in (0, 1)]
 
 
-def run_job(folder: Path, hosts: int, faults: str = "", replacements: int = 0, **env: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Two ranks on one or two hosts, hit by faults; their final state and the events. No step goes without a snapshot."""
+def run_job(
+    folder: Path, hosts: int, faults: str = "", replacements: int = 0, restarted: Collection[str] = (), **env: str
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Two ranks on one or two hosts, hit by faults; their final state and the events. No step goes without a snapshot.
+
+    Hosts that are lost are replaced first; those that are all lost in the end come back, as no other would begin without them.
+    """
     folder.mkdir()
     env["GEMINI_ON_LATE"] = "wait"
     program = [PLAIN_LOOP, "--steps", str(STEPS), "--out", str(folder / "final.pt")]
@@ -230,6 +272,9 @@ def run_job(folder: Path, hosts: int, faults: str = "", replacements: int = 0, *
         for number in range(1, replacements + 1):
             job.wait_for(lambda number=number: len(job.lost) >= number)
             job.add()
+        job.wait_for(lambda: {*restarted} <= {*job.lost})
+        for host in restarted:
+            job.restart(host)
         job.finish(150)
         return torch.load(folder / "final.pt"), job.events()
 
@@ -276,7 +321,7 @@ def test_whatever_happens_to_hosts_the_result_has_the_same_bits(tmp_path: Path, 
     """A damaged copy is passed over for the peer's, a lost host's is too; with the whole group storage is what is left."""
     storage = f'{{"url": "{(tmp_path / "checkpoints").as_uri()}", "every_steps": 5}}'
     ordered = "step=10:host=0:corrupt; step=10:rank=0:sigkill; step=20:host=host1:kill; step=50:group=0:kill"
-    state, events = run_job(tmp_path / "job", 2, ordered, replacements=3, GEMINI_STORAGE=storage)
+    state, events = run_job(tmp_path / "job", 2, ordered, replacements=1, restarted=["host0", "host2"], GEMINI_STORAGE=storage)
     assert_identical(state, undisturbed)
     damaged, lost, group = [resumptions(events)[i : i + 2] for i in (0, 2, 4)]
     assert ["peer host1" in event["sources"] for event in damaged if event["host"] == "host0"] == [True]

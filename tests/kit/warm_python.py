@@ -355,7 +355,7 @@ def main() -> None:
             with contextlib.suppress(ImportError):  # who needs it will say so
                 importlib.import_module(name)
     if (rendezvous := sys.modules.get("torch.distributed.elastic.rendezvous.dynamic_rendezvous")) is not None:
-        # Torch names each look at its rendezvous by the whole stack, with a search through all modules for each frame of this file.
+        # Under torchrun too each look at the rendezvous is named cheaply (gemini_ft.launch.spares).
         rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name  # type: ignore[attr-defined]
     entries = {entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
     path = [entry for entry in sys.path if entry not in entries]

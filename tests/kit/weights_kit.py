@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from gemini_ft.testing import EmulatedHosts
+from gemini_ft.testing import EmulatedHosts, Network
 
 SCRIPT = """
 import os, sys, time
@@ -49,11 +50,11 @@ def undisturbed(steps: int) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def job(folder: Path, count: int, stores: int = 1, **env: str) -> EmulatedHosts:
+def job(folder: Path, count: int, stores: int | Sequence[str] = 1, network: Network | None = None, **env: str) -> EmulatedHosts:
     """A job on emulated hosts that goes on until `finish`."""
     (folder / "train.py").write_text(SCRIPT)
     program = [str(folder / "train.py"), str(ENDLESS), str(folder / "weights")]
-    return EmulatedHosts(count, program, folder, env=env, stores=stores)
+    return EmulatedHosts(count, program, folder, env=env, stores=stores, network=network)
 
 
 def finish(hosts: EmulatedHosts) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -44,6 +45,12 @@ class Scene:
         self.state.complete = False
         self.state.round += 1
 
+    def made_by(self, *hosts: _NodeDesc) -> None:
+        """These have taken part in the job and give signs of life."""
+        setattr(self.state, "gemini_names", {host: host.addr for host in hosts})  # noqa: B010  # as spares.py does
+        setattr(self.state, "gemini_members", frozenset(host.addr for host in hosts))  # noqa: B010
+        self.state.last_heartbeats |= dict.fromkeys(hosts, datetime.now(UTC))
+
     def actions(self, seconds: int, node: _NodeDesc = SPARE) -> list[_Action]:
         """What it does at every half second from now on."""
         begin, found = self.now, []
@@ -69,6 +76,33 @@ def test_a_spare_leaves_an_open_round_to_the_others_first() -> None:
     scene = Scene()
     scene.open_round(HOSTS[1])
     assert scene.actions(3) == [_Action.SYNC] * 3 + [_Action.REMOVE_FROM_REDUNDANCY_LIST] * 3
+
+
+def test_a_spare_waits_for_hosts_that_give_signs_of_life() -> None:
+    """However long they take: they have the copies."""
+    scene = Scene()
+    scene.made_by(*HOSTS)
+    scene.open_round(HOSTS[1])
+    scene.state.wait_list = {HOSTS[0]}  # and the third has left its place, and is about to come back
+    assert set(scene.actions(60)) == {_Action.SYNC}
+    del scene.state.last_heartbeats[HOSTS[2]]
+    assert scene.action() is _Action.REMOVE_FROM_REDUNDANCY_LIST
+    scene.state.redundancy_list.clear()
+    assert scene.action() is _Action.ADD_TO_PARTICIPANTS
+
+
+def test_spares_begin_nothing_without_a_host_that_took_part() -> None:
+    """Whether those are dead or cut off cannot be seen."""
+    scene = Scene()
+    scene.made_by(*HOSTS)
+    scene.state.last_heartbeats.clear()
+    scene.open_round()
+    assert set(scene.actions(60)) == {_Action.SYNC}
+    scene.open_round(HOSTS[1])
+    assert scene.actions(3)[-1] is _Action.REMOVE_FROM_REDUNDANCY_LIST
+    scene.open_round()
+    scene.host.name = HOSTS[0].addr  # the same host, whose launcher was started again
+    assert scene.actions(3)[-1] is _Action.REMOVE_FROM_REDUNDANCY_LIST
 
 
 def test_so_does_a_host_that_comes_while_the_job_restarts() -> None:
@@ -170,7 +204,20 @@ def test_large_jobs_keep_torchs_pace() -> None:
     assert pause(1000) == 1.0
 
 
-NAMES = ("_RendezvousJoinOp", "_delay", "_BackendRendezvousStateHolder", "_should_keep_alive")
+NAMES = ("_RendezvousJoinOp", "_delay", "_BackendRendezvousStateHolder", "_should_keep_alive", "get_method_name")
+
+
+def test_torch_names_its_looks_without_the_whole_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(inspect, "stack")
+
+    def record() -> str:
+        return str(torch_rendezvous.get_method_name())
+
+    def look() -> str:
+        return record()
+
+    with better_rendezvous(3):
+        assert look() == "look"
 
 
 def test_torch_waits_and_remembers_for_less_than_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +254,32 @@ def test_a_host_with_another_clock_lives_as_long_as_it_gives_signs_of_life(hours
             assert holder.state.last_heartbeats.get(other, said) == said  # as the others must read it
         state.last_heartbeats[own] = datetime.now(UTC) + timedelta(hours=hours)  # and this host's own clock was set
         assert torch_rendezvous._should_keep_alive(SimpleNamespace(node=own, state=state, settings=settings))
+
+
+def test_a_host_that_leaves_its_place_to_come_back_lives_until_its_sign_of_life_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = _RendezvousState()
+    state.complete, state.participants = True, dict(zip(HOSTS[:2], range(2), strict=True))
+    state.last_heartbeats = dict.fromkeys(HOSTS[:2], datetime.now(UTC))
+    stored = [pickle.dumps(state)]
+    now = [100.0]
+    monkeypatch.setattr("gemini_ft.launch.spares.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def write(state: bytes, token: object) -> tuple[bytes, object, bool]:
+        stored[:] = [state]
+        return state, None, True
+
+    settings = SimpleNamespace(run_id="r", keep_alive_interval=timedelta(seconds=1), keep_alive_max_attempt=3, min_nodes=2)
+    backend = SimpleNamespace(name="none", get_state=lambda: (stored[0], None), set_state=write)
+    with better_rendezvous(3):
+        holder = torch_rendezvous._BackendRendezvousStateHolder(backend, settings)
+        holder._cache_duration = 0
+        executor = torch_rendezvous._DistributedRendezvousOpExecutor(HOSTS[0], holder, settings)
+        executor.run(torch_rendezvous._RendezvousExitOp(), 1e18)
+        for seconds in range(6):
+            now[0] = 100.0 + seconds
+            holder.sync()
+            assert [*holder.state.participants] == [HOSTS[1]] * (seconds < 3)  # neither says anything any more
+            assert (HOSTS[0] in holder.state.last_heartbeats) == (seconds < 3)
 
 
 def test_torch_is_left_as_it_was() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from gemini_ft.agent.launches import Launches, began
 from gemini_ft.errors import RunAliveError
-from gemini_ft.launch.launched import changes, relevant, this_launch
+from gemini_ft.launch.launched import changes, relevant, this_launch, without_secrets
 from gemini_ft.launch.muster import LaunchName
 from gemini_ft.wire.worker_messages import Launch
 
@@ -59,12 +59,31 @@ class TestChanges:
             "WD was not set and is '0'",
         ]
 
-    def test_of_secrets_only_that_they_have_changed_is_kept(self) -> None:
-        kept = relevant({"API_TOKEN": "hidden", "LR": "0.1", "LONG": "x" * 100, "SSH_TTY": "/dev/pts/1", "GEMINI_RESUME": "never"})
-        assert kept.keys() == {"API_TOKEN", "LR", "LONG"}
-        assert kept["LR"] == "'0.1'"
-        assert "hidden" not in kept["API_TOKEN"]
-        assert "x" * 10 not in kept["LONG"]
+    def test_are_told_without_a_value_that_could_be_a_secret(self) -> None:
+        urls = [f"postgres://bob:{word}@host/db" for word in ("hunter2", "correcthorse")]
+        then, now = (
+            relevant({"DATABASE_URL": url, "WORD": word, "API_PIN": pin, "LR": rate, "SSH_TTY": "/dev/pts/1", "GEMINI_RESUME": "never"})
+            for url, word, pin, rate in zip(urls, ("hunter2", "hunter3"), ("1234", "2345"), ("0.1", "5e-4"), strict=True)
+        )
+        words = ["API_PIN is another than it was", "DATABASE_URL is another than it was", "LR was '0.1' and is '5e-4'"]
+        words += ["WORD is another than it was"]
+        assert changes(launch("a", environ=then), launch("b", environ=now)) == words
+        assert changes(launch("a", environ={}), launch("b", environ=relevant({"WORD": "hunter2"}))) == ["WORD is set"]
+
+    @pytest.mark.parametrize(
+        ("command", "shown"),
+        [
+            ("train.py --db postgres://bob:hunter2@host/db", "train.py --db postgres://...@host/db"),
+            ("train.py --api-key hunter2 --lr 0.1", "train.py --api-key ... --lr 0.1"),
+            ("train.py auth.token=hunter2 lr=0.1", "train.py auth.token=... lr=0.1"),
+            ("train.py --tokens 4096 --max-tokens=8192 --password --fast", "train.py --tokens 4096 --max-tokens=8192 --password --fast"),
+            ("train.py hf_abcdefghijklmnop", "train.py ..."),
+            (f"train.py {'0123456789abcdef' * 4}", "train.py ..."),
+            ("/home/bob/experiments/a_long_name_of_a_folder_that_is_no_secret/train.py", None),
+        ],
+    )
+    def test_a_command_is_told_without_its_secrets(self, command: str, shown: str | None) -> None:
+        assert " ".join(without_secrets(command.split())) == (shown or command)
 
     def test_a_process_finds_none_in_itself(self) -> None:
         assert changes(this_launch("a"), this_launch("b")) == []

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from gemini_ft.cli.store import open_store
 from gemini_ft.launch import stores
@@ -162,3 +163,34 @@ def test_a_job_without_any_store_says_where_it_has_looked(places: Places) -> Non
     places.lose(port)
     with pytest.raises(RendezvousConnectionError, match=f"{HERE}:{port} within 0 s"):
         Standby("run", [(HERE, port)], 0.0)
+
+
+def test_of_two_worlds_that_meet_the_one_that_has_not_come_as_far_ends_and_copies_of_one_are_no_two(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "LOOK_SECONDS", 0.0)
+    ports = places.serve(), places.serve()
+    sides = launcher(*ports), launcher(ports[1])
+
+    def write(side: Standby, number: int, world: str, host: str) -> None:
+        found = _RendezvousState()
+        node = _NodeDesc(host, 1, 0)
+        found.round, found.complete, found.participants = number, True, {node: 0}
+        found.last_heartbeats[node] = datetime.now(UTC)
+        setattr(found, "gemini_world", world)  # noqa: B010  # as spares.py does
+        token = side.get_state()
+        side.set_state(pickle.dumps(found), token[1] if token is not None else None)
+
+    def look() -> bool:
+        for _ in range(3):  # whether the others live is seen by their signs of life
+            write(sides[1], *others)
+            sides[0].look_beside()
+        return bool(sides[0].overtaken)
+
+    write(sides[0], 3, "world", "host0")
+    others = 4, "world", "host1"
+    assert not look()
+    others = 2, "another", "host1"
+    assert not look()
+    others = 4, "another", "host1"
+    assert look()

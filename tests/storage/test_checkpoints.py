@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ from gemini_ft.storage.checkpoints import (
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.lookout import check_not_superseded, newest_whole
 from gemini_ft.storage.marks import write_mark
-from gemini_ft.storage.retention import Retention, reading
+from gemini_ft.storage.retention import READER_SECONDS, Retention, reading
 from gemini_ft.storage.shard import StoredShard, write_shard
 
 WORLD = 2
@@ -573,14 +574,21 @@ def test_what_another_part_of_the_job_may_go_on_from_is_not_deleted(storage: Loc
     assert folders(storage) == {first[0], first[2], late, late_torn, begun.folder, unknown.folder}
 
 
-def test_what_a_reader_holds_stays(storage: LocalStorage) -> None:
+def test_what_a_reader_holds_stays(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("gemini_ft.storage.retention.time", SimpleNamespace(monotonic=lambda: now[0]))
     older, newer = save(storage, version(1)), save(storage, version(2))
     with reading(storage, "run", "main", older.version):
         assert retain(storage, keep_last=1) == []
     with closing(from_storage(storage, 1, "run", "main", None, False)):  # an export
         assert retain(storage, keep_last=1) == []
     assert retain(storage, keep_last=1) == [older.folder]
-    storage.put("run/main.reading-0123.json", [json.dumps({"folder": newer.folder, "since": 1.0}).encode()])  # dead for long
-    save(storage, version(3))
-    assert retain(storage, keep_last=1) == [newer.folder]
-    assert not [key for key in storage.list() if "reading" in key]
+    note = "run/main.reading-0123.json"
+    storage.put(note, [json.dumps({"folder": newer.folder, "since": 1.0}).encode()])  # by a clock that is years off
+    third, retention = save(storage, version(3)), Retention(lambda: storage, "run", "main", 1)
+    assert retention.tidy(retention.stored(third)) == []
+    now[0] += READER_SECONDS + 1
+    storage.put("run/main.reading-4567.json", [json.dumps({"folder": "another"}).encode()])
+    assert retention.tidy(retention.stored(third)) == [newer.folder]  # its reader is dead
+    assert note not in storage.list()
+    assert "run/main.reading-4567.json" in storage.list()
