@@ -4,19 +4,22 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(abspath $(VENV))/bin
+# One environment, made in stages: what the demo needs, for which a newcomer waits, the rest, and DeepSpeed's C++ parts.
+DEMO = $(VENV)/.demo-is-up-to-date
 STAMP = $(VENV)/.up-to-date
+OPS = $(TORCH_EXTENSIONS_DIR)/.up-to-date
 TREE = build/tree
 # Not the whole suite a second time: what packaging could break. tests/project/test_packaging.py is about the checkout.
 WHEEL_TESTS = tests/project/test_imports.py tests/core/test_layout.py tests/core/test_placement.py tests/project/test_readme.py
 # A test that its timeout cannot end, since its cleaning up waits for a lock, ends its process with all stacks; longer than any test's own.
 HANGING = -o faulthandler_timeout=1300 -o faulthandler_exit_on_timeout=true
-# DeepSpeed compiles what it needs of C++ at first use, here at once: a process that is killed meanwhile would leave a lock.
+# DeepSpeed compiles what it needs of C++ at first use, here before the tests: a process that is killed meanwhile would leave a lock.
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 # Thousands of test processes would compile the package again.
 export PYTHONDONTWRITEBYTECODE =
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help venv test compat gpu gpu-kit soak test-slurm chaos demo lint format types imports wheel wheel-test site check clean
+.PHONY: help venv ops test compat gpu gpu-kit soak test-slurm chaos demo lint format types imports wheel wheel-test site check clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -24,24 +27,33 @@ help: ## what there is
 
 venv: $(STAMP) ## the environment; nothing happens while it is up to date
 
-$(STAMP): pyproject.toml constraints.txt
+$(DEMO): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) pip setuptools
 	$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(PIP_INSTALL) --no-build-isolation --editable '.[lightning,deepspeed,huggingface,s3,dev,docs]'
-	PATH=$(BIN):$$PATH $(BIN)/python scripts/build_deepspeed_ops
-	touch $@
+	$(PIP_INSTALL) --no-build-isolation --editable '.[lightning]'
+	@touch $@
 
-test: $(STAMP) ## all tests except the long ones
+$(STAMP): $(DEMO)
+	$(PIP_INSTALL) --no-build-isolation --editable '.[lightning,deepspeed,huggingface,s3,dev,docs]'
+	@touch $@
+
+ops: $(OPS) ## DeepSpeed's C++ parts, compiled once for a machine (~/.cache/gemini-ft) and not once for a clone
+
+$(OPS): $(STAMP)
+	@PATH=$(BIN):$$PATH $(BIN)/python scripts/build_deepspeed_ops
+	@touch $@
+
+test: $(OPS) ## all tests except the long ones
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --max-worker-restart 0 $(HANGING) --durations 40 --durations-min 5 $(ARGS)
 
-soak: $(STAMP) ## the long tests
+soak: $(OPS) ## the long tests
 	$(BIN)/python -m pytest -m soak --timeout 7200 $(ARGS)
 
 test-slurm: $(STAMP) ## jobs on a real SLURM (apt-get install slurmctld slurmd slurm-client munge); part of soak
 	$(BIN)/python -m pytest -m slurm -n 0 $(ARGS)
 
-chaos: $(STAMP) ## random failures on real processes; ARGS=--quick: under two minutes
+chaos: $(OPS) ## random failures on real processes; ARGS=--quick: under two minutes
 	$(BIN)/python benchmarks/chaos.py $(ARGS)
 
 compat: ## TORCH=2.15.0 PYTHON=python3.13 ...: the compatibility part in an environment of its own (docs/versions.md)
@@ -53,7 +65,7 @@ gpu: ## what only a GPU can show, in under ten minutes, with the machine's own t
 gpu-kit: $(STAMP) ## the wheels that a GPU machine without network lacks, into build/gpu-kit
 	$(BIN)/python scripts/gpu_kit $(ARGS)
 
-demo: $(STAMP) ## a training job is killed three ways and ends with the same bits; ARGS="--svg docs/demo.svg" draws it
+demo: $(DEMO) ## a training job is killed three ways and ends with the same bits; ARGS="--svg docs/demo.svg" draws it
 	$(BIN)/python examples/survive_failures.py $(ARGS)
 
 lint: $(STAMP) ## ruff: rules and format

@@ -25,6 +25,7 @@ CONFIG = Path(__file__).parent.parent / "configs" / "deepspeed_zero3.json"
 
 @dataclass(frozen=True)
 class ZeroDrill(Drill):
+    imports = "deepspeed"
     note = "each rank owns, and reads, a quarter of the state."
 
     def program(self, strategy: str, out: Path) -> list[str]:

@@ -4,8 +4,9 @@
 
 examples/train_gpt.py runs on four hosts, emulated as processes of this machine, with two copies of every shard of its
 state, and a spare host waits. A worker is killed; then a whole host, which the spare replaces, with nothing in its memory;
-then both hosts that hold the copies of a shard, so that only the last checkpoint in storage is left. What is shown comes
-from the job's own events.
+then both hosts that hold the copies of a shard, so that only the last checkpoint in storage is left. The undisturbed run is
+beside it, with less of the processors. What is shown comes from the job's own events. All hosts are forked from one process
+that has imported torch and Lightning, as the tests' are; with --cold each imports them for itself, as on machines of their own.
 """
 
 from __future__ import annotations
@@ -16,20 +17,26 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "kit"))
+from warm_python import launchers
+
 from gemini_ft.hosts import is_readable
-from gemini_ft.testing import EmulatedHosts, digest, first_difference
+
+if TYPE_CHECKING:  # torch takes seconds to import: it is imported where it is needed, after the first line
+    import torch
+
+    from gemini_ft.testing import EmulatedHosts
 
 TRAIN = str(Path(__file__).with_name("train_gpt.py"))
 HOSTS = 4
@@ -45,6 +52,7 @@ class Drill:
 
     steps: int
     size: Sequence[str]  # of the model: arguments of train_gpt.py
+    imports = "lightning.pytorch"
     note = "under DDP each rank owns a quarter of the state and reads all of it."
 
     @property
@@ -59,24 +67,32 @@ class Drill:
     def program(self, strategy: str, out: Path) -> list[str]:
         return [TRAIN, "--quiet", f"--steps={self.steps}", *self.size, f"--strategy={strategy}", f"--out={out}"]
 
-    def undisturbed(self, folder: Path) -> Path:
-        """Train without gemini-ft, on one host that nothing happens to; returns the final checkpoint."""
-        with EmulatedHosts(1, self.program("ddp", folder / "final.ckpt"), folder, workers=HOSTS) as hosts:
-            hosts.finish()
-        return folder / "final.ckpt"
+    @contextmanager
+    def undisturbed(self, folder: Path) -> Iterator[EmulatedHosts]:
+        """Train without gemini-ft, on one host that nothing happens to; what is measured beside it goes first."""
+        from gemini_ft.testing import EmulatedHosts
 
-    def disturbed(self, folder: Path, display: Display) -> tuple[Path, list[Recovery]]:
-        """Train with it while hosts and workers are lost; returns the final checkpoint and what it took."""
+        with EmulatedHosts(1, self.program("ddp", folder / "final.ckpt"), folder, workers=HOSTS) as hosts:
+            launcher = hosts.launcher_pid("host0")
+            hosts.wait_for(lambda: os.getpgid(launcher) == launcher)  # leads the group of what it will start
+            os.setpriority(os.PRIO_PGRP, launcher, 10)
+            yield hosts
+
+    def disturbed(self, folder: Path, display: Display) -> list[Recovery]:
+        """Train with it while hosts and workers are lost; returns what it took."""
+        from gemini_ft.testing import EmulatedHosts
+
         storage = {"url": (folder / "storage").as_uri(), "every_steps": self.steps // 8}
         env = {"GEMINI_REPLICAS": "2", "GEMINI_STORAGE": json.dumps(storage), "GEMINI_FAULTS": ";".join(self.faults.values())}
         watch = ProcessWatch()
         with EmulatedHosts(HOSTS, self.program("gemini", folder / "final.ckpt"), folder, env=env) as hosts:
             display.say(f"{HOSTS} hosts start, and {hosts.add()} as a spare")
-            replaced: set[str] = set()
+            gone: set[str] = set()
             while hosts.alive:
-                for host in set(hosts.lost) - replaced:
-                    display.say(f"{host} is gone; {hosts.add()} starts")
-                    replaced.add(host)
+                for host in set(hosts.lost) - gone:
+                    gone.add(host)
+                    needed = HOSTS + (len(gone) == 1)  # with a spare for the next loss
+                    display.say(f"{host} is gone" + (f"; {hosts.add()} starts" if len(hosts.alive) < needed else ""))
                 events = hosts.events()
                 watch.look(event["pid"] for event in events if event["event"] == "joined")
                 display.show(events, hosts.lost)
@@ -84,7 +100,7 @@ class Drill:
             hosts.finish()
             events = hosts.events()
             display.show(events, hosts.lost)
-        return folder / "final.ckpt", [recovery(what, fault, events, watch.gone) for what, fault in self.faults.items()]
+        return [recovery(what, fault, events, watch.gone) for what, fault in self.faults.items()]
 
 
 class ProcessWatch:
@@ -243,6 +259,10 @@ def table_of(recoveries: Sequence[Recovery], note: str) -> Table:
 
 def compare(console: Console, one: Path, other: Path) -> bool:
     """Compare all weights and all optimizer state of two checkpoints, to the last bit."""
+    import torch
+
+    from gemini_ft.testing import digest, first_difference
+
     states = [torch.load(path, weights_only=False) for path in (one, other)]
     table = Table(title="Every bit", caption="SHA-256 over names, shapes, types and bytes")
     for column in ("", "tensors", "bytes", "undisturbed", "after all this"):
@@ -259,6 +279,8 @@ def compare(console: Console, one: Path, other: Path) -> bool:
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    import torch
+
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
@@ -269,29 +291,33 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
 def main(quick: Drill, full: Drill, description: str | None = __doc__) -> int:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
+    parser.add_argument("--cold", action="store_true", help="every host imports torch anew: longer, as on machines of their own")
     parser.add_argument("--folder", type=Path, help="keep logs, events and checkpoints there (default: a temporary folder)")
     parser.add_argument("--svg", type=Path, help="draw there what was printed")
     arguments = parser.parse_args()
     drill = quick if arguments.quick else full
     console = Console(record=arguments.svg is not None)
     console.width = max(console.width, 110)  # of the last table
-    begin = time.time()
     with ExitStack() as stack:
         folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gemini-demo-")))
         for name in ("undisturbed", "disturbed"):
             (folder / name).mkdir(parents=True)
-        with console.status(f"an undisturbed run of {drill.steps} steps, to compare with"):
-            undisturbed = drill.undisturbed(folder / "undisturbed")
-        console.print(f"undisturbed run: {drill.steps} steps without gemini-ft, {time.time() - begin:.0f} s")
-        with Display(console, drill.steps) as display:
-            disturbed, recoveries = drill.disturbed(folder / "disturbed", display)
-        console.print(table_of(recoveries, drill.note))
-        same = compare(console, undisturbed, disturbed)
-    console.print(f"{time.time() - begin:.0f} s in all")
+        display = Display(console, drill.steps)
+        display.say(f"{HOSTS} emulated hosts are to train for {drill.steps} steps; beside them an undisturbed run, to compare with")
+        display.say(f"importing torch and {drill.imports}" + (", every host for itself" if arguments.cold else ", once for all hosts"))
+        stack.enter_context(launchers(drill.imports, forked=not arguments.cold))
+        with drill.undisturbed(folder / "undisturbed") as undisturbed:
+            with display:
+                recoveries = drill.disturbed(folder / "disturbed", display)
+            console.print(table_of(recoveries, drill.note))
+            with console.status("the undisturbed run is still training"):
+                undisturbed.finish()
+        same = compare(console, folder / "undisturbed" / "final.ckpt", folder / "disturbed" / "final.ckpt")
+    console.print(f"{time.time() - display.begin:.0f} s in all")
     if arguments.svg is not None:
         console.save_svg(str(arguments.svg), title="make demo")
     return 0 if same else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(Drill(24, ["--width=64", "--layers=2"]), Drill(80, ["--width=256", "--layers=4"])))
+    sys.exit(main(Drill(24, ["--width=64", "--layers=2"]), Drill(40, ["--width=256", "--layers=4"])))

@@ -31,7 +31,6 @@ def run(*command: str, timeout: float, **env: str) -> str:
 def test_the_drill_survives_three_ways_of_being_killed(
     tmp_path: Path, forked: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process its hosts' launchers are forked."""
     command = [str(EXAMPLES / "survive_failures.py"), "--quick", "--folder", str(tmp_path / "drill")]
     if forked:
         monkeypatch.setattr(sys, "argv", command)
@@ -39,7 +38,7 @@ def test_the_drill_survives_three_ways_of_being_killed(
             runpy.run_path(command[0], run_name="__main__")
         output = capsys.readouterr().out
     else:
-        output = run(sys.executable, *command, timeout=500)
+        output = run(sys.executable, *command, "--cold", timeout=500)
     rows = {match[1]: match[0] for match in re.finditer(r"^│ (a \w+).*$", output, re.MULTILINE)}
     cells = {name: [cell.strip() for cell in row.strip("│").split("│")] for name, row in rows.items()}
     # killed, at step, detected, own memory, peers, storage, read in, resumed at, steps lost, next step after
@@ -51,6 +50,11 @@ def test_the_drill_survives_three_ways_of_being_killed(
     states = [torch.load(tmp_path / "drill" / name / "final.ckpt", weights_only=False) for name in ("undisturbed", "disturbed")]
     assert states[0]["global_step"] == 24
     assert_identical(*(state["optimizer_states"] for state in states))
+
+
+def test_the_drill_speaks_before_it_imports_torch() -> None:
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import survive_failures; print('torch' in sys.modules)"
+    assert run(sys.executable, "-c", code, str(EXAMPLES), timeout=60) == "False\n"
 
 
 @pytest.mark.timeout(300)

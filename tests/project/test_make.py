@@ -1,0 +1,173 @@
+"""The environment is made in stages, and what was compiled once for this machine is not compiled again (scripts/caching/c++)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+# -- the Makefile
+
+
+def commands(target: str, venv: Path) -> str:
+    """What `make` would do in a new clone."""
+    variables = [f"VENV={venv}", f"TORCH_EXTENSIONS_DIR={venv / 'torch_extensions'}"]
+    return subprocess.run(["make", "-n", target, *variables], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def test_the_demo_waits_for_no_more_than_it_needs(tmp_path: Path) -> None:
+    demo, test = commands("demo", tmp_path / "new"), commands("test", tmp_path / "new")
+    assert "'.[lightning]'" in demo
+    assert "deepspeed" not in demo
+    assert test.startswith(demo[: demo.index("touch")])  # the same stage, and then the rest
+    assert "'.[lightning,deepspeed," in test
+    assert "scripts/build_deepspeed_ops" in test
+
+
+def test_nothing_is_installed_where_all_is_there(tmp_path: Path) -> None:
+    for number, stamp in enumerate([".demo-is-up-to-date", ".up-to-date", "torch_extensions/.up-to-date"]):
+        path = tmp_path / stamp
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        os.utime(path, (2**33 + number,) * 2)
+    for target in ("demo", "test"):
+        assert len(commands(target, tmp_path).splitlines()) == 1
+
+
+# -- the compiler that remembers
+
+
+FAKE = """#!/bin/sh
+case "$*" in *" -E "*) echo "$PROCESSOR" >&2; exit ;; esac
+echo "$@" >>"$LOG"
+eval "$MEANWHILE"
+while [ $# -gt 0 ]; do case $1 in -o) out=$2 ;; -MF) list=$2 ;; -c) source=$2 ;; esac; shift; done
+{ cat "$source"; echo "$PROCESSOR"; } >"$out"
+echo "$out: $source $SITE/torch/header.h" >"$list"
+"""
+
+
+BUILDERS = """
+import os
+class Builder:
+    def load(self, verbose):
+        os.makedirs(folder := os.path.join(os.environ["TORCH_EXTENSIONS_DIR"], "cpu_adam"), exist_ok=True)
+        os.path.exists(built := os.path.join(folder, "built")) or open(built, "w").close()
+ShareMemCommBuilder = CPUAdamBuilder = FusedAdamBuilder = Builder
+"""
+CACHING = ROOT / "scripts" / "caching"
+EMPTY: Mapping[str, str] = {}
+
+
+class Machine:
+    """Clones of the project on one machine, each with an environment of its own, and a compiler that takes notes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        compiler = folder / "bin" / "c++"
+        compiler.parent.mkdir()
+        compiler.write_text(FAKE)
+        compiler.chmod(0o755)
+        (compiler.parent / "python").symlink_to(sys.executable)
+
+    def environment(self, clone: str, *, torch: str = "2.13.0", deepspeed: str = "0.19.8") -> dict[str, str]:
+        """The variables of a process in a clone that has these versions."""
+        site = self.folder / clone / "site packages"
+        for name, version in {"torch": torch, "deepspeed": deepspeed}.items():
+            for file, text in {
+                f"{name}/__init__.py": "",
+                f"{name}/op.cpp": "int one;\n",
+                f"{name}/ops/op_builder.py": BUILDERS,
+                f"{name}-0.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+            }.items():
+                (site / file).parent.mkdir(parents=True, exist_ok=True)
+                (site / file).write_text(text)
+        told = {"PYTHONPATH": str(site), "SITE": str(site).replace(" ", "\\ "), "LOG": str(self.folder / "log"), "PROCESSOR": "one"}
+        told |= {"XDG_CACHE_HOME": str(self.folder / "cache"), "TORCH_EXTENSIONS_DIR": str(self.folder / clone / "extensions")}
+        return os.environ | told | {"PATH": f"{CACHING}:{self.folder / 'bin'}:{os.environ['PATH']}"}
+
+    def start(self, clone: str, flag: str = "-O3", *, versions: Mapping[str, str] = EMPTY, **variables: str) -> subprocess.Popen[bytes]:
+        """Compiles in a clone, as ninja does."""
+        environ, build = self.environment(clone, **versions) | variables, self.folder / clone / "build"
+        build.mkdir(exist_ok=True)
+        site = environ["PYTHONPATH"]
+        command = [sys.executable, CACHING / "c++", "-MMD", "-MF", "op.o.d", f"-I{site}/torch", flag, "-c", f"{site}/deepspeed/op.cpp"]
+        return subprocess.Popen([*command, "-o", "op.o"], cwd=build, env=environ)
+
+    def compile(self, clone: str, *flags: str, versions: Mapping[str, str] = EMPTY, **variables: str) -> int:
+        return self.start(clone, *flags, versions=versions, **variables).wait(60)
+
+    @property
+    def times(self) -> int:
+        """How often something was compiled."""
+        return len((self.folder / "log").read_text().splitlines())
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_another_clone_has_what_was_compiled_with_its_own_headers(machine: Machine, tmp_path: Path) -> None:
+    for clone in ("one", "another"):
+        assert machine.compile(clone) == 0
+        assert (tmp_path / clone / "build" / "op.o").read_text() == "int one;\none\n"
+        site = tmp_path / clone / "site packages"
+        escaped = str(site).replace(" ", "\\ ")
+        assert (tmp_path / clone / "build" / "op.o.d").read_text().endswith(f" {escaped}/torch/header.h\n")
+        shutil.rmtree(site)
+    assert machine.times == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "versions", "processor"),
+    [((), {}, "another"), ((), {"torch": "2.14.0"}, "one"), ((), {"deepspeed": "0.19.9"}, "one"), (("-O2",), {}, "one")],
+    ids=["processor or compiler", "torch", "DeepSpeed", "options"],
+)
+def test_what_differs_is_compiled_again(
+    machine: Machine, tmp_path: Path, flags: tuple[str, ...], versions: dict[str, str], processor: str
+) -> None:
+    assert machine.compile("one") == 0
+    assert machine.compile("another", *flags, versions=versions, PROCESSOR=processor) == 0
+    assert machine.times == 2
+    assert (tmp_path / "another" / "build" / "op.o").read_text() == f"int one;\n{processor}\n"
+
+
+def test_two_at_once_compile_once(machine: Machine) -> None:
+    both = [machine.start(clone, MEANWHILE="sleep 1") for clone in ("one", "another")]
+    assert [process.wait(60) for process in both] == [0, 0]
+    assert machine.times == 1
+
+
+def test_one_that_was_cut_off_is_begun_anew(machine: Machine, tmp_path: Path) -> None:
+    assert machine.compile("one", MEANWHILE="echo half >op.o; kill -9 $PPID; exit 1") == -9
+    assert machine.compile("another", MEANWHILE="exit 3") == 3
+    assert machine.compile("one") == 0
+    assert (tmp_path / "one" / "build" / "op.o").read_text() == "int one;\none\n"
+    assert machine.compile("another") == 0
+    assert machine.times == 3
+
+
+def test_a_home_that_cannot_be_written_to_is_no_obstacle(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()
+    assert machine.compile("one") == 0
+    assert (tmp_path / "one" / "build" / "op.o").exists()
+
+
+def test_what_was_built_for_another_torch_is_not_left_to_ninja(machine: Machine, tmp_path: Path) -> None:
+    """Which does not look at torch's headers."""
+    built = tmp_path / "one" / "extensions" / "cpu_adam" / "built"
+    for torch, remains in [("2.13.0", False), ("2.13.0", True), ("2.14.0", False)]:
+        environ = machine.environment("one", torch=torch)
+        said = subprocess.run([sys.executable, ROOT / "scripts" / "build_deepspeed_ops"], env=environ, stdout=subprocess.PIPE, check=True)
+        assert said.stdout.startswith(b"building DeepSpeed's C++ parts: minutes, unless")
+        assert (built.read_text() == "before") is remains
+        built.write_text("before")
