@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,19 @@ Policies = dict[str, set[int]]
 seen: Policies = {}  # whose thread -> its scheduling classes; in the process of a rank
 
 
+def class_of(thread: int, *, yields: bool) -> int:
+    """A thread's scheduling class; one that has only just begun gets a moment in which to yield."""
+    end = time.monotonic() + 2
+    while (found := os.sched_getscheduler(thread)) == os.SCHED_OTHER and yields and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
+
+
 def look(_: torch.Tensor) -> None:
     """Notes the class of every thread of the training process that is gemini-ft's, of the training's own, and of the agent's."""
     for thread in threading.enumerate():
         if thread.native_id is not None and (thread is threading.main_thread() or thread.name.startswith("gemini")):
-            seen.setdefault(thread.name, set()).add(os.sched_getscheduler(thread.native_id))
+            seen.setdefault(thread.name, set()).add(class_of(thread.native_id, yields=thread is not threading.main_thread()))
     agent = agent_pid(os.environ["GEMINI_RUN_ID"], os.environ["GEMINI_HOST_ID"])
     for task in Path(f"/proc/{agent}/task").iterdir():
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
