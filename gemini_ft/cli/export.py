@@ -7,14 +7,16 @@ import contextlib
 import logging
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from gemini_ft.config import GeminiConfig, load_config
 from gemini_ft.errors import ConfigError, RecoveryError
-from gemini_ft.export import dcp, deepspeed, lightning, safetensors
-from gemini_ft.export.source import Checkpoint, from_memory, from_storage
 from gemini_ft.export.target import DCP, DEEPSPEED, Target, staged
 from gemini_ft.storage.opening import open_existing
 from gemini_ft.wire.trust import read_secret
+
+if TYPE_CHECKING:
+    from gemini_ft.export.source import Checkpoint
 
 _log = logging.getLogger("gemini_ft")
 FORMATS = ("lightning", "dcp", "safetensors", "deepspeed")
@@ -35,6 +37,8 @@ def command(arguments: Sequence[str]) -> int:
         GeminiError: there is no such checkpoint, it cannot be written in this format, or the target exists.
     """
     options = _parser().parse_args(arguments)
+    from gemini_ft.export import dcp, deepspeed, lightning, safetensors  # torch comes with them, and takes seconds that --help does without
+
     step = _step(options.step)
     config = load_config()
     endpoint = options.endpoint_url or (config.storage.endpoint_url if config.storage is not None else None)
@@ -78,6 +82,8 @@ def _step(text: str) -> int | None:
 
 def _find(step: int | None, options: argparse.Namespace, config: GeminiConfig) -> Checkpoint:
     """Finds the checkpoint: under ``--from`` if that is given, else in memory, else in the configured storage."""
+    from gemini_ft.export.source import from_memory, from_storage
+
     secret = read_secret(config) or None
     if options.source is not None:
         storage = open_existing(options.source, options.endpoint_url)

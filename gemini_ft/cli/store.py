@@ -6,10 +6,12 @@ import argparse
 import signal
 import socket
 from collections.abc import Sequence
-
-from torch._C._distributed_c10d import TCPStore
+from typing import TYPE_CHECKING
 
 from gemini_ft.wire.network import bound
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 
 def open_store(host: str, port: int) -> TCPStore:
@@ -24,6 +26,8 @@ def open_store(host: str, port: int) -> TCPStore:
     Raises:
         ConfigError: the address cannot be listened on.
     """
+    from torch._C._distributed_c10d import TCPStore  # takes seconds that --help does without
+
     listener = bound(host, port, socket.SOCK_STREAM)
     port = listener.getsockname()[1]
     # torch would listen on all interfaces, whatever the host: hand it our socket instead.

@@ -85,13 +85,32 @@ class ResumableIterable:
         self._gemini = bookmark
 
     def __iter__(self) -> Iterator[Any]:
-        return self._gemini.iterate(lambda: iter(self.iterable))
+        return _Batches(self._gemini.iterate(lambda: iter(self.iterable)))
 
     def __len__(self) -> int:
         return len(self.iterable)  # type: ignore[arg-type]  # the TypeError of an iterable without a length is right
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.iterable, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.iterable,)  # copied or pickled it is the user's own
+
+
+class _Batches:
+    """An iteration under way. One that is copied or pickled, with Lightning's loops, has come to its end."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return iter, ((),)
 
 
 class _Sampler:
@@ -115,7 +134,7 @@ def _resumable_class(base: Any) -> Any:
 
         def __iter__(self) -> Iterator[Any]:
             start = super().__iter__
-            return self._gemini.iterate(start) if self._gemini else start()
+            return _Batches(self._gemini.iterate(start)) if self._gemini else start()
 
         @property
         def _index_sampler(self) -> Any:
@@ -149,6 +168,10 @@ def _resumable_class(base: Any) -> Any:
 
     Resumable.__name__ = Resumable.__qualname__ = f"Resumable{base.__name__}"
     return Resumable
+
+
+def _itself(iterable: Any) -> Any:
+    return iterable
 
 
 def _empty(kind: Any) -> Any:

@@ -49,6 +49,11 @@ class GeminiMixin(Gemini, _Strategy):
         """The Checkpointer of the fit under way: its ``stats``, and ``mutate()`` for writes outside the optimizer's step."""
         return self._gemini_fit.checkpointer if self._gemini_fit is not None else None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out the fit under way: a copy of the Trainer has no part in it."""
+        live = ("_gemini_fit", "_gemini_figures", "gradients")
+        return {name: value for name, value in super().__getstate__().items() if name not in live}
+
     # --- stations of a fit
 
     def setup_environment(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gemini_ft.lightning.around import Around
 from gemini_ft.lightning.bookmark import is_position
 from gemini_ft.lightning.loader import bookmark_of
 from gemini_ft.lightning.trainer_callbacks import shipped_names
@@ -135,6 +136,7 @@ class Files:
         self._trainer = trainer
         self._there: dict[str, set[str]] = {}  # names by folder, on rank 0
         self._early: set[str] = set()  # paths of files that are to be written again
+        self._seeing: list[Around] = []
         self._note: Path | None = None  # has a line for each file that this run has written or removed since its last start; on rank 0
 
     def state(self) -> dict[str, list[str]]:
@@ -161,8 +163,7 @@ class Files:
             return
         self._early = set(self._trainer.strategy.broadcast(self._early))
         if self._early:
-            for callback in callbacks:
-                callback.file_exists = self._seeing(callback.file_exists)
+            self._seeing = [Around(callback, "file_exists", self._is_seen) for callback in callbacks]
 
     def writes(self, path: Any) -> None:
         """Takes note of a file that is about to be written."""
@@ -175,8 +176,8 @@ class Files:
 
     def end(self) -> None:
         """Lets the ModelCheckpoints see all files again."""
-        for callback in self._trainer.checkpoint_callbacks:
-            vars(callback).pop("file_exists", None)
+        for around in self._seeing:
+            around.end()
 
     def _written_again(self, saved: Mapping[str, Sequence[str]]) -> set[str]:
         """Takes the files that this run has written after the snapshot out of those that are there; returns their paths."""
@@ -208,8 +209,8 @@ class Files:
         except OSError as error:
             log.warning("%s: cannot be written (%s): checkpoints that are written again after a failure get other names", self._note, error)
 
-    def _seeing(self, exists: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-        return lambda path, trainer: exists(path, trainer) and str(path) not in self._early
+    def _is_seen(self, exists: Callable[[Any, Any], bool], path: Any, trainer: Any) -> bool:
+        return exists(path, trainer) and str(path) not in self._early
 
 
 def _target(path: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemini_ft.errors import UnsupportedStateError
+from gemini_ft.lightning.around import Around
 from gemini_ft.state.generators import unchanged_randomness
 from gemini_ft.state.rng import randomness, set_randomness
 
@@ -73,9 +74,7 @@ class Loading:
             end()
 
     def _wrap(self, holder: Any, name: str, around: Callable[..., Any]) -> None:
-        inner = getattr(holder, name)
-        setattr(holder, name, lambda *arguments: around(inner, *arguments))
-        self._ends.append(lambda: vars(holder).pop(name, None))
+        self._ends.append(Around(holder, name, around).end)
 
     @property
     def _is_restored(self) -> bool:

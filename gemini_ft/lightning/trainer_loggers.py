@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import csv
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from gemini_ft.lightning.around import Around
 from gemini_ft.lightning.trainer_callbacks import shipped_names
 
 _MOST_ROWS = 100  # that a snapshot holds because the logger has not written them to its file yet
@@ -27,6 +28,7 @@ class Logs:
     def __init__(self, trainer: Any, package: str) -> None:
         self._trainer, self._package = trainer, package
         self._rows: dict[int, int] = {}  # that a CSV file holds, by the index of its logger
+        self._counting: list[Around] = []
 
     def state(self) -> dict[int, dict[str, Any]]:
         """Version of each logger by its index, and how much it has written."""
@@ -53,9 +55,8 @@ class Logs:
 
     def close(self) -> None:
         """Follows the loggers no longer."""
-        for _, logger in self._files():
-            if logger._experiment is not None:
-                vars(logger._experiment).pop("save", None)
+        for around in self._counting:
+            around.end()
 
     def _files(self) -> list[tuple[int, Any]]:
         return [(index, logger) for index, logger in enumerate(self._trainer.loggers) if is_followed(logger)]
@@ -75,14 +76,13 @@ class Logs:
         """Follows how many rows the file holds, from ``rows`` on."""
         self._rows[index] = rows
         writer = logger._experiment
-        save = writer.save
 
-        def save_and_count() -> None:
+        def save_and_count(save: Callable[[], None]) -> None:
             rows = len(writer.metrics)
             save()
             self._rows[index] += rows
 
-        writer.save = save_and_count
+        self._counting.append(Around(writer, "save", save_and_count))
 
     def _reopen(self, logger: Any, rows: int, pending: list[dict[str, Any]]) -> int:
         """Lets the logger append to its file, of which the first ``rows`` rows stay; returns how many there are."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gemini_ft.errors import StateError
+from gemini_ft.lightning.around import Around
 from gemini_ft.lightning.bookmark import Bookmark
 from gemini_ft.lightning.loader import bookmark_of
 
@@ -18,34 +19,26 @@ def before_each_batch(trainer: Any, hook: Callable[[], None]) -> Callable[[], No
     Everything of the step before has happened by then: all hooks, its validation, the schedulers, the counters.
     ``on_train_batch_end`` would be too early: the module's own hook, validation and the end of an epoch come after it.
     """
-    loop = trainer.fit_loop.epoch_loop
-    advance = loop.advance
 
-    def hooked(data_fetcher: Any) -> None:
+    def hooked(advance: Callable[[Any], None], data_fetcher: Any) -> None:
         hook()
         advance(data_fetcher)
 
-    loop.advance = hooked
-
-    def end() -> None:
-        vars(loop).pop("advance", None)
-
-    return end
+    return Around(trainer.fit_loop.epoch_loop, "advance", hooked).end
 
 
 def before_positions(trainer: Any, hook: Callable[[], None]) -> None:
     """Calls ``hook`` in a fit that goes on, once its loaders are there and before they are given their positions and iterated."""
     fit_loop = trainer.fit_loop
-    load = fit_loop._load_combined_loader_states
 
-    def hook_then_load() -> None:
+    def hook_then_load(load: Callable[[], None]) -> None:
         if not fit_loop.restarting:  # the script has asked for its loaders before the loops were restored
             return
-        del fit_loop._load_combined_loader_states
+        around.end()
         hook()
         load()
 
-    fit_loop._load_combined_loader_states = hook_then_load
+    around = Around(fit_loop, "_load_combined_loader_states", hook_then_load)
 
 
 def rerun_epoch_start(trainer: Any, package: str) -> None:

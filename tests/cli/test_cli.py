@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -61,6 +62,18 @@ class TestCommand:
         with pytest.raises(SystemExit, match="0"):
             cli.main([name, "--help"])
         assert f"usage: gemini {name} " in capsys.readouterr().out
+
+    def test_help_of_no_command_imports_torch(self) -> None:
+        """But that of ``gemini run``, which shows torch's own options."""
+        code = """
+            import contextlib, sys
+            from gemini_ft.cli import main as cli
+            for name in cli.COMMANDS.keys() - {"run"}:
+                with contextlib.suppress(SystemExit):
+                    cli.main([name, "--help"])
+                assert "torch" not in sys.modules, name
+        """
+        subprocess.run([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.DEVNULL, timeout=60, check=True)
 
     @pytest.mark.parametrize("arguments", [["--help"], ["ps"]])
     def test_a_reader_that_has_gone_is_no_failure_of_ours(self, arguments: list[str]) -> None:

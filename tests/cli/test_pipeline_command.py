@@ -14,7 +14,7 @@ from pipeline_case import Leaves
 from torch import nn
 
 from gemini_ft.cli import main as cli
-from gemini_ft.cli.pipeline import describe
+from gemini_ft.cli.pipeline_costs import describe
 from gemini_ft.compression.base import Bundle, Turn
 from gemini_ft.pipeline.rules import load_rules
 

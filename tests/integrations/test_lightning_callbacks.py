@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import csv
 import datetime
+import itertools
 import logging
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch.callbacks as shipped
 import pytest
@@ -146,6 +148,42 @@ def test_files_of_another_run_are_not_written_over(fit: Callable[..., Case], tmp
     assert (tmp_path / "shared" / f"step={max(steps) + 1}.ckpt").read_text() == "of another run"
     versioned = {path.name for path in (tmp_path / "shared").glob("*-v*")}
     assert versioned == {f"step={max(steps) + 1}-v1.ckpt"}
+
+
+class Copying(shipped.Callback):
+    """Copies and pickles what hangs on the Trainer; notes what that failed with."""
+
+    failures: ClassVar[dict[str, str]] = {}
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.note("at the start", trainer)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            self.note(f"in epoch {trainer.current_epoch}", trainer)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.note("at the end", trainer)
+
+    def note(self, moment: str, trainer: Any) -> None:
+        parts = [trainer, *(getattr(trainer, name) for name in ("strategy", "callbacks", "loggers", "fit_loop", "train_dataloader"))]
+        for part, way in itertools.product(parts, (copy.deepcopy, copy.copy, pickle.dumps)):
+            try:
+                way(part)
+            except Exception as error:
+                self.failures[f"{type(part).__name__} by {way.__name__} {moment}"] = repr(error)
+
+
+def test_what_hangs_on_the_trainer_is_copied_and_pickled_as_under_ddp(fit: Callable[..., Case], tmp_path: Path) -> None:
+    def failures(strategy: str, crash: Any = None) -> dict[str, str]:
+        Copying.failures.clear()
+        callbacks = [Copying, lambda: shipped.ModelCheckpoint(tmp_path / strategy, save_top_k=-1, every_n_train_steps=1)]
+        with pytest.raises(Boom) if crash else nullcontext():
+            fit(Tuned, None, strategy, crash, callbacks=callbacks, logger=CSVLogger(tmp_path, strategy), enable_checkpointing=True)
+        return dict(Copying.failures)
+
+    assert failures("gemini", CRASH) == {}
+    assert failures("gemini") == failures("ddp")
 
 
 PRUNING: dict[str, dict[str, Any]] = {
