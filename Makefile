@@ -47,8 +47,8 @@ $(OPS): $(STAMP)
 test: $(OPS) ## all tests except the long ones
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --max-worker-restart 0 $(HANGING) --durations 40 --durations-min 5 $(ARGS)
 
-soak: $(OPS) ## the long tests
-	$(BIN)/python -m pytest -m soak --timeout 7200 $(ARGS)
+soak: $(if $(PART)$(ARGS),$(OPS)) ## the long tests: which parts there are; PART=chaos-1: one of them
+	@$(if $(PART)$(ARGS),$(BIN)/python,$(PYTHON)) scripts/soak $(addprefix --part ,$(PART)) $(ARGS)
 
 test-slurm: $(STAMP) ## jobs on a real SLURM (apt-get install slurmctld slurmd slurm-client munge); part of soak
 	$(BIN)/python -m pytest -m slurm -n 0 $(ARGS)

@@ -320,4 +320,4 @@ def main(quick: Drill, full: Drill, description: str | None = __doc__) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Drill(24, ["--width=64", "--layers=2"]), Drill(40, ["--width=256", "--layers=4"])))
+    sys.exit(main(Drill(24, ["--width=64", "--layers=2"]), Drill(32, ["--width=256", "--layers=4"])))

@@ -134,11 +134,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", default="1/1", help="2/3: of the tests that are selected the second third (scripts/soak)")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("soak" if config.option.markexpr == "soak" else "suite")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # after the selection by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    number, count = map(int, config.getoption("share").split("/"))
+    first, end = (len(items) * each // count for each in (number - 1, number))  # neighbours stay together: they may share a job
+    config.hook.pytest_deselected(items=[*items[:first], *items[end:]])
+    items[:] = items[first:end]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -1,8 +1,10 @@
-"""The environment is made in stages, and what was compiled once for this machine is not compiled again (scripts/caching/c++)."""
+"""The environment is made in stages, the long tests have parts, and what was compiled once for a machine is not compiled again."""
 
 from __future__ import annotations
 
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -40,6 +42,31 @@ def test_nothing_is_installed_where_all_is_there(tmp_path: Path) -> None:
         os.utime(path, (2**33 + number,) * 2)
     for target in ("demo", "test"):
         assert len(commands(target, tmp_path).splitlines()) == 1
+
+
+def test_every_long_test_is_in_one_part(tmp_path: Path) -> None:
+    soak = runpy.run_path(str(ROOT / "scripts" / "soak"))
+    found = sorted(file for files in soak["files"]().values() for file in files)
+    assert found == sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py"))
+    for number in range(1, 8):
+        (tmp_path / f"test_{number}.py").write_text("def test_it(): pass\n")
+    command = [sys.executable, "-m", "pytest", "--rootdir", tmp_path, "-p", "conftest", "--collect-only", "-q", tmp_path]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tests" / "kit")])}
+    shares = [
+        re.findall(r"test_(\d)\.py", subprocess.run([*command, "--share", share], stdout=subprocess.PIPE, text=True, env=environ).stdout)
+        for share in ("1/3", "2/3", "3/3")
+    ]
+    assert shares == [["1", "2"], ["3", "4"], ["5", "6", "7"]]
+
+
+def test_soak_without_arguments_says_which_parts_there_are(tmp_path: Path) -> None:
+    command = ["make", "soak", f"VENV={tmp_path / 'none'}", f"PYTHON={sys.executable}", "ARGS=", "PART="]
+    output = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert "\n  chaos-1 to -5 " in output
+    assert "\n  drain  " in output
+    refused = subprocess.run([sys.executable, ROOT / "scripts" / "soak", "--part", "all"], stderr=subprocess.PIPE, text=True)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("there is no part 'all' of the long tests; there are chaos-1, ")
 
 
 # -- the compiler that remembers
