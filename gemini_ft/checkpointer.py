@@ -547,9 +547,15 @@ class Checkpointer:
 
 
 def _log_to_stderr() -> None:
-    """Lets a user without any logging set-up see the messages about the job."""
-    if not _log.handlers and not logging.getLogger().handlers:
+    """Lets a user without any logging set-up see the messages about the job.
+
+    A first ``logging.warning()`` of the script's own, which gives the root logger a handler and leaves its level, is no set-up.
+    """
+    root = logging.getLogger()
+    if not _log.handlers and not root.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[gemini %(levelname).1s rank " + os.environ.get("RANK", "0") + "] %(message)s"))
         _log.addHandler(handler)
+        _log.setLevel(logging.INFO)
+    elif _log.level == logging.NOTSET and root.level == logging.WARNING:
         _log.setLevel(logging.INFO)

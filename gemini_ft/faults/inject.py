@@ -21,11 +21,13 @@ A training loop of your own around the Checkpointer needs nothing more; ``at_ste
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import shutil
 import signal
+import sys
 import time
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -154,7 +156,15 @@ def arm(orders: Orders, scene: Scene) -> None:
         _log.warning("fault injection: %s", "; ".join(f.text for f in faults if f.name not in happened) or "no fault is left to happen")
         if happened:
             _log.warning("fault injection: %d of the faults will not happen again (see %s)", len(happened), folder)
+    if drill is None and scene.rank == 0:
+        atexit.register(_report_the_rest)
     drill = Drill(faults, happened, folder, scene)
+
+
+def _report_the_rest() -> None:
+    """Says at the end of a script that has ended well which of the planned faults it has not come to."""
+    if drill is not None and getattr(sys, "last_value", None) is None:
+        drill.report_the_rest()
 
 
 drill: Drill | None = None
@@ -205,6 +215,11 @@ class Drill:
                 scene.events.write("fault", fault=fault.text, iteration=iteration, moment=moment)
                 _log.warning("fault injection at iteration %d, %s: %s", iteration, moment, fault.text)
                 _do(fault, scene, self._launcher)
+
+    def report_the_rest(self) -> None:
+        """Names the planned faults that have not happened: their moment has not come."""
+        if rest := [fault.text for fault in self._faults if fault.probability is None and fault.name not in self._happened]:
+            _log.warning("fault injection: the job has ended, and these have never happened: %s", "; ".join(rest))
 
     def _end(self, fault: Fault, iteration: int) -> None:
         if fault.kind == "storage_full" and fault.until is not None and iteration >= fault.until:

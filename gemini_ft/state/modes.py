@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gemini_ft.core.census import Fate, Finding, declare
@@ -83,16 +84,21 @@ class Modes:
         self._follow(modules)
         kept, lost = self._attributes.changes()
         masked = _masked(modules) if lost else {}
-        if fresh := [path for path in lost if path not in self._named and path not in masked]:
-            self._named.update(fresh)
-            _log.warning(
-                "%s changed while training and will not be restored after a failure: only numbers, texts, small tensors and small "
-                "containers of them are. If the training depends on it, %s",
-                ", ".join(fresh[:8]),
-                _LARGE.how.partition(": ")[2],
-            )
+        made = {path for path in lost if self._attributes.is_made_once(path)}
+        self._name(
+            [path for path in lost if path not in masked and path not in made],
+            logging.WARNING,
+            "%s changed while training and will not be restored after a failure: only numbers, texts, small tensors and small "
+            "containers of them are. If the training depends on it, %s",
+        )
+        self._name(
+            [f"{path} (at first)" for path in made],
+            logging.INFO,
+            "%s came in the place of None, and is taken for a cache, which is made again after a failure. If it cannot be made again, %s",
+        )
         return {
             "attributes": kept,
+            "named": sorted(self._named),
             "generators": generator_states(self._generators),
             "masked": {path: masked[path].detach() for path in lost if path in masked},
             "trained": {
@@ -107,6 +113,7 @@ class Modes:
         """Puts back the result of `collect`; all else is as the script has made it. Modules that are gone are passed over."""
         self._follow(modules)
         self._attributes.give_back(state["attributes"])
+        self._named.update(state.get("named", ()))  # snapshots in storage may be older
         set_generator_states(self._generators, state["generators"])
         for path, value in state.get("masked", {}).items():
             name, _, key = path.rpartition(".")
@@ -134,6 +141,14 @@ class Modes:
         for name, module in modules.items():
             if hooks := [getattr(hook, "__qualname__", type(hook).__name__) for kind in HOOKS for hook in getattr(module, kind).values()]:
                 yield _HOOK.found(name, note=", ".join(hooks))
+
+    def _name(self, paths: list[str], level: int, text: str) -> None:
+        """Says once in a job, on its first rank, what becomes of attributes."""
+        fresh = sorted(set(paths) - self._named)
+        self._named.update(fresh)
+        if fresh and not (dist.is_initialized() and dist.get_rank()):
+            names = ", ".join(path.removesuffix(" (at first)") for path in fresh[:8])
+            _log.log(level, text, names, _LARGE.how.partition(": ")[2])
 
     def _follow(self, modules: Modules) -> None:
         if modules is not self._seen:  # a `ModuleTree` gives another mapping when there are other modules

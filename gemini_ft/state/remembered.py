@@ -13,6 +13,7 @@ import itertools
 import math
 import operator
 import random
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
@@ -100,6 +101,7 @@ class Attributes:
         self._objects: dict[str, Any] = {}
         self._marked: dict[str, dict[str, Any]] = {}
         self._elsewhere: dict[tuple[str, str], tuple[torch.Tensor, int]] = {}
+        self._came: dict[str, tuple[weakref.ref[torch.Tensor], int, bool]] = {}  # tensors in place of None: version, whether they stayed so
         self.mark()
 
     def mark(self) -> None:
@@ -139,10 +141,20 @@ class Attributes:
                 except _NotPlain:
                     if not (self._is_root(value) or _is_harmless(value, self._caches)):
                         lost.append(f"{path}.{name}")
+                        if then is None and isinstance(value, torch.Tensor):
+                            self._see(lost[-1], value)
                     continue
                 if not _is_same(copy, then):
                     kept.setdefault(path, {})[name] = copy
         return Changes(kept, lost)
+
+    def is_made_once(self, path: str) -> bool:
+        """Whether an attribute that `changes` has lost is a tensor that came in the place of None and has stayed so, as caches do."""
+        return path in self._came and self._came[path][2]
+
+    def _see(self, path: str, value: torch.Tensor) -> None:
+        first, version, stayed = self._came.get(path, (weakref.ref(value), value._version, True))
+        self._came[path] = first, version, stayed and first() is value and value._version == version
 
     def give_back(self, values: Values, below: str = "", shared: bool = True) -> None:
         """Sets all plain attributes to their values at the mark, but for ``values``.
@@ -366,5 +378,6 @@ def _is_harmless(value: Any, caches: bool) -> bool:
     return _is_closed(value) or isinstance(value, (dict, MethodType)) or not hasattr(value, "__dict__")
 
 
-MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
+# ZeRO 3 notes in the last one, in a forward pass, which parameters of other modules that has used.
+MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"} | {"_external_params"}
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -343,7 +343,10 @@ def _unsupported(tensor: torch.Tensor, part: torch.Tensor) -> str | None:
     """The reason why a tensor cannot be captured exactly, or None."""
     if type(tensor) not in (torch.Tensor, nn.Parameter, DTensor) or type(part) not in (torch.Tensor, nn.Parameter):
         kind = type(tensor if type(part) is torch.Tensor else part)
-        return f"is a {kind.__module__}.{kind.__qualname__}, a tensor type whose memory is not known here"
+        return (
+            f"is a {kind.__module__}.{kind.__qualname__}, a tensor type whose memory is not known here; use a module or an optimizer that "
+            "keeps plain tensors or DTensors, such as the uint8 codes of bitsandbytes' 8-bit optimizers, or protect the job without it"
+        )
     if part.is_nested or part.layout != torch.strided:
         return f"has the layout {'nested' if part.is_nested else part.layout}; only dense tensors can be captured"
     if part.is_quantized or str(part.dtype).removeprefix("torch.") not in ITEMSIZES:

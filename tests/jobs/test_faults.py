@@ -358,3 +358,28 @@ def test_a_disk_that_others_need_is_not_filled(tmp_path: Path, monkeypatch: pyte
 def test_only_a_folder_can_be_filled(url: str | None) -> None:
     with pytest.raises(ConfigError, match=r"only a local folder \(file:///...\) can be filled"):
         faults.check_room(url)
+
+
+ENDS_TOO_EARLY = """
+import logging
+logging.warning("Loading data...")
+import torch, gemini_ft
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with gemini_ft.Checkpointer(model, optimizer) as checkpointer:
+    for step in range(checkpointer.resume(), 4):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        checkpointer.step()
+"""
+
+
+def test_a_script_that_has_used_the_root_logger_is_told_all_and_of_a_fault_that_never_happened(tmp_path: Path) -> None:
+    environ = os.environ | {
+        "GEMINI_RUN_ID": f"early-{os.getpid()}",
+        "GEMINI_FAULTS": "step=50:rank=0:sigkill",
+        "GEMINI_FAULTS_DIR": str(tmp_path),
+    }
+    done = subprocess.run([sys.executable, "-c", ENDS_TOO_EARLY], env=environ, capture_output=True, text=True, timeout=100, check=True)
+    assert "INFO:gemini_ft:run early-" in done.stderr
+    assert "the job has ended, and these have never happened: step=50:rank=0:sigkill" in done.stderr

@@ -190,7 +190,7 @@ def _unfreeze_in_fabric(net: Any, early: bool) -> None:
         _unfreeze(net, step)
         _train(model, optimizer)
         fabric.save("gemini://latest", state)
-    fabric.strategy.close()
+    fabric.strategy.close()  # type: ignore[attr-defined]
 
 
 def _unfreeze_in_the_trainer(net: Any, early: bool) -> None:
@@ -227,4 +227,5 @@ def _unfreeze_in_the_trainer(net: Any, early: bool) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(8, 4), 2))
+    data: Any = torch.randn(8, 4)
+    trainer.fit(Module(), torch.utils.data.DataLoader(data, 2))

@@ -1,9 +1,10 @@
-"""The tutorial's commands, run as a newcomer types them, print what it says."""
+"""The tutorial's commands, typed as slowly as by a newcomer on a machine where others train, print what it says."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from fnmatch import fnmatchcase
@@ -25,20 +26,24 @@ def test_its_commands_print_what_it_says(tmp_path: Path) -> None:
     commands = [text for kind, text in blocks if kind == "console"]
     expected = [text for kind, text in blocks if kind == "text"]
     mark = "=== next block"
-    done = subprocess.run(
-        ["bash", "-m", "-c", f"\necho '{mark}'\n".join(commands)],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
-            "GEMINI_LOG_DIR": str(tmp_path),
-            "GEMINI_HOST_ID": tmp_path.name,
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-    )
+    environ = {**os.environ, "GEMINI_LOG_DIR": str(tmp_path), "GEMINI_HOST_ID": tmp_path.name}
+    environ["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    with open(tmp_path / "neighbour", "w") as output:
+        others = ["gemini", "run", "--run-id", f"neighbour-{os.getpid()}", "train.py"]
+        neighbour = subprocess.Popen(others, cwd=tmp_path, env={**environ, "STEPS": "1000000"}, stdout=output, stderr=output)
+    try:
+        done = subprocess.run(
+            ["bash", "-m", "-c", f"\necho '{mark}'\nsleep 4\n".join(commands)],
+            cwd=tmp_path,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=280,
+        )
+    finally:
+        neighbour.send_signal(signal.SIGINT)
+        neighbour.wait(60)
     printed = done.stdout.split(f"{mark}\n")
     assert len(printed) == len(commands)
     for block, text in zip(_with_output(blocks), expected, strict=True):

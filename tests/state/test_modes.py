@@ -113,6 +113,25 @@ def test_what_is_too_large_is_named_once(caplog: pytest.LogCaptureFixture) -> No
     assert {item.where: str(item.rule.fate) for item in state.findings()}["model.history"] == "the user's"
 
 
+def test_a_tensor_in_the_place_of_none_is_taken_for_a_cache_until_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Module()
+    model.mask, model.average, model._external_params = None, None, {}  # type: ignore[assignment]
+    state, fresh = PlainState.of(model, [], None), PlainState.of(nn.Module(), [], None)
+    mask, average = torch.ones(2**17), torch.zeros(2**17)
+    with caplog.at_level(logging.INFO):
+        model.mask, model.average = mask, average  # type: ignore[assignment]
+        model._external_params = {0: nn.Parameter(torch.ones(2**17))}  # type: ignore[assignment]
+        for _ in range(2):
+            give(take(state), fresh)
+            average.add_(1)
+    said = [(record.levelname, record.getMessage().split(" c")[0]) for record in caplog.records]
+    assert said == [("INFO", "model.average, model.mask"), ("WARNING", "model.average")]
+    caplog.clear()
+    fresh.models["model"].average = average  # type: ignore[assignment]
+    take(fresh)  # resumed, it says nothing again
+    assert not caplog.records
+
+
 def test_the_census_names_hooks_and_generators() -> None:
     found = {(item.where, item.note) for item in PlainState.of(Remembering(), [], None).findings()}
     assert {("model", "Scaling"), ("model.generator", "")} <= found

@@ -463,7 +463,7 @@ def with_buffer(value: torch.Tensor) -> Any:
     [
         (lambda: torch.eye(2).to_sparse(), r"has the layout torch\.sparse_coo; only dense tensors"),
         (lambda: torch.empty(2, device="meta"), "is on the meta device and has no values yet"),
-        (lambda: torch.zeros(2).as_subclass(Marked), r"is a .*Marked, a tensor type whose memory is not known"),
+        (lambda: torch.zeros(2).as_subclass(Marked), r"is a .*Marked, a tensor type whose memory is not known here; use"),
         (lambda: torch.zeros(4).as_strided((2, 2), (1, 1)), "has elements that share memory"),
         (lambda: torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged), r"is a .*NestedTensor, a tensor type"),
         (lambda: torch.empty(2, dtype=torch.bits8), r"has the dtype torch\.bits8; supported: bfloat16, bool"),
