@@ -9,6 +9,7 @@ DEMO = $(VENV)/.demo-is-up-to-date
 STAMP = $(VENV)/.up-to-date
 OPS = $(TORCH_EXTENSIONS_DIR)/.up-to-date
 TREE = build/tree
+PACKAGES = build/packages
 # Not the whole suite a second time: what packaging could break. tests/project/test_packaging.py is about the checkout.
 WHEEL_TESTS = tests/project/test_imports.py tests/core/test_layout.py tests/core/test_placement.py tests/project/test_readme.py
 # A test that its timeout cannot end, since its cleaning up waits for a lock, ends its process with all stacks; longer than any test's own.
@@ -84,6 +85,11 @@ $(TREE): FORCE
 	@cp -rs $(CURDIR)/sync $(CURDIR)/compression $@/gemini_ft/
 FORCE:
 
+# For tools that see no folder without an __init__.py. Not in the same place: checks run side by side.
+$(PACKAGES): $(TREE)
+	@rm -rf $@ && cp -a $(TREE) $@
+	@touch $@/gemini_ft/sync/__init__.py $@/gemini_ft/compression/__init__.py
+
 # The package, what the tests share (kits, servers, the model of the protocol), and the benchmarks, which no test runs.
 MYPY = $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
 KIT = $(addprefix $(CURDIR)/tests/,conftest.py kit/*.py kit/miniature/*.py kit/parity/*.py)
@@ -94,9 +100,8 @@ types: $(STAMP) $(TREE) ## mypy --strict
 	cd $(TREE) && MYPYPATH=$(CURDIR)/tests/kit $(MYPY) $(KIT)
 	cd $(TREE) && MYPYPATH=$(CURDIR)/tests/kit:$(CURDIR)/benchmarks $(MYPY) --allow-untyped-calls --no-warn-return-any --no-warn-unused-ignores $(BENCHMARKS)
 
-imports: $(STAMP) $(TREE) ## which module may import which
-	@touch $(TREE)/gemini_ft/sync/__init__.py $(TREE)/gemini_ft/compression/__init__.py # grimp sees no folder without one
-	cd $(TREE) && $(BIN)/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
+imports: $(STAMP) $(PACKAGES) ## which module may import which
+	cd $(PACKAGES) && $(BIN)/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
 
 wheel: $(STAMP) ## build the wheel into dist/
 	rm -rf build/lib build/bdist.* dist
@@ -105,8 +110,7 @@ wheel: $(STAMP) ## build the wheel into dist/
 wheel-test: wheel ## tests against the built wheel, the checkout's code out of reach
 	scripts/test_wheel $(BIN)/python dist/*.whl $(or $(ARGS),$(WHEEL_TESTS))
 
-site: $(STAMP) $(TREE) ## the documentation site, strictly, into build/site
-	@touch $(TREE)/gemini_ft/sync/__init__.py $(TREE)/gemini_ft/compression/__init__.py # the reference sees no folder without one
+site: $(STAMP) $(PACKAGES) ## the documentation site, strictly, into build/site
 	scripts/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict --clean
 
