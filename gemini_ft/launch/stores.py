@@ -50,7 +50,8 @@ ANSWER_SECONDS = 5.0  # for its answer: torch would wait for minutes where a hos
 _READ_SECONDS = 60  # torch's own default, for what the launchers exchange in a round
 LOOK_SECONDS = 5.0  # between two looks for a better store, in a round that is not complete
 _RETRY_SECONDS = 0.5
-_PROBE_SECONDS = 6.0  # for all stores to be found; one whose name server hangs is left out of the look
+PROBE_SECONDS = 4.0  # for all stores to be found; one that is not is left to the next look
+_NAMING_SECONDS = 40.0  # for a connection by torch, where it waits for three name servers in turn
 _SAID_SECONDS = 10.0  # after which a launcher says for what it waits
 _PARTING_SECONDS = 2.0  # for which a store is served after the end, so that others, which look once a second, learn of it
 
@@ -113,19 +114,23 @@ class Standby:
         self.moved_at, self.patience, self.overtaken = 0.0, patience, ""
         self._number = 0
         self._probes: dict[int, _Probe] = {}  # of endpoints
+        self._probes_beside: dict[int, _Probe] = {}  # of `look_beside`, which may be under way when a store is lost
+        self._beside = threading.Thread()
         self._beats: dict[int, dict[Any, Any]] = {}  # of the hosts that were seen at another store, by its endpoint
         self._move(self._first_place(patience))
 
     def _first_place(self, patience: float) -> Place:
         """The store to begin at: one that is in use, or the first, once all have said that they are not."""
-        begun = time.monotonic()
+        begun, known = time.monotonic(), dict[int, Place]()
         while True:
-            places = self._places(min(_PROBE_SECONDS, max(patience, _REACH_SECONDS)))
-            if places and (places[0].generation >= 0 or len(places) == len(self._endpoints)):
-                return places[0]
-            waited, silent = time.monotonic() - begun, self._named({place.number for place in places})
+            places = self._places(self._probes, min(PROBE_SECONDS, max(patience, _REACH_SECONDS)))
+            known |= {place.number: place for place in places}
+            best = max(known.values(), key=lambda place: place.rank, default=None)
+            if best is not None and (best.generation >= 0 or len(known) == len(self._endpoints)):
+                return best
+            waited, silent = time.monotonic() - begun, self._named(known)
             if waited > patience:
-                why = ". The job may be at work there; leave out of --rdzv-endpoint, on all hosts, a store that is gone" if places else ""
+                why = ". The job may be at work there; leave out of --rdzv-endpoint, on all hosts, a store that is gone" if known else ""
                 raise RendezvousConnectionError(f"no store can be reached at {silent} within {patience:g} s{why}")
             if waited > _SAID_SECONDS and not self._said:
                 self._said = True
@@ -139,9 +144,10 @@ class Standby:
         if len(self._endpoints) > 1 and time.monotonic() - self._looked_at > LOOK_SECONDS:
             if self._is_lonely:
                 self._look()
-            else:
+            elif not self._beside.is_alive():
                 self._looked_at = time.monotonic()
-                threading.Thread(target=self.look_beside, name="gemini-stores", daemon=True).start()
+                self._beside = threading.Thread(target=self.look_beside, name="gemini-stores", daemon=True)
+                self._beside.start()
         found: tuple[bytes, Any] | None = self._ask(lambda backend: backend.get_state())
         self._last = found[0] if found is not None else self._last
         return found
@@ -196,7 +202,7 @@ class Standby:
 
     def _take_over(self) -> None:
         """Finds another store, and continues there what is not continued yet."""
-        places = self._places()
+        places = self._places(self._probes)
         if not places:
             if not self._said:
                 self._said = True
@@ -208,14 +214,14 @@ class Standby:
     def _look(self) -> None:
         """Goes to a better store than the present one, if there is one."""
         self._looked_at = time.monotonic()
-        if (places := self._places()) and places[0].rank > (self._generation, -self._number):
+        if (places := self._places(self._probes)) and places[0].rank > (self._generation, -self._number):
             _log.warning("the others may be at %s:%d; the rendezvous goes on there", *self._endpoints[places[0].number])
             self._move(places[0])
 
     def look_beside(self) -> None:
         """Looks whether another store serves a rendezvous of this run that is complete, alive, and has come further than this one."""
         with contextlib.suppress(RendezvousConnectionError):
-            for place in self._places():
+            for place in self._places(self._probes_beside):
                 found = _within(ANSWER_SECONDS, partial(_state_at, place.store, self._run)) if place.number != self._number else None
                 if found is not None and self._last is not None:
                     self._meet(place, pickle.loads(found), pickle.loads(self._last))
@@ -258,25 +264,25 @@ class Standby:
         if not is_first:
             self.moved_at = time.monotonic()
 
-    def _places(self, seconds: float = _PROBE_SECONDS) -> list[Place]:
-        """The stores that can be reached, the best one first. A look that still waits for one is not begun anew."""
+    def _places(self, probes: dict[int, _Probe], seconds: float = PROBE_SECONDS) -> list[Place]:
+        """The stores that can be reached, the best one first. One found later counts in the next look, which does not ask it anew."""
         for number in range(len(self._endpoints)):
-            if number not in self._probes or not self._probes[number].thread.is_alive():
+            if number not in probes:
                 found: list[Place] = []
                 thread = threading.Thread(target=self._probe, args=(number, found), name="gemini-store", daemon=True)
-                self._probes[number] = _Probe(thread, time.monotonic(), found)
+                probes[number] = _Probe(thread, time.monotonic(), found)
                 thread.start()
-        probes = list(self._probes.values())
-        for probe in probes:
+        for probe in probes.values():
             probe.thread.join(max(0.0, probe.begun + seconds - time.monotonic()))
-        return sorted((place for probe in probes for place in probe.found), key=lambda place: place.rank, reverse=True)
+        ended = [probes.pop(number) for number, probe in list(probes.items()) if not probe.thread.is_alive()]
+        return sorted((place for probe in ended for place in probe.found), key=lambda place: place.rank, reverse=True)
 
     def _probe(self, number: int, found: list[Place]) -> None:
-        """Finds a store; a name server may keep this waiting for longer than any limit."""
+        """Finds a store; a name server may keep this waiting, which torch asks for the name of whoever it has connected to as well."""
         host, port = self._endpoints[number]
         with contextlib.suppress(OSError, RuntimeError, RendezvousConnectionError):  # RuntimeError: torch's
             socket.create_connection((host, port), _REACH_SECONDS).close()  # torch would try again where the port is closed
-            store = _within(2 * _REACH_SECONDS, partial(TCPStore, host, port, is_master=False, timeout=_REACH))
+            store = _within(_NAMING_SECONDS, partial(TCPStore, host, port, is_master=False, timeout=_REACH))
             store.set_timeout(timedelta(seconds=self._read_seconds))
             said = _within(ANSWER_SECONDS, partial(store.compare_set, _GENERATION + self._run, "?", "?"))
             found.append(Place(int(said) if said.lstrip(b"-").isdigit() else -1, number, store))
@@ -323,7 +329,7 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
 def _is_here(host: str) -> bool:
     """Whether a name is this machine's; a name server that does not answer is not waited for."""
     try:
-        return _within(_PROBE_SECONDS, partial(_matches_machine_hostname, host))
+        return _within(PROBE_SECONDS, partial(_matches_machine_hostname, host))
     except RendezvousConnectionError:
         return False
 

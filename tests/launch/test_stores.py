@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
@@ -17,6 +21,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 
 from gemini_ft.cli.store import open_store
 from gemini_ft.launch import stores
+from gemini_ft.launch.spares import members_of
 from gemini_ft.launch.stores import Standby
 
 HERE = "127.0.0.1"
@@ -156,6 +161,72 @@ def test_a_store_that_does_not_answer_is_lost_as_well(
     monkeypatch.setattr(stores, "ANSWER_SECONDS", 0.5)
     assert seen(one) == state(5, complete=True)
     assert one.store.port != port
+
+
+def test_a_name_server_that_hangs_keeps_nobody_from_a_store_and_is_waited_for_no_longer(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, over, resolve = places.serve(), threading.Event(), socket.getaddrinfo
+    launcher(port).set_state(state(3, complete=True))
+
+    def hang(host: str, *more: Any, **named: Any) -> Any:
+        if host == "unknown":
+            over.wait(60)
+            raise OSError("Name or service not known")
+        return resolve(host, *more, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    begun = time.monotonic()
+    assert seen(Standby("run", [("unknown", 1), (HERE, port)], 0.0)) == state(3, complete=True)
+    with pytest.raises(RendezvousConnectionError, match="unknown:1 within 1 s"):
+        Standby("run", [("unknown", 1)], 1.0)
+    over.set()
+    assert time.monotonic() - begun < 30  # each look takes two seconds
+
+
+def test_a_store_is_found_however_long_torch_asks_for_its_name(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = places.serve()
+
+    def slow(*arguments: Any, **named: Any) -> TCPStore:
+        time.sleep(2.5)  # longer than a look
+        return TCPStore(*arguments, **named)
+
+    monkeypatch.setattr(stores, "TCPStore", slow)
+    monkeypatch.setattr(stores, "PROBE_SECONDS", 1.0)
+    assert Standby("run", [(HERE, port)], 10.0).get_state() is None
+
+
+def test_at_a_first_start_every_store_is_asked(places: Places) -> None:
+    """One that does not answer may be where the job is at work."""
+    ports = places.serve(), places.serve()
+    places.lose(ports[0])
+    with pytest.raises(RendezvousConnectionError, match=f"{HERE}:{ports[0]} within 0 s.*leave out of --rdzv-endpoint"):
+        Standby("run", [(HERE, port) for port in ports], 0.0)
+    launcher(ports[1]).set_state(state(1, complete=True))
+    assert seen(launcher(*ports)) == state(1, complete=True)
+
+
+def test_a_host_that_has_not_taken_part_carries_no_rendezvous_to_another_store(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one whose launcher has ended is taken for nobody who may be at work."""
+    monkeypatch.setenv("GEMINI_HOST_ID", "spare")
+    ports = places.serve(), places.serve()
+    known = _RendezvousState()
+    known.round, known.complete = 3, True
+    setattr(known, "gemini_members", frozenset({"host0"}))  # noqa: B010  # as spares.py does
+    spare = launcher(*ports)
+    spare.set_state(pickle.dumps(known))
+    spare.sign_off()
+    assert seen(spare) == pickle.dumps(known)
+    job = launcher(ports[1])
+    job.set_state(state(2, complete=True))
+    places.lose(ports[0])
+    assert seen(spare) == state(2, complete=True)  # the job may be there, and has not come so far
+    monkeypatch.setenv("GEMINI_HOST_ID", "host0")
+    token = job.get_state()
+    assert token is not None
+    job.set_state(pickle.dumps(known), token[1])
+    job.sign_off()
+    assert members_of(pickle.loads(seen(job) or b"")) == frozenset()
 
 
 def test_a_job_without_any_store_says_where_it_has_looked(places: Places) -> None:
