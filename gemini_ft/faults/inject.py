@@ -194,7 +194,7 @@ class Drill:
 
     def __init__(self, faults: Sequence[Fault], happened: set[str], folder: Path, scene: Scene) -> None:
         self._faults, self._happened, self._folder, self._scene = faults, happened, folder, scene
-        self._launcher = _launcher()
+        self._launcher = own_launcher()
 
     def at(self, iteration: int, moment: str) -> None:
         """Carries out the faults that are due, in the order of the list."""
@@ -290,7 +290,7 @@ def _fill(path: Path) -> None:
                     filler.write(bytes(size))
 
 
-def _launcher() -> psutil.Process | None:
+def own_launcher() -> psutil.Process | None:
     """The process that started the workers of this host, unless it has ended: `gemini run` says so, torchrun is the parent.
 
     No other program than this worker's is torchrun: the parent of an orphan is init.

@@ -233,7 +233,7 @@ worker.stdout.readline()  # it has armed itself, and loses its launcher now
 IS_KILLED = """
 import os, time
 from gemini_ft.faults import inject
-launcher, parent = inject._launcher(), os.getppid()
+launcher, parent = inject.own_launcher(), os.getppid()
 assert launcher.pid == parent
 print("armed", flush=True)
 while os.getppid() == parent:
@@ -247,7 +247,7 @@ def test_a_drill_without_its_launcher_kills_nobody_who_has_adopted_the_worker(mo
     init = subprocess.run([sys.executable, "-c", ADOPTS, LAUNCHES, IS_KILLED], stdout=subprocess.PIPE, text=True)
     assert (init.returncode, init.stdout) == (0, "None\n")
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert faults._launcher() is None
+    assert faults.own_launcher() is None
 
 
 # -- real jobs
