@@ -258,10 +258,10 @@ def ask_at(address: bytes, message: ToAgent, timeout: float = 5.0) -> ToWorker |
         return None
     with sock:
         sock.settimeout(timeout)
-        sock.sendall(pack(message))
         try:
+            sock.sendall(pack(message))
             return to_worker.unpack(_exactly(sock, frame_length(_exactly(sock, 4))))
-        except EOFError:
+        except (EOFError, ConnectionError):
             return None
 
 
@@ -301,7 +301,7 @@ def status(run: str, host: str | None = None) -> str | None:
 
 def leave(run: str, host: str | None = None) -> None:
     """Tells the agent of ``run`` on this host to go, if there is one. Uploads under way are finished first."""
-    with contextlib.suppress(AgentError, ConnectionError):
+    with contextlib.suppress(AgentError):
         ask(run, host or host_id(), Leave(run=run))
 
 
@@ -312,7 +312,7 @@ def job_finished(run: str) -> str:
         Why that failed for good; empty: it did not.
     """
     host, said = host_id(), False
-    with contextlib.suppress(AgentError, ConnectionError):
+    with contextlib.suppress(AgentError):
         while True:
             try:
                 answer = ask(run, host, Leave(run=run, finished=True))

@@ -60,9 +60,9 @@ class Kept(NamedTuple):
 
 KEPT = {
     "storage.checkpoints.FORMAT_VERSION": Kept(
-        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, marks.Mark, LAYOUT, *SMALL_STATE], "0c1b096b5823547f"
+        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, marks.Mark, LAYOUT, *SMALL_STATE], "1c9bf4985a0c665e"
     ),
-    "agent.memory.FORMAT": Kept(memory.FORMAT, ["agent.memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "415061e69bd9b5d6"),
+    "agent.memory.FORMAT": Kept(memory.FORMAT, ["agent.memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "eabd56c208dbd433"),
     "wire.messages.PROTOCOL_VERSION": Kept(
         messages.PROTOCOL_VERSION,
         [peer_messages.Claims, peer_messages.PeerMessage, worker_messages.ToAgent, worker_messages.ToWorker],
