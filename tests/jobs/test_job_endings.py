@@ -88,7 +88,7 @@ class Command:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                preexec_fn=_heed_interrupts,
+                preexec_fn=_heed_interrupts if self.name == "python" else None,  # the others are forked, and heed them anyway
             )
         self._processes.append(process)
         return process

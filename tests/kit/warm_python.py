@@ -7,8 +7,8 @@ forks its workers, is as it always was to the caller and to the process: its chi
 (in /proc too), working directory, session and network namespace, ``sys.argv``, ``sys.path`` and ``__main__``. It shares the seed of string
 hashes with the others, and what was read from the environment while torch was loaded: where such a variable differs, it is started anew.
 
-Each of them but an agent has a server of its own, forked before it has done anything, so that the server of workers that it starts is
-forked as well; the agents that it starts are not.
+Each launcher has a server of its own, forked before it has done anything, so that the server of workers that it starts is forked as well,
+and torchrun's workers are; agents that workers and launchers start are not.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import gc
-import importlib
+import importlib.machinery
 import inspect
 import os
 import runpy
@@ -57,7 +58,14 @@ _ON_LOADING = (
     "PYTHON",
     "TORCH_",
 )  # variables that are read by then
-_AS_ALWAYS = {"PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_EXTENSIONS_DIR"}  # read later, or seen to here
+_AS_ALWAYS = {
+    "PYTHONFAULTHANDLER",
+    "PYTHONPATH",
+    "PYTHONUNBUFFERED",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+    "TORCH_EXTENSIONS_DIR",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+}  # read later, or seen to here
 _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _ROOM = "x" * 2**16  # for the arguments and the environment of a process, where /proc shows them
 _MOST_DESCRIPTORS = 4  # that one message takes along, beside itself
@@ -125,12 +133,14 @@ _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _parameters = inspect.signature(_execute_child)
 
 
-def _use(launchers: Callable[[], _Server | None], agents: Callable[[], _Server | None]) -> None:
+def _use(
+    launchers: Callable[[], _Server | None], agents: Callable[[], _Server | None] = lambda: None, *, of_torchrun: bool = False
+) -> None:
     def execute_child(self: Any, *arguments: Any, **more: Any) -> None:
         given, server = _parameters.bind(self, *arguments, **more).arguments, None
         if _is_simple(given):
             args = [*map(os.fspath, given["args"])]
-            server = agents() if _is_agent(args) else launchers() if is_warm(args) else None
+            server = agents() if _is_agent(args) else launchers() if is_warm(args) or (of_torchrun and _is_worker(args)) else None
         if server is None or not server.takes(given):
             _execute_child(self, *arguments, **more)
             return
@@ -158,6 +168,11 @@ def is_warm(args: Sequence[str]) -> bool:
 
 def _is_agent(args: Sequence[str]) -> bool:
     return args[0] == sys.executable and tuple(args[1:3]) == _AGENT
+
+
+def _is_worker(args: Sequence[str]) -> bool:
+    """Whether torchrun starts a worker so, from a script."""
+    return args[0] == sys.executable and args[1] == "-u" and args[2].endswith(".py")
 
 
 @functools.cache
@@ -262,7 +277,8 @@ def _become(question: Mapping[str, Any]) -> None:
     while held[-1] < max(targets):
         held.append(os.dup(held[-1]))
     high = [os.dup(each) for each in passed]
-    following = None if _is_agent(question["args"]) else _following(held[0])
+    args = question["args"]
+    following = None if _is_agent(args) or _is_worker(args) else _following(held[0])
     for target, each in zip(targets, high, strict=True):
         os.dup2(each, target)
     kept = {*targets, *([] if following is None else [following.fileno()])}
@@ -271,7 +287,7 @@ def _become(question: Mapping[str, Any]) -> None:
             with contextlib.suppress(OSError):
                 os.close(number)
     server = None if following is None else _Server(following)
-    _use(lambda: server, lambda: None)
+    _use(lambda: server, of_torchrun=args[1:3] == ["-m", "torch.distributed.run"])
 
 
 def _following(null: int) -> socket.socket:
@@ -323,7 +339,9 @@ def _run(args: Sequence[str], path: Sequence[str]) -> None:
         sys.stdout.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
     if options[0] == "-u":
         options.pop(0)
-    first = {"-m": os.getcwd(), "-c": ""}[options[0]]
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+    first = {"-m": os.getcwd(), "-c": ""}.get(options[0], os.path.dirname(os.path.realpath(options[0])))
     sys.path[:] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *path]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if "__mp_main__" in sys.modules:
@@ -331,9 +349,14 @@ def _run(args: Sequence[str], path: Sequence[str]) -> None:
     if options[0] == "-m":
         sys.argv = ["-m", *options[2:]]
         runpy._run_module_as_main(options[1])  # type: ignore[attr-defined]
-    else:
+    elif options[0] == "-c":
         sys.argv = ["-c", *options[2:]]
         exec(compile(options[1], "<string>", "exec", dont_inherit=True), main.__dict__)
+    else:
+        sys.argv = options
+        script = os.path.abspath(options[0])
+        main.__dict__.update(__file__=script, __cached__=None, __loader__=importlib.machinery.SourceFileLoader("__main__", script))
+        exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), main.__dict__)
 
 
 def _replace(file: str, args: Sequence[str]) -> NoReturn:
@@ -363,7 +386,7 @@ def main() -> None:
     gc.freeze()
     assert threading.active_count() == 1
     assert began(os.getpid())
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # at the terminal it is meant for who has started this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at the terminal it is meant for who has started this
     messages.send(channel, {})
     while True:
         question = _serve(channel)
@@ -375,7 +398,7 @@ def main() -> None:
             channel = socket.socket(fileno=again.channel)
             continue
         break
-    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in a shell's background, whose processes ignore it
     os.execvp = _replace  # type: ignore[assignment]
     renewal.draw_anew()
     program = _Program(question["args"])

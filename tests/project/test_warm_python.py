@@ -64,6 +64,26 @@ def test_its_status_and_words_are_those_of_one_that_is_not() -> None:
     assert said[0][0] == 2
 
 
+def test_a_worker_of_torchrun_sees_what_one_that_is_not_forked_sees(tmp_path: Path) -> None:
+    """But for the modules that are loaded."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\nloaded = 'torch' in sys.modules\n"
+        "print(loaded, __name__, __file__, sys.argv, sys.path[0], os.getcwd(), os.environ['RANK'], os.getsid(0) == os.getpid())\n"
+        "sys.exit(3)\n"
+    )
+    said = []
+    for threads in ("1", "3"):
+        command = [*STORE[:1], "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "script.py", "--option"]
+        environ = os.environ | {"OMP_NUM_THREADS": threads}
+        done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert "exitcode  : 3" in done.stderr
+        loaded, _, rest = done.stdout.partition(" ")
+        assert loaded == str(threads == "1"), done.stderr
+        said.append((done.returncode, rest))
+    assert said[0] == said[1]
+
+
 def test_an_agent_is_forked_without_torch_and_has_the_descriptors_of_one_that_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
