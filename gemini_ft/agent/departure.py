@@ -34,6 +34,7 @@ class Departure:
         self.follows = False
         self._interrupted: set[WorkerConnection] = set()  # by Ctrl-C: the other workers will follow, and the job does not come back
         self._finished: set[WorkerConnection] = set()  # have finished their work, and not said how their processes end
+        self._ended: set[int] = set()  # process ids of those that have ended well, since the last worker came
         self._askers: list[WorkerConnection] = []  # launchers that wait for the end
         self._waits_until = 0.0  # for the last upload, on the monotonic clock
 
@@ -42,6 +43,7 @@ class Departure:
         self.linger, self._asked_to_leave, self._waits_until = linger, False, 0.0
         self._interrupted.clear()
         self._finished = {worker for worker in self._finished if worker.alive}
+        self._ended.clear()
 
     def ask(self, asker: WorkerConnection, finished: bool) -> None:
         """Takes the wish of a launcher, or of the user; ``finished``: the job has, and the asker waits for the last upload."""
@@ -57,12 +59,14 @@ class Departure:
         self.follows = True
 
     def finish(self, worker: WorkerConnection) -> None:
-        """Takes note of a worker that has finished; its script may fail yet."""
-        self._finished.add(worker)
+        """Takes note of a worker that has finished; its script may fail yet, unless the word of its end came first, on another connection."""
+        if worker.pid not in self._ended:
+            self._finished.add(worker)
 
     def ended(self, pid: int) -> None:
         """Takes note of a process that ends well."""
         self._finished = {worker for worker in self._finished if worker.pid != pid}
+        self._ended.add(pid)
 
     def interrupt(self, worker: WorkerConnection) -> None:
         """Takes note of a worker that the user has interrupted."""

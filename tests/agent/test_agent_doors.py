@@ -291,6 +291,17 @@ class TestLeaving:
             rank.kill()
         job.gone("a", "b")
 
+    def test_also_where_the_word_of_a_process_s_end_overtakes_that_of_its_work(self, job: Job) -> None:
+        """They come on two connections."""
+        ranks = [job.process("a", 0), job.process("b", 1)]
+        job.open(ranks)
+        job.commit(ranks, 1)
+        for rank in ranks:
+            rank.end_well()
+            rank.goodbye()
+            rank.kill()
+        job.gone("a", "b")
+
     def test_at_once_when_the_user_interrupts(self, job: Job) -> None:
         rank = job.rank("a", 0)
         rank.goodbye(finished=False)

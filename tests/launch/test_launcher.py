@@ -266,7 +266,7 @@ class TestEnding:
         assert job.err.count(f"gemini run: the same {repeated.replace('FILE', str(tmp_path / 'fails.py'))}") == (status == 70)
         told = "gemini run: nothing in this job is protected: no worker has joined a run, so a restart begins at the beginning. Unless the "
         assert job.err.count(f"{told}script has failed before it came that far: a loop needs a gemini_ft.Checkpointer") == 1
-        assert job.processes() == set()
+        job.wait_for(lambda: job.processes() == set())
         assert asked == []  # the same command may come again and resume
 
     @pytest.mark.parametrize(("stop", "expected"), [(signal.SIGINT, [Leave(run="run-7")]), (signal.SIGTERM, [])])
