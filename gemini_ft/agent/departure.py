@@ -59,7 +59,7 @@ class Departure:
         self.follows = True
 
     def finish(self, worker: WorkerConnection) -> None:
-        """Takes note of a worker that has finished; its script may fail yet, unless the word of its end came first, on another connection."""
+        """Takes note that a worker has finished; its script may fail yet, unless the word of its end overtook this one."""
         if worker.pid not in self._ended:
             self._finished.add(worker)
 

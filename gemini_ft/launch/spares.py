@@ -183,7 +183,7 @@ def has_left(state: Any, name: str) -> bool:
 
 
 def _took_part(state: Any, nodes: Iterable[Any]) -> list[Any]:
-    """Those of the launchers whose hosts have taken part in a complete round."""
+    """Selects the launchers whose hosts have taken part in a complete round."""
     names, members = getattr(state, _NAMES, {}), members_of(state)
     return [node for node in nodes if names.get(node) in members]
 

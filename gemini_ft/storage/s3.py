@@ -383,7 +383,7 @@ def _session() -> boto3.session.Session:
 
 @cache
 def _loader() -> Any:
-    """What describes the services, as far as this process has read it."""
+    """The loader of the descriptions of AWS's services, which keeps those that this process has read."""
     return botocore.session.Session().get_component("data_loader")
 
 

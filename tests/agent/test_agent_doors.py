@@ -280,25 +280,16 @@ class TestTcpPort:
 
 
 class TestLeaving:
-    def test_after_all_ranks_have_finished(self, job: Job) -> None:
+    @pytest.mark.parametrize("overtakes", [False, True], ids=["in order", "the word of the end overtakes that of the work"])
+    def test_after_all_ranks_have_finished(self, job: Job, overtakes: bool) -> None:
+        """A worker says that its work is done, and that its process ends well, on two connections."""
         ranks = [job.process("a", 0), job.process("b", 1)]
         job.open(ranks)
         job.commit(ranks, 1)
         for rank in ranks:
-            rank.goodbye()
-            assert all(job.pid(host) for host in "ab")
-            rank.end_well()
-            rank.kill()
-        job.gone("a", "b")
-
-    def test_also_where_the_word_of_a_process_s_end_overtakes_that_of_its_work(self, job: Job) -> None:
-        """They come on two connections."""
-        ranks = [job.process("a", 0), job.process("b", 1)]
-        job.open(ranks)
-        job.commit(ranks, 1)
-        for rank in ranks:
-            rank.end_well()
-            rank.goodbye()
+            for say in (rank.end_well, rank.goodbye) if overtakes else (rank.goodbye, rank.end_well):
+                assert all(job.pid(host) for host in "ab")
+                say()
             rank.kill()
         job.gone("a", "b")
 

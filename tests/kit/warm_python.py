@@ -153,7 +153,7 @@ def _use(
 
 
 def preloaded(*names: str) -> list[str]:
-    """What the fork server of ``gemini run`` would import for a script that imports these packages; any other module as it is."""
+    """Returns the modules that the fork server of ``gemini run`` imports for a script with these packages; other names stay as they are."""
     found = [*ALWAYS, *(module for name in names for module in VENDORS.get(name, (name,)))]
     return [module.removesuffix(OPTIONAL) for module in found]
 

@@ -51,7 +51,7 @@ LAYOUT = "core.layout:Layout.to_bytes"
 
 
 class Kept(NamedTuple):
-    """What one number stands for."""
+    """A format number, and the content that it stands for."""
 
     number: int
     content: list[Any]  # types, and names of functions that write

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def commands(target: str, venv: Path) -> str:
-    """What `make` would do in a new clone."""
+    """The commands that `make` would run in a new clone."""
     variables = [f"VENV={venv}", f"TORCH_EXTENSIONS_DIR={venv / 'torch_extensions'}"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # of the one that runs the tests
     return subprocess.run(["make", "-n", target, *variables], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, check=True).stdout

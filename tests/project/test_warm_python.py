@@ -86,7 +86,7 @@ def test_a_worker_of_torchrun_sees_what_one_that_is_not_forked_sees(tmp_path: Pa
 
 
 def settled_descriptors(pid: int) -> dict[str, str]:
-    """What a process has open, by number, once that stays the same for a moment."""
+    """The open descriptors of a process, by number, once they stay the same for half a second."""
     seen = list[dict[str, str]]()
     while len(seen) < 2 or seen[-1] != seen[-2]:
         time.sleep(0.5)
