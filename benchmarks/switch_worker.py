@@ -25,7 +25,7 @@ from gemini_ft.sync.backends import open_exchange
 from gemini_ft.sync.omnireduce import BLOCK
 from gemini_ft.sync.rows import to_rows
 from gemini_ft.sync.schemes import SCHEMES, SWITCH_SCHEMES
-from gemini_ft.sync.switch_link import Link
+from gemini_ft.sync.switch_link import SwitchLink
 from gemini_ft.sync.switch_scheme import SwitchScheme
 from gemini_ft.sync.switchml_stream import SwitchMLStream
 from lossy_switch import Lossy
@@ -76,7 +76,7 @@ class Row:
                     part.socket = Lossy(part.socket.socket, self.point.loss, self.seed)
         return self.call()
 
-    def links(self) -> list[Link]:
+    def links(self) -> list[SwitchLink]:
         group = dist.group.WORLD
         assert group is not None
         return list(self.scheme._links.get(group, {}).values()) if self.scheme is not None else []
@@ -237,7 +237,7 @@ def _summarise(row: Row) -> None:
         point.alone = _alone(row.links()[0])
 
 
-def _alone(link: Link) -> float:
+def _alone(link: SwitchLink) -> float:
     """Seconds from a packet to its sum with one slot in use."""
     packets = torch.randn(ALONE_PACKETS, PACKET // 4).numpy()
     times = []

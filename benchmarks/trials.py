@@ -193,13 +193,13 @@ def measure(
         for turn in range(rounds):
             for row in random.sample(list(rows), len(rows)):
                 if failures[row] < 2:
-                    note = _attempt(found[key][row], worker, row, plan, limit, patience, turn)
+                    note = _attempt(found[key][row], worker, row, plan, limit=limit, patience=patience, turn=turn)
                     failures[row] = failures[row] + 1 if found[key][row].problem else 0
                     print(f"{key}, round {turn + 1}/{rounds}, {row}: {note}", file=sys.stderr, flush=True)
     return found
 
 
-def _attempt(into: Measured, worker: str, row: str, plan: Plan, limit: float, patience: float, turn: int) -> str:
+def _attempt(into: Measured, worker: str, row: str, plan: Plan, *, limit: float, patience: float, turn: int) -> str:
     if patience > 0:
         common.wait_until_quiet(limit, patience)
     try:

@@ -3,14 +3,14 @@ from .adaq import AdaQ as AdaQ
 from .atomo import Atomo as Atomo
 from .base import Bundle as Bundle
 from .base import Compressor as Compressor
-from .base import Layout as Layout
+from .base import FlatLayout as FlatLayout
 from .base import Payload as Payload
 from .base import Reducer as Reducer
 from .base import Turn as Turn
 from .cast import Bf16 as Bf16
 from .cast import Fp16 as Fp16
 from .cast import Identity as Identity
-from .collective import Groups as Groups
+from .collective import ScopedGroups as ScopedGroups
 from .collective import reduce as reduce
 from .collective import run as run
 from .collective import simulate as simulate

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn, cut, join
+from .base import Bundle, Compressor, FlatLayout, Payload, Primitive, Turn, cut, join
 from .buffers import BUFFERS
 from .sparse import WithRatio, kept
 
@@ -58,7 +58,7 @@ class AdaQ(WithRatio, Compressor):
         flat.index_copy_(0, indices.long(), torch.repeat_interleave(means, counts))
         return Bundle(layout, flat)
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         if selected is None:
             raise ValueError("AdaQ: how many elements travel depends on the data; give selected=")
         return 16 * len(layout.names) + 4 * selected

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn
+from .base import Bundle, Compressor, FlatLayout, Payload, Primitive, Turn
 from .norms import row_norms
 from .powersgd import split
 from .randomness import generator
@@ -74,7 +74,7 @@ class Atomo(Compressor):
             at += layout.sizes[number]
         return result
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         runs, whole = split(layout, self.atoms, 1.0)
         drawn = sum(len(run.numbers) * run.rank * (run.rows + run.columns) for run in runs)
         return 4 * (drawn + sum(layout.sizes[number] for number in whole))

@@ -1,6 +1,6 @@
 """The interface of every gradient compressor, and the few words all of them share.
 
-A group of named tensors lies in one flat float32 buffer (`Bundle`, described by its `Layout`), is compressed in one call and
+A group of named tensors lies in one flat float32 buffer (`Bundle`, described by its `FlatLayout`), is compressed in one call and
 travels in one payload. Statistics and random numbers are per tensor, so a group gives exactly what its tensors give one by one.
 
     means = reduce(method, {"weight": gradient, "bias": other}, step, group)     # gemini_ft.compression.collective
@@ -59,7 +59,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Request:
+class CollectiveRequest:
     """A collective that is asked for.
 
     sum, max: over ranks, elementwise, in rank order; the answer is one tensor. Floats are added in float32 and rounded once.
@@ -83,7 +83,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatLayout:
     """The place of each tensor of a group in a flat buffer: one after the other, each from a multiple of ``align`` elements on.
 
     Elements between them are zero. Equal groups share one object.
@@ -164,9 +164,9 @@ class Layout:
 
 
 @lru_cache(maxsize=4096)
-def layout_of(names: tuple[str, ...], shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...], align: int) -> Layout:
-    """The layout of a group; see `Layout`."""
-    return Layout(names, shapes, dtypes, align)
+def layout_of(names: tuple[str, ...], shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...], align: int) -> FlatLayout:
+    """The layout of a group; see `FlatLayout`."""
+    return FlatLayout(names, shapes, dtypes, align)
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Bundle:
     A function does not write into a bundle that it was given, unless it is ``own``: then no one else uses the buffer.
     """
 
-    layout: Layout
+    layout: FlatLayout
     flat: Tensor
     own: bool = False
 
@@ -233,7 +233,7 @@ class Payload:
     ranks, so that it does not travel.
     """
 
-    layout: Layout
+    layout: FlatLayout
     data: Tensor
     shared: Tensor | None = None
 
@@ -243,7 +243,7 @@ class Payload:
         return self.data.nbytes
 
 
-Exchange: TypeAlias = Generator[Request, list[Tensor], Bundle]
+Exchange: TypeAlias = Generator[CollectiveRequest, list[Tensor], Bundle]
 
 
 class Reducer(ABC):
@@ -266,7 +266,7 @@ class Reducer(ABC):
         """Averages over ranks: asks for collectives, returns the mean, the same bits on all ranks. One call per group and step."""
 
     @abstractmethod
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         """Bytes that one rank hands to collectives for one bundle, by the method's formula.
 
         Args:
@@ -339,7 +339,7 @@ class Compressor(Reducer):
 
     def share(self, payload: Payload, turn: Turn) -> Exchange:
         """The collective part of ``exchange``."""
-        answers = yield Request("gather" if self.primitive is Primitive.ALL_GATHER else "gather_v", payload.data)
+        answers = yield CollectiveRequest("gather" if self.primitive is Primitive.ALL_GATHER else "gather_v", payload.data)
         return self.aggregate([Payload(payload.layout, data, payload.shared) for data in answers])
 
     def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
@@ -352,7 +352,7 @@ class Summed(Compressor):
     primitive = Primitive.ALL_REDUCE
 
     def share(self, payload: Payload, turn: Turn) -> Exchange:
-        (total,) = yield Request("sum", payload.data)
+        (total,) = yield CollectiveRequest("sum", payload.data)
         return divided(self.decompress(Payload(payload.layout, total, payload.shared)), turn.world)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .base import Bundle, Layout, Payload, Summed, Turn
+from .base import Bundle, FlatLayout, Payload, Summed, Turn
 from .buffers import BUFFERS
 
 
@@ -20,7 +20,7 @@ class Identity(Summed):
     def decompress(self, payload: Payload) -> Bundle:
         return Bundle(payload.layout, BUFFERS.empty(payload.layout.total, device=payload.data.device).copy_(payload.data))
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         return self.dtype.itemsize * layout.total
 
 

@@ -3,7 +3,7 @@
     means = reduce(method, {"weight": gradient, "bias": other}, step, group)
     bundles = simulate([method.exchange(bundle, Turn(step, rank, 4)) for rank, (method, bundle) in enumerate(ranks)])
 
-An exchange that goes within machines and between them (`Request.scope`) runs on `Groups` in place of a group.
+An exchange that goes within machines and between them (`CollectiveRequest.scope`) runs on `ScopedGroups` in place of a group.
 
 Sums are not left to the backend's all-reduce, whose order of addition depends on where in a buffer an element lies: every rank
 owns a part of the elements, is sent that part by all (all-to-all), adds in rank order, and the sums are gathered. As many bytes as
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gemini_ft.torch_versions import all_gather_single
 
-from .base import Bundle, Exchange, Reducer, Request, Turn
+from .base import Bundle, CollectiveRequest, Exchange, Reducer, Turn
 from .buffers import BUFFERS
 from .topology import Scope, Topology
 
@@ -35,7 +35,7 @@ _SMALL = 16 * 1024  # bytes; below, a sum gathers everything: one round in place
 
 
 @dataclass(frozen=True)
-class Groups:
+class ScopedGroups:
     """The process groups of one rank, by scope."""
 
     topology: Topology
@@ -44,7 +44,7 @@ class Groups:
     inter: ProcessGroup
 
     @classmethod
-    def of(cls, ranks_per_machine: int, group: ProcessGroup | None = None, timeout: timedelta | None = None) -> Groups:
+    def of(cls, ranks_per_machine: int, group: ProcessGroup | None = None, timeout: timedelta | None = None) -> ScopedGroups:
         """Makes the process groups of machines with ``ranks_per_machine`` ranks each, neighbours in ``group``. Collective.
 
         Args:
@@ -67,7 +67,7 @@ class Groups:
         return {Scope.FLAT: self.flat, Scope.INTRA: self.intra, Scope.INTER: self.inter}[scope]
 
 
-Among: TypeAlias = "ProcessGroup | Groups | None"  # None: the default group, or one rank where there is none
+Among: TypeAlias = "ProcessGroup | ScopedGroups | None"  # None: the default group, or one rank where there is none
 
 
 def reduce(method: Reducer, gradients: Mapping[str, Tensor], step: int, group: Among = None, lr: float | None = None) -> dict[str, Tensor]:
@@ -95,7 +95,7 @@ def turn(step: int, group: Among = None, lr: float | None = None) -> Turn:
 
 def slowest(seconds: float, group: ProcessGroup | None = None) -> float:
     """The longest of all ranks' times, so that decisions on it agree. Collective."""
-    (longest,) = answer(Request("max", torch.tensor([seconds], dtype=torch.float64)), group)
+    (longest,) = answer(CollectiveRequest("max", torch.tensor([seconds], dtype=torch.float64)), group)
     return float(longest)
 
 
@@ -123,7 +123,7 @@ def simulate(exchanges: Sequence[Exchange], topology: Topology | None = None) ->
     topology = topology or Topology(1, len(exchanges))
     if topology.world != len(exchanges):
         raise ValueError(f"{len(exchanges)} exchanges on {topology}: give one for each rank")
-    waiting: dict[int, Request] = {}
+    waiting: dict[int, CollectiveRequest] = {}
     results: dict[int, Bundle] = {}
 
     def go_on(rank: int, given: list[Tensor] | None) -> None:
@@ -142,7 +142,7 @@ def simulate(exchanges: Sequence[Exchange], topology: Topology | None = None) ->
     return [results[rank] for rank in range(len(exchanges))]
 
 
-def _ready(waiting: Mapping[int, Request], topology: Topology) -> range:
+def _ready(waiting: Mapping[int, CollectiveRequest], topology: Topology) -> range:
     """Ranks that have all asked for the same collective."""
     for rank, request in waiting.items():
         group = topology.group(rank, request.scope)
@@ -154,8 +154,8 @@ def _ready(waiting: Mapping[int, Request], topology: Topology) -> range:
     raise ValueError(f"no collective has all its ranks; {asked_for}: all of them must run the same method and options")
 
 
-def answer(request: Request, group: Among) -> list[Tensor]:
-    """Carries out one collective, as `Request` describes it."""
+def answer(request: CollectiveRequest, group: Among) -> list[Tensor]:
+    """Carries out one collective, as `CollectiveRequest` describes it."""
     members = _group_of(request.scope, group)
     world = dist.get_world_size(members) if dist.is_initialized() else 1
     _check_members(request, world)
@@ -164,7 +164,7 @@ def answer(request: Request, group: Among) -> list[Tensor]:
     return _carry_out(request, members)
 
 
-def _carry_out(request: Request, group: ProcessGroup | None) -> list[Tensor]:
+def _carry_out(request: CollectiveRequest, group: ProcessGroup | None) -> list[Tensor]:
     match request.kind:
         case "gather":
             return _gather(request.tensor, group)
@@ -182,22 +182,24 @@ def _carry_out(request: Request, group: ProcessGroup | None) -> list[Tensor]:
 
 
 def _group_of(scope: Scope, group: Among) -> ProcessGroup | None:
-    if isinstance(group, Groups):
+    if isinstance(group, ScopedGroups):
         return group.at(scope)
     if scope is not Scope.FLAT and dist.is_initialized() and dist.get_world_size(group) > 1:
-        raise ValueError(f"a collective of scope {scope.value!r} on a single group: give Groups.of(ranks_per_machine, group) in its place")
+        raise ValueError(
+            f"a collective of scope {scope.value!r} on a single group: give ScopedGroups.of(ranks_per_machine, group) in its place"
+        )
     return group
 
 
-def _check_members(request: Request, world: int) -> None:
+def _check_members(request: CollectiveRequest, world: int) -> None:
     asked = request.members or (len(request.lengths) if request.kind == "all_to_all" else world)
     if asked != world:
-        flat, scoped = "make its Turn with turn(step, group)", "make Groups of as many ranks per machine as its topology has"
+        flat, scoped = "make its Turn with turn(step, group)", "make ScopedGroups of as many ranks per machine as its topology has"
         way_out = flat if request.scope is Scope.FLAT else scoped
         raise ValueError(f"an exchange among {asked} ranks on a group of {world}; {way_out}")
 
 
-def _answers(requests: Sequence[Request]) -> list[list[Tensor]]:
+def _answers(requests: Sequence[CollectiveRequest]) -> list[list[Tensor]]:
     """The answer for each rank, once all ranks have asked."""
     tensors = [request.tensor for request in requests]
     match requests[0].kind:

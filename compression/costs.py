@@ -124,7 +124,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Fit:
+class FittedCost:
     """A cost model, and how far it is from the samples it was made of.
 
     Attributes:
@@ -138,7 +138,7 @@ class Fit:
     worst: float
 
 
-def fit_line(samples: Iterable[Sample]) -> Fit:
+def fit_line(samples: Iterable[Sample]) -> FittedCost:
     """The line with the least squares of *relative* errors, so that small sizes count as much as large ones.
 
     Neither ``alpha`` nor ``beta`` becomes negative: where the best line would have it so, the best line through zero, or the
@@ -162,7 +162,7 @@ def fit_line(samples: Iterable[Sample]) -> Fit:
     return _fit(cost, [abs(cost(p.nbytes) - p.seconds) / p.seconds for p in points])
 
 
-def interpolate(samples: Iterable[Sample]) -> Fit:
+def interpolate(samples: Iterable[Sample]) -> FittedCost:
     """Straight pieces between the medians of each size.
 
     Such a model is right at its own points whatever they are. What is reported is what it says of sizes that it has not seen:
@@ -183,8 +183,8 @@ def _without(cost: Measured, index: int) -> Measured:
     return Measured(cost.nbytes[:index] + cost.nbytes[index + 1 :], cost.seconds[:index] + cost.seconds[index + 1 :])
 
 
-def _fit(cost: Cost, errors: Sequence[float]) -> Fit:
-    return Fit(cost, statistics.fmean(errors), max(errors))
+def _fit(cost: Cost, errors: Sequence[float]) -> FittedCost:
+    return FittedCost(cost, statistics.fmean(errors), max(errors))
 
 
 def _at_least_two_sizes(samples: Iterable[Sample]) -> list[Sample]:

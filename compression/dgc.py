@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Bundle, Exchange, Layout, Payload, Reducer, State, Turn, join
+from .base import Bundle, Exchange, FlatLayout, Payload, Reducer, State, Turn, join
 from .buffers import BUFFERS
 from .feedback import WHOLE
 from .memory import Memory, non_finite, put_back
@@ -141,7 +141,7 @@ class MomentumCorrection(Reducer):
             view.mul_((limit / norm).clamp_(max=1.0))
         return flat
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         return (WHOLE if self.dense else self.inner).wire_bytes(layout, world=world, selected=selected)
 
     def forget(self, names: Collection[str]) -> None:
@@ -159,7 +159,7 @@ class MomentumCorrection(Reducer):
 
 
 @lru_cache(maxsize=1024)
-def _vectors(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
+def _vectors(layout: FlatLayout, device: torch.device) -> tuple[Tensor, Tensor]:
     """Indices of all elements of tensors of at most one dimension, int32; and which tensors these are, bool (tensors,)."""
     are = [len(shape) < 2 for shape in layout.shapes]
     spans = [torch.arange(at, at + size) for at, size, yes in zip(layout.starts, layout.sizes, are, strict=True) if yes]

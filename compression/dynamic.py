@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn, cut, join
+from .base import Bundle, Compressor, FlatLayout, Payload, Primitive, Turn, cut, join
 from .buffers import BUFFERS
 from .quantise import inverse, magnitudes
 
@@ -36,7 +36,7 @@ class Dynamic8(Compressor):
         tables = codebook(codes.device).view(1, 256, 1) * scales.view(-1, 1, 1)
         return Bundle(layout, kernels.look_up_each(codes, layout, tables))
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         return layout.total + 4 * len(layout.names)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from .espresso_costs import TensorCosts
 from .espresso_options import UNCOMPRESSED, Option, Processor, options
-from .espresso_timeline import Exchange, OptionTable
+from .espresso_timeline import OptionTable, TrialStrategy
 from .timeline import Backward
 
 _BETTER = 1 - 1e-12  # less is rounding
@@ -38,7 +38,7 @@ def predict(backward: Backward, costs: TensorCosts, chosen: Sequence[Option]) ->
     Raises:
         ValueError: other numbers of options than of tensors, or an option without costs.
     """
-    return Exchange(backward, OptionTable(chosen, (), costs), chosen).seconds()
+    return TrialStrategy(backward, OptionTable(chosen, (), costs), chosen).seconds()
 
 
 def plan(backward: Backward, costs: TensorCosts, candidates: Iterable[Option] | None = None, exhaustive: int = 500) -> OptionPlan:
@@ -60,14 +60,14 @@ def plan(backward: Backward, costs: TensorCosts, candidates: Iterable[Option] | 
         candidates = options(processors, flat_only=costs.topology.flat_only)
     candidates = (UNCOMPRESSED, *candidates)
     moved = [option.on(Processor.CPU) for option in candidates] if Processor.CPU in costs.compress else []
-    exchange = Exchange(backward, OptionTable(candidates, moved, costs), [UNCOMPRESSED] * len(backward))
+    exchange = TrialStrategy(backward, OptionTable(candidates, moved, costs), [UNCOMPRESSED] * len(backward))
     choose(exchange, backward.nbytes)
     if moved:
         offload(exchange, backward.nbytes, exhaustive)
     return OptionPlan(exchange.options, exchange.seconds())
 
 
-def choose(exchange: Exchange, nbytes: Sequence[int], *, skip: bool = True) -> None:
+def choose(exchange: TrialStrategy, nbytes: Sequence[int], *, skip: bool = True) -> None:
     """Algorithm 1: for each tensor, the largest first and of equal ones the last in the backward pass, the option of the least F.
 
     Of options with the same F the one with the least work, and none that is not better than what the tensor has.
@@ -90,7 +90,7 @@ def choose(exchange: Exchange, nbytes: Sequence[int], *, skip: bool = True) -> N
         seconds, done_before = least, exchange.last_bubble() if skip else 0
 
 
-def offload(exchange: Exchange, nbytes: Sequence[int], exhaustive: int) -> None:
+def offload(exchange: TrialStrategy, nbytes: Sequence[int], exhaustive: int) -> None:
     """Algorithm 2: of each group of tensors with the same size and option, move the codecs of the first few to the CPU.
 
     Lemma 1 of the paper: of a group, those that are ready first are the best to move. All combinations of how many of each
@@ -113,7 +113,7 @@ def offload(exchange: Exchange, nbytes: Sequence[int], exhaustive: int) -> None:
             improving |= group.improve()
 
 
-def _alike(exchange: Exchange, nbytes: Sequence[int]) -> Iterator[list[int]]:
+def _alike(exchange: TrialStrategy, nbytes: Sequence[int]) -> Iterator[list[int]]:
     """Tensors with the same size and option, of those that are compressed on the GPU; each group in backward order."""
 
     def alike(tensor: int) -> tuple[int, int]:
@@ -127,7 +127,7 @@ def _alike(exchange: Exchange, nbytes: Sequence[int]) -> Iterator[list[int]]:
 class _Group:
     """Tensors that are exchanged by the same option; it runs on the CPU for the first ``count`` of them, on the GPU for the others."""
 
-    def __init__(self, exchange: Exchange, tensors: list[int]) -> None:
+    def __init__(self, exchange: TrialStrategy, tensors: list[int]) -> None:
         self.tensors, self._exchange, self._count = tensors, exchange, 0
         table = exchange.table
         self._gpu = exchange.numbers[tensors[0]]

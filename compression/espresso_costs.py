@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from .costs import Affine, Cost
-from .espresso_options import Codec, Collective, ExchangePart, Operation, Option, Processor, Routine
+from .espresso_options import Codec, ExchangePart, Operation, Option, PlannedCollective, Processor, Routine
 from .topology import Scope, Topology
 
 Network = Mapping[tuple[Routine, Scope], Cost]
@@ -118,7 +118,7 @@ def loads(option: Option, topology: Topology, adds: bool = False) -> Iterator[Lo
     """The work of each operation of an option; ``adds`` as in `TensorCosts`."""
     splits = payloads = groups = 1
     for operation in option.operations:
-        between = isinstance(operation, Collective) and operation.scope is Scope.INTER
+        between = isinstance(operation, PlannedCollective) and operation.scope is Scope.INTER
         yield Load(operation, splits, payloads, groups if between else 1)
         if isinstance(operation, Codec):
             payloads = 1

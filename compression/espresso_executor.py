@@ -17,17 +17,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .base import Bundle, Compressor, Exchange, Kind, Layout, Payload, Primitive, Reducer, Request, State, Turn
+from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Kind, Payload, Primitive, Reducer, State, Turn
 from .collective import added
 from .espresso_held import DENSE, Held, blocks, divides
-from .espresso_options import Collective, ExchangePart, Option, Processor
+from .espresso_options import ExchangePart, Option, PlannedCollective, Processor
 from .feedback import compress_parts
 from .memory import Memory
 from .parts import Worlds, divide, layouts, renamed, selection, unite
 from .topology import Scope, Topology
 
 Cells: TypeAlias = list[list[Tensor]]  # of each part that is held: payloads, or dense values, of one rank or of several
-Steps: TypeAlias = Generator[Request, list[Tensor], None]
+Steps: TypeAlias = Generator[CollectiveRequest, list[Tensor], None]
 
 _ALIGNED = 8  # bytes; parts of payloads are read as larger elements where they lie
 
@@ -78,7 +78,7 @@ class OptionExecutor(Reducer):
             some.put(Bundle(some.layout, total / turn.world), result)
         return result
 
-    def _by_option(self, layout: Layout) -> dict[Option, tuple[int, ...]]:
+    def _by_option(self, layout: FlatLayout) -> dict[Option, tuple[int, ...]]:
         """Numbers of the tensors of each option."""
         if isinstance(self.options, Option):
             return {self.options: tuple(range(len(layout.names)))}
@@ -102,7 +102,7 @@ class OptionExecutor(Reducer):
                         "state, or begin without it"
                     )
 
-    def decompressed(self, layout: Layout, payloads: Sequence[Tensor], turn: Turn) -> Tensor:
+    def decompressed(self, layout: FlatLayout, payloads: Sequence[Tensor], turn: Turn) -> Tensor:
         """The sum of the tensors in payloads, uint8: float32 (layout.total,)."""
         shared = None
         if self._shares:  # the same on all ranks, but this one may have compressed other parts only
@@ -113,13 +113,13 @@ class OptionExecutor(Reducer):
             total.add_(self.inner.decompress(payload).flat)
         return total
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         """Bytes that rank 0 hands over, which are the most; ``world`` is the topology's."""
         total = 0
         for option, numbers in self._by_option(layout).items():
             held = Held(self.inner.wire_bytes, [selection(layout, numbers).layout], self.topology, 0)
             for number, operation in enumerate(option.operations):
-                total += held.handed(operation) if isinstance(operation, Collective) else 0
+                total += held.handed(operation) if isinstance(operation, PlannedCollective) else 0
                 held.follow(operation, held.divisions(option.operations[number:]))
         return total
 
@@ -149,11 +149,11 @@ class _Course:
         self.held = Held(executor.inner.wire_bytes, [bundle.layout], executor.topology, turn.rank)
         self.cells: Cells = [[bundle.flat]]
 
-    def sum(self) -> Generator[Request, list[Tensor], Tensor]:
+    def sum(self) -> Generator[CollectiveRequest, list[Tensor], Tensor]:
         """The sum over all ranks, float32 (layout.total,); it may be the bundle's buffer."""
         for number, operation in enumerate(self.option.operations):
             worlds = self.held.divisions(self.option.operations[number:])
-            if isinstance(operation, Collective):
+            if isinstance(operation, PlannedCollective):
                 if self.held.waiting in (None, operation.scope):
                     yield from self._communicate(operation)
             elif self.held.waiting is None:
@@ -191,13 +191,13 @@ class _Course:
             sums.append(Bundle(layout, self.executor.decompressed(renamed(layout, suffix), payloads, self.turn)))
         return self._dense(held.layouts[-1], sums, held.worlds)
 
-    def _dense(self, layout: Layout | None, parts: Sequence[Bundle | None], worlds: Worlds) -> Cells:
+    def _dense(self, layout: FlatLayout | None, parts: Sequence[Bundle | None], worlds: Worlds) -> Cells:
         whole = unite(layout, parts, worlds)
         return [[torch.empty(0, device=self.device) if whole is None else whole.flat.to(self.device)]]
 
     # -- collectives
 
-    def _communicate(self, operation: Collective) -> Steps:
+    def _communicate(self, operation: PlannedCollective) -> Steps:
         if operation.step is ExchangePart.SECOND:
             yield from self._gather(operation) if operation.sharded else self._broadcast(operation)
         elif not self.held.compressed and not divides(operation):
@@ -208,7 +208,7 @@ class _Course:
         else:
             yield from self._send(operation)
 
-    def _send(self, operation: Collective) -> Steps:
+    def _send(self, operation: PlannedCollective) -> Steps:
         """The parts that go to each rank, or everything to the first; dense values are summed."""
         held, place = self.held, self.held.topology.place(self.held.rank, operation.scope)
         if not held.compressed:
@@ -224,7 +224,7 @@ class _Course:
         if not held.compressed:
             self.cells = [[added(cell)] for cell in self.cells]
 
-    def _gather(self, operation: Collective) -> Steps:
+    def _gather(self, operation: PlannedCollective) -> Steps:
         held = self.held
         worlds = (held.topology.members(operation.scope),)
         owned = blocks(held.lengths(operation), worlds[0])
@@ -238,14 +238,16 @@ class _Course:
             bundles = [None if each is None else Bundle(each, cell[0]) for each, cell in zip(parts, self.cells, strict=True)]
             self.cells = self._dense(held.layouts[-2], bundles, worlds)
 
-    def _broadcast(self, operation: Collective) -> Steps:
+    def _broadcast(self, operation: PlannedCollective) -> Steps:
         held, lengths = self.held, self.held.lengths(operation)
         message = self._message() if held.waiting is None else self._nothing()
         (data,) = yield self._request("broadcast", operation, message, received=sum(lengths) * held.sources)
         self.cells = self._cut(data, lengths)
 
-    def _request(self, kind: Kind, operation: Collective, tensor: Tensor, lengths: Sequence[int] = (), received: int = 0) -> Request:
-        return Request(kind, tensor, lengths, received, operation.scope, self.held.topology.members(operation.scope))
+    def _request(
+        self, kind: Kind, operation: PlannedCollective, tensor: Tensor, lengths: Sequence[int] = (), received: int = 0
+    ) -> CollectiveRequest:
+        return CollectiveRequest(kind, tensor, lengths, received, operation.scope, self.held.topology.members(operation.scope))
 
     def _message(self) -> Tensor:
         tensors = [tensor for cell in self.cells for tensor in cell]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .base import Layout
-from .espresso_options import Codec, Collective, ExchangePart, Operation
+from .base import FlatLayout
+from .espresso_options import Codec, ExchangePart, Operation, PlannedCollective
 from .parts import Worlds, layouts
 from .topology import Scope, Topology
 
@@ -35,8 +35,8 @@ class Held:
         waiting: of which scope the broadcast is that this rank waits for, empty-handed.
     """
 
-    wire_bytes: Callable[[Layout], int]
-    layouts: list[Layout | None]
+    wire_bytes: Callable[[FlatLayout], int]
+    layouts: list[FlatLayout | None]
     topology: Topology
     rank: int
     worlds: Worlds = ()
@@ -46,7 +46,7 @@ class Held:
     repeated: bool = False
     waiting: Scope | None = None
 
-    def parts(self) -> tuple[Layout | None, ...]:
+    def parts(self) -> tuple[FlatLayout | None, ...]:
         """The layouts of the parts that are held."""
         return layouts(self.layouts[-1], self.worlds)
 
@@ -60,7 +60,7 @@ class Held:
                 found.append(self.topology.members(operation.scope))
         return tuple(found)
 
-    def lengths(self, operation: Collective) -> list[int]:
+    def lengths(self, operation: PlannedCollective) -> list[int]:
         """Elements of each part that a collective moves, from one source: bytes of a payload, or dense values."""
         members = (self.topology.members(operation.scope),)
         if operation.step is ExchangePart.SECOND and operation.sharded:
@@ -71,7 +71,7 @@ class Held:
             moved = self.parts()
         return [0 if each is None else self.wire_bytes(each) if self.compressed else each.total for each in moved]
 
-    def handed(self, operation: Collective) -> int:
+    def handed(self, operation: PlannedCollective) -> int:
         """Bytes that a rank which takes part hands over."""
         lengths = self.lengths(operation)
         if operation.step is ExchangePart.SECOND and operation.sharded:
@@ -100,7 +100,7 @@ class Held:
         self.repeated |= operation.scope is Scope.INTER and operation.step is not ExchangePart.FIRST
 
 
-def divides(operation: Collective) -> bool:
+def divides(operation: PlannedCollective) -> bool:
     """Whether the operation leaves each rank with a part of its own."""
     return operation.step is ExchangePart.FIRST and operation.sharded
 

@@ -10,7 +10,7 @@ together, gives 4341 options, of which 174 use the GPU only: the numbers of the 
 What an executor does with an option, beginning with a dense gradient:
 
 - `Codec` COMPRESS: what the rank holds becomes one payload; DECOMPRESS: all payloads of the rank are decompressed and added up;
-- `Collective`, WHOLE: every rank gets the data of all (all-reduce, or an all-gather of payloads);
+- `PlannedCollective`, WHOLE: every rank gets the data of all (all-reduce, or an all-gather of payloads);
 - FIRST: every rank gets one part of all ranks' data (reduce-scatter, all-to-all), or one rank all of it (reduce, gather);
 - SECOND: parts are brought together again (all-gather), or sent out by the one rank (broadcast).
 """
@@ -65,7 +65,7 @@ class Codec:
 
 
 @dataclass(frozen=True)
-class Collective:
+class PlannedCollective:
     """One collective; ``compressed``: it carries payloads, otherwise dense values."""
 
     routine: Routine
@@ -82,7 +82,7 @@ class Collective:
         return f"{self.routine.value}@{self.scope.value}{' of payloads' if self.compressed else ''}"
 
 
-Operation = Codec | Collective
+Operation = Codec | PlannedCollective
 Operations = tuple[Operation, ...]
 
 
@@ -108,13 +108,13 @@ class Option:
     @property
     def hierarchical(self) -> bool:
         """Whether the option communicates within machines, then between them, then within machines again."""
-        return any(isinstance(operation, Collective) and operation.scope is not Scope.FLAT for operation in self.operations)
+        return any(isinstance(operation, PlannedCollective) and operation.scope is not Scope.FLAT for operation in self.operations)
 
     @property
     def divisible(self) -> bool:
         """Whether the exchange over all ranks, or between machines, has two steps."""
         return any(
-            isinstance(operation, Collective) and operation.scope is not Scope.INTRA and operation.step is ExchangePart.FIRST
+            isinstance(operation, PlannedCollective) and operation.scope is not Scope.INTRA and operation.step is ExchangePart.FIRST
             for operation in self.operations
         )
 
@@ -124,7 +124,7 @@ class Option:
         return Option(tuple(moved))
 
 
-UNCOMPRESSED = Option((Collective(Routine.ALL_REDUCE, Scope.FLAT, ExchangePart.WHOLE, compressed=False),))
+UNCOMPRESSED = Option((PlannedCollective(Routine.ALL_REDUCE, Scope.FLAT, ExchangePart.WHOLE, compressed=False),))
 
 
 @cache
@@ -151,16 +151,16 @@ def _then(*parts: Iterable[Operations]) -> Iterator[Operations]:
 
 
 def _whole(scope: Scope, compressed: bool) -> list[Operations]:
-    return [(Collective(Routine.ALL_GATHER if compressed else Routine.ALL_REDUCE, scope, ExchangePart.WHOLE, compressed),)]
+    return [(PlannedCollective(Routine.ALL_GATHER if compressed else Routine.ALL_REDUCE, scope, ExchangePart.WHOLE, compressed),)]
 
 
 def _first(scope: Scope, compressed: bool, sharded: bool) -> list[Operations]:
     dense, payloads = (Routine.REDUCE_SCATTER, Routine.ALL_TO_ALL) if sharded else (Routine.REDUCE, Routine.GATHER)
-    return [(Collective(payloads if compressed else dense, scope, ExchangePart.FIRST, compressed),)]
+    return [(PlannedCollective(payloads if compressed else dense, scope, ExchangePart.FIRST, compressed),)]
 
 
 def _second(scope: Scope, compressed: bool, sharded: bool) -> list[Operations]:
-    return [(Collective(Routine.ALL_GATHER if sharded else Routine.BROADCAST, scope, ExchangePart.SECOND, compressed),)]
+    return [(PlannedCollective(Routine.ALL_GATHER if sharded else Routine.BROADCAST, scope, ExchangePart.SECOND, compressed),)]
 
 
 class _Grammar:

@@ -105,7 +105,7 @@ def _queues(option: Option, one_machine: bool) -> Iterable[int]:
             asked.add(resource)
 
 
-class Exchange:
+class TrialStrategy:
     """A strategy that is changed one tensor at a time, and its F."""
 
     def __init__(self, backward: Backward, table: OptionTable, options: Sequence[Option]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from .base import Bundle, Compressor, Exchange, Layout, Payload, Reducer, State, Turn
+from .base import Bundle, Compressor, Exchange, FlatLayout, Payload, Reducer, State, Turn
 from .cast import Identity
 from .memory import Memory, non_finite, put_back
 from .parts import Worlds, divide, renamed, unite
@@ -59,7 +59,7 @@ class ErrorFeedback(Reducer):
         self.residuals.replace(layout, left)
         return (yield from inner.share(payload, turn))
 
-    def _rescaled(self, layout: Layout, turn: Turn) -> float:
+    def _rescaled(self, layout: FlatLayout, turn: Turn) -> float:
         if not self.follow_lr:
             return 1.0
         if turn.lr is None or turn.lr <= 0:
@@ -72,7 +72,7 @@ class ErrorFeedback(Reducer):
         self._lr.update(dict.fromkeys(layout.names, turn.lr))
         return before.pop() / turn.lr
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         return (WHOLE if self.dense else self.inner).wire_bytes(layout, world=world, selected=selected)
 
     def hold_still(self) -> None:

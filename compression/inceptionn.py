@@ -5,7 +5,7 @@ from __future__ import annotations
 from gemini_ft import truncation
 from gemini_ft.validation import check_options
 
-from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn, join
+from .base import Bundle, Compressor, FlatLayout, Payload, Primitive, Turn, join
 from .buffers import BUFFERS
 from .options import METHOD_OPTIONS
 
@@ -34,7 +34,7 @@ class Inceptionn(Compressor):
         flat = BUFFERS.empty(payload.layout.total, device=payload.data.device)
         return Bundle(payload.layout, truncation.decode(payload.data, flat, self.bound))
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         """Bytes of the payload, where ``selected`` is the number of bytes of all words."""
         if selected is None:
             raise ValueError("INCEPTIONN: how long words are depends on the data; give selected=")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gemini_ft.accelerator import holds
 
-from .base import Layout, Turn
+from .base import FlatLayout, Turn
 from .buffers import BUFFERS
 from .randomness import random_words, stream_seed, uniform
 
@@ -33,13 +33,13 @@ def _triton() -> ModuleType:
     return kernels
 
 
-def stream_seeds(layout: Layout, device: torch.device, seed: int, turn: Turn) -> Tensor:
+def stream_seeds(layout: FlatLayout, device: torch.device, seed: int, turn: Turn) -> Tensor:
     """The seed of each tensor's random numbers in a kernel, int32 (tensors,)."""
     seeds = [stream_seed(name, seed, turn, turn.rank) & 0x7FFFFFFF for name in layout.names]
     return torch.tensor(seeds, dtype=torch.int32, device=device)
 
 
-def select(flat: Tensor, layout: Layout, thresholds: Tensor) -> Tensor:
+def select(flat: Tensor, layout: FlatLayout, thresholds: Tensor) -> Tensor:
     """Ascending indices of the elements that are not below their tensor's threshold in magnitude, int32; NaN is never below.
 
     Padding is left out if thresholds are above zero. ``thresholds`` is float32 (tensors,).
@@ -125,7 +125,7 @@ def mean_log(values: Tensor) -> float:
     return sum(float(np.log(plain[part]).sum(dtype=np.float64)) for part in _blocks(plain.size)) / plain.size
 
 
-def scaled_blocks(flat: Tensor, layout: Layout, factors: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def scaled_blocks(flat: Tensor, layout: FlatLayout, factors: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """The elements times their tensor's factor, float32, block by block; where each lies. A block is overwritten by the next.
 
     On CPUs, what is done to a block before the next one is asked for does not leave the core's cache.
@@ -168,7 +168,7 @@ def look_up(codes: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
     return flat
 
 
-def look_up_each(codes: Tensor, layout: Layout, tables: Tensor) -> Tensor:
+def look_up_each(codes: Tensor, layout: FlatLayout, tables: Tensor) -> Tensor:
     """`look_up` with a table for each tensor, (tensors, codes there are, width), so that scaling takes no pass: float32 (layout.total,)."""
     width = tables.shape[2]
     flat = BUFFERS.empty(layout.total, device=codes.device)
@@ -217,7 +217,7 @@ def unpack_small(packed: Tensor, bits: int, offset: int) -> Tensor:
     return look_up(packed, small_table(packed.device, bits, offset))
 
 
-def stochastic_round(flat: Tensor, layout: Layout, scales: Tensor, limit: int, seed: int, turn: Turn, bucket: int = 0) -> Tensor:
+def stochastic_round(flat: Tensor, layout: FlatLayout, scales: Tensor, limit: int, seed: int, turn: Turn, *, bucket: int = 0) -> Tensor:
     """``scale x`` rounded to one of the integers around it, at random so that the expectation is ``scale x``: int8 (total,).
 
     Args:
@@ -244,7 +244,7 @@ def stochastic_round(flat: Tensor, layout: Layout, scales: Tensor, limit: int, s
     return codes
 
 
-def natural(flat: Tensor, layout: Layout, seed: int, turn: Turn) -> Tensor:
+def natural(flat: Tensor, layout: FlatLayout, seed: int, turn: Turn) -> Tensor:
     """Biased exponents after natural rounding, to the power of two below or above: uint8 (total,).
 
     The one above is taken with a probability of the mantissa's fraction. 0 stands for zero, 255 for infinities and NaN.

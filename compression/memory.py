@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Bundle, Layout, State
+from .base import Bundle, FlatLayout, State
 
 
 class Memory:
@@ -21,10 +21,10 @@ class Memory:
 
     def __init__(self) -> None:
         self.fixed = False
-        self._flat: dict[tuple[str, ...], tuple[Layout, Tensor]] = {}
+        self._flat: dict[tuple[str, ...], tuple[FlatLayout, Tensor]] = {}
         self._waiting: dict[str, Tensor] = {}  # loaded, or of a group that is no more: not in any group yet
 
-    def flat(self, layout: Layout, device: torch.device) -> Tensor:
+    def flat(self, layout: FlatLayout, device: torch.device) -> Tensor:
         """The group's buffer, (layout.total,); it may be written in place, padding stays zero.
 
         Raises:
@@ -35,14 +35,14 @@ class Memory:
             return found[1]
         return self._regroup(layout, device)
 
-    def replace(self, layout: Layout, flat: Tensor) -> None:
+    def replace(self, layout: FlatLayout, flat: Tensor) -> None:
         """Makes ``flat`` the group's buffer; a ``fixed`` buffer takes over its values."""
         if self.fixed and layout.names in self._flat:
             self.flat(layout, flat.device).copy_(flat)
         else:
             self._flat[layout.names] = (layout, flat)
 
-    def _regroup(self, layout: Layout, device: torch.device) -> Tensor:
+    def _regroup(self, layout: FlatLayout, device: torch.device) -> Tensor:
         ours = set(layout.names)
         for names in [names for names in self._flat if not ours.isdisjoint(names)]:
             old, flat = self._flat.pop(names)
@@ -74,7 +74,7 @@ class Memory:
         self._waiting = {name: value.clone() for name, value in state.items()}
 
 
-def put_back(layout: Layout, flat: Tensor, before: Tensor | None, numbers: Sequence[int]) -> None:
+def put_back(layout: FlatLayout, flat: Tensor, before: Tensor | None, numbers: Sequence[int]) -> None:
     """Gives the tensors of these numbers the values they had in ``before``, which may be None for no numbers."""
     for number in numbers:
         assert before is not None

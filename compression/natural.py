@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from . import kernels
-from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn, cut, join
+from .base import Bundle, Compressor, FlatLayout, Payload, Primitive, Turn, cut, join
 from .buffers import BUFFERS
 
 _LOW = 18  # below the smallest biased exponent of seven bits, 19; 0 stands for zero, 127 for values that are not finite
@@ -34,7 +34,7 @@ class Natural(Compressor):
         powers = BUFFERS.empty(total, torch.int32, bits.device).copy_(exponents).bitwise_left_shift_(23).view(torch.float32)
         return Bundle(payload.layout, powers.mul_(kernels.unpack_signs(bits)))
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         return layout.total + layout.total // 8
 
 
@@ -50,7 +50,7 @@ class Natural8(Natural):
     def decompress(self, payload: Payload) -> Bundle:
         return Bundle(payload.layout, kernels.look_up(payload.data, _table(payload.data.device).unsqueeze(1)))
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         return layout.total
 
 

@@ -9,7 +9,7 @@ from itertools import chain
 
 import torch
 
-from .base import Bundle, Layout, Shape, layout_of
+from .base import Bundle, FlatLayout, Shape, layout_of
 
 Worlds = tuple[int, ...]  # among how many ranks a group is divided, each part among how many, and so on
 
@@ -18,7 +18,7 @@ Worlds = tuple[int, ...]  # among how many ranks a group is divided, each part a
 class Part:
     """Runs of tensors of a layout; a tensor of which the part has nothing is left out."""
 
-    layout: Layout
+    layout: FlatLayout
     runs: tuple[tuple[int, int, int], ...]  # number of the tensor, begin and end in it
 
     def take(self, bundle: Bundle) -> Bundle:
@@ -33,7 +33,7 @@ class Part:
 
 
 @lru_cache(maxsize=4096)
-def part(layout: Layout, rank: int, world: int) -> Part | None:
+def part(layout: FlatLayout, rank: int, world: int) -> Part | None:
     """The rank-th of ``world`` equal runs of each tensor; None where no tensor has a run for it."""
     runs = []
     for number, size in enumerate(layout.sizes):
@@ -48,7 +48,7 @@ def part(layout: Layout, rank: int, world: int) -> Part | None:
 
 
 @lru_cache(maxsize=4096)
-def selection(layout: Layout, numbers: tuple[int, ...]) -> Part:
+def selection(layout: FlatLayout, numbers: tuple[int, ...]) -> Part:
     """Whole tensors, by their numbers."""
     names, shapes = tuple(layout.names[number] for number in numbers), tuple(layout.shapes[number] for number in numbers)
     return _part(names, shapes, [(number, 0, layout.sizes[number]) for number in numbers], layout.align)
@@ -59,13 +59,13 @@ def _part(names: tuple[str, ...], shapes: tuple[Shape, ...], runs: Sequence[tupl
 
 
 @lru_cache(maxsize=4096)
-def renamed(layout: Layout, suffix: str) -> Layout:
+def renamed(layout: FlatLayout, suffix: str) -> FlatLayout:
     """The same layout of other names: memories and random numbers go by names."""
     return layout_of(tuple(name + suffix for name in layout.names), layout.shapes, layout.dtypes, layout.align)
 
 
 @lru_cache(maxsize=4096)
-def layouts(layout: Layout | None, worlds: Worlds) -> tuple[Layout | None, ...]:
+def layouts(layout: FlatLayout | None, worlds: Worlds) -> tuple[FlatLayout | None, ...]:
     """The layouts of all parts, beginning with those of part 0; None for a part that holds nothing."""
     if not worlds:
         return (layout,)
@@ -84,7 +84,7 @@ def divide(bundle: Bundle | None, worlds: Worlds) -> list[Bundle | None]:
     return found
 
 
-def unite(layout: Layout | None, pieces: Sequence[Bundle | None], worlds: Worlds) -> Bundle | None:
+def unite(layout: FlatLayout | None, pieces: Sequence[Bundle | None], worlds: Worlds) -> Bundle | None:
     """The bundle of which ``pieces`` are all the parts; undoes `divide`."""
     if not worlds:
         return pieces[0]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .base import Bundle, Exchange, Layout, Primitive, Reducer, Request, State, Turn
+from .base import Bundle, CollectiveRequest, Exchange, FlatLayout, Primitive, Reducer, State, Turn
 from .buffers import BUFFERS
 from .memory import Memory, put_back
 from .norms import norms
@@ -128,7 +128,7 @@ class PowerSGD(Reducer):
         put_back(left.layout, left.flat, before, bad)
         self.errors.replace(left.layout, left.flat)
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         runs, whole = split(layout, self.rank, self.least_rate)
         factors = sum(len(run.numbers) * run.rank * (run.rows + run.columns) for run in runs)
         return 4 * (factors + sum(layout.sizes[number] for number in whole))
@@ -175,7 +175,7 @@ class Run:
 
 
 @lru_cache(maxsize=1024)
-def split(layout: Layout, rank: int, least_rate: float) -> tuple[tuple[Run, ...], tuple[int, ...]]:
+def split(layout: FlatLayout, rank: int, least_rate: float) -> tuple[tuple[Run, ...], tuple[int, ...]]:
     """Runs of the tensors that are worth factoring, and the numbers of the others."""
     runs: list[Run] = []
     whole = []
@@ -201,9 +201,9 @@ class _Stacks:
         self.parts = [_aligned(shape, device) for shape in shapes]
         self.rest = torch.empty(rest, device=device)
 
-    def average(self, turn: Turn) -> Generator[Request, list[Tensor], None]:
+    def average(self, turn: Turn) -> Generator[CollectiveRequest, list[Tensor], None]:
         """Averages the factors and the rest over all ranks."""
-        (total,) = yield Request("sum", torch.cat([part.reshape(-1) for part in (*self.parts, self.rest)]))
+        (total,) = yield CollectiveRequest("sum", torch.cat([part.reshape(-1) for part in (*self.parts, self.rest)]))
         total = total.div_(turn.world) if turn.world > 1 else total
         *means, self.rest = total.split_with_sizes([part.numel() for part in (*self.parts, self.rest)])
         for part, mean in zip(self.parts, means, strict=True):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .base import Bundle, Compressor, Exchange, Layout, Payload, Primitive, Reducer, Request, Turn, cut, divided, join
+from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Payload, Primitive, Reducer, Turn, cut, divided, join
 from .buffers import BUFFERS
 from .norms import norms, row_norms
 
@@ -55,7 +55,7 @@ class QSGD(Compressor):
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         lengths = divisible(row_norms(bundle.flat.view(-1, self.align)), self.levels)
         codes = kernels.stochastic_round(
-            bundle.flat, bundle.layout, inverse(lengths, self.levels), self.levels, self.seed, turn, self.align
+            bundle.flat, bundle.layout, inverse(lengths, self.levels), self.levels, self.seed, turn, bucket=self.align
         )
         packed = codes if self._bits == 8 else kernels.pack_small((codes + 8).view(torch.uint8), 4)
         return Payload(bundle.layout, join(lengths, packed))
@@ -72,7 +72,7 @@ class QSGD(Compressor):
         flat.view(buckets, -1).mul_((lengths / self.levels).unsqueeze(1))
         return Bundle(layout, flat)
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         return layout.total * self._bits // 8 + 4 * (layout.total // self.align)
 
 
@@ -107,7 +107,7 @@ class TernGrad(Compressor):
         tables = kernels.small_table(packed.device, 2, 1) * scales.view(-1, 1, 1)
         return Bundle(layout, kernels.look_up_each(packed, layout, tables))
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         return layout.total // 4 + 4 * len(layout.names)
 
 
@@ -139,13 +139,13 @@ class GlobalInt8(Reducer):
         levels = 127 // turn.world
         if levels == 0:
             raise ValueError(f"GlobalInt8 on {turn.world} ranks: their sum fits int8 on at most 127; reduce hierarchically or use QSGD")
-        (largest,) = yield Request("max", magnitudes(bundle))
+        (largest,) = yield CollectiveRequest("max", magnitudes(bundle))
         scales = divisible(largest, levels)
         codes = kernels.stochastic_round(bundle.flat, layout, inverse(scales, levels), levels, self.seed, turn)
-        (total,) = yield Request("sum", codes)
+        (total,) = yield CollectiveRequest("sum", codes)
         flat = BUFFERS.empty(layout.total, device=total.device).copy_(total)
         torch._foreach_mul_(layout.views(flat), list((scales / levels).unbind()))
         return divided(Bundle(layout, flat), turn.world)
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         return layout.total + 4 * len(layout.names)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .base import Layout, Turn
+from .base import FlatLayout, Turn
 from .buffers import BUFFERS
 
 SHARED = -1  # in place of a rank: the same numbers on all ranks
@@ -45,7 +45,7 @@ def generator(name: str, seed: int, turn: Turn, rank: int) -> np.random.Generato
     return np.random.Generator(bits)
 
 
-def uniform(layout: Layout, device: torch.device, seed: int, turn: Turn) -> Tensor:
+def uniform(layout: FlatLayout, device: torch.device, seed: int, turn: Turn) -> Tensor:
     """Numbers in [0, 1) for each element of a layout, float32 (layout.total,)."""
     flat = BUFFERS.empty(layout.total, device=device)
     layout.clear_padding(flat)
@@ -57,7 +57,7 @@ def uniform(layout: Layout, device: torch.device, seed: int, turn: Turn) -> Tens
     return flat
 
 
-def random_words(layout: Layout, seed: int, turn: Turn) -> npt.NDArray[np.uint32]:
+def random_words(layout: FlatLayout, seed: int, turn: Turn) -> npt.NDArray[np.uint32]:
     """32 random bits for each element of a layout, on the CPU, uint32 (layout.total,)."""
     words = BUFFERS.empty(layout.total, torch.int32).numpy().view(np.uint32)
     for name, at, span in zip(layout.names, layout.starts, layout.spans, strict=True):
@@ -66,7 +66,7 @@ def random_words(layout: Layout, seed: int, turn: Turn) -> npt.NDArray[np.uint32
     return words
 
 
-def random_bytes(layout: Layout, device: torch.device, seed: int, turn: Turn) -> Tensor:
+def random_bytes(layout: FlatLayout, device: torch.device, seed: int, turn: Turn) -> Tensor:
     """Bytes for each eight elements of a layout, the same on all ranks, uint8 (layout.total / 8,)."""
     data = np.empty(layout.total // 8, dtype=np.uint8)
     for name, at, span in zip(layout.names, layout.starts, layout.spans, strict=True):

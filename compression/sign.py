@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .base import Bundle, Compressor, Exchange, Layout, Payload, Primitive, Reducer, Request, State, Turn, cut, join
+from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Payload, Primitive, Reducer, State, Turn, cut, join
 from .buffers import BUFFERS
 from .memory import Memory, non_finite, put_back
 from .randomness import random_bytes
@@ -34,7 +34,7 @@ class ScaledSign(Compressor):
         scales, bits = cut(payload.data, (torch.float32, len(layout.names)), (torch.uint8, layout.total // 8))
         return Bundle(layout, _of_bits(layout, bits, -scales, scales))
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         return layout.total // 8 + 4 * len(layout.names)
 
 
@@ -63,11 +63,11 @@ class OneBit(Compressor):
         low, high, bits = cut(payload.data, (torch.float32, count), (torch.float32, count), (torch.uint8, payload.layout.total // 8))
         return Bundle(layout, _of_bits(layout, bits, low, high))
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         return layout.total // 8 + 8 * len(layout.names)
 
 
-def _of_bits(layout: Layout, bits: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def _of_bits(layout: FlatLayout, bits: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Each tensor's ``high`` where a bit is set, its ``low`` elsewhere, zeros as padding: float32 (layout.total,)."""
     tables = torch.where(kernels.bit_table(bits.device), high.view(-1, 1, 1), low.view(-1, 1, 1))
     return layout.clear_padding(kernels.look_up_each(bits, layout, tables))
@@ -108,8 +108,10 @@ class MajorityVote(Reducer):
         ballots = [join(part, _packed(flags)) for part in _blocks(bits, block, turn.world)]
         sent = torch.cat(ballots)
         length = ballots[0].numel()
-        votes = yield Request("all_to_all", sent, [length] * turn.world, length)
-        counted = yield Request("gather", majority([vote[:block] for vote in votes], lambda: _blocks(coin(), block, turn.world)[turn.rank]))
+        votes = yield CollectiveRequest("all_to_all", sent, [length] * turn.world, length)
+        counted = yield CollectiveRequest(
+            "gather", majority([vote[:block] for vote in votes], lambda: _blocks(coin(), block, turn.world)[turn.rank])
+        )
         flat = kernels.unpack_signs(torch.cat(counted)[: bits.numel()])
         for number in _flagged([vote[block:] for vote in votes], len(layout.names)):
             layout.views(flat)[number].fill_(torch.nan)
@@ -124,7 +126,7 @@ class MajorityVote(Reducer):
         put_back(bundle.layout, average, before, bad)
         return average
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         block = -(-(layout.total // 8) // world)
         return world * (block + -(-len(layout.names) // 8)) + block
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn, cut, join
+from .base import Bundle, Compressor, FlatLayout, Payload, Primitive, Turn, cut, join
 
 _BINS = 64  # six bits
 _SAMPLE = 16384
@@ -42,7 +42,7 @@ class Sketch(Compressor):
         flat = kernels.look_up_each(_unpack6(packed), layout, means.view(count, _BINS, 1))
         return Bundle(layout, layout.clear_padding(flat))
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         return layout.total * 3 // 4 + 4 * _BINS * len(layout.names)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from gemini_ft.accelerator import holds
 
 from . import kernels
-from .base import Bundle, Compressor, Layout, Payload, Primitive, Summed, Turn, cut, divided, join
+from .base import Bundle, Compressor, FlatLayout, Payload, Primitive, Summed, Turn, cut, divided, join
 from .buffers import BUFFERS
 from .randomness import SHARED, generator
 
@@ -47,7 +47,7 @@ class Sparsifier(Compressor):
     def residual(self, bundle: Bundle, payload: Payload) -> Tensor:
         return bundle.flat.index_fill_(0, entries(payload)[1].long(), 0)
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         if selected is None:
             raise ValueError(f"{type(self).__name__}: how many elements travel depends on the data; give selected=")
         return 8 * selected
@@ -130,7 +130,7 @@ class TopK(WithRatio, Sparsifier):
         ]
         return torch.cat(picked).int()
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         return 8 * sum(kept(size, self.ratio) for size in layout.sizes)
 
 
@@ -182,7 +182,7 @@ class RandomK(WithRatio, Summed):
                 part.mul_(size / max(1, count))
         return Payload(layout, values, shared=indices)
 
-    def _drawn(self, layout: Layout, turn: Turn) -> Tensor:
+    def _drawn(self, layout: FlatLayout, turn: Turn) -> Tensor:
         drawn = []
         for name, size, at in zip(layout.names, layout.sizes, layout.starts, strict=True):
             stream = generator(name, self.seed, turn, SHARED)
@@ -198,5 +198,5 @@ class RandomK(WithRatio, Summed):
         assert payload.shared is not None
         return bundle.flat.index_fill_(0, payload.shared, 0) if not self.scaled else super().residual(bundle, payload)
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         return 4 * sum(kept(size, self.ratio) for size in layout.sizes)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn, cut, join
+from .base import Bundle, Compressor, FlatLayout, Payload, Primitive, Turn, cut, join
 from .buffers import BUFFERS
 from .quantise import inverse, magnitudes
 
@@ -52,7 +52,7 @@ class ThreeLC(Compressor):
         tables = _digits(runs.device) * scales.view(-1, 1, 1)
         return Bundle(layout, kernels.look_up_each(lengthen(runs), layout, tables))
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         """Bytes of the payload, where ``selected`` is the number of bytes left after runs of zeros are shortened."""
         if selected is None:
             raise ValueError("3LC: how long runs of zeros are depends on the data; give selected=")

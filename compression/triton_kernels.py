@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .base import Layout
+from .base import FlatLayout
 
 _BLOCK = 1024
 
@@ -38,7 +38,7 @@ def _write(flat, segments, thresholds, ends, found, total, BLOCK: tl.constexpr):
     tl.store(found + place, at, mask=taken == 1)
 
 
-def select(flat: Tensor, layout: Layout, thresholds: Tensor) -> Tensor:
+def select(flat: Tensor, layout: FlatLayout, thresholds: Tensor) -> Tensor:
     """Implements `kernels.select`: compares, counts, and writes indices in their order."""
     total, grid = layout.total, (triton.cdiv(layout.total, _BLOCK),)
     segments = layout.segments(flat.device)
@@ -81,7 +81,7 @@ def _round(flat, segments, starts, seeds, scales, codes, total, limit, BUCKET: t
     tl.store(codes + at, tl.where(scaled == scaled, limited, 0.0).to(tl.int8), mask=inside)
 
 
-def stochastic_round(flat: Tensor, layout: Layout, scales: Tensor, limit: int, seeds: Tensor, bucket: int) -> Tensor:
+def stochastic_round(flat: Tensor, layout: FlatLayout, scales: Tensor, limit: int, seeds: Tensor, bucket: int) -> Tensor:
     """Implements `kernels.stochastic_round`."""
     codes = torch.empty(layout.total, dtype=torch.int8, device=flat.device)
     grid = (triton.cdiv(layout.total, _BLOCK),)
@@ -103,7 +103,7 @@ def _natural(bits, segments, starts, seeds, exponents, total, BLOCK: tl.constexp
     tl.store(exponents + at, rounded.to(tl.uint8), mask=inside)
 
 
-def natural(flat: Tensor, layout: Layout, seeds: Tensor) -> Tensor:
+def natural(flat: Tensor, layout: FlatLayout, seeds: Tensor) -> Tensor:
     """Implements `kernels.natural`."""
     exponents = torch.empty(layout.total, dtype=torch.uint8, device=flat.device)
     grid = (triton.cdiv(layout.total, _BLOCK),)
@@ -112,5 +112,5 @@ def natural(flat: Tensor, layout: Layout, seeds: Tensor) -> Tensor:
     return exponents
 
 
-def _starts(layout: Layout, flat: Tensor) -> Tensor:
+def _starts(layout: FlatLayout, flat: Tensor) -> Tensor:
     return torch.tensor(layout.starts, dtype=torch.int32, device=flat.device)

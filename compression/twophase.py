@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Bundle, Compressor, Exchange, Layout, Payload, Primitive, Reducer, Request, State, Turn
+from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Payload, Primitive, Reducer, State, Turn
 from .feedback import compress_parts
 from .memory import Memory
 from .parts import layouts, renamed, unite
@@ -48,11 +48,11 @@ class TwoPhase(Reducer):
         empty = torch.empty(0, dtype=torch.uint8, device=bundle.flat.device)
         sent = [empty if payload is None else payload.data for payload in payloads]
         lengths = [data.numel() for data in sent]
-        received = yield Request("all_to_all", torch.cat(sent), lengths, lengths[turn.rank])
+        received = yield CollectiveRequest("all_to_all", torch.cat(sent), lengths, lengths[turn.rank])
         padded = empty.new_zeros(max(lengths))
         if (mine := parts[turn.rank]) is not None:
             padded[: lengths[turn.rank]] = self._mean(mine, received, turn)
-        gathered = yield Request("gather", padded)
+        gathered = yield CollectiveRequest("gather", padded)
         means = [
             None if part is None else self.inner.decompress(Payload(renamed(part, _MEAN), data[:length]))
             for part, data, length in zip(parts, gathered, lengths, strict=True)
@@ -61,7 +61,7 @@ class TwoPhase(Reducer):
         assert result is not None
         return result
 
-    def _mean(self, part: Layout, received: Sequence[Tensor], turn: Turn) -> Tensor:
+    def _mean(self, part: FlatLayout, received: Sequence[Tensor], turn: Turn) -> Tensor:
         """The payload of the owner's mean, with the owner's own residual."""
         mean = self.inner.aggregate([Payload(part, data) for data in received])
         owner = self.owner if self.error_feedback else None
@@ -69,7 +69,7 @@ class TwoPhase(Reducer):
         assert payload is not None
         return payload.data
 
-    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         lengths = [0 if part is None else self.inner.wire_bytes(part) for part in layouts(layout, (world,))]
         return sum(lengths) + max(lengths)
 

@@ -10,7 +10,7 @@ _UNKNOWN = 1e9  # seconds of a way whose every step has been interrupted
 
 
 @dataclass(frozen=True)
-class Terms:
+class TrialRules:
     """The rules by which a trial goes on.
 
     Attributes:
@@ -52,7 +52,7 @@ class Trial:
         """The number of the way to take in the next step."""
         return self.left[self.turn]
 
-    def note(self, terms: Terms, seconds: float | None) -> bool:
+    def note(self, terms: TrialRules, seconds: float | None) -> bool:
         """Takes note of a step, None if it was interrupted; returns whether a round is over: then `judge` is due."""
         self.steps += 1
         if self.steps > 1 and seconds is not None:
@@ -69,7 +69,7 @@ class Trial:
         """Typical seconds of each way."""
         return [statistics.median(each or [_UNKNOWN]) for each in self.seconds]
 
-    def judge(self, terms: Terms, medians: Sequence[float]) -> int | None:
+    def judge(self, terms: TrialRules, medians: Sequence[float]) -> int | None:
         """Lets the slower ways drop out; returns the fastest one once the trial is over. ``medians``: agreed on by all ranks."""
         if (limit := terms.slower.get(self.round)) is not None:
             best = min(medians[way] for way in self.left)

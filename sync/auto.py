@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gemini_ft.trials import Terms, Trial
+from gemini_ft.trials import Trial, TrialRules
 
 from . import profiling
 from .base import Dimensions, SparseScheme
@@ -20,7 +20,7 @@ from .rows import SparseRows, add_up
 from .schemes import SCHEMES
 
 _CLOSE = 1.5  # a scheme predicted to take this many times the best one's time may still be the best
-_TERMS = Terms(visit=6, rounds=2, slower={1: 1.2})
+_TERMS = TrialRules(visit=6, rounds=2, slower={1: 1.2})
 _DRIFT = 0.25  # of the units of the sum, by which it is another regime
 _PATIENCE = 3  # calls in a row of another regime
 

@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup
 
 from .exchange import Exchange
 from .fpisa_accuracy import Accuracy
-from .switch_client import Terms
-from .switch_link import Link
+from .switch_client import SwitchTerms
+from .switch_link import SwitchLink
 from .switch_packets import Array, span
 from .switch_scheme import DenseSwitchScheme, Key, add_up_without
 from .switch_worker import PacketStream
@@ -39,6 +39,7 @@ class FPISA(DenseSwitchScheme):
         switch: str,
         key: Key,
         mode: Literal["fpisa", "fpisa-a"] = "fpisa",
+        *,
         slots: int = 256,
         packet: int = 1408,
         patience: float = 3.0,
@@ -58,11 +59,11 @@ class FPISA(DenseSwitchScheme):
     def _title(self) -> str:
         return f"{super()._title} in mode {self._mode}, compared every {self._compare_every} sums,"
 
-    def _terms(self, dtype: torch.dtype) -> Terms:
+    def _terms(self, dtype: torch.dtype) -> SwitchTerms:
         adder = f"{self._mode}-{str(_travels(dtype)).removeprefix('torch.')}"
-        return Terms(adder, True, self._slots, self._packet, self._patience)
+        return SwitchTerms(adder, True, self._slots, self._packet, self._patience)
 
-    def _through(self, gradient: torch.Tensor, link: Link, exchange: Exchange) -> torch.Tensor | None:
+    def _through(self, gradient: torch.Tensor, link: SwitchLink, exchange: Exchange) -> torch.Tensor | None:
         if not gradient.numel():
             return gradient
         dtype = _travels(gradient.dtype)

@@ -19,7 +19,7 @@ SERIAL = 10  # r1 / r2: the serial memory is a tenth of the parallel one
 
 
 @dataclass(frozen=True)
-class Grouping:
+class PartitionedIndices:
     """Indices grouped by part.
 
     Attributes:
@@ -37,7 +37,9 @@ class Grouping:
     attempts: int = 1
 
 
-def hierarchical_hash(indices: torch.Tensor, parts: torch.Tensor, count: int, seed: int = 0, slots: int | None = None) -> Grouping:
+def hierarchical_hash(
+    indices: torch.Tensor, parts: torch.Tensor, count: int, seed: int = 0, slots: int | None = None
+) -> PartitionedIndices:
     """Groups ``indices`` by ``parts``.
 
     Args:
@@ -56,7 +58,7 @@ def hierarchical_hash(indices: torch.Tensor, parts: torch.Tensor, count: int, se
     return grouping
 
 
-def _attempt(indices: torch.Tensor, parts: torch.Tensor, count: int, seed: int, slots: int, attempts: int) -> Grouping | None:
+def _attempt(indices: torch.Tensor, parts: torch.Tensor, count: int, seed: int, slots: int, attempts: int) -> PartitionedIndices | None:
     if holds(indices):
         from .hashing_triton import fill
 
@@ -66,7 +68,7 @@ def _attempt(indices: torch.Tensor, parts: torch.Tensor, count: int, seed: int, 
     if int(serial.max()) > slots // SERIAL:
         return None
     used = memory != 0
-    return Grouping(memory[used] - 1, used.sum(1).tolist(), int(serial.sum()), memory.numel(), attempts)
+    return PartitionedIndices(memory[used] - 1, used.sum(1).tolist(), int(serial.sum()), memory.numel(), attempts)
 
 
 def fill_table(

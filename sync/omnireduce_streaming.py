@@ -10,11 +10,11 @@ import torch
 from .exchange import Exchange
 from .omnireduce import BLOCK, OmniReduce, from_blocks, to_blocks
 from .rows import SparseRows, to_rows, to_tensor
-from .switch_client import Terms
-from .switch_link import Link
+from .switch_client import SwitchTerms
+from .switch_link import SwitchLink
 from .switch_packets import Array
 from .switch_scheme import Key, SwitchScheme
-from .switch_worker import Stream
+from .switch_worker import TensorStream
 
 
 class OmniReduceStreaming(SwitchScheme[SparseRows]):
@@ -31,13 +31,13 @@ class OmniReduceStreaming(SwitchScheme[SparseRows]):
     def __init__(self, switch: str, key: Key, slots: int = 256, patience: float = 3.0) -> None:
         super().__init__(switch, key, slots, 4 * BLOCK, patience)
 
-    def _terms(self, dtype: torch.dtype) -> Terms:
-        return Terms(str(dtype).removeprefix("torch."), False, self._slots, BLOCK * dtype.itemsize, self._patience)
+    def _terms(self, dtype: torch.dtype) -> SwitchTerms:
+        return SwitchTerms(str(dtype).removeprefix("torch."), False, self._slots, BLOCK * dtype.itemsize, self._patience)
 
     def _admit(self, tensor: torch.Tensor) -> SparseRows:
         return to_rows(tensor).to(torch.device("cpu"))
 
-    def _through(self, gradient: SparseRows, link: Link, exchange: Exchange) -> SparseRows | None:
+    def _through(self, gradient: SparseRows, link: SwitchLink, exchange: Exchange) -> SparseRows | None:
         blocks = to_blocks(gradient)
         if not blocks.rows:
             return gradient
@@ -58,7 +58,7 @@ class OmniReduceStreaming(SwitchScheme[SparseRows]):
         return to_tensor(total, like)
 
 
-class OmniReduceStream(Stream):
+class OmniReduceStream(TensorStream):
     """One tensor. The side word of a round is the next row of the column that is not zero: the least of the ranks' wins.
 
     Args:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from .switch_control import Envelope, Hello, Join, Joined, Leave, Message, Refused, Welcome, job_key
+from .switch_control import Envelope, Join, Joined, Message, SwitchHello, SwitchLeave, SwitchRefused, SwitchWelcome, job_key
 from .switch_packets import GIVEN, SUMMED, SWITCH, Packets, decode, encode
 from .switch_udp import Datagrams, await_any
-from .switch_worker import Stream, Worker
+from .switch_worker import TensorStream, Worker
 
 MOST_ROUNDS = 2**31  # of a job's slot: a packet has 32 bits for their number, and a nonce must never come again
 _ASK_AGAIN = 0.1  # seconds between control messages that are not answered
@@ -30,7 +30,7 @@ class SwitchRefusedError(Exception):
 
 
 @dataclass(frozen=True)
-class Terms:
+class SwitchTerms:
     """The demands of a job on a switch; the same on all ranks.
 
     Attributes:
@@ -48,7 +48,7 @@ class Terms:
     patience: float
 
 
-class _Part:
+class _SwitchShare:
     """One of the switches."""
 
     def __init__(self, place: str, envelope: Envelope) -> None:
@@ -66,17 +66,17 @@ class _Part:
                 raise SwitchSilentError(f"switch {place}: {error}") from None
             undo.pop_all()
         self.socket = Datagrams(plain)
-        self._welcome: tuple[float, Welcome] | None = None
+        self._welcome: tuple[float, SwitchWelcome] | None = None
         self.key: AESGCM | None = None
         self._envelope = envelope
 
     @property
-    def welcome(self) -> Welcome | None:
+    def welcome(self) -> SwitchWelcome | None:
         """The switch's answer to a hello, if it is recent."""
         return self._welcome[1] if self._welcome is not None and time.monotonic() - self._welcome[0] < _FRESH else None
 
     @welcome.setter
-    def welcome(self, welcome: Welcome) -> None:
+    def welcome(self, welcome: SwitchWelcome) -> None:
         self._welcome = time.monotonic(), welcome
 
     def say(self, message: Message) -> None:
@@ -109,9 +109,9 @@ class Client:
         SwitchSilentError: a name cannot be resolved, there is no way there, or this process can have no socket.
     """
 
-    def __init__(self, places: Sequence[str], key: bytes, rank: int, world: int, terms: Terms) -> None:
+    def __init__(self, places: Sequence[str], key: bytes, rank: int, world: int, terms: SwitchTerms) -> None:
         self._rank, self._world, self._terms, self._key = rank, world, terms, key
-        self.parts: list[_Part] = []
+        self.parts: list[_SwitchShare] = []
         self._job: str | None = None
         self._slots_each = -(-terms.slots // len(places))
         self.slots = self._slots_each * len(places)
@@ -119,7 +119,7 @@ class Client:
         envelope = Envelope(key)
         try:
             for place in places:
-                self.parts.append(_Part(place, envelope))
+                self.parts.append(_SwitchShare(place, envelope))
         except SwitchSilentError:
             self.close()
             raise
@@ -139,7 +139,7 @@ class Client:
 
         With 0 seconds the answers are those to an earlier hello.
         """
-        self._until(seconds, lambda part: part.welcome is not None, lambda part: Hello(), self._welcome)
+        self._until(seconds, lambda part: part.welcome is not None, lambda part: SwitchHello(), self._welcome)
         return self._silent(lambda part: part.welcome is not None)
 
     def join(self, job: str, seconds: float) -> None:
@@ -152,9 +152,9 @@ class Client:
         refused: list[str] = []
         welcomes = {part: part.welcome for part in self.parts}
 
-        def ask(part: _Part) -> Message:
+        def ask(part: _SwitchShare) -> Message:
             if (welcome := welcomes[part]) is None:
-                return Hello()
+                return SwitchHello()
             terms = self._terms
             return Join(
                 cookie=welcome.cookie,
@@ -167,8 +167,8 @@ class Client:
                 nbytes=terms.nbytes,
             )
 
-        def hear(part: _Part, message: Message) -> None:
-            if isinstance(message, Refused) and message.job == job:
+        def hear(part: _SwitchShare, message: Message) -> None:
+            if isinstance(message, SwitchRefused) and message.job == job:
                 refused.append(f"switch {part.place}: {message.reason}")
             elif isinstance(message, Joined) and (message.job, message.rank) == (job, self._rank) and (welcome := welcomes[part]):
                 part.key = job_key(self._key, welcome.boot, job)
@@ -184,7 +184,7 @@ class Client:
         if (silent := self._silent(lambda part: part.key is not None)) is not None:
             raise SwitchSilentError(silent)
 
-    def run(self, stream: Stream) -> None:
+    def run(self, stream: TensorStream) -> None:
         """Takes one tensor through the switch; all ranks of the job must.
 
         Raises:
@@ -212,7 +212,7 @@ class Client:
         """Ends the job, for all its ranks."""
         for part in self.parts:
             if self._job is not None:
-                part.say(Leave(job=self._job))
+                part.say(SwitchLeave(job=self._job))
             part.socket.close()
 
     def _receive(self) -> bool:
@@ -237,12 +237,16 @@ class Client:
                     local = Packets(own.slots // len(self.parts), own.rounds, own.sides, own.values)
                     part.socket.send(encode(local, GIVEN, self._rank, number, part.key))
 
-    def _welcome(self, part: _Part, message: Message) -> None:
-        if isinstance(message, Welcome):
+    def _welcome(self, part: _SwitchShare, message: Message) -> None:
+        if isinstance(message, SwitchWelcome):
             part.welcome = message
 
     def _until(
-        self, seconds: float, done: Callable[[_Part], bool], ask: Callable[[_Part], Message], hear: Callable[[_Part, Message], None]
+        self,
+        seconds: float,
+        done: Callable[[_SwitchShare], bool],
+        ask: Callable[[_SwitchShare], Message],
+        hear: Callable[[_SwitchShare, Message], None],
     ) -> None:
         """Asks all parts again and again until all are done, or for so long."""
         end = time.monotonic() + seconds
@@ -258,7 +262,7 @@ class Client:
                 return
             await_any([part.socket for part in left], wait)
 
-    def _silent(self, done: Callable[[_Part], bool]) -> str | None:
+    def _silent(self, done: Callable[[_SwitchShare], bool]) -> str | None:
         silent = [part.place for part in self.parts if not done(part)]
         return f"switch {', '.join(silent)} does not answer (is it running, and has it the same secret?)" if silent else None
 

@@ -31,11 +31,11 @@ class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class Hello(_Message):
+class SwitchHello(_Message):
     kind: Literal["hello"] = "hello"
 
 
-class Welcome(_Message):
+class SwitchWelcome(_Message):
     """Attributes: ``part`` of ``parts`` of the slots is what this switch has, from 0 on."""
 
     kind: Literal["welcome"] = "welcome"
@@ -65,20 +65,20 @@ class Joined(_Message):
     rank: int
 
 
-class Refused(_Message):
+class SwitchRefused(_Message):
     kind: Literal["refused"] = "refused"
     job: _Hex
     reason: str
 
 
-class Leave(_Message):
+class SwitchLeave(_Message):
     """A worker's word that its job is over, for all of them."""
 
     kind: Literal["leave"] = "leave"
     job: _Hex
 
 
-Message = Hello | Welcome | Join | Joined | Refused | Leave
+Message = SwitchHello | SwitchWelcome | Join | Joined | SwitchRefused | SwitchLeave
 _ADAPTER: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
 
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from .switch_adders import ADDERS
-from .switch_control import Hello, Join, Joined, Leave, Message, Refused, Welcome, job_key
+from .switch_control import Join, Joined, Message, SwitchHello, SwitchLeave, SwitchRefused, SwitchWelcome, job_key
 from .switch_slots import Slots
 
 Address: TypeAlias = tuple[object, ...]
@@ -32,7 +32,7 @@ class Limits:
 
 
 @dataclass(eq=False)
-class Job:
+class SwitchJob:
     """Attributes:
     wanted: how its first worker joined, but for cookie and rank.
     members: by rank, where workers are; a worker's place never changes within a job.
@@ -59,23 +59,23 @@ class Jobs:
     def __init__(self, key: bytes, boot: str, limits: Limits, part: int = 0, parts: int = 1) -> None:
         self._key, self._boot, self._limits = key, boot, limits
         self.part, self._parts = part, parts
-        self._jobs: dict[str, Job] = {}
-        self._places: dict[Address, tuple[Job, int]] = {}
+        self._jobs: dict[str, SwitchJob] = {}
+        self._places: dict[Address, tuple[SwitchJob, int]] = {}
         self._past: Counter[str] = Counter()  # counts of jobs that are over
         self._over = 0
 
-    def find(self, address: Address) -> tuple[Job, int] | None:
+    def find(self, address: Address) -> tuple[SwitchJob, int] | None:
         """The job and the rank of the worker at an address, which anybody can write on a datagram."""
         return self._places.get(address)
 
     def control(self, message: Message, address: Address, now: float) -> Message | None:
         """Takes a message that is properly sealed; returns the reply, if it gets one."""
         match message:
-            case Hello():
-                return Welcome(boot=self._boot, cookie=self._cookie(address, now), part=self.part, parts=self._parts)
+            case SwitchHello():
+                return SwitchWelcome(boot=self._boot, cookie=self._cookie(address, now), part=self.part, parts=self._parts)
             case Join():
                 return self._join(message, address, now)
-            case Leave() if message.job in self._jobs:
+            case SwitchLeave() if message.job in self._jobs:
                 self._end(message.job)
         return None
 
@@ -90,15 +90,15 @@ class Jobs:
             return None  # it can say hello again
         job = self._jobs.get(join.job)
         if (reason := self._objection(join, job, address, now)) is not None:
-            return Refused(job=join.job, reason=reason)
+            return SwitchRefused(job=join.job, reason=reason)
         if job is None:
             adder = ADDERS[join.adder](2 * join.slots, join.nbytes)
             slots = Slots(join.world, join.slots, adder, largest=join.largest)
-            job = self._jobs[join.job] = Job(join, slots, job_key(self._key, self._boot, join.job), join.nbytes, now)
+            job = self._jobs[join.job] = SwitchJob(join, slots, job_key(self._key, self._boot, join.job), join.nbytes, now)
         self._move(address, job, join.rank)
         return Joined(job=join.job, rank=join.rank)
 
-    def _objection(self, join: Join, job: Job | None, address: Address, now: float) -> str | None:
+    def _objection(self, join: Join, job: SwitchJob | None, address: Address, now: float) -> str | None:
         if job is not None:
             if join != job.wanted.model_copy(update={"cookie": join.cookie, "rank": join.rank}):
                 return "the ranks of the job ask for different things"
@@ -121,7 +121,7 @@ class Jobs:
             self._end(oldest)
         return None
 
-    def _move(self, address: Address, job: Job, rank: int) -> None:
+    def _move(self, address: Address, job: SwitchJob, rank: int) -> None:
         if (before := self._places.get(address)) is not None and before[0] is not job:
             self._end(before[0].wanted.job)  # the port belongs to another process now, so a worker of that job is gone
         job.members[rank] = address

@@ -12,7 +12,7 @@ import torch
 from . import wire
 from .exchange import Exchange
 from .switch_client import Client, SwitchRefusedError, SwitchSilentError
-from .switch_worker import Stream
+from .switch_worker import TensorStream
 
 _WAIT = 2.0  # seconds for a switch's answers at the first call, and when a job is joined
 _RETRY = 2.0  # seconds from a failure to the next attempt
@@ -20,7 +20,7 @@ _JOB_BYTES = 16
 _log = logging.getLogger("gemini_ft")
 
 
-class Link:
+class SwitchLink:
     """One rank's end of it.
 
     While it is down, each call asks whether the switch answers, without waiting, and all ranks take it up again once it answers all.
@@ -76,7 +76,7 @@ class Link:
         self._say(True, f"gradients go through switch {self._name}")
         return True
 
-    def run(self, stream: Stream, exchange: Exchange) -> bool:
+    def run(self, stream: TensorStream, exchange: Exchange) -> bool:
         """Takes one tensor through the switch; whether all ranks have its sum, else it is down. Collective."""
         problem = ""
         try:

@@ -23,8 +23,8 @@ from .base import Dimensions, Scheme
 from .exchange import Exchange
 from .options import SCHEME_OPTIONS
 from .rows import GradientError, from_dense, to_matrix, to_tensor
-from .switch_client import Client, Terms
-from .switch_link import Link
+from .switch_client import Client, SwitchTerms
+from .switch_link import SwitchLink
 from .switch_packets import MOST_RANKS, Array
 
 Key: TypeAlias = bytes | Callable[[], bytes]
@@ -50,7 +50,7 @@ class SwitchScheme(Scheme, Generic[Gradient]):
         check_options(type(self).__name__, model, {name: value for name, value in given.items() if name in model.model_fields})
         self._places = [place.strip() for place in switch.split(",")]
         self._key, self._slots, self._packet, self._patience = key, slots, packet, patience
-        self._links: weakref.WeakKeyDictionary[ProcessGroup, dict[str, Link]] = weakref.WeakKeyDictionary()
+        self._links: weakref.WeakKeyDictionary[ProcessGroup, dict[str, SwitchLink]] = weakref.WeakKeyDictionary()
 
     def in_use(self, group: ProcessGroup | None = None) -> bool:
         """Whether the latest sums of a group (None: the default one) went through the switch; the same on all its ranks."""
@@ -75,7 +75,7 @@ class SwitchScheme(Scheme, Generic[Gradient]):
         return self._finish(self._without(gradient, exchange), tensor)
 
     @abstractmethod
-    def _terms(self, dtype: torch.dtype) -> Terms:
+    def _terms(self, dtype: torch.dtype) -> SwitchTerms:
         """The demands on the switch of a job for values of a dtype."""
 
     @abstractmethod
@@ -87,7 +87,7 @@ class SwitchScheme(Scheme, Generic[Gradient]):
         """
 
     @abstractmethod
-    def _through(self, gradient: Gradient, link: Link, exchange: Exchange) -> Gradient | None:
+    def _through(self, gradient: Gradient, link: SwitchLink, exchange: Exchange) -> Gradient | None:
         """The sum by the switch; None on all ranks if one of them did not get it. ``gradient`` stays as it is."""
 
     @abstractmethod
@@ -102,7 +102,7 @@ class SwitchScheme(Scheme, Generic[Gradient]):
     def _title(self) -> str:
         return f"{self.name} by {self._slots} slots of {self._packet} bytes of {len(self._places)} switches"
 
-    def _link(self, group: ProcessGroup, dtype: torch.dtype) -> Link:
+    def _link(self, group: ProcessGroup, dtype: torch.dtype) -> SwitchLink:
         terms = self._terms(dtype)
         links = self._links.setdefault(group, {})
         if terms.adder not in links:
@@ -110,7 +110,7 @@ class SwitchScheme(Scheme, Generic[Gradient]):
                 raise GradientError(f"{self.name} takes up to {MOST_RANKS} ranks, and there are {group.size()}; take another scheme")
             key = self._read_key()
             rank, size = group.rank(), group.size()
-            links[terms.adder] = link = Link(rank == 0, lambda: Client(self._places, key, rank, size, terms), ", ".join(self._places))
+            links[terms.adder] = link = SwitchLink(rank == 0, lambda: Client(self._places, key, rank, size, terms), ", ".join(self._places))
             weakref.finalize(group, link.close)
         return links[terms.adder]
 

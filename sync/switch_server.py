@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .switch_control import MARK, Envelope
-from .switch_jobs import Job, Jobs, Limits
+from .switch_jobs import Jobs, Limits, SwitchJob
 from .switch_packets import GIVEN, SUMMED, SWITCH, Array, Packets, decode, encode
 from .switch_udp import Datagrams, await_any
 
@@ -57,13 +57,13 @@ class Server:
                     self._control(bytes(datagram), sender, now)
             else:
                 by_sender.setdefault((sender, datagrams.shape[1]), []).append(datagrams)
-        complete: dict[Job, list[Packets]] = {}
+        complete: dict[SwitchJob, list[Packets]] = {}
         for (sender, _), parts in by_sender.items():
             self._add(np.concatenate(parts) if len(parts) > 1 else parts[0], sender, now, complete)
         for job, sums in complete.items():
             self._send(job, sums, list(job.members.values()))
 
-    def _add(self, datagrams: Array, sender: Any, now: float, complete: dict[Job, list[Packets]]) -> None:
+    def _add(self, datagrams: Array, sender: Any, now: float, complete: dict[SwitchJob, list[Packets]]) -> None:
         found = self.jobs.find(sender)
         if found is None:
             self.counts["stranger"] += len(datagrams)
@@ -79,7 +79,7 @@ class Server:
         self._send(job, outcome.again, [sender])
         complete.setdefault(job, []).extend(outcome.everybody)
 
-    def _send(self, job: Job, sums: Sequence[Packets], addresses: Sequence[Any]) -> None:
+    def _send(self, job: SwitchJob, sums: Sequence[Packets], addresses: Sequence[Any]) -> None:
         for each in Packets.join(sums):
             datagrams = encode(each, SUMMED, SWITCH, self.jobs.part, job.key)
             for address in addresses:

@@ -22,7 +22,7 @@ from .switch_registers import Adder
 
 
 @dataclass
-class Outcome:
+class PacketEffects:
     """Effects of packets that have come: ``everybody`` gets the sums that they completed, their sender those that it asked for again."""
 
     everybody: list[Packets] = field(default_factory=list)
@@ -53,9 +53,9 @@ class Slots:
         self._side = np.zeros(2 * slots, np.int64)
         self.counts: Counter[str] = adder.counts
 
-    def take(self, rank: int, packets: Packets) -> Outcome:
+    def take(self, rank: int, packets: Packets) -> PacketEffects:
         """Takes packets of one worker, in any order, and any of them again."""
-        outcome = Outcome()
+        outcome = PacketEffects()
         inside = packets.slots < self._size
         if not inside.all():
             self.counts["malformed"] += int((~inside).sum())
@@ -74,7 +74,7 @@ class Slots:
         self.counts["duplicate"] += len(packets) - len(found)
         return found
 
-    def _take(self, rank: int, packets: Packets, outcome: Outcome) -> None:
+    def _take(self, rank: int, packets: Packets, outcome: PacketEffects) -> None:
         rows = (packets.rounds & 1) * self._size + packets.slots
         other = np.where(rows < self._size, rows + self._size, rows - self._size)
         held = self._round[rows]

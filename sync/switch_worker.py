@@ -18,7 +18,7 @@ _FEW = 8  # packets that ask what is the matter when everything is late
 _MANY = 4  # late are all, if they are more than the columns divided by this
 
 
-class Stream(ABC):
+class TensorStream(ABC):
     """One tensor on its way: gives values for each round, and takes their sums.
 
     Attributes:
@@ -36,7 +36,7 @@ class Stream(ABC):
         """Takes the sums of a round of some columns; gives (columns, sides, values) of the next round, for those that have one."""
 
 
-class PacketStream(Stream):
+class PacketStream(TensorStream):
     """A tensor of which every packet is added up: each column's, one after the other.
 
     Args:
@@ -119,7 +119,7 @@ class Worker:
         self._answered = np.full(parts, -np.inf)  # when the latest packet was sent, of those that were sent once and have an answer
         self._sides, self._values = np.zeros(slots, np.int64), np.zeros((slots, nbytes), np.uint8)  # for sending again
         self._has_values = np.zeros(slots, np.bool_)
-        self._stream: Stream | None = None
+        self._stream: TensorStream | None = None
         self._columns = 0  # slots that the tensor uses
         self._timer = Timer()
         self.sent_again = 0
@@ -139,7 +139,7 @@ class Worker:
         """When something has to be sent again, by the clock of ``now``; infinite if nothing is under way."""
         return float(self._due[self._open].min()) if self._open.any() else np.inf
 
-    def start(self, stream: Stream, now: float) -> list[Packets]:
+    def start(self, stream: TensorStream, now: float) -> list[Packets]:
         """Begins a tensor; the one before is done."""
         self._stream, self._columns = stream, stream.columns
         return [self._send(np.arange(stream.columns), stream.first(), None, now)]

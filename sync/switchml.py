@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from .exchange import Exchange
-from .switch_client import Terms
-from .switch_link import Link
+from .switch_client import SwitchTerms
+from .switch_link import SwitchLink
 from .switch_scheme import DenseSwitchScheme, Key, add_up_without, to_packets
 from .switchml_stream import SwitchMLStream
 
@@ -24,10 +24,10 @@ class SwitchML(DenseSwitchScheme):
     def __init__(self, switch: str, key: Key, slots: int = 256, packet: int = 1408, patience: float = 3.0) -> None:
         super().__init__(switch, key, slots, packet, patience)
 
-    def _terms(self, dtype: torch.dtype) -> Terms:
-        return Terms("int32", True, self._slots, self._packet, self._patience)
+    def _terms(self, dtype: torch.dtype) -> SwitchTerms:
+        return SwitchTerms("int32", True, self._slots, self._packet, self._patience)
 
-    def _through(self, gradient: torch.Tensor, link: Link, exchange: Exchange) -> torch.Tensor | None:
+    def _through(self, gradient: torch.Tensor, link: SwitchLink, exchange: Exchange) -> torch.Tensor | None:
         if not gradient.numel():
             return gradient
         packets = to_packets(gradient, self._packet // 4)

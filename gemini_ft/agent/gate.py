@@ -133,7 +133,7 @@ class Gate:
             return Pass(min(nbytes, self._slice), outside=True)
         moments = {rank: page.read() for rank, page in self._pages.items()}
         gaps = {rank: profile.gaps for rank, profile in self.profiles.items()}
-        free = room(moments, gaps, time.monotonic(), self._under_way, self.link, self._traffic.gamma, self._slice)
+        free = room(moments, gaps, time.monotonic(), self._under_way, link=self.link, gamma=self._traffic.gamma, most=self._slice)
         if free < min(nbytes, LEAST):
             return None
         moment = next(iter(moments.values()))

@@ -104,7 +104,7 @@ class Streams:
     async def _listen(self, hello: Hello) -> None:
         run = self._run
         self._server = await listen(
-            hello.bind, hello.ports, lambda: run.secret, self._accept, Sparing(run.log), self._encrypts, hello.preferred_port
+            hello.bind, hello.ports, lambda: run.secret, self._accept, Sparing(run.log), self._encrypts, preferred=hello.preferred_port
         )
 
     def _encrypts(self, stream: str) -> bool:

@@ -62,7 +62,13 @@ class Uploader:
         keep = (self.config.kept, self.config.keep_every)
         self._closed = asyncio.Event()
         self._retention = Retention(
-            self._reopen, run, spec.stream, *keep, frozenset(spec.damaged), lambda: self.leads() is not None, spec.present
+            self._reopen,
+            run,
+            spec.stream,
+            *keep,
+            damaged=frozenset(spec.damaged),
+            may_delete=lambda: self.leads() is not None,
+            present=spec.present,
         )
         self._tasks, self.background = Tasks(), Tasks()
         self._logical_hash = ""
@@ -228,7 +234,7 @@ class Uploader:
         self._written.setdefault(version, set()).add(key)
         transfer = self._transfers[owner] = TransferProgress(f"upload of rank {owner}'s shard of {version}", shape.data_bytes, self._log)
         committed = Committed(owner, version, memory.root, shape.chunk_bytes)
-        record = write_shard(self._storage, key, Layout.from_bytes(shape.layout), data, extras, transfer.add, committed)
+        record = write_shard(self._storage, key, Layout.from_bytes(shape.layout), data, extras, sent=transfer.add, committed=committed)
         try:
             StoredShard(self._storage, record).sample()  # a store may say yes and keep half
         except CorruptDataError as error:

@@ -38,7 +38,7 @@ _MANAGED = re.compile(r"slurm|step_|kubepods|docker|\.service")
 Level = Literal["ok", "warn", "wrong"]
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """One thing that was looked at.
 
     Attributes:
@@ -52,7 +52,7 @@ class Finding(NamedTuple):
     text: str
 
 
-Check = Callable[[GeminiConfig, int], Iterator[Finding]]
+Check = Callable[[GeminiConfig, int], Iterator[CheckResult]]
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -75,12 +75,12 @@ def command(arguments: Sequence[str]) -> int:
     return int(any(finding.level in bad for finding in findings))
 
 
-def _looked(check: Check, config: GeminiConfig, hosts: int) -> Iterator[Finding]:
+def _looked(check: Check, config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     """The findings of one check; an error of this package is one, and says what to do by itself."""
     try:
         yield from check(config, hosts)
     except GeminiError as error:
-        yield Finding("wrong", check.__name__.strip("_"), str(error))
+        yield CheckResult("wrong", check.__name__.strip("_"), str(error))
 
 
 def _hosts() -> int:
@@ -88,28 +88,28 @@ def _hosts() -> int:
     return place.hosts if place is not None else 2
 
 
-def _options(config: GeminiConfig, hosts: int) -> Iterator[Finding]:
-    yield Finding("ok", "host", f"{host_id()!r}, domain {slurm.settings(os.environ).get('GEMINI_DOMAIN', config.domain) or 'none'}")
+def _options(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
+    yield CheckResult("ok", "host", f"{host_id()!r}, domain {slurm.settings(os.environ).get('GEMINI_DOMAIN', config.domain) or 'none'}")
     for text in unknown_variables(os.environ):
-        yield Finding("warn", "options", text)
+        yield CheckResult("warn", "options", text)
 
 
-def _network(config: GeminiConfig, hosts: int) -> Iterator[Finding]:
+def _network(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     address = bind_address(config.interface, None if "MASTER_ADDR" in os.environ else "198.51.100.1")
     name = next((name for name, found in _interfaces() if address in found), "?")
     if is_loopback(address):
-        yield Finding(
+        yield CheckResult(
             "wrong" if hosts > 1 else "ok", "network", f"{address} reaches this machine only; name the network (GEMINI_INTERFACE)"
         )
         return
     speed = _speed(name)
     if speed is None:
-        yield Finding("ok", "network", f"replicas leave by {name} ({address}), which does not say how fast it is")
+        yield CheckResult("ok", "network", f"replicas leave by {name} ({address}), which does not say how fast it is")
     elif speed < _SLOW_LINK:
         text = f"replicas leave by {name} ({address}), a link of {speed:,} Mbit/s; if there is a faster one, name it (GEMINI_INTERFACE)"
-        yield Finding("warn", "network", text)
+        yield CheckResult("warn", "network", text)
     else:
-        yield Finding("ok", "network", f"replicas leave by {name} ({address}), {speed:,} Mbit/s")
+        yield CheckResult("ok", "network", f"replicas leave by {name} ({address}), {speed:,} Mbit/s")
 
 
 def _interfaces() -> Iterator[tuple[str, list[str]]]:
@@ -127,16 +127,16 @@ def _speed(interface: str) -> int | None:
     return speed if speed > 0 else None
 
 
-def _ports(config: GeminiConfig, hosts: int) -> Iterator[Finding]:
+def _ports(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     if config.port_range is None:
-        yield Finding("ok", "ports", "the agent takes any free port; where a firewall stands between hosts, set GEMINI_PORT_RANGE")
+        yield CheckResult("ok", "ports", "the agent takes any free port; where a firewall stands between hosts, set GEMINI_PORT_RANGE")
         return
     first, last = config.port_range
     free = sum(_is_free(port) for port in range(first, last + 1))
     if free:
-        yield Finding("ok", "ports", f"{free} of {last - first + 1} ports from {first} to {last} are free")
+        yield CheckResult("ok", "ports", f"{free} of {last - first + 1} ports from {first} to {last} are free")
     else:
-        yield Finding("wrong", "ports", f"no port from {first} to {last} is free (GEMINI_PORT_RANGE); every run on this host needs one")
+        yield CheckResult("wrong", "ports", f"no port from {first} to {last} is free (GEMINI_PORT_RANGE); every run on this host needs one")
 
 
 def _is_free(port: int) -> bool:
@@ -149,14 +149,14 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _memory(config: GeminiConfig, hosts: int) -> Iterator[Finding]:
+def _memory(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     available = available_memory()
     limit = config.memory_limit if config.memory_limit is not None else int(0.6 * available)
     if limit > available:
         text = f"memory_limit is {limit:,} bytes, and {available:,} are available here (the limits of the control group count); lower it"
-        yield Finding("wrong", "memory", text)
+        yield CheckResult("wrong", "memory", text)
     else:
-        yield Finding(
+        yield CheckResult(
             "ok",
             "memory",
             f"the agent may hold {limit:,} of {available:,} bytes: enough for a state of {_state(limit, config, hosts):,}",
@@ -164,14 +164,16 @@ def _memory(config: GeminiConfig, hosts: int) -> Iterator[Finding]:
     pages = SHARED_PAGES.read_text().partition("[")[2].partition("]")[0] if SHARED_PAGES.exists() else "never"
     if config.memory.folder is None and pages in ("never", "deny"):
         text = f"slots have pages of 4 KiB, which take ten times as long to make as huge ones; `echo advise > {SHARED_PAGES}`"
-        yield Finding("ok", "memory", f"{text} (now {pages})")
+        yield CheckResult("ok", "memory", f"{text} (now {pages})")
     if (folder := config.memory.folder) is not None:
         files = slot_files.SlotFiles(folder, "gemini-doctor", host_id())
         files.clear()
         room = os.statvfs(folder)
         free = room.f_bavail * room.f_frsize
         text = f"memory.folder={str(folder)!r} has room for {free:,} bytes"
-        yield Finding("ok" if free >= limit else "warn", "memory", text + ("" if free >= limit else f", and the agent may hold {limit:,}"))
+        yield CheckResult(
+            "ok" if free >= limit else "warn", "memory", text + ("" if free >= limit else f", and the agent may hold {limit:,}")
+        )
 
 
 def _state(limit: int, config: GeminiConfig, hosts: int) -> int:
@@ -179,72 +181,74 @@ def _state(limit: int, config: GeminiConfig, hosts: int) -> int:
     return limit * hosts // (2 * min(config.replicas, hosts) + (config.storage is not None))
 
 
-def _limits(config: GeminiConfig, hosts: int) -> Iterator[Finding]:
+def _limits(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < _FEW_DESCRIPTORS:
         text = f"at most {most} descriptors (ulimit -Hn); every slot, worker and peer takes one: raise it to {_FEW_DESCRIPTORS} or more"
-        yield Finding("wrong" if most < 256 else "warn", "limits", text)
+        yield CheckResult("wrong" if most < 256 else "warn", "limits", text)
     else:
-        yield Finding("ok", "limits", f"{'any number of' if most == resource.RLIM_INFINITY else most} descriptors")
+        yield CheckResult("ok", "limits", f"{'any number of' if most == resource.RLIM_INFINITY else most} descriptors")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked != resource.RLIM_INFINITY and GPUS.exists():
         text = f"{locked:,} bytes may be locked (ulimit -l), and workers on GPUs lock their slots: `ulimit -l unlimited`"
-        yield Finding("warn", "limits", text)
+        yield CheckResult("warn", "limits", text)
 
 
-def _control_group(config: GeminiConfig, hosts: int) -> Iterator[Finding]:
+def _control_group(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     mine = CONTROL_GROUP.read_text().strip().rpartition(":")[2]
     if not _MANAGED.search(mine):
-        yield Finding("ok", "group", f"the agent outlives its workers here ({mine})")
+        yield CheckResult("ok", "group", f"the agent outlives its workers here ({mine})")
     elif config.memory.folder is not None:
-        yield Finding("ok", "group", f"all of {mine} may be ended at once; slots in {config.memory.folder} outlive that")
+        yield CheckResult("ok", "group", f"all of {mine} may be ended at once; slots in {config.memory.folder} outlive that")
     else:
         text = (
             f"an agent that is started here ends with its workers, when {mine} is ended: start it elsewhere (docs/deploy.md), or "
             "keep slots in a folder (GEMINI_MEMORY__FOLDER)"
         )
-        yield Finding("warn", "group", text)
+        yield CheckResult("warn", "group", text)
 
 
-def _clock(config: GeminiConfig, hosts: int) -> Iterator[Finding]:
+def _clock(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     buffer = ctypes.create_string_buffer(512)  # struct timex, zeroed: nothing is changed
     if ctypes.CDLL(None).adjtimex(buffer) == _TIME_ERROR:
         text = "not synchronised. Recovery does without, but S3 refuses hosts that are minutes off: start chrony or ntpd"
-        yield Finding("warn", "clock", text)
+        yield CheckResult("warn", "clock", text)
     else:
-        yield Finding("ok", "clock", "synchronised")
+        yield CheckResult("ok", "clock", "synchronised")
 
 
-def _secret(config: GeminiConfig, hosts: int) -> Iterator[Finding]:
+def _secret(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     if read_secret(config):
-        yield Finding("ok", "secret", "configured; all hosts need the same")
+        yield CheckResult("ok", "secret", "configured; all hosts need the same")
     elif hosts > 1:
         text = "none: agents make one up, and a writer to the rendezvous can come between hosts. Give all of them a GEMINI_SECRET_FILE"
-        yield Finding("warn", "secret", text)
+        yield CheckResult("warn", "secret", text)
 
 
-def _storage(config: GeminiConfig, hosts: int) -> Iterator[Finding]:
+def _storage(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     if config.storage is None:
-        yield Finding("warn", "storage", "none: what all holders of a shard lose together is lost. Set GEMINI_STORAGE__URL and an interval")
+        yield CheckResult(
+            "warn", "storage", "none: what all holders of a shard lose together is lost. Set GEMINI_STORAGE__URL and an interval"
+        )
         return
     settings = config.storage
     storage = open_storage(settings.url, settings.endpoint_url, settings.max_bandwidth, settings.kept is not None)
     within(STORAGE_SECONDS, settings.url, storage.check)
-    yield Finding("ok", "storage", f"{settings.url} can be written and read")
+    yield CheckResult("ok", "storage", f"{settings.url} can be written and read")
 
 
-def _versions(config: GeminiConfig, hosts: int) -> Iterator[Finding]:
+def _versions(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     found = {}
     for name in _VENDORS:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    yield Finding(
+    yield CheckResult(
         "ok", "versions", f"gemini-ft {importlib.metadata.version('gemini-ft')}, " + ", ".join(f"{n} {v}" for n, v in found.items())
     )
     for name, wanted in _unsupported(found):
-        yield Finding(
+        yield CheckResult(
             "warn",
             "versions",
             f"{name} {found[name]} is outside of {wanted}, with which gemini-ft was tested (docs/versions.md)",
@@ -262,17 +266,17 @@ def _unsupported(found: dict[str, str]) -> Iterator[tuple[str, str]]:
             yield wanted.name, str(wanted.specifier)
 
 
-def _placement(config: GeminiConfig, hosts: int) -> Iterator[Finding]:
+def _placement(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     if hosts < 1:
         raise ConfigError(f"--hosts={hosts}: must be at least 1")
     level: Level = "warn" if hosts > 1 and config.replicas == 1 else "ok"
-    yield Finding(level, "placement", describe(place([f"host{number:06}" for number in range(hosts)], min(config.replicas, hosts))))
+    yield CheckResult(level, "placement", describe(place([f"host{number:06}" for number in range(hosts)], min(config.replicas, hosts))))
 
 
-def _agents(config: GeminiConfig, hosts: int) -> Iterator[Finding]:
+def _agents(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     count = len(lifecycle.addresses())
     if count:
-        yield Finding("ok", "agents", f"{count} of this user at work or keeping a run's memory (gemini ps)")
+        yield CheckResult("ok", "agents", f"{count} of this user at work or keeping a run's memory (gemini ps)")
 
 
 CHECKS: tuple[Check, ...] = (

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from gemini_ft.cli.table import table
-from gemini_ft.compression.base import Layout, Primitive, Reducer, layout_of
+from gemini_ft.compression.base import FlatLayout, Primitive, Reducer, layout_of
 from gemini_ft.compression.sparse import kept
 from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.assignment import assign, trained
@@ -71,7 +71,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Description:
+class CostScenario:
     """A pipeline applied to a model: ``ranks`` of them, ``rate`` in bits per second and direction.
 
     ``dense`` has the seconds of all gradients in float32 by the four patterns of `gemini_ft.sync.costs.textbook`, with ``latency`` seconds
@@ -88,7 +88,7 @@ class Description:
     switched: Mapping[str, float]
 
 
-def describe(model: nn.Module, rules: Rules, ranks: int, rate: float, latency: float = 0.0) -> Description:
+def describe(model: nn.Module, rules: Rules, ranks: int, rate: float, latency: float = 0.0) -> CostScenario:
     """Predicts how training would exchange gradients under these rules.
 
     Args:
@@ -113,7 +113,7 @@ def describe(model: nn.Module, rules: Rules, ranks: int, rate: float, latency: f
     rows = [_row(tensor, rule_at(rules, tensor.rule), group_of[tensor.name]) for tensor in tensors]
     elements, link = sum(tensor.nbytes // tensor.itemsize for tensor in tensors), Link(latency, 8 / rate)
     patterns = textbook(ranks, 4 * elements, link), switched(ranks, elements, link)
-    return Description(ranks, rate, latency, tuple(rows), tuple(costs), *patterns)
+    return CostScenario(ranks, rate, latency, tuple(rows), tuple(costs), *patterns)
 
 
 def _row(tensor: Tensor, rule: Rule, group: int) -> Row:
@@ -177,7 +177,7 @@ def _wire(
     return total, f"ratio {ratio:g}; depends on the data", reducer.primitive
 
 
-def _layout(group: Sequence[Tensor], dtypes: Mapping[str, torch.dtype], align: int) -> Layout:
+def _layout(group: Sequence[Tensor], dtypes: Mapping[str, torch.dtype], align: int) -> FlatLayout:
     return layout_of(tuple(t.name for t in group), tuple(t.shape for t in group), tuple(dtypes[t.name] for t in group), align)
 
 
@@ -249,7 +249,7 @@ def _made(make: Callable[[], Any]) -> Any:
         return make()
 
 
-def _shown(description: Description) -> str:
+def _shown(description: CostScenario) -> str:
     parameters = [("parameter", "shape", "rule", "sync", "compression", "error feedback", "group")]
     for row in description.parameters:
         shape = "x".join(map(str, row.shape)) or "scalar"

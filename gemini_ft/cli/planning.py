@@ -13,7 +13,7 @@ from typing import Any
 from gemini_ft.cli.curves import distributions
 from gemini_ft.cli.table import table
 from gemini_ft.config import parse_bytes
-from gemini_ft.core.forecast import Choice, Cluster, Forecast, best, choices, forecast, lost_work, quantile
+from gemini_ft.core.forecast import Cluster, Forecast, ReplicaChoice, best, choices, forecast, lost_work, quantile
 from gemini_ft.core.placement import describe, place, survival_probability
 from gemini_ft.core.waste import DAY, wasted_time
 from gemini_ft.errors import ConfigError
@@ -190,7 +190,7 @@ def _shown(cluster: Cluster, found: Forecast) -> str:
     )
 
 
-def _planned(offered: Sequence[Choice], chosen: Choice | None, memory: float) -> str:
+def _planned(offered: Sequence[ReplicaChoice], chosen: ReplicaChoice | None, memory: float) -> str:
     rows = [("replicas", "memory per host", "effective training", "months with a fallback", "steps per snapshot", "")]
     for choice in offered:
         cluster, found = choice.cluster, choice.found

@@ -29,7 +29,7 @@ class Fate(StrEnum):
 
 
 @dataclass(frozen=True)
-class Rule:
+class StateKind:
     """One kind of state and its fate: a row of the table in docs/failure_model.md.
 
     Attributes:
@@ -57,7 +57,7 @@ class Rule:
 class Finding:
     """One thing that a job's state consists of."""
 
-    rule: Rule
+    rule: StateKind
     where: str
     nbytes: int = 0
     note: str = ""
@@ -66,16 +66,16 @@ class Finding:
 # Every module with declarations; they must load without a vendor's package that need not be installed.
 DECLARING = ("gemini_ft.checkpointer", "gemini_ft.core.fates")
 Walk = Callable[[], Iterable[Finding]]
-_rules: dict[str, Rule] = {}
-IGNORED = Rule("whatever the option `ignore` names", Fate.USERS, "it is not captured; the script restores it or does without")
+_rules: dict[str, StateKind] = {}
+IGNORED = StateKind("whatever the option `ignore` names", Fate.USERS, "it is not captured; the script restores it or does without")
 
 
-def declare(what: str, fate: Fate, how: str) -> Rule:
+def declare(what: str, fate: Fate, how: str) -> StateKind:
     """Adds a kind of state to the table. The same declaration may be made again."""
-    return _rules.setdefault(what, Rule(what, fate, how))
+    return _rules.setdefault(what, StateKind(what, fate, how))
 
 
-def rules() -> list[Rule]:
+def rules() -> list[StateKind]:
     """All rules that the modules loaded so far have declared: by fate, in the order of their names."""
     order = list(Fate)
     return sorted({**_rules, IGNORED.what: IGNORED}.values(), key=lambda rule: (order.index(rule.fate), rule.what))

@@ -99,7 +99,7 @@ class Failure:
 
 
 @dataclass
-class Outcome:
+class RunOutcome:
     """The course of one run."""
 
     progress: float = 0.0  # seconds of training that count in the end
@@ -112,10 +112,10 @@ class Forecast:
     """Many runs of both ways; seconds."""
 
     days: float
-    memory: list[Outcome]
-    storage: list[Outcome]  # storage alone, at its best interval; empty: nothing is stored
+    memory: list[RunOutcome]
+    storage: list[RunOutcome]  # storage alone, at its best interval; empty: nothing is stored
 
-    def ratio(self, runs: Sequence[Outcome]) -> float:
+    def ratio(self, runs: Sequence[RunOutcome]) -> float:
         """Effective training ratio, over all runs."""
         return sum(run.progress for run in runs) / (len(runs) * self.days * DAY)
 
@@ -129,7 +129,7 @@ class Forecast:
         return sum(run.from_storage for run in self.memory) / len(self.memory)
 
 
-def lost_work(runs: Sequence[Outcome]) -> list[float]:
+def lost_work(runs: Sequence[RunOutcome]) -> list[float]:
     """Seconds of training that each failure took back, of all runs, sorted."""
     return sorted(lost for run in runs for lost in run.lost)
 
@@ -166,7 +166,7 @@ def draw(cluster: Cluster, until: float, rng: Random) -> Iterator[Failure]:
             yield Failure(at, tuple(range(first, min(first + cluster.domain, cluster.hosts))))
 
 
-def in_memory(cluster: Cluster, failures: Sequence[Failure], until: float, holders: Sequence[Sequence[frozenset[int]]]) -> Outcome:
+def in_memory(cluster: Cluster, failures: Sequence[Failure], until: float, holders: Sequence[Sequence[frozenset[int]]]) -> RunOutcome:
     """A run with copies in memory, and checkpoints that go from there to storage beside the training.
 
     Args:
@@ -175,7 +175,7 @@ def in_memory(cluster: Cluster, failures: Sequence[Failure], until: float, holde
         until: seconds.
         holders: for each host, the sets of hosts that hold a shard together and that it is in.
     """
-    out = Outcome()
+    out = RunOutcome()
     interval = cluster.every * cluster.step
     resumed = stored = up = 0.0  # training that a restart began with, that is in storage; when training goes on
     gone: dict[int, float] = {}  # host -> until when its copies are missing
@@ -209,9 +209,9 @@ def _stored(cluster: Cluster, progress: float) -> float:
     return cluster.storage_interval + over * every if over >= 0 else 0.0
 
 
-def in_storage(cluster: Cluster, failures: Sequence[Failure], until: float, interval: float) -> Outcome:
+def in_storage(cluster: Cluster, failures: Sequence[Failure], until: float, interval: float) -> RunOutcome:
     """A run with checkpoints in storage alone: training stops while one is written, and every failure reads the newest."""
-    out, up, committed = Outcome(), 0.0, 0.0
+    out, up, committed = RunOutcome(), 0.0, 0.0
 
     def advance(now: float) -> float:
         """Training done since the last restart; what is written counts."""
@@ -249,7 +249,7 @@ ENOUGH = 0.001  # part of the time that another replica must gain to be worth it
 
 
 @dataclass(frozen=True)
-class Choice:
+class ReplicaChoice:
     """A number of replicas, and what it comes to."""
 
     cluster: Cluster
@@ -257,13 +257,13 @@ class Choice:
     fits: bool
 
 
-def choices(cluster: Cluster, memory: float, days: float = 30.0, runs: int = 20, seed: int = 1) -> list[Choice]:
+def choices(cluster: Cluster, memory: float, days: float = 30.0, runs: int = 20, seed: int = 1) -> list[ReplicaChoice]:
     """One choice per number of replicas, 1 to 4; ``memory``: bytes per host that slots may take."""
     options = [replace(cluster, replicas=count) for count in range(1, min(4, cluster.hosts) + 1)]
-    return [Choice(option, forecast(option, days, runs, seed), option.memory <= memory) for option in options]
+    return [ReplicaChoice(option, forecast(option, days, runs, seed), option.memory <= memory) for option in options]
 
 
-def best(offered: Sequence[Choice]) -> Choice | None:
+def best(offered: Sequence[ReplicaChoice]) -> ReplicaChoice | None:
     """The fewest replicas, 2 or more, after which another one gains nothing that counts; None: none fits into memory."""
     fitting = [choice for choice in offered if choice.fits]
     if not fitting:

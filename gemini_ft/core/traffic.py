@@ -184,6 +184,7 @@ def room(
     gaps: Mapping[int, Sequence[float]],
     now: float,
     outstanding: int,
+    *,
     link: LinkCost | None,
     gamma: float,
     most: int,

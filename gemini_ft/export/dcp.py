@@ -30,13 +30,13 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is the intent
         try:
-            save(document, storage_writer=_Writer(folder), no_dist=True)
+            save(document, storage_writer=_DcpWriter(folder), no_dist=True)
         except CheckpointException as error:  # no Exception, and it does not say what happened in its first line
             reasons = "; ".join(str(reason) for reason, _ in error.failures.values())
             raise StorageError(f"{folder}: torch.distributed.checkpoint cannot write there: {reasons}; is there room?") from None
 
 
-class _Writer(FileSystemWriter):
+class _DcpWriter(FileSystemWriter):
     """Writes files whose names no earlier export has, so that both can lie in one place until the metadata are exchanged."""
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

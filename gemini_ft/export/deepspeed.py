@@ -33,11 +33,11 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
             f"format='deepspeed' needs a stream of a DeepSpeed engine (deepspeed-0, ...); {checkpoint.stream!r} of run {checkpoint.run!r} "
             "is none. Use --format lightning, dcp or safetensors"
         )
-    _Writer(Engine(checkpoint), folder).write()
+    _ZeroWriter(Engine(checkpoint), folder).write()
     checkpoint.close()
 
 
-class _Writer:
+class _ZeroWriter:
     def __init__(self, engine: Engine, folder: Path) -> None:
         self._engine, self._about, self._extras = engine, engine.about, [on_cpu(value) for value in engine.extras]
         counters = self._extras[0]["counters"]

@@ -26,7 +26,7 @@ _log = logging.getLogger("gemini_ft")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Stage:
+class StagingFolder:
     """A folder to write into.
 
     Attributes:
@@ -71,13 +71,13 @@ class Stage:
 
 
 @contextmanager
-def stage(where: Path, mode: int = 0o777) -> Iterator[Stage]:
+def stage(where: Path, mode: int = 0o777) -> Iterator[StagingFolder]:
     """A stage in ``where``; afterwards it is gone, and so is what killed exports have left there."""
     clear_leftovers(where)
     lock, fd = partials.create(where, PREFIX)
     try:
         clear_leftovers(where, now=partials.last_byte(lock))
-        made = Stage(lock, fd)
+        made = StagingFolder(lock, fd)
         made.folder.mkdir(mode)
         yield made
     finally:

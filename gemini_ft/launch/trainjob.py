@@ -73,7 +73,7 @@ def endpoint_of(environ: Mapping[str, str]) -> Endpoint | None:
     return None
 
 
-class Progress:
+class ProgressEstimate:
     """Reckons how far a job is.
 
     Args:
@@ -117,7 +117,7 @@ class Reports:
 
     def __init__(self, endpoint: Endpoint, run: str, total: Callable[[], int | None]) -> None:
         self._endpoint, self._run, self._total = endpoint, run, total
-        self._progress: Progress | None = None
+        self._progress: ProgressEstimate | None = None
         self._over, self._has_ended = threading.Event(), False
         self._is_failing = False
         self._thread = threading.Thread(target=self._work, name="gemini-trainjob", daemon=True)
@@ -137,7 +137,7 @@ class Reports:
         while not self._over.wait(_LOOK_SECONDS):
             step = self._step()
             if step is not None and step != said and time.monotonic() >= next_post and (total := self._total()):
-                self._progress = self._progress or Progress(total)
+                self._progress = self._progress or ProgressEstimate(total)
                 self._post(self._progress.status(step))
                 said, next_post = step, time.monotonic() + _LEAST_SECONDS
         if self._has_ended and self._progress is not None:

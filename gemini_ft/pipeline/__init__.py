@@ -2,6 +2,6 @@
 
 from gemini_ft.pipeline.rules import Rule, Rules, load_rules
 from gemini_ft.pipeline.synchronizer import GradientSynchronizer
-from gemini_ft.pipeline.telemetry import Step, Traffic
+from gemini_ft.pipeline.telemetry import RuleTraffic, Step
 
-__all__ = ["GradientSynchronizer", "Rule", "Rules", "Step", "Traffic", "load_rules"]
+__all__ = ["GradientSynchronizer", "Rule", "RuleTraffic", "Rules", "Step", "load_rules"]

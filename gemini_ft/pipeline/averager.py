@@ -20,7 +20,7 @@ from gemini_ft.compression.base import Turn
 from gemini_ft.errors import ConfigError, RecoveryError, StateError
 from gemini_ft.pipeline.control import Controls
 from gemini_ft.pipeline.failures import Failures
-from gemini_ft.pipeline.lanes import Job, Lanes
+from gemini_ft.pipeline.lanes import GroupInFlight, Lanes
 from gemini_ft.pipeline.plan import NO_RULE, Group, Plan, first_plan
 from gemini_ft.pipeline.plan import Tensor as Described
 from gemini_ft.pipeline.route_table import Routes, time_limit
@@ -69,7 +69,7 @@ class Averager:
         self._arrived: dict[str, _Arrival | None] = {}  # None: no rank has it in this step
         self._launched = 0  # groups of the plan
         self._awaited: set[str] | None = None  # of the next one; None: nothing of the step has come
-        self._jobs: list[tuple[Group, Job]] = []
+        self._jobs: list[tuple[Group, GroupInFlight]] = []
         self._ready_at = 0.0  # the last gradient of the step that came by itself
         self._ended_at: float | None = None  # the step before
         self._blocked = 0.0  # seconds of this step that `average` took
@@ -303,12 +303,12 @@ class Averager:
         gradients = {name: arrival.gradient for name, arrival in arrivals.items()}
         self._jobs.append(self._submitted(replace(group, names=tuple(arrivals)), gradients, take))
 
-    def _submitted(self, group: Group, gradients: Gradients, take: Callable[[dict[str, Tensor]], None]) -> tuple[Group, Job]:
+    def _submitted(self, group: Group, gradients: Gradients, take: Callable[[dict[str, Tensor]], None]) -> tuple[Group, GroupInFlight]:
         route = self.routes.of(group)
         if (control := self.controls.of(group.rule)) is not None and isinstance(route, Compressed):
             route.steer(control)
         turn = Turn(self.rounds, self.rank, self.world, update=self.step)
-        job = Job(route.average(gradients, turn, self.group, self._scale), route.single and self.world > 1, take)
+        job = GroupInFlight(route.average(gradients, turn, self.group, self._scale), route.single and self.world > 1, take)
         job.figures.dense = sum(gradient.numel() * gradient.element_size() for gradient in gradients.values())
         if self._directly:
             self._lanes.submit_directly(job)

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from gemini_ft.compression import cupcake, espresso
 from gemini_ft.compression.base import layout_of
-from gemini_ft.compression.costs import Affine, Fit
+from gemini_ft.compression.costs import Affine, FittedCost
 from gemini_ft.compression.espresso_costs import TensorCosts, alpha_beta
-from gemini_ft.compression.espresso_options import Codec, Collective, ExchangePart, Option, Processor, Routine
+from gemini_ft.compression.espresso_options import Codec, ExchangePart, Option, PlannedCollective, Processor, Routine
 from gemini_ft.compression.timeline import Backward, even, simulate
 from gemini_ft.compression.topology import Scope, Topology
 from gemini_ft.pipeline.averager import Averager
@@ -158,11 +158,11 @@ def processors(device: torch.device) -> tuple[Processor, ...]:
 
 def _gathered(processor: Processor) -> Option:
     """The plainest option with all compressing and decompressing on one processor; for the CPU with the way there and back."""
-    payloads = Collective(Routine.ALL_GATHER, Scope.FLAT, ExchangePart.WHOLE, compressed=True)
+    payloads = PlannedCollective(Routine.ALL_GATHER, Scope.FLAT, ExchangePart.WHOLE, compressed=True)
     return Option((Codec(True, processor), payloads, Codec(False, processor)))
 
 
-def _message(all_reduce: Fit, ranks: int) -> Affine:
+def _message(all_reduce: FittedCost, ranks: int) -> Affine:
     """The cost of a message between two ranks, if an all-reduce is a ring of 2 (n - 1) messages of a n-th each."""
     if ranks == 1:
         return Affine(0.0, 0.0)

@@ -14,7 +14,7 @@ from typing import Any
 
 from gemini_ft.compression.control import DelayControl
 from gemini_ft.compression.sparse import RandomK
-from gemini_ft.pipeline.lanes import Figures
+from gemini_ft.pipeline.lanes import GroupCost
 from gemini_ft.pipeline.plan import Group, Tensor
 from gemini_ft.pipeline.rules import Rule, Rules, steerable
 
@@ -64,7 +64,7 @@ class Controls:
         """The present ratio of each rule under control; 1.0: an all-reduce of everything."""
         return [1.0 if each.delay.dense else each.delay.ratio for each in self._steered.values()]
 
-    def note(self, groups: Sequence[tuple[Group, Figures]], computing: float) -> None:
+    def note(self, groups: Sequence[tuple[Group, GroupCost]], computing: float) -> None:
         """Takes note of this rank's figures of a step.
 
         Args:

@@ -30,7 +30,7 @@ _LOOK = 1.0  # seconds between two looks at whether others have failed
 
 
 @dataclass(frozen=True)
-class Call:
+class PendingCollective:
     """A collective that is to be carried out on the network's thread.
 
     Attributes:
@@ -46,12 +46,12 @@ class Call:
     begin: Callable[[], torch.futures.Future[Any]] | None = None
 
 
-Work: TypeAlias = Generator[Call, Any, dict[str, Tensor]]
+Work: TypeAlias = Generator[PendingCollective, Any, dict[str, Tensor]]
 """Computes, asks for collectives, is given what they return, and comes to the averages of named gradients."""
 
 
 @dataclass
-class Figures:
+class GroupCost:
     """The cost of one group: seconds, bytes of its gradients, and bytes handed to collectives."""
 
     dense: int = 0
@@ -66,7 +66,7 @@ def _done(averages: dict[str, Tensor]) -> None:
     """Does nothing: the averages have been taken."""
 
 
-class Job:
+class GroupInFlight:
     """A group on its way.
 
     Args:
@@ -77,10 +77,10 @@ class Job:
 
     def __init__(self, work: Work, single: bool, then: Callable[[dict[str, Tensor]], None]) -> None:
         self.work, self.single, self.then = work, single, then
-        self.figures = Figures()
+        self.figures = GroupCost()
         self.done: Future[None] = Future()
         self.ended = 0.0  # time.perf_counter()
-        self.asked: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self.asked: queue.SimpleQueue[PendingCollective | None] = queue.SimpleQueue()
         self.ready: Any = None  # the device's event: the gradients are final
         self.finished: Any = None  # the device's event: the averages are
 
@@ -129,7 +129,7 @@ class Lanes:
         self._stream: Any = self._module.Stream(device) if self._module is not None else None
         self._computing, self._communicating = (Ordered(f"gradients-{name}", self._on_stream) for name in ("codec", "network"))
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: GroupInFlight) -> None:
         """Puts a group on its way; the same groups in the same order on all ranks."""
         self.check()
         if self._stream is not None:
@@ -137,11 +137,11 @@ class Lanes:
         self._communicating.put(partial(self._carry, job))
         self._computing.put(partial(self._advance, job))
 
-    def submit_directly(self, job: Job) -> None:
+    def submit_directly(self, job: GroupInFlight) -> None:
         """Puts a group on its way without the threads. While one is under way none may be submitted to them, or its order is lost.
 
         Args:
-            job: asks for one collective only, which can `Call.begin`; on CPUs.
+            job: asks for one collective only, which can `PendingCollective.begin`; on CPUs.
         """
         self.check()
         self._advance(job)
@@ -155,7 +155,7 @@ class Lanes:
         except BaseException as error:
             job.end(self.fail(error))
 
-    def _answered(self, job: Job, begin: float, future: torch.futures.Future[Any]) -> None:
+    def _answered(self, job: GroupInFlight, begin: float, future: torch.futures.Future[Any]) -> None:
         """Takes the result of a collective, on one of the backend's threads."""
         job.figures.communicate += time.perf_counter() - begin
         try:
@@ -176,7 +176,7 @@ class Lanes:
         if self._broken is not None:
             raise self._broken
 
-    def wait(self, job: Job, anxious: Callable[[], BaseException | None]) -> None:
+    def wait(self, job: GroupInFlight, anxious: Callable[[], BaseException | None]) -> None:
         """Returns when the averages are there; raises the error that prevents them.
 
         Args:
@@ -200,7 +200,7 @@ class Lanes:
         self._computing.close()
         self._broken = self._broken or AveragingError("the gradient pipeline has been closed; to train on without it, wrap the model anew")
 
-    def _advance(self, job: Job, answer: Any = None) -> None:
+    def _advance(self, job: GroupInFlight, answer: Any = None) -> None:
         if job.done.done():
             return
         if self._broken is not None:
@@ -215,7 +215,7 @@ class Lanes:
         except BaseException as error:
             job.end(self.fail(error, is_computing=True))
 
-    def _carry(self, job: Job) -> None:
+    def _carry(self, job: GroupInFlight) -> None:
         while (call := job.asked.get()) is not None:
             begin = time.perf_counter()
             try:

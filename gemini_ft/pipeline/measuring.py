@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gemini_ft import accelerator
 from gemini_ft.compression.base import Turn
-from gemini_ft.compression.costs import Affine, Fit, Sample, fit_line, interpolate
+from gemini_ft.compression.costs import Affine, FittedCost, Sample, fit_line, interpolate
 from gemini_ft.compression.timeline import GroupCosts
 from gemini_ft.pipeline.plan import Tensor
 from gemini_ft.pipeline.routes import Gradients, Route
@@ -27,9 +27,9 @@ _LINE = 0.1  # worst relative error up to which a line is good enough
 class Costs:
     """The costs of groups of one rule, by dense bytes, each with its error; the same figures on all ranks."""
 
-    encode: Fit
-    communicate: Fit
-    decode: Fit
+    encode: FittedCost
+    communicate: FittedCost
+    decode: FittedCost
 
     def group(self, device: torch.device) -> GroupCosts:
         """The costs for the timeline. On CPUs compressing takes processors and interpreter from the backward pass, on a stream not."""
@@ -60,10 +60,10 @@ def measure(make: Callable[[], Route], tensors: Sequence[Tensor], group: Any, de
     return Costs(fitted(encode), fitted(communicate), fitted(decode))
 
 
-def fitted(samples: Sequence[Sample]) -> Fit:
+def fitted(samples: Sequence[Sample]) -> FittedCost:
     """A line where one fits, else straight pieces."""
     if len({sample.nbytes for sample in samples}) < 2:
-        return Fit(Affine(statistics.median(sample.seconds for sample in samples), 0.0), 0.0, 0.0)
+        return FittedCost(Affine(statistics.median(sample.seconds for sample in samples), 0.0), 0.0, 0.0)
     line = fit_line(samples)
     return line if line.worst <= _LINE else interpolate(samples)
 

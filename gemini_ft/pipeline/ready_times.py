@@ -17,7 +17,7 @@ _KEPT = 16  # steps
 
 
 @dataclass(frozen=True)
-class Ready:
+class BackwardTimes:
     """The times of one backward pass, in seconds.
 
     Attributes:
@@ -33,7 +33,7 @@ class ReadyTimes:
     """Notes the times of each step. Without a forward pass of the model itself, times count from the first gradient on."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.steps: deque[Ready] = deque(maxlen=_KEPT)
+        self.steps: deque[BackwardTimes] = deque(maxlen=_KEPT)
         self.begun: float | None = None  # the forward pass of this step
         self._forward = 0.0
         self._end: float | None = None
@@ -61,7 +61,7 @@ class ReadyTimes:
     def step_over(self) -> None:
         """Takes note that the backward pass is over."""
         if self._at:
-            self.steps.append(Ready(self._forward, self._at))
+            self.steps.append(BackwardTimes(self._forward, self._at))
         self._at, self._end, self._forward, self.begun = {}, None, 0.0, None
 
     def typical(self, names: list[str]) -> list[float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gemini_ft.compression.collective import Groups
+from gemini_ft.compression.collective import ScopedGroups
 from gemini_ft.compression.topology import Topology
 from gemini_ft.pipeline.plan import Group, rule_at
 from gemini_ft.pipeline.routes import Plain, Route, Sparse, by_option, route_of, scheme_maker, topology_of
@@ -75,9 +75,9 @@ class Routes:
         return topology_of(self._group)
 
     @cached_property
-    def scoped(self) -> Groups | None:
+    def scoped(self) -> ScopedGroups | None:
         """Process groups within machines and between them, where there are both. Collective."""
-        return None if self.topology.flat_only else Groups.of(self.topology.ranks, self._group, time_limit(self._group))
+        return None if self.topology.flat_only else ScopedGroups.of(self.topology.ranks, self._group, time_limit(self._group))
 
     def keep(self, groups: Sequence[Group]) -> None:
         """Forgets the ways that none of these groups takes, with all that they remember."""

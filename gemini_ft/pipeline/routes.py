@@ -1,6 +1,6 @@
 """The routes of gradients under one rule: as they are, added up by a sparse scheme, or compressed.
 
-A route turns a group of named gradients into their averages over ranks. It computes, and yields every collective as a `Call`;
+A route turns a group of named gradients into their averages over ranks. It computes, and yields every collective as a `PendingCollective`;
 `gemini_ft.pipeline.lanes` carries both out.
 """
 
@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gemini_ft.compression.base import Bundle, Layout, Payload, Primitive, Reducer, Request, Turn, join
-from gemini_ft.compression.collective import Groups, answer
+from gemini_ft.compression.base import Bundle, CollectiveRequest, FlatLayout, Payload, Primitive, Reducer, Turn, join
+from gemini_ft.compression.collective import ScopedGroups, answer
 from gemini_ft.compression.control import DelayControl
 from gemini_ft.compression.dgc import MomentumCorrection
 from gemini_ft.compression.espresso_executor import OptionExecutor
@@ -28,7 +28,7 @@ from gemini_ft.compression.sparse import entries
 from gemini_ft.compression.topology import Topology
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.hosts import host_id
-from gemini_ft.pipeline.lanes import Call, Work
+from gemini_ft.pipeline.lanes import PendingCollective, Work
 from gemini_ft.pipeline.rules import Rule, payload_of_one_length
 from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.base import Scheme
@@ -104,9 +104,9 @@ class Plain(Route):
         if turn.world > 1:
             nbytes = sum(flat.nbytes for flat in flats)
             if self._scheme is None:
-                yield Call(partial(_all_reduce, flats, group), nbytes, begin=partial(_begin_all_reduce, flats, group))
+                yield PendingCollective(partial(_all_reduce, flats, group), nbytes, begin=partial(_begin_all_reduce, flats, group))
             else:
-                flats = yield Call(partial(_sums, self._scheme, flats, group), nbytes)
+                flats = yield PendingCollective(partial(_sums, self._scheme, flats, group), nbytes)
         means: dict[str, Tensor] = {}
         for flat, kind in zip(flats, by_dtype.values(), strict=True):
             parts = flat.split_with_sizes([gradient.numel() for gradient in kind.values()])
@@ -168,7 +168,7 @@ class Sparse(Route):
                 units = max(1, gradient.shape[: sparse.sparse_dim()].numel())
                 found = sparse._indices().shape[1]
                 nbytes = gradient.numel() * gradient.element_size() if isinstance(scheme, Dense) else sparse._values().nbytes + 4 * found
-                sparse = yield Call(partial(scheme.all_reduce, sparse, group), nbytes, found / units)
+                sparse = yield PendingCollective(partial(scheme.all_reduce, sparse, group), nbytes, found / units)
             means[name] = as_given(sparse if gradient.is_sparse else sparse.to_dense().reshape(as_real(gradient).shape), gradient)
         return means
 
@@ -236,7 +236,7 @@ class Compressed(Route):
         scoped: groups within machines and between them, for a method that asks for them.
     """
 
-    def __init__(self, reducer: Reducer, scheme: Scheme | None = None, scoped: Groups | None = None) -> None:
+    def __init__(self, reducer: Reducer, scheme: Scheme | None = None, scoped: ScopedGroups | None = None) -> None:
         self.reducer, self.scheme, self._scoped = reducer, scheme, scoped
         self.single = reducer.primitive in _ONE_COLLECTIVE
 
@@ -262,9 +262,9 @@ class Compressed(Route):
             except StopIteration as end:
                 mean: Bundle = end.value
                 return (mean if scale == 1 else Bundle(mean.layout, mean.flat * scale, own=True)).tensors()
-            answers = yield Call(partial(self._answer, request, bundle.layout, turn, group), request.tensor.nbytes)
+            answers = yield PendingCollective(partial(self._answer, request, bundle.layout, turn, group), request.tensor.nbytes)
 
-    def _answer(self, request: Request, layout: Layout, turn: Turn, group: Any) -> list[Tensor]:
+    def _answer(self, request: CollectiveRequest, layout: FlatLayout, turn: Turn, group: Any) -> list[Tensor]:
         if turn.world == 1:
             return [request.tensor]
         if self.scheme is None or request.kind == "sum":  # a sparsifier that is steered sends everything now and then
@@ -320,7 +320,7 @@ def _all_options() -> tuple[Option, ...]:
     return options((Processor.GPU, Processor.CPU))
 
 
-def by_option(rule: Rule, way: str, topology: Topology, scoped: Groups | None) -> Route:
+def by_option(rule: Rule, way: str, topology: Topology, scoped: ScopedGroups | None) -> Route:
     """A fresh route for one option of a rule's compression; see `option_way`.
 
     Raises:

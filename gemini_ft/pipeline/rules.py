@@ -39,23 +39,23 @@ _OURS = ("feedback", "two_phase")  # options of compress that are not the method
 _PLACES = ("switch", "patience", "compare_every")  # options of sync that make no difference to averages
 
 
-class _Model(BaseModel):
+class _RuleModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
-class Buckets(_Model):
+class Buckets(_RuleModel):
     """Groups of a given number of bytes, as those of DDP."""
 
     bucket: Bytes = Field(description="Dense bytes at which a group is closed.")
 
 
-class Groups(_Model):
+class Groups(_RuleModel):
     """A given number of groups of about as many tensors each."""
 
     groups: int = Field(ge=1, description="Groups; fewer where there are fewer tensors.")
 
 
-class Control(_Model):
+class Control(_RuleModel):
     """A ratio that follows the network."""
 
     method: Literal["dc2"]
@@ -137,7 +137,7 @@ def _named(key: str) -> BeforeValidator:
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 
-class Rule(_Model):
+class Rule(_RuleModel):
     """A rule for the gradients of some parameters."""
 
     params: Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)] = Field(

@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gemini_ft.pipeline.lanes import Figures
+from gemini_ft.pipeline.lanes import GroupCost
 from gemini_ft.pipeline.plan import NO_RULE, Group
 from gemini_ft.pipeline.rules import Rules
 
 
 @dataclass(frozen=True)
-class Traffic:
+class RuleTraffic:
     """The figures of one rule in one step, on this rank.
 
     Attributes:
@@ -44,7 +44,7 @@ class Step:
     number: int
     seconds: float
     blocked: float
-    rules: Mapping[str, Traffic]
+    rules: Mapping[str, RuleTraffic]
 
     @property
     def overlap(self) -> float:
@@ -64,17 +64,17 @@ class Telemetry:
         self._names = {NO_RULE: "no rule"} | {number: f"{number + 1}: {rule}" for number, rule in enumerate(rules)}
         self.last: Step | None = None
 
-    def add(self, number: int, seconds: float, blocked: float, groups: Sequence[tuple[Group, Figures]]) -> None:
+    def add(self, number: int, seconds: float, blocked: float, groups: Sequence[tuple[Group, GroupCost]]) -> None:
         """Adds a step that is over."""
-        by_rule: dict[int, list[Figures]] = {}
+        by_rule: dict[int, list[GroupCost]] = {}
         for group, figures in groups:
             by_rule.setdefault(group.rule, []).append(figures)
         self.last = Step(number, seconds, blocked, {self._names[rule]: self._traffic(found) for rule, found in sorted(by_rule.items())})
 
     @staticmethod
-    def _traffic(groups: Sequence[Figures]) -> Traffic:
+    def _traffic(groups: Sequence[GroupCost]) -> RuleTraffic:
         densities = [density for figures in groups for density in figures.densities]
-        return Traffic(
+        return RuleTraffic(
             sum(figures.dense for figures in groups),
             sum(figures.nbytes for figures in groups),
             sum(figures.encode for figures in groups),
@@ -91,7 +91,7 @@ class Telemetry:
         return {"step": step, **{name: _figures(traffic, self.last.overlap) for name, traffic in self.last.rules.items()}}
 
 
-def _figures(traffic: Traffic, overlap: float) -> dict[str, float]:
+def _figures(traffic: RuleTraffic, overlap: float) -> dict[str, float]:
     known = {} if traffic.density is None else {"density": traffic.density}
     return known | {
         "bytes_before": traffic.dense_bytes,

@@ -22,11 +22,11 @@ from gemini_ft.pipeline.measuring import slowest
 from gemini_ft.pipeline.plan import Tensor, in_order
 from gemini_ft.pipeline.ready_times import ReadyTimes
 from gemini_ft.pipeline.rules import PLANNED
-from gemini_ft.trials import Terms, Trial
+from gemini_ft.trials import Trial, TrialRules
 
 _log = logging.getLogger("gemini_ft")
 CLOSE = 2.0  # of the best predicted time, up to which a candidate is tried
-TERMS = Terms(visit=3, rounds=16, slower={1: 1.25, 4: 1.08, 8: 1.04})
+TERMS = TrialRules(visit=3, rounds=16, slower={1: 1.25, 4: 1.08, 8: 1.04})
 
 
 @dataclass

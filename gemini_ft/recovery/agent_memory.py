@@ -192,7 +192,7 @@ class RememberedShard:
         while self._places:
             host, address = self._places.pop(0)
             try:
-                return PeerShard(host, address, memory.claims, memory.secret, self._owner, self._version, _TIMEOUT, self.root)
+                return PeerShard(host, address, memory.claims, memory.secret, self._owner, self._version, timeout=_TIMEOUT, root=self.root)
             except (GeminiError, OSError) as error:
                 self._failures.append(str(error))
         why = "; ".join(self._failures) or "no host that is known from here has a copy"

@@ -121,6 +121,7 @@ class PeerShard:
         secret: bytes,
         owner: int,
         version: Version,
+        *,
         timeout: float,
         root: str | None = None,
     ) -> None:
@@ -277,7 +278,7 @@ class ShardReaders:
         version, root = self.plan.version, self.plan.roots.get(owner)
         if host == self.host:
             return LocalShard(self.client, owner, version, "storage" if self.plan.kind == "storage" else "own memory", root)
-        return PeerShard(host, self.addresses[host], self.claims, self.secret, owner, version, self.timeout, root)
+        return PeerShard(host, self.addresses[host], self.claims, self.secret, owner, version, timeout=self.timeout, root=root)
 
     def read(self, owner: int, reader: int, use: Callable[[LocalShard | PeerShard], T], keep: bool = False) -> T:
         """Lets ``use`` read one shard; when that fails, lets it start over with the next copy.

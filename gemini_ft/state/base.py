@@ -17,7 +17,7 @@ from gemini_ft.state.hyperparameters import Given, of_groups
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.modules import Extras, Models, apply_extras, collect_extras, destinations, findings, structure
 from gemini_ft.state.pending import PendingGradients
-from gemini_ft.state.rebuilding import Changes, Description, ModuleTree, build, difference, refuse
+from gemini_ft.state.rebuilding import Changes, ModuleTree, Structure, build, difference, refuse
 from gemini_ft.state.rebuilding import describe as describe_all
 from gemini_ft.state.tensors import Live, Role, Source, describe, every_optimizer, survey
 
@@ -110,7 +110,7 @@ class PlainState:
         self._strides: Mapping[str, Sequence[int]] = {}  # of the snapshot that is being restored
         self._outline: object = None  # by which a change of the layout is seen
         self._changes = Changes()
-        self._born = Description()
+        self._born = Structure()
         self.remember()
         if before is not None:
             self.inherit(before)
@@ -175,7 +175,7 @@ class PlainState:
             build(self.models, self.optimizers, Changes(**extras["changes"]))
 
     def destinations(self, stored: Iterable[TensorSpec], rank: int, world_size: int) -> list[Source]:
-        return destinations(self.models, self.optimizers, stored, rank, world_size, self.is_replicated, self._strides)
+        return destinations(self.models, self.optimizers, stored, rank, world_size, replicated=self.is_replicated, strides=self._strides)
 
     def apply_extras(self, extras: Extras) -> None:
         apply_extras(self.models, self.optimizers, extras)

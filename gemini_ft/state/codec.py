@@ -341,7 +341,7 @@ def _take_tensor(obj: torch.Tensor) -> tuple[Any, ...] | None:
     return (name, list(obj.shape), list(dense.stride()), obj.device.type, obj.requires_grad, type(obj) is not torch.Tensor, raw)
 
 
-def _make_tensor(name: str, shape: list[int], stride: list[int], device: str, grad: bool, parameter: bool, raw: bytes) -> torch.Tensor:
+def _make_tensor(name: str, shape: list[int], stride: list[int], device: str, grad: bool, parameter: bool, raw: bytes) -> torch.Tensor:  # noqa: PLR0917 (the format's order)
     dtype, numel = _dtype(name), math.prod(shape) if _are_sizes(shape) and _are_sizes(stride) else -1
     if numel * dtype.itemsize != len(raw) or (numel and _extent(shape, stride) != numel):
         raise CorruptDataError(f"a tensor of {shape} {name} with strides {stride} in {len(raw)} bytes")

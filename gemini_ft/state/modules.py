@@ -13,7 +13,7 @@ Sources are described (`gemini_ft.state.tensors.describe`) and laid out again on
 
 Restore, all on the existing objects:
 
-    sources = destinations(models, optimizers, stored_specs(rank, layouts), rank, world_size, replicated)
+    sources = destinations(models, optimizers, stored_specs(rank, layouts), rank, world_size, replicated=replicated)
     for read in plan_reads([s.spec for s in sources], rank, layouts):
         copy_into(tensor[read.name], read.start, read.stop, bytes_of(read))
     apply_extras(models, optimizers, extras)
@@ -125,6 +125,7 @@ def destinations(
     stored: Iterable[TensorSpec],
     rank: int,
     world_size: int,
+    *,
     replicated: bool,
     strides: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Source]:

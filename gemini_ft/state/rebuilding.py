@@ -44,7 +44,7 @@ declare(
 
 
 @dataclass(frozen=True)
-class Description:
+class Structure:
     """The structure of modules and optimizers.
 
     Attributes:
@@ -61,7 +61,7 @@ class Description:
     order: dict[str, list[str]] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
 
-    def with_newcomers(self, now: Description) -> Description:
+    def with_newcomers(self, now: Structure) -> Structure:
         """The description with modules that a first iteration has made: a fresh process makes them again."""
         return replace(self, modules={**now.modules, **self.modules})
 
@@ -71,7 +71,7 @@ class Changes:
     """Differences from what the script had built: [then, now] each.
 
     Attributes:
-        tensors: name -> entries of a `Description`; None where there was, or is, no such tensor.
+        tensors: name -> entries of a `Structure`; None where there was, or is, no such tensor.
         groups: name of an optimizer -> its groups.
         classes: name of an optimizer -> its class; None where there was, or is, no such optimizer.
         order: name of a module -> its parameters, buffers and modules; sums over all of a model's depend on their order.
@@ -125,7 +125,7 @@ def _children(module: nn.Module) -> tuple[Any, ...]:
     return (*module._modules.keys(), *map(id, module._modules.values()))
 
 
-def describe(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> Description:
+def describe(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> Structure:
     """Describes how everything is built now."""
     tensors, names, modules = dict[str, Entry](), dict[int, str](), modules_of(models)
     for path, module in modules.items():
@@ -144,10 +144,10 @@ def describe(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> Desc
     classes = {name: type(optimizer).__qualname__ for name, optimizer in found.items()}
     order = {path: [*part._parameters.keys(), *part._buffers.keys(), *part._modules.keys()] for path, part in modules.items()}
     kinds = {path: kind for path, part in modules.items() if (kind := _kind(part))}
-    return Description(tensors, groups, classes, order, kinds)
+    return Structure(tensors, groups, classes, order, kinds)
 
 
-def difference(then: Description, now: Description) -> Changes:
+def difference(then: Structure, now: Structure) -> Changes:
     """The changes."""
     parts = ("tensors", "groups", "classes", "order", "modules")
     return Changes(**{part: _changed(getattr(then, part), getattr(now, part)) for part in parts})

@@ -49,7 +49,7 @@ _FOREIGN = frozenset(
 OF_LOADERS = frozenset({"_gemini", "_iterator", "_index_sampler"})
 
 
-class Changes(NamedTuple):
+class AttributeChanges(NamedTuple):
     """The differences between attributes now and at the mark.
 
     Attributes:
@@ -126,7 +126,7 @@ class Attributes:
                 self._watched.pop(path, None)
                 self._marked.setdefault(path, {})
 
-    def changes(self) -> Changes:
+    def changes(self) -> AttributeChanges:
         """The values that differ from the mark. Objects that are new since then are lost as a whole, unless `follow` took them in."""
         kept: Values = {}
         lost: list[str] = []
@@ -146,7 +146,7 @@ class Attributes:
                     continue
                 if not _is_same(copy, then):
                     kept.setdefault(path, {})[name] = copy
-        return Changes(kept, lost)
+        return AttributeChanges(kept, lost)
 
     def is_made_once(self, path: str) -> bool:
         """Whether an attribute that `changes` has lost is a tensor that came in the place of None and has stayed so, as caches do."""
@@ -160,7 +160,7 @@ class Attributes:
         """Sets all plain attributes to their values at the mark, but for ``values``.
 
         Args:
-            values: as :class:`Changes` has them.
+            values: as :class:`AttributeChanges` has them.
             below: only those of objects whose path begins with this.
             shared: whether values in memory that processes share are set too.
         """

@@ -53,6 +53,7 @@ class Retention:
         stream: str,
         keep_last: int | None,
         keep_every: int | None = None,
+        *,
         damaged: frozenset[str] = frozenset(),
         may_delete: Callable[[], bool] = lambda: True,
         present: Collection[str] | None = None,

@@ -28,7 +28,7 @@ from botocore.exceptions import ClientError
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
 from gemini_ft.storage.base import SMALL, RangeReader, check_key, check_small, ignore, is_key, round_trip
 from gemini_ft.storage.s3errors import S3_ERRORS, GarbledError, explained, store_time
-from gemini_ft.storage.s3parts import Pace, Piece, Whole, checksum_of_all, encoded, regroup, when_there_is_room
+from gemini_ft.storage.s3parts import Piece, RateLimit, Whole, checksum_of_all, encoded, regroup, when_there_is_room
 
 _BLOCK = 256 * 1024  # bytes taken from a connection at a time, and lost when it breaks; with a quarter of that a GB takes a fourth longer
 _PARALLEL = 4  # parts under way at a time; with PART_BYTES the bound on memory
@@ -63,7 +63,7 @@ class S3Storage:
     ) -> None:
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
-        self._pace, self._deletes = Pace(max_bandwidth), deletes
+        self._pace, self._deletes = RateLimit(max_bandwidth), deletes
         self._checksums = True  # until the store refuses a request that has one
         self._unaborted: list[dict[str, str]] = []  # uploads that could not be aborted, to be tried again
         with self._explain("cannot be used"):
@@ -105,7 +105,7 @@ class S3Storage:
 
     def open_range(self, key: str, offset: int, nbytes: int) -> RangeReader:
         """Implements `Storage.open_range`."""
-        return _Answer(self, key, offset, nbytes)
+        return _ResumedAnswer(self, key, offset, nbytes)
 
     def list(self, prefix: str = "") -> Sequence[str]:
         """Implements `Storage.list`."""
@@ -332,7 +332,7 @@ class _BrokenError(StorageError):
     """An answer that began well and did not end."""
 
 
-class _Answer:
+class _ResumedAnswer:
     """A `RangeReader`. An answer that breaks is resumed where it broke, however often, while it makes progress."""
 
     def __init__(self, storage: S3Storage, key: str, offset: int, nbytes: int) -> None:

@@ -30,7 +30,7 @@ class Whole:
         return encoded(self._crc)
 
 
-class Pace:
+class RateLimit:
     """A limit of bytes per second that lets callers through, all threads together."""
 
     def __init__(self, limit: int | None) -> None:

@@ -103,6 +103,7 @@ def write_shard(
     layout: Layout,
     data: memoryview,
     extras: memoryview | bytes,
+    *,
     sent: Callable[[int], None] = ignore,
     committed: Committed | None = None,
 ) -> ShardRecord:

@@ -138,7 +138,7 @@ class S3Proxy(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(self, upstream: str | int, rate: float | None = None, seed: int = 0) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(("127.0.0.1", 0), _ProxyHandler)
         self.upstream = f"127.0.0.1:{upstream}" if isinstance(upstream, int) else urlsplit(upstream).netloc
         self.rate = rate
         self.faults: list[S3Fault] = []
@@ -229,7 +229,7 @@ class S3Proxy(ThreadingHTTPServer):
         """Ignores the error: a client may hang up at any time."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _ProxyHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: S3Proxy
     timeout = 60
@@ -324,7 +324,7 @@ class _Handler(BaseHTTPRequestHandler):
                 headers = {name: value for name, value in headers.items() if name.lower() != "content-length"} | {
                     "Content-Length": str(length)
                 }
-        self._pass_on(status, answer.reason, headers, body, length, kind, argument)
+        self._pass_on(status, answer.reason, headers, body, length, kind=kind, argument=argument)
 
     def _changed(self, kind: str, status: int, headers: dict[str, str], content: bytes) -> tuple[int, bytes]:
         """The answer's status and body as this fault leaves them; ``headers`` are changed where they stand."""
@@ -339,7 +339,7 @@ class _Handler(BaseHTTPRequestHandler):
         return status, content
 
     def _pass_on(
-        self, status: int, reason: str, headers: dict[str, str], body: Iterable[bytes], length: int | None, kind: str, argument: str
+        self, status: int, reason: str, headers: dict[str, str], body: Iterable[bytes], length: int | None, *, kind: str, argument: str
     ) -> None:
         self.send_response_only(status, reason)
         for name, value in headers.items():

@@ -284,6 +284,7 @@ async def listen(
     accept: Accept,
     log: Callable[[str], None],
     encrypt: Encrypt,
+    *,
     preferred: int = 0,
 ) -> Listener:
     """Listens on ``bind``, at ``preferred`` if it is free (an agent that was restarted keeps its address).

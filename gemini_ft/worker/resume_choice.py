@@ -95,6 +95,7 @@ class Chooser:
         everyone: Sequence[Introduction],
         stream: str,
         reopen: Callable[[], Storage] | None,
+        *,
         rank: int,
         resizable: bool,
     ) -> None:

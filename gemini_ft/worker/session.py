@@ -237,7 +237,7 @@ def _agree(
     _agree_on_config(everyone)
     orders = Orders.agree([about.orders for about in everyone])
     reopen = storage_opener(config)
-    choice = Chooser(config, client, everyone, stream, reopen, rank, resizable).choose()
+    choice = Chooser(config, client, everyone, stream, reopen, rank=rank, resizable=resizable).choose()
     if reopen is not None:
         check_storage(config, reopen, choice, hello, [about.welcome.info.host for about in everyone])
     make_spec = partial(_make_spec, config, stream, everyone, choice)

@@ -104,7 +104,9 @@ def _make_room(config: GeminiConfig, reopen: Callable[[], Storage], hello: Hello
         return
     settings = config.storage
     assert settings is not None
-    retention = Retention(reopen, hello.run, hello.stream, settings.kept, settings.keep_every, choice.damaged, present=choice.present)
+    retention = Retention(
+        reopen, hello.run, hello.stream, settings.kept, settings.keep_every, damaged=choice.damaged, present=choice.present
+    )
     try:
         within(min(config.timeout, _CHECK_SECONDS), settings.url, lambda: retention.tidy(about_to_begin(choice.descent)))
     except StorageError as error:

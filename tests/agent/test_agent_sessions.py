@@ -388,7 +388,7 @@ class TestRecovery:
     def test_a_shard_is_read_from_a_peer(self, job: Job) -> None:
         ranks = job.start()
         job.commit(ranks, 1, 2)
-        shard = PeerShard("b", ranks[1].address, job.claims(), b"s" * 16, 0, job.version(2), 10.0)
+        shard = PeerShard("b", ranks[1].address, job.claims(), b"s" * 16, 0, job.version(2), timeout=10.0)
         assert shard.where == "peer b"
         assert shard_of(shard) == expected(0, 2)
 
@@ -396,7 +396,7 @@ class TestRecovery:
         ranks = job.start()
         job.commit(ranks, 1)
         with pytest.raises(PeerError, match="host b has no complete copy of rank 0's shard of iteration 7 of incarnation 1"):
-            PeerShard("b", ranks[1].address, job.claims(), b"s" * 16, 0, job.version(7), 10.0)
+            PeerShard("b", ranks[1].address, job.claims(), b"s" * 16, 0, job.version(7), timeout=10.0)
         with pytest.raises(AgentError, match="host b has no copy of rank 0's shard of iteration 7 of incarnation 1 any more"):
             LocalShard(ranks[1].client, 0, job.version(7))
 
@@ -428,7 +428,7 @@ class TestRecovery:
     def test_a_reader_of_the_former_incarnation_pins_nothing(self, job: Job) -> None:
         ranks = job.start()
         job.commit(ranks, 1)
-        reader = PeerShard("a", ranks[0].address, job.claims(), b"s" * 16, 0, job.version(1), 10.0)
+        reader = PeerShard("a", ranks[0].address, job.claims(), b"s" * 16, 0, job.version(1), timeout=10.0)
         job.commit(ranks, 2)
         ranks = job.join(("a", "b"))
         job.open(ranks, resumed=job.version(2), sources={0: ["a", "b"], 1: ["a", "b"]})

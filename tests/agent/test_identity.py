@@ -65,7 +65,7 @@ def bytes_of(shard: LocalShard | PeerShard | RememberedShard) -> bytes:
 
 def read(host: str, address: tuple[str, int], job: Job, owner: int, iteration: int) -> bytes:
     """A shard's data, over the network."""
-    with contextlib.closing(PeerShard(host, address, job.claims(), SECRET, owner, job.version(iteration), 10.0)) as shard:
+    with contextlib.closing(PeerShard(host, address, job.claims(), SECRET, owner, job.version(iteration), timeout=10.0)) as shard:
         return bytes_of(shard)
 
 
@@ -96,7 +96,7 @@ class TestLateAnswers:
     def test_of_a_peer_are_what_a_reader_has_left_unread(self, job: Job) -> None:
         ranks = job.start()
         job.commit(ranks, 1)
-        shard = PeerShard("b", ranks[1].address, job.claims(), SECRET, 0, job.version(1), 10.0)
+        shard = PeerShard("b", ranks[1].address, job.claims(), SECRET, 0, job.version(1), timeout=10.0)
         assert next(shard.chunks())[0] == 0
         assert shard.extras() == EXTRAS
         assert bytes_of(shard) == content(0, 1, 4 * CHUNK)
@@ -307,7 +307,7 @@ class TestRoots:
         sources = ShardReaders(ranks[0].client, "a", plan, addresses, job.claims(), SECRET, 10.0)
         assert sources.read(0, 0, bytes_of) == content(0, 2, 4 * CHUNK)
         with pytest.raises(CorruptDataError, match="from peer b is not what was committed"):
-            PeerShard("b", ranks[1].address, job.claims(), SECRET, 0, job.version(2), 10.0, root="0" * 32)
+            PeerShard("b", ranks[1].address, job.claims(), SECRET, 0, job.version(2), timeout=10.0, root="0" * 32)
 
     def test_an_export_asks_the_leader_where_this_machine_has_no_copy(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         ranks = job.start("a", "b", "c", holders={0: ["a"], 1: ["b"], 2: ["c"]})

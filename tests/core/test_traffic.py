@@ -150,7 +150,7 @@ class TestRoom:
         self, *moments: Moment, gaps: object = ((1.0, 2.0),), now: float = 100.0, outstanding: int = 0, link: LinkCost | None = LINK
     ) -> int:
         spans = {rank: each for rank, each in enumerate(gaps) if each is not None}  # type: ignore[arg-type, var-annotated]
-        return room(dict(enumerate(moments)), spans, now, outstanding, link, 0.5, MOST)
+        return room(dict(enumerate(moments)), spans, now, outstanding, link=link, gamma=0.5, most=MOST)
 
     def test_is_none_while_anybody_communicates(self) -> None:
         assert self.ask(Moment(since=100.0), Moment(in_flight=1, waiting=True), gaps=((1.0,), None)) == 0
@@ -192,13 +192,13 @@ class TestRoom:
         assert self.ask(Moment(since=100.0), gaps=(None,), outstanding=outstanding) == free
 
     def test_is_everything_where_there_is_nobody_to_wait_for(self) -> None:
-        assert room({}, {}, 0.0, 0, LINK, 0.5, 77) == 77
+        assert room({}, {}, 0.0, 0, link=LINK, gamma=0.5, most=77) == 77
 
     @given(st.floats(0, 5), st.floats(0, 5), st.integers(0, 2000), st.floats(0.1, 1.0))
     def test_never_lets_out_what_would_not_arrive_within_the_part_of_the_span_that_is_used(
         self, span: float, elapsed: float, outstanding: int, gamma: float
     ) -> None:
-        free = room({0: Moment(since=0.0)}, {0: (span,)}, elapsed, outstanding, LINK, gamma, MOST)
+        free = room({0: Moment(since=0.0)}, {0: (span,)}, elapsed, outstanding, link=LINK, gamma=gamma, most=MOST)
         if free and elapsed <= 2 * span + 0.05:  # else it is overdue
             assert elapsed + LINK.seconds(outstanding + free) <= gamma * span + 1e-6
 
@@ -220,7 +220,7 @@ def test_sending_by_room_is_algorithm_2_carried_out_online(
     left, since = nbytes, 0.0
     for begun, span in enumerate(spans):
         now, carried = since, 0
-        while free := room({0: Moment(begun=begun, since=since)}, {0: spans}, now, 0, link, gamma, min(left, slice_bytes)):
+        while free := room({0: Moment(begun=begun, since=since)}, {0: spans}, now, 0, link=link, gamma=gamma, most=min(left, slice_bytes)):
             left, carried, now = left - free, carried + free, now + link.seconds(free)
         assert now - since <= gamma * span + 1e-9  # over before the next collective begins
         assert abs(carried - sum(chunk.nbytes for chunk in plan.chunks if chunk.span == begun)) <= slice_bytes

@@ -13,7 +13,7 @@ from compression_kit import EVERY, SHAPES, gradients, method, same
 from torch import Tensor
 
 from gemini_ft.compression import kernels, sparse
-from gemini_ft.compression.base import Bundle, Layout, Turn
+from gemini_ft.compression.base import Bundle, FlatLayout, Turn
 from gemini_ft.compression.collective import reduce
 
 pytest.importorskip("triton", reason="needs triton: pip install triton, where it has a build for the platform")
@@ -30,7 +30,7 @@ def bundle() -> Bundle:
     return Bundle.of(given, 64)
 
 
-def seeds(layout: Layout, step: int, device: str = "cpu") -> Tensor:
+def seeds(layout: FlatLayout, step: int, device: str = "cpu") -> Tensor:
     return kernels.stream_seeds(layout, torch.device(device), 0, Turn(step))
 
 
@@ -110,12 +110,12 @@ def _words(flat: Tensor) -> Tensor:
     return flat.abs().nan_to_num(0.0, 0.0).mul(37).to(torch.uint8)
 
 
-def _all_blocks(flat: Tensor, layout: Layout) -> Tensor:
+def _all_blocks(flat: Tensor, layout: FlatLayout) -> Tensor:
     factors = torch.linspace(0.5, 9.0, len(layout.names), device=flat.device)
     return torch.cat([values.clone() for _, values in kernels.scaled_blocks(flat, layout, factors)])
 
 
-DETERMINISTIC: dict[str, Callable[[Tensor, Layout], object]] = {
+DETERMINISTIC: dict[str, Callable[[Tensor, FlatLayout], object]] = {
     "select": lambda flat, layout: kernels.select(flat, layout, torch.ones(len(layout.names), device=flat.device)),
     "not_below": lambda flat, _: kernels.not_below(flat, 1.0),
     "negative": lambda flat, _: kernels.negative(flat),

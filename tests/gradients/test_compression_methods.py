@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gemini_ft.compression import atomo, dynamic, kernels, natural, powersgd, sign, threelc
-from gemini_ft.compression.base import Bundle, Layout, Payload, Turn, layout_of
+from gemini_ft.compression.base import Bundle, FlatLayout, Payload, Turn, layout_of
 from gemini_ft.compression.collective import reduce
 from gemini_ft.compression.dgc import MomentumCorrection, SampledThreshold
 from gemini_ft.compression.methods import create
@@ -30,7 +30,7 @@ def one(flat: Tensor, align: int = 8) -> Bundle:
     return Bundle.of({"w": flat}, align)
 
 
-def layout(size: int) -> Layout:
+def layout(size: int) -> FlatLayout:
     return layout_of(("w",), ((size,),), (torch.float32,), 8)
 
 

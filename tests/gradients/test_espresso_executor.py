@@ -19,10 +19,10 @@ from torch import Tensor
 
 from gemini_ft.compression.base import Bundle, Compressor, Reducer, Turn
 from gemini_ft.compression.cast import Identity
-from gemini_ft.compression.collective import Groups, reduce, run, simulate, turn
+from gemini_ft.compression.collective import ScopedGroups, reduce, run, simulate, turn
 from gemini_ft.compression.espresso_costs import loads
 from gemini_ft.compression.espresso_executor import OptionExecutor
-from gemini_ft.compression.espresso_options import UNCOMPRESSED, Codec, Collective, ExchangePart, Option, Processor, options
+from gemini_ft.compression.espresso_options import UNCOMPRESSED, Codec, ExchangePart, Option, PlannedCollective, Processor, options
 from gemini_ft.compression.methods import COMPRESSORS, create
 from gemini_ft.compression.topology import Scope, Topology
 
@@ -190,14 +190,14 @@ def test_as_many_bytes_as_the_costs_are_computed_for(name: str) -> None:
         together(executors, ranks, 0, topology=topology, sent=sent)
         expected = []
         for load in loads(option, topology):
-            if isinstance(load.operation, Collective):
+            if isinstance(load.operation, PlannedCollective):
                 held = elements // load.splits
                 layout = Bundle.of({"w": torch.zeros(held)}, inner.align).layout
                 expected.append(load.payloads * inner.wire_bytes(layout) if load.operation.compressed else 4 * held)
         found = [[tensor.nbytes for tensor in tensors] for tensors in sent]
         assert found[0] == expected, option
         assert sum(expected) == executors[0].wire_bytes(Bundle.of(ranks[0], inner.align).layout)
-        if all(each.sharded for each in option.operations if isinstance(each, Collective)):
+        if all(each.sharded for each in option.operations if isinstance(each, PlannedCollective)):
             assert all(each == expected for each in found)
         assert all(set(each) <= {0, *expected} for each in found)
 
@@ -318,7 +318,7 @@ LARGE = {**SHAPES, "large": (5, 1001)}  # sums of less than 16 KiB take another 
 def run_options() -> dict[str, Any]:
     """Every option on this rank of 2 machines with 2 each; results as hex, and what was refused."""
     dist.init_process_group("gloo")
-    groups, rank = Groups.of(2), dist.get_rank()
+    groups, rank = ScopedGroups.of(2), dist.get_rank()
     found = []
     for option in options():
         executor = OptionExecutor(compressor("qsgd"), option, groups.topology)
@@ -326,13 +326,13 @@ def run_options() -> dict[str, Any]:
         found.append("".join(bits(tensor).hex() for tensor in means.values()))
     hierarchical = OptionExecutor(Identity(), options()[-1], Topology(2, 2))
     refused = []
-    for among in (dist.group.WORLD, Groups.of(4)):
+    for among in (dist.group.WORLD, ScopedGroups.of(4)):
         try:
             run(hierarchical.exchange(Bundle.of(gradients(0)), turn(0, among)), among)
         except ValueError as error:
             refused.append(str(error))
     try:
-        Groups.of(3)
+        ScopedGroups.of(3)
     except ValueError as error:
         refused.append(str(error))
     dist.destroy_process_group()
@@ -350,8 +350,8 @@ def test_ranks_on_process_groups(tmp_path: Path) -> None:
         assert all(result["found"][number] == text for result in results), option
     for result in results:
         single, other, uneven = result["refused"]
-        assert "on a single group: give Groups.of(ranks_per_machine, group)" in single
-        assert "an exchange among 2 ranks on a group of 4; make Groups of as many ranks per machine as its topology has" in other
+        assert "on a single group: give ScopedGroups.of(ranks_per_machine, group)" in single
+        assert "an exchange among 2 ranks on a group of 4; make ScopedGroups of as many ranks per machine as its topology has" in other
         assert "ranks_per_machine=3: must divide the number of ranks, 4" in uneven
 
 
@@ -387,7 +387,7 @@ def test_ranks_that_disagree_are_refused() -> None:
 
     with pytest.raises(ValueError, match=r"no collective has all its ranks; 0: sum \(flat\), 1: all_to_all \(intra\)"):
         simulate(exchanges(Topology(1, 2), UNCOMPRESSED, options()[-1]))
-    with pytest.raises(ValueError, match="an exchange among 2 ranks on a group of 4; make Groups of as many"):
+    with pytest.raises(ValueError, match="an exchange among 2 ranks on a group of 4; make ScopedGroups of as many"):
         simulate(exchanges(Topology(2, 2), *[options()[-1]] * 4), Topology(1, 4))
     with pytest.raises(ValueError, match="2 exchanges on 2 x 2 ranks: give one for each rank"):
         simulate(exchanges(Topology(1, 2), UNCOMPRESSED, UNCOMPRESSED), Topology(2, 2))

@@ -18,7 +18,7 @@ from gemini_ft.compression.sparse import entries
 from gemini_ft.errors import StateError
 from gemini_ft.pipeline import GradientSynchronizer
 from gemini_ft.pipeline.assignment import trained
-from gemini_ft.pipeline.lanes import Job
+from gemini_ft.pipeline.lanes import GroupInFlight
 from gemini_ft.pipeline.route_table import Routes
 from gemini_ft.pipeline.routes import Compressed, Plain, Sparse
 from gemini_ft.pipeline.rules import load_rules
@@ -28,7 +28,9 @@ from gemini_ft.sync.zen import Zen
 
 def averaged(route: Any, gradients: Mapping[str, Tensor], step: int = 0) -> dict[str, Tensor]:
     found: list[dict[str, Tensor]] = []
-    job = Job(route.average(gradients, Turn(step), None, 1.0), False, lambda means: found.append({k: v.clone() for k, v in means.items()}))
+    job = GroupInFlight(
+        route.average(gradients, Turn(step), None, 1.0), False, lambda means: found.append({k: v.clone() for k, v in means.items()})
+    )
     over = job.step(None)
     while not over:
         call = job.asked.get()
@@ -66,7 +68,7 @@ class TestPlain:
 
 def test_averages_are_not_kept_after_they_were_taken() -> None:
     means: dict[str, Tensor] = {}
-    job = Job(Plain().average({"a": torch.ones(3)}, Turn(), None, 1.0), False, means.update)
+    job = GroupInFlight(Plain().average({"a": torch.ones(3)}, Turn(), None, 1.0), False, means.update)
     assert job.step(None)
     kept = weakref.ref(means["a"])
     means.clear()

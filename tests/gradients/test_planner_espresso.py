@@ -16,8 +16,8 @@ import pytest
 from gemini_ft.compression.costs import FREE, Affine
 from gemini_ft.compression.espresso import choose, offload, plan, predict
 from gemini_ft.compression.espresso_costs import TensorCosts, alpha_beta, loads
-from gemini_ft.compression.espresso_options import UNCOMPRESSED, Codec, Collective, ExchangePart, Option, Processor, Routine, options
-from gemini_ft.compression.espresso_timeline import Exchange, OptionTable
+from gemini_ft.compression.espresso_options import UNCOMPRESSED, Codec, ExchangePart, Option, PlannedCollective, Processor, Routine, options
+from gemini_ft.compression.espresso_timeline import OptionTable, TrialStrategy
 from gemini_ft.compression.timeline import Backward
 from gemini_ft.compression.topology import Scope, Topology
 
@@ -77,7 +77,7 @@ class Ranks:
 
         return [[rank for rank in sorted(self.ranks) if key(rank) == color] for color in sorted({key(rank) for rank in self.ranks})]
 
-    def run(self, operation: Codec | Collective) -> None:
+    def run(self, operation: Codec | PlannedCollective) -> None:
         if isinstance(operation, Codec):
             for rank in self.ranks.values():
                 if operation.compress:
@@ -102,7 +102,7 @@ class Ranks:
         if idle:
             self.idle.append(idle)
 
-    def received(self, operation: Collective, before: list[Rank], place: int) -> Rank:
+    def received(self, operation: PlannedCollective, before: list[Rank], place: int) -> Rank:
         if operation.step is ExchangePart.SECOND:
             parts = before if operation.sharded else before[:1]
             dense = None if operation.compressed else [value for part in parts for value in part.dense or []]
@@ -133,7 +133,7 @@ def test_every_option_adds_up_the_gradients_of_all_ranks(topology: Topology) -> 
             held = next(iter(ranks.ranks.values()))
             assert elements == (held.end - held.begin) * load.splits, option
             assert load.payloads == max(1, len(held.payloads)), option
-            if isinstance(operation, Collective) and operation.scope is Scope.INTER:
+            if isinstance(operation, PlannedCollective) and operation.scope is Scope.INTER:
                 present = set(ranks.ranks) | {rank for idle in ranks.idle[1:] for rank in idle}
                 assert load.groups == len([rank for rank in present if rank < topology.ranks]), option
             ranks.run(operation)
@@ -244,9 +244,9 @@ def plain_seconds(backward: Backward, costs: TensorCosts, chosen: list[Option]) 
     return Fraction(backward.forward) + max(*queues.values(), *work.values())
 
 
-def exchange_of(backward: Backward, costs: TensorCosts, candidates: tuple[Option, ...]) -> Exchange:
+def exchange_of(backward: Backward, costs: TensorCosts, candidates: tuple[Option, ...]) -> TrialStrategy:
     table = OptionTable(candidates, [option.on(CPU) for option in candidates], costs)
-    return Exchange(backward, table, [UNCOMPRESSED] * len(backward))
+    return TrialStrategy(backward, table, [UNCOMPRESSED] * len(backward))
 
 
 @pytest.mark.parametrize("topology", [Topology(1, 4), Topology(3, 1), Topology(2, 4)], ids=str)

@@ -22,15 +22,15 @@ from rank_kit import World
 from switch_kit import KEY, Switch, places, switches
 
 from gemini_ft.sync import switch_udp
-from gemini_ft.sync.switch_client import Client, SwitchRefusedError, Terms
-from gemini_ft.sync.switch_control import Envelope, Hello, Join, Leave, Welcome
+from gemini_ft.sync.switch_client import Client, SwitchRefusedError, SwitchTerms
+from gemini_ft.sync.switch_control import Envelope, Join, SwitchHello, SwitchLeave, SwitchWelcome
 from gemini_ft.sync.switch_jobs import Jobs, Limits
 from gemini_ft.sync.switch_packets import Array
 from gemini_ft.sync.switch_server import Server
 from gemini_ft.sync.switchml_stream import SwitchMLStream
 
 preload("switch_case")
-TERMS = Terms("int32", True, 8, 64, WAIT)
+TERMS = SwitchTerms("int32", True, 8, 64, WAIT)
 MANY_FILES = 1024  # that training has open already
 
 
@@ -156,7 +156,7 @@ def test_what_belongs_to_no_job_is_dropped_and_counted() -> None:
         stranger.connect(("127.0.0.1", switch.port))
         stranger.send(os.urandom(100))
         stranger.send(b"")
-        stranger.send(Envelope(b"another key").seal(Hello()))
+        stranger.send(Envelope(b"another key").seal(SwitchHello()))
         other = Client([switch.place], b"another key", 0, 1, TERMS)
         assert "has it the same secret" in str(other.reaches(0.3))
         other.close()
@@ -200,8 +200,8 @@ def test_switches_in_another_order_than_their_parts_are_refused() -> None:
 
 
 def join(jobs: Jobs, address: tuple[str, int], now: float = 0.0, cookie: str | None = None, **about: object) -> object:
-    welcome = jobs.control(Hello(), address, now)
-    assert isinstance(welcome, Welcome)
+    welcome = jobs.control(SwitchHello(), address, now)
+    assert isinstance(welcome, SwitchWelcome)
     wanted = {"job": "0" * 32, "rank": 0, "world": 2, "adder": "int32", "largest": True, "slots": 8, "nbytes": 64, **about}
     reply = jobs.control(Join.model_validate({"cookie": cookie or welcome.cookie, **wanted}), address, now)
     return reply.kind if reply is not None and reply.kind == "joined" else getattr(reply, "reason", None)
@@ -251,8 +251,8 @@ def test_a_key_that_one_rank_cannot_have_is_an_error_on_all(tmp_path: Path) -> N
 
 def test_a_cookie_is_for_one_address_and_a_short_time() -> None:
     jobs = Jobs(b"key", "1" * 32, Limits())
-    welcome = jobs.control(Hello(), ("a", 1), 0.0)
-    assert isinstance(welcome, Welcome)
+    welcome = jobs.control(SwitchHello(), ("a", 1), 0.0)
+    assert isinstance(welcome, SwitchWelcome)
     assert join(jobs, ("b", 1), cookie=welcome.cookie) is None
     assert join(jobs, ("a", 1), now=500.0, cookie=welcome.cookie) is None
     assert join(jobs, ("a", 1), now=59.0, cookie=welcome.cookie) == "joined"
@@ -269,7 +269,7 @@ def test_a_silent_job_makes_room_and_a_busy_one_does_not() -> None:
     assert join(jobs, ("c", 1), now=110.0, job="3" * 32) == "joined"
     assert jobs.find(("b", 1)) is None
     assert jobs.find(("a", 1)) is not None
-    jobs.control(Leave(job="0" * 32), ("a", 1), 110.0)
+    jobs.control(SwitchLeave(job="0" * 32), ("a", 1), 110.0)
     assert jobs.find(("a", 1)) is None
 
 

@@ -18,7 +18,7 @@ from gemini_ft.sync.omnireduce_streaming import OmniReduceStream
 from gemini_ft.sync.switch_adders import ADDERS
 from gemini_ft.sync.switch_packets import Array, Packets
 from gemini_ft.sync.switch_slots import Slots
-from gemini_ft.sync.switch_worker import Stream, Worker
+from gemini_ft.sync.switch_worker import TensorStream, Worker
 from gemini_ft.sync.switchml_stream import SPECIAL, SwitchMLStream, exponents, factors, to_integers
 
 ELEMENTS = 4
@@ -43,7 +43,9 @@ class Air:
         return self.under_way.pop(self._random.randrange(len(self.under_way)))
 
 
-def simulate(tensors: Sequence[Sequence[Stream]], slots: int, pool: Slots, air: Air, stop: Callable[[int], bool] = lambda _: False) -> bool:
+def simulate(
+    tensors: Sequence[Sequence[TensorStream]], slots: int, pool: Slots, air: Air, stop: Callable[[int], bool] = lambda _: False
+) -> bool:
     """Every worker's tensors one after the other, each as soon as the worker has the one before; whether all came to their end."""
     workers = [Worker(slots, 4 * ELEMENTS) for _ in tensors]
     left = [list(each) for each in tensors]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gemini_ft.trials import Terms, Trial
+from gemini_ft.trials import Trial, TrialRules
 
-TERMS = Terms(visit=5, rounds=3, slower={1: 1.2, 2: 1.2})
+TERMS = TrialRules(visit=5, rounds=3, slower={1: 1.2, 2: 1.2})
 
 
 def race(seconds: list[float], first: float = 9.0) -> tuple[int, list[int]]:

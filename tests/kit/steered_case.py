@@ -16,7 +16,7 @@ from sync_case import join
 
 import gemini_ft
 from gemini_ft.pipeline.control import Controls
-from gemini_ft.pipeline.lanes import Figures
+from gemini_ft.pipeline.lanes import GroupCost
 from gemini_ft.pipeline.plan import Group
 from gemini_ft.testing import digest
 
@@ -60,7 +60,7 @@ class Scripted(Controls):
 
     step = 0
 
-    def note(self, groups: Sequence[tuple[Group, Figures]], computing: float) -> None:
+    def note(self, groups: Sequence[tuple[Group, GroupCost]], computing: float) -> None:
         for group, figures in groups:
             rate = 2e5 if Scripted.step % 12 < 5 else 2e4  # bytes per second
             figures.communicate = figures.nbytes / rate * (1 + 0.1 * int(os.environ["RANK"])) if group.rule == 0 else 0.0

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from weights_kit import SCRIPT
 
-from gemini_ft.launch.trainjob import Endpoint, Progress, Reports, endpoint_of
+from gemini_ft.launch.trainjob import Endpoint, ProgressEstimate, Reports, endpoint_of
 
 PREFIX = "KUBEFLOW_TRAINER_SERVER"
 
@@ -156,7 +156,7 @@ def test_the_environment_of_releases_and_of_the_proposal_is_known_and_plain_http
 
 def test_progress_has_the_models_fields_and_only_the_end_is_at_100_percent() -> None:
     now = 10.0
-    progress = Progress(200, lambda: now)
+    progress = ProgressEstimate(200, lambda: now)
     assert progress.status(50)["progressPercentage"] == 25
     now = 20.0
     half = progress.status(100)

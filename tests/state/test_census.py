@@ -17,8 +17,8 @@ from gemini_ft.core.census import Census, Fate, declare, table
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.state.base import PlainState
 
-_KEPT = census.Rule("things that a test keeps", Fate.CAPTURED, "by the test")
-_REFUSED = census.Rule("things that a test refuses", Fate.REFUSED, "do without")
+_KEPT = census.StateKind("things that a test keeps", Fate.CAPTURED, "by the test")
+_REFUSED = census.StateKind("things that a test refuses", Fate.REFUSED, "do without")
 
 
 def test_what_is_refused_is_named_with_the_way_out_and_all_of_it_at_once() -> None:

@@ -113,7 +113,7 @@ def take(sources: list[Source], rank: int) -> tuple[Layout, bytes]:
 def restore(stored: list[tuple[Layout, bytes]], extras: bytes, model: nn.Module, optimizer: Optimizer, rank: int) -> None:
     replicated = isinstance(model, nn.parallel.DistributedDataParallel)
     layouts = {owner: layout for owner, (layout, _) in enumerate(stored)}
-    sources = destinations({"model": model}, [optimizer], stored_specs(rank, layouts), rank, WORLD, replicated)
+    sources = destinations({"model": model}, [optimizer], stored_specs(rank, layouts), rank, WORLD, replicated=replicated)
     tensors = {source.spec.name: source.tensor for source in sources}
     for read in plan_reads([source.spec for source in sources], rank, layouts):
         copy_into(tensors[read.name], read.start, read.stop, stored[read.owner][1][read.offset : read.offset + read.nbytes])
