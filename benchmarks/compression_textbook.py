@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gemini_ft.compression.dynamic import codebook
+from gemini_ft.compression.cast import codebook
 
 
 def fp16(x: Tensor) -> list[Tensor]:

@@ -8,8 +8,11 @@ from .base import Payload as Payload
 from .base import Reducer as Reducer
 from .base import Turn as Turn
 from .cast import Bf16 as Bf16
+from .cast import Dynamic8 as Dynamic8
 from .cast import Fp16 as Fp16
 from .cast import Identity as Identity
+from .cast import Natural as Natural
+from .cast import Natural8 as Natural8
 from .collective import ScopedGroups as ScopedGroups
 from .collective import reduce as reduce
 from .collective import run as run
@@ -18,14 +21,11 @@ from .collective import slowest as slowest
 from .control import DelayControl as DelayControl
 from .dgc import MomentumCorrection as MomentumCorrection
 from .dgc import SampledThreshold as SampledThreshold
-from .dynamic import Dynamic8 as Dynamic8
 from .espresso_executor import OptionExecutor as OptionExecutor
 from .feedback import ErrorFeedback as ErrorFeedback
 from .inceptionn import Inceptionn as Inceptionn
 from .methods import METHODS as METHODS
 from .methods import create as create
-from .natural import Natural as Natural
-from .natural import Natural8 as Natural8
 from .powersgd import PowerSGD as PowerSGD
 from .quantise import QSGD as QSGD
 from .quantise import GlobalInt8 as GlobalInt8

@@ -14,12 +14,10 @@ from gemini_ft.validation import check_options
 from .adaq import AdaQ
 from .atomo import Atomo
 from .base import Compressor, Reducer
-from .cast import Bf16, Fp16, Identity
+from .cast import Bf16, Dynamic8, Fp16, Identity, Natural, Natural8
 from .dgc import MomentumCorrection, SampledThreshold
-from .dynamic import Dynamic8
 from .feedback import ErrorFeedback
 from .inceptionn import Inceptionn
-from .natural import Natural, Natural8
 from .options import METHOD_OPTIONS
 from .powersgd import PowerSGD
 from .quantise import QSGD, GlobalInt8, TernGrad

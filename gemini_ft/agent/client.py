@@ -17,7 +17,7 @@ from typing import TypeVar
 from gemini_ft import errors
 from gemini_ft.agent import lifecycle, revival
 from gemini_ft.errors import AgentError, AgentTimeoutError, GeminiError, PeerError
-from gemini_ft.wire.frames import frame_length, receive_fds
+from gemini_ft.wire.frames import FrameBuffer, receive_fds
 from gemini_ft.wire.messages import Answer, Call, Failed, check_answer, kind_of, pack
 from gemini_ft.wire.worker_messages import Custody, Hello, Mapped, Ping, Pong, Reserved, ToAgent, ToWorker, Welcome, to_worker
 
@@ -204,7 +204,7 @@ class AgentClient:
 
     def _listen(self) -> None:
         lifecycle.yield_to_training()
-        inbox, fds, buffer = bytearray(), list[int](), memoryview(bytearray(256 * 1024))
+        frames, fds, buffer = FrameBuffer(), list[int](), memoryview(bytearray(256 * 1024))
         try:
             while self._await_data():
                 data, more, flags = receive_fds(self.sock, buffer, 250)
@@ -213,11 +213,8 @@ class AgentClient:
                 fds += more
                 if flags & socket.MSG_CTRUNC:
                     raise PeerError("descriptors of slots were lost: this process has no free ones left (ulimit -n)")
-                inbox += data
-                while len(inbox) >= 4 and len(inbox) >= 4 + (length := frame_length(inbox[:4])):
-                    message = to_worker.unpack(inbox[4 : 4 + length])
-                    del inbox[: 4 + length]
-                    fds = self._route(message, fds)
+                for body in frames.bodies(data):
+                    fds = self._route(to_worker.unpack(body), fds)
         except (OSError, PeerError) as error:
             if not self.lost:
                 _log.warning("%s", self._gone(str(error)))

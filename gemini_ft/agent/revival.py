@@ -21,7 +21,7 @@ import psutil
 
 from gemini_ft.agent import ahead, lifecycle, slot_files
 from gemini_ft.errors import AgentTimeoutError, GeminiError
-from gemini_ft.wire.frames import frame_length
+from gemini_ft.wire.frames import FrameBuffer
 from gemini_ft.wire.messages import pack
 from gemini_ft.wire.private import credentials
 from gemini_ft.wire.worker_messages import Adopt, Ping, Pong, to_worker
@@ -165,7 +165,7 @@ def connect(run: str, host: str, patience: float = 0.0) -> socket.socket:
 def _asked(sock: socket.socket, pulse: Pulse) -> bool | None:
     """Whether the agent answers on this connection; False: it hung up, as one of another version does; None: it is silent."""
     sock.settimeout(pulse.tick)
-    inbox = bytearray()
+    frames = FrameBuffer()
     try:
         sock.sendall(pack(Ping()))
         while not pulse.over:
@@ -174,8 +174,7 @@ def _asked(sock: socket.socket, pulse: Pulse) -> bool | None:
             except TimeoutError:
                 pulse.nothing()
                 continue
-            inbox += data
-            if not data or (len(inbox) >= 4 and len(inbox) >= 4 + frame_length(inbox[:4])):
+            if not data or any(frames.bodies(data)):
                 sock.settimeout(None)
                 return bool(data)
     except OSError:
@@ -307,7 +306,7 @@ class Watchman(threading.Thread):
     def _look(self, sock: socket.socket, listener: lifecycle.Listener) -> None:
         """Watches until the agent ends, is replaced, or the watch is over."""
         self.pulse.heard()
-        inbox = bytearray()
+        frames = FrameBuffer()
         while not self._over.wait(self.pulse.tick or 1.0):
             if self.pulse.over:
                 replace(self._run_id, self._host, listener, f"it did not answer for {self.pulse.timeout:g} s")
@@ -319,15 +318,13 @@ class Watchman(threading.Thread):
             else:
                 if not data:
                     return
-                inbox += data
-                self._take(inbox)
+                self._take(frames.bodies(data))
             with contextlib.suppress(BlockingIOError):
                 sock.send(pack(Ping()), socket.MSG_DONTWAIT)
 
-    def _take(self, inbox: bytearray) -> None:
+    def _take(self, bodies: Iterator[bytes]) -> None:
         self.pulse.heard()
-        while len(inbox) >= 4 and len(inbox) >= 4 + (length := frame_length(inbox[:4])):
-            answer = to_worker.unpack(inbox[4 : 4 + length])
-            del inbox[: 4 + length]
+        for body in bodies:
+            answer = to_worker.unpack(body)
             if isinstance(answer, Pong):
                 self.pulse.timeout = answer.agent_timeout

@@ -21,7 +21,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.agent.sparing import Sparing
 from gemini_ft.core.versions import Incarnation
 from gemini_ft.errors import AgentError, GeminiError, PeerError
-from gemini_ft.wire.frames import frame_length, receive_fds
+from gemini_ft.wire.frames import FrameBuffer, receive_fds
 from gemini_ft.wire.messages import Failed, kind_of, pack
 from gemini_ft.wire.private import credentials
 from gemini_ft.wire.worker_messages import Adopt, Launch, ToAgent, ToWorker, Watch, to_agent
@@ -62,7 +62,7 @@ class WorkerConnection:
         self.pid = pid
         self._office, self._socket = office, sock
         self._loop = asyncio.get_running_loop()
-        self._inbox = bytearray()
+        self._frames = FrameBuffer()
         self._fds: list[int] = []
         self._outbox: deque[tuple[bytearray, list[int]]] = deque()
         self._pidfd = os.pidfd_open(pid)
@@ -149,19 +149,12 @@ class WorkerConnection:
             if not data:
                 self._hang_up()
                 return
-            self._inbox += data
-            self._parse()
+            self._parse(data)
 
-    def _parse(self) -> None:
+    def _parse(self, data: memoryview) -> None:
         try:
-            while len(self._inbox) >= 4:
-                length = frame_length(self._inbox[:4])
-                if len(self._inbox) < 4 + length:
-                    return
-                body = bytes(self._inbox[4 : 4 + length])
-                message = unpack_long(body) if length > _LONG else to_agent.unpack(body)
-                del self._inbox[: 4 + length]
-                self._dispatch(message)
+            for body in self._frames.bodies(data):
+                self._dispatch(unpack_long(body) if len(body) > _LONG else to_agent.unpack(body))
         except PeerError as error:
             self._office.log(f"worker {self.pid}: {error}")
             self._hang_up()

@@ -11,6 +11,11 @@ It is called with ``CHANNEL MODULES [-m] SCRIPT [ARGUMENTS]`` (`gemini_ft.launch
 ``{"number": n, "fork": [[-m,] SCRIPT, ARGUMENTS...], "copy": file or null, "environ": {...}, "parent": pid}`` by
 ``{"number": n, "pid": ..., "failed": why or null}``.
 
+`Renewal` draws anew, in a forked worker, the numbers that the imports have drawn: else all ranks and restarts would share them.
+Operating system, OpenSSL, ``secrets``, ``uuid4`` and Python's global generator see to themselves after a fork. Not so the global
+generators of torch and numpy, generators that a library makes for itself when it is imported (sympy has three), and the key that
+``multiprocessing`` proves its identity with. A generator that a library has seeded with a number of its own stays as it is.
+
 The launcher is a worker's parent: the process that forks it hands it over by ending. So the launcher waits for it and signals it
 without this server, which may be slow or die. A worker begins when the launcher writes to its starting gun, the fourth descriptor
 after three standard streams, and ends unseen when the launcher closes that: none runs that the launcher does not know.
@@ -28,6 +33,7 @@ import errno
 import gc
 import importlib
 import os
+import random
 import signal
 import socket
 import sys
@@ -35,12 +41,13 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from gemini_ft.hosts import began, is_readable
-from gemini_ft.launch.renewal import Renewal
 from gemini_ft.launch.script import die_with, import_root, run
 from gemini_ft.wire import channel as messages
 
@@ -255,3 +262,57 @@ def _become_worker(environ: Mapping[str, str]) -> None:
     for module, variable in (("lightning_utilities.core.rank_zero", "RANK"), ("torchmetrics.utilities.prints", "LOCAL_RANK")):
         if module in sys.modules and variable in environ:
             sys.modules[module].rank_zero_only.rank = int(environ[variable])
+
+
+_DRAWN_BITS = 64  # numpy draws 128 bits for a generator without a seed; no user writes a seed that long
+
+
+class Renewal:
+    """The random state that imports have made in the server, renewed in each worker."""
+
+    def __init__(self) -> None:
+        self._unseeded: weakref.WeakSet[random.Random] = weakref.WeakSet()
+        self._bit_generators: list[Any] = []
+
+    @contextmanager
+    def watching_imports(self) -> Iterator[None]:
+        """Inside, notes which of Python's generators are made without a seed; afterwards finds those of numpy."""
+        seed = random.Random.seed
+
+        def noting(this: random.Random, a: Any = None, version: int = 2) -> None:
+            (self._unseeded.add if a is None else self._unseeded.discard)(this)
+            seed(this, a, version)
+
+        random.Random.seed = noting  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            random.Random.seed = seed  # type: ignore[method-assign]
+            self._bit_generators = _unseeded_bit_generators()
+
+    def draw_anew(self) -> None:
+        """Gives this process, a forked worker, random state of its own."""
+        for generator in self._unseeded:
+            generator.seed()
+        for bits in self._bit_generators:
+            bits.state = type(bits)().state
+        if numpy_random := sys.modules.get("numpy.random"):
+            numpy_random.set_bit_generator(numpy_random.MT19937())  # as the import does; seed() would leave it without a seed sequence
+        if torch := sys.modules.get("torch"):
+            torch.default_generator.seed()  # CUDA's are made, and seeded, at first use
+        if process := sys.modules.get("multiprocessing.process"):
+            process.current_process().authkey = os.urandom(32)
+        if "uuid" in sys.modules:
+            vars(sys.modules["uuid"]).update(_node=None, _last_timestamp=None)  # the node is drawn on a host without a network card
+        if "tempfile" in sys.modules:
+            vars(sys.modules["tempfile"]).update(tempdir=None)  # TMPDIR is read again
+
+
+def _unseeded_bit_generators() -> list[Any]:
+    """numpy's bit generators, but for the global one, that were made without a seed."""
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is None:
+        return []
+    everywhere = numpy_random.mtrand._rand._bit_generator
+    found = [item for item in gc.get_objects() if issubclass(type(item), numpy_random.BitGenerator) and item is not everywhere]
+    return [item for item in found if isinstance(entropy := getattr(item.seed_seq, "entropy", None), int) and entropy >> _DRAWN_BITS]

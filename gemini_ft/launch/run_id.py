@@ -8,8 +8,8 @@ import os
 import stat
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from gemini_ft import hosts
 from gemini_ft.launch import ray_train
 
 VARIABLES = "GEMINI_RUN_ID_VARIABLES"  # names of variables whose values tell jobs apart
@@ -71,4 +71,4 @@ def own_command() -> list[str]:
 
 def _this_process() -> str:
     """No other process of this machine has these two numbers."""
-    return f"{os.getpid()} {Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19]}"
+    return f"{os.getpid()} {hosts.began(os.getpid())}"

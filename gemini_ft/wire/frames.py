@@ -9,7 +9,7 @@ import array
 import contextlib
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from gemini_ft.core.roots import running_checksum
 from gemini_ft.errors import PeerError, SecretError
@@ -29,6 +29,25 @@ def frame_length(head: bytes | bytearray | memoryview, limit: int = MAX_MESSAGE)
     if not 0 < length <= limit:
         raise PeerError(f"a message of {length:,} bytes was announced, 1 to {limit:,} are allowed; the other side is not gemini-ft")
     return length
+
+
+class FrameBuffer:
+    """Bytes of a stream as they come, until they are whole frames."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def bodies(self, data: bytes | memoryview) -> Iterator[bytes]:
+        """Bodies of the frames that are complete with these bytes.
+
+        Raises:
+            PeerError: what has come is no frame.
+        """
+        self._bytes += data
+        while len(self._bytes) >= 4 and len(self._bytes) >= 4 + (length := frame_length(self._bytes[:4])):
+            body = bytes(self._bytes[4 : 4 + length])
+            del self._bytes[: 4 + length]
+            yield body
 
 
 def receive_fds(sock: socket.socket, into: memoryview, most: int) -> tuple[memoryview, list[int], int]:

@@ -27,7 +27,7 @@ from gemini_ft.sync.switch_control import Envelope, Join, SwitchHello, SwitchLea
 from gemini_ft.sync.switch_jobs import Jobs, Limits
 from gemini_ft.sync.switch_packets import Array
 from gemini_ft.sync.switch_server import Server
-from gemini_ft.sync.switchml_stream import SwitchMLStream
+from gemini_ft.sync.switchml import SwitchMLStream
 
 preload("switch_case")
 TERMS = SwitchTerms("int32", True, 8, 64, WAIT)

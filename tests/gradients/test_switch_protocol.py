@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemini_ft.sync import fpisa_registers
-from gemini_ft.sync.fpisa_accuracy import Accuracy
+from gemini_ft.sync.fpisa import Accuracy
 from gemini_ft.sync.omnireduce_streaming import OmniReduceStream
 from gemini_ft.sync.switch_adders import ADDERS
 from gemini_ft.sync.switch_packets import Array, Packets
 from gemini_ft.sync.switch_slots import Slots
 from gemini_ft.sync.switch_worker import TensorStream, Worker
-from gemini_ft.sync.switchml_stream import SPECIAL, SwitchMLStream, exponents, factors, to_integers
+from gemini_ft.sync.switchml import SPECIAL, SwitchMLStream, exponents, factors, to_integers
 
 ELEMENTS = 4
 STEP = 0.02  # seconds of the simulated clock

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from gemini_ft.compression.options import METHOD_OPTIONS
 from gemini_ft.config import SET_BY_LAUNCHER, VARIABLES, GeminiConfig, MemoryConfig, StorageConfig, TrafficConfig
-from gemini_ft.pipeline.options import SCHEME_OPTIONS
+from gemini_ft.pipeline.rules import SCHEME_OPTIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 _HEAD = """# Options

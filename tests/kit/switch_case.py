@@ -24,8 +24,7 @@ from switch_kit import KEY, PATIENCE
 from gemini_ft.config import load_config
 from gemini_ft.sync import switch_client
 from gemini_ft.sync.ddp_hook import HookState, hook
-from gemini_ft.sync.fpisa import FPISA
-from gemini_ft.sync.fpisa_accuracy import Accuracy
+from gemini_ft.sync.fpisa import FPISA, Accuracy
 from gemini_ft.sync.omnireduce_streaming import OmniReduceStreaming
 from gemini_ft.sync.rows import GradientError
 from gemini_ft.sync.switchml import SwitchML

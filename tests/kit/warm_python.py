@@ -34,9 +34,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gemini_ft.hosts import began
-from gemini_ft.launch.forkserver import OPTIONAL
+from gemini_ft.launch.forkserver import OPTIONAL, Renewal
 from gemini_ft.launch.preload import ALWAYS, VENDORS
-from gemini_ft.launch.renewal import Renewal
 from gemini_ft.launch.script import die_with, starter
 from gemini_ft.wire import channel as messages
 
