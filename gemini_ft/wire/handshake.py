@@ -15,6 +15,7 @@ import os
 import socket
 import ssl
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from gemini_ft.errors import AgentError, ConfigError, GeminiError, PeerError, SecretError
@@ -154,7 +155,12 @@ class Listener:
             oldest.cancel()
         task = self._loop.create_task(self._greet(sock))
         self._strangers[task] = None
-        task.add_done_callback(lambda done: self._strangers.pop(done, None))
+        task.add_done_callback(partial(self._greeted, sock))
+
+    def _greeted(self, sock: socket.socket, greeting: asyncio.Task[None]) -> None:
+        self._strangers.pop(greeting, None)
+        if greeting.cancelled():  # perhaps before it began
+            sock.close()
 
     def _accept_again(self) -> None:
         if self._socket.fileno() >= 0:
@@ -180,9 +186,6 @@ class Listener:
                 f"refused {peer}: {error}" if str(error) else f"refused {peer}: it hung up; perhaps it does not know this run's secret"
             )
             sock.close()
-        except asyncio.CancelledError:
-            sock.close()
-            raise
 
     async def _peek(self, sock: socket.socket) -> bytes:
         while True:

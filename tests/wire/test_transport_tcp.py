@@ -9,6 +9,7 @@ import itertools
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -477,6 +478,25 @@ class TestHandshake:
 
         run(work())
 
+    @pytest.mark.parametrize("turns", range(4))
+    def test_that_comes_while_the_port_is_closed_is_closed_too(self, turns: int) -> None:
+        """Even if its greeting has not begun: nothing else would close it."""
+
+        strangers = []
+
+        async def work() -> None:
+            async with Place() as place:
+                strangers.append(socket.create_connection(place.address, timeout=30))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", ResourceWarning)
+            run(work())
+        assert not said
+        with strangers[0], contextlib.suppress(ConnectionResetError):
+            assert not strangers[0].recv(1)
+
     def test_of_another_protocol_is_refused_by_number(self) -> None:
         async def work() -> None:
             async with Place() as place:
@@ -511,7 +531,7 @@ class TestEncrypted:
         with Job(tmp_path) as job:
             ranks = job.start(hello={"encrypt": True})
             job.commit(ranks, 1, 2, 3)
-            shard = PeerShard("b", ranks[1].address, job.claims(), ranks[0].hello.secret, 0, job.version(3), 10.0)
+            shard = PeerShard("b", ranks[1].address, job.claims(), ranks[0].hello.secret, 0, job.version(3), timeout=10.0)
             assert sum(len(view) for _, view in shard.chunks()) == 4 * 2**16
             shard.close()
 
