@@ -17,9 +17,16 @@ from gemini_ft.core.placement import place, survival_probability
 from gemini_ft.launch import endings
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("README.md")])
+REPORTS = sorted((ROOT / "benchmarks" / "results").glob("[0-9]*.md"))
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
 
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+pages = pytest.mark.parametrize("page", PAGES, ids=_name)
 
 
 def _blocks(page: Path, language: str) -> list[str]:
@@ -31,7 +38,7 @@ def _anchors(page: Path) -> Iterator[str]:
         yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-@pages
+@pytest.mark.parametrize("page", [*PAGES, *REPORTS], ids=_name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         if target.startswith("https://"):
@@ -108,10 +115,38 @@ def test_configs_are_accepted(file: Path) -> None:
     assert load_config(environ={"GEMINI_CONFIG": str(file)}) != GeminiConfig()
 
 
-@pytest.mark.parametrize("page", ["docs/walkthrough.md", "docs/design.md", "CONTRIBUTING.md"])
-def test_files_that_are_named_exist(page: str) -> None:
-    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", (ROOT / page).read_text()))
-    assert named
+def test_decisions_are_numbered_pages_of_one_form() -> None:
+    """Each says its context, what follows and what was given up, is in the index, and is named where the design relies on it."""
+    assert [page.name[:4] for page in DECISIONS] == [f"{number:03}-" for number in range(1, len(DECISIONS) + 1)]
+    index, design = (DECISIONS[0].parent / "README.md").read_text(), (ROOT / "docs" / "design.md").read_text()
+    for page in DECISIONS:
+        title, *headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+        number, _, said = title.partition(". ")
+        assert headings == ["Context", "Decision", "Consequences", "What was given up, and why"], page.name
+        assert f"| [{number}]({page.name}) | {said} |" in index
+        assert f"[{number}](decisions/{page.name})" in design
+
+
+def test_the_index_of_reports_is_the_folder() -> None:
+    """Every report is in it, with the command that is in the report."""
+    folder = ROOT / "benchmarks" / "results"
+    rows = re.findall(r"^\| (\[.*) \| .* \| `([^`]*)` \|$", (folder / "README.md").read_text(), re.MULTILINE)
+    listed = [(report, command) for cell, command in rows for report in re.findall(r"\]\(([^)]+)\)", cell)]
+    assert sorted(report for report, _ in listed) == [path.name for path in REPORTS]
+    for report, command in listed:
+        assert command.partition(" ...")[0] in (folder / report).read_text(), report
+
+
+def test_short_pages_stay_short() -> None:
+    """A visitor reads docs/design.md as a whole."""
+    for page, most in (("docs/design.md", 250),):
+        assert len((ROOT / page).read_text().splitlines()) <= most, f"{page}: move what is detail to a page of its own in docs"
+
+
+@pytest.mark.parametrize("page", [ROOT / "docs" / "walkthrough.md", ROOT / "CONTRIBUTING.md", *DECISIONS], ids=_name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", page.read_text()))
+    assert named or page in DECISIONS
     assert [name for name in sorted(named) if not any((ROOT / base / name).is_file() for base in ("", "gemini_ft"))] == []
 
 
@@ -127,6 +162,20 @@ def test_the_papers_are_where_the_page_says() -> None:
         assert (ROOT / code.strip("`")).is_file(), claim
         file, _, name = test.strip("`").partition("::")
         assert re.search(rf"^\s*def {name}\(", (ROOT / file).read_text(), re.MULTILINE), claim
+
+
+def test_a_word_is_explained_once_and_found_by_the_alphabet() -> None:
+    words = re.findall(r"^\| ([a-z ]+) \|.*\|.*\|$", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)[1:]
+    assert len(words) > 40
+    assert words == sorted(set(words))
+
+
+def test_problems_name_tests_that_exist() -> None:
+    rows = re.findall(r"^\| .* \| (\[.*) \| .* \| `([^`]*)` \|$", (ROOT / "docs" / "problems.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 15
+    for threads, test in rows:
+        file, _, name = test.partition("::")
+        assert re.search(rf"^\s*def {name}\(", (ROOT / file).read_text(), re.MULTILINE), (threads, test)
 
 
 def test_calls_of_the_walkthrough_exist() -> None:

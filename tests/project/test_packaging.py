@@ -94,9 +94,9 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_the_map_in_the_design_is_the_tree() -> None:
+def test_the_map_of_modules_is_the_tree() -> None:
     """A folder, and below it the names of its modules, each said once."""
-    page = (ROOT / "docs" / "design.md").read_text()
+    page = (ROOT / "docs" / "modules.md").read_text()
     lines = page.split("```\ngemini_ft/\n")[1].split("sync/ compression/")[0].splitlines()
     told: dict[str, list[str]] = {"": []}
     for line in lines:
