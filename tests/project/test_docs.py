@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import options_page
@@ -143,7 +144,9 @@ def test_short_pages_stay_short() -> None:
         assert len((ROOT / page).read_text().splitlines()) <= most, f"{page}: move what is detail to a page of its own in docs"
 
 
-@pytest.mark.parametrize("page", [ROOT / "docs" / "walkthrough.md", ROOT / "CONTRIBUTING.md", *DECISIONS], ids=_name)
+@pytest.mark.parametrize(
+    "page", [*(ROOT / "docs" / name for name in ("walkthrough.md", "pipelines.md")), ROOT / "CONTRIBUTING.md", *DECISIONS], ids=_name
+)
 def test_files_that_are_named_exist(page: Path) -> None:
     named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", page.read_text()))
     assert named or page in DECISIONS
@@ -178,14 +181,30 @@ def test_problems_name_tests_that_exist() -> None:
         assert re.search(rf"^\s*def {name}\(", (ROOT / file).read_text(), re.MULTILINE), (threads, test)
 
 
-def test_calls_of_the_walkthrough_exist() -> None:
-    page = (ROOT / "docs" / "walkthrough.md").read_text()
-    chains = re.findall(r"^(?:[a-z' ]+  )?(\w.*->.*)$", page, re.MULTILINE)
-    named = {name.strip() for chain in chains for name in chain.split("->")} | set(re.findall(r"`([A-Z]\w+(?:\.\w+)?)`", page))
-    files = [file for folder in ("gemini_ft", "sync", "compression") for file in (ROOT / folder).rglob("*.py")]
-    top = [node for file in files for node in ast.parse(file.read_text()).body]
-    classes, functions = [node for node in top if isinstance(node, ast.ClassDef)], (ast.FunctionDef, ast.AsyncFunctionDef)
-    there = {node.name for node in top if isinstance(node, (ast.ClassDef, *functions))}
-    there |= {f"{node.name}.{each.name}" for node in classes for each in node.body if isinstance(each, functions)}
-    assert len(named) > 40
-    assert sorted(named - there) == []
+def _sources() -> dict[str, str]:
+    """Text of every class, function and method at the top of a module; of those with one name, all."""
+    found: dict[str, str] = {}
+    for file in (file for folder in ("gemini_ft", "sync", "compression") for file in (ROOT / folder).rglob("*.py")):
+        text = file.read_text()
+        lines = text.splitlines()
+        for node in ast.parse(text).body:
+            parts = node.body if isinstance(node, ast.ClassDef) else []
+            for prefix, each in [("", node), *((f"{node.name}.", part) for part in parts if isinstance(node, ast.ClassDef))]:
+                if isinstance(each, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                    name = f"{prefix}{each.name}"
+                    found[name] = "\n".join([found.get(name, ""), *lines[each.lineno - 1 : each.end_lineno]])
+    return found
+
+
+@pytest.mark.parametrize("page", ["walkthrough.md", "pipelines.md"])
+def test_each_name_of_a_walk_calls_the_next(page: str) -> None:
+    text, sources = (ROOT / "docs" / page).read_text(), _sources()
+    chains = [line.split(" -> ") for line in re.findall(r"^(?:[a-z' ]+  )?(\w\S* -> .*)$", text, re.MULTILINE)]
+    assert chains
+    assert [name for chain in chains for name in chain if name not in sources] == []
+    for chain in chains:
+        for caller, callee in pairwise(chain):
+            called = callee.removesuffix(".__init__").rpartition(".")[2]
+            assert re.search(rf"\b{called}\b", sources[caller]), f"{caller} -> {callee}"
+    if page == "walkthrough.md":
+        assert [name for name in set(re.findall(r"`([A-Z]\w+(?:\.\w+)?)`", text)) if name not in sources] == []
