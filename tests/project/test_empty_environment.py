@@ -67,4 +67,4 @@ def test_the_first_example_trains(empty: Path, tmp_path: Path) -> None:
 def test_the_plain_loop_trains(empty: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(block("docs/usage.md", "Checkpointer(") + 'print(f"done {step}\\n", end="", flush=True)\n')
     said = run(tmp_path, str(empty / "gemini"), "run", "--standalone", "--nproc-per-node", "2", "train.py")
-    assert said.count("done 99") == 2
+    assert said.count("done 100") == 2
