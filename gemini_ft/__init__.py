@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gemini_ft.pipeline import GradientSynchronizer
     from gemini_ft.worker.rendezvous import init_process_group
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Checkpointer",

@@ -247,7 +247,7 @@ VARIABLES = {
     "GEMINI_WRAP": "0: leave deepspeed.initialize, transformers' Trainer and the locks of torch's builds as they are.",
     "GEMINI_DATA_RESUME": "As `data_resume` of the Lightning strategies (docs/lightning.md).",
     "GEMINI_EPOCH_HOOKS": "As `epoch_hooks` of the Lightning strategies (docs/lightning.md).",
-    "GEMINI_FAULTS": "Failures to inject (README, failure drills).",
+    "GEMINI_FAULTS": "Failures to inject (docs/drills.md).",
     "GEMINI_FAULTS_DIR": "Folder in which injected failures are noted, so that each happens once.",
     "GEMINI_FAULTS_FILL_LIMIT": "Most bytes that the drill of a full disk may write; default: 256MiB.",
 }

@@ -2,7 +2,7 @@
 
 Receiving reads from the socket into the slot's own pages, sending writes from them; neither copies in Python.
 ``sendfile`` would spare the kernel's copy and was measured to cost twice the processor time on both sides: it
-queues single 4 KiB pages, and the receiver wakes up for as little (docs/design.md, section 6).
+queues single 4 KiB pages, and the receiver wakes up for as little (docs/decisions/009-plain-writes.md).
 """
 
 from __future__ import annotations

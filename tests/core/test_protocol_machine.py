@@ -8,7 +8,7 @@ What must never happen, whatever order messages, copies, commits, crashes and re
 - a commit without the bytes at every holder that counts;
 - a standstill: once everything is delivered, commits advance, replicas come back, uploads end.
 
-The invariants are those of GEMINI (SOSP'23), section 5.1, and of docs/design.md, "Commit and recovery".
+The invariants are those of GEMINI (SOSP'23), section 5.1, and of docs/design.md, section 1.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gemini_ft.compression import atomo, dynamic, kernels, natural, powersgd, sign, threelc
+from gemini_ft.compression import atomo, cast, kernels, powersgd, sign, threelc
 from gemini_ft.compression.base import Bundle, FlatLayout, Payload, Turn, layout_of
 from gemini_ft.compression.collective import reduce
 from gemini_ft.compression.dgc import MomentumCorrection, SampledThreshold
@@ -287,7 +287,7 @@ def test_terngrad_has_three_values_and_clips() -> None:
 
 def test_natural_rounds_to_neighbours_with_the_fraction_as_chance() -> None:
     values = torch.tensor([1.0, 1.25, -1.75, 2.0**127, 3.0e38, 2.0**-126, 2.0**-127, 0.0])
-    each = natural.Natural()
+    each = cast.Natural()
     found = torch.stack([each.decompress(each.compress(one(values), Turn(step))).flat for step in range(2000)])
     kinds = [set(column.unique().tolist()) for column in found.unbind(1)]
     assert kinds == [{1.0}, {1.0, 2.0}, {-1.0, -2.0}, {2.0**127}, {2.0**127}, {2.0**-126}, {0.0, 2.0**-126}, {0.0}]
@@ -298,13 +298,13 @@ def test_natural_rounds_to_neighbours_with_the_fraction_as_chance() -> None:
 def test_natural_keeps_to_its_variance() -> None:
     """Theorem 1: an eighth of the squared norm."""
     values = torch.randn(100_000, generator=torch.Generator().manual_seed(1))
-    for each in (natural.Natural(), natural.Natural8()):
+    for each in (cast.Natural(), cast.Natural8()):
         error = each.decompress(each.compress(one(values), Turn())).flat - values
         assert float(error.square().sum() / values.square().sum()) <= 1 / 8
 
 
 def test_dynamic8_finds_the_nearest_code() -> None:
-    codes = dynamic.codebook(torch.device("cpu"))
+    codes = cast.codebook(torch.device("cpu"))
     assert codes.unique().numel() == 256
     assert codes[[0, -1]].tolist() == pytest.approx([-0.99296875, 1.0])
     stream = np.random.default_rng(3)
@@ -312,7 +312,7 @@ def test_dynamic8_finds_the_nearest_code() -> None:
         [stream.uniform(-1, 1, 20_000), stream.choice([-1, 1], 20_000) * 10 ** stream.uniform(-9, 0, 20_000), [0, 1, -1]]
     )
     relative = torch.from_numpy(values.astype(np.float32))
-    found = codes[dynamic.nearest(relative).int()]
+    found = codes[cast.nearest(relative).int()]
     best = (codes.double().unsqueeze(0) - relative.double().unsqueeze(1)).abs().amin(1)
     torch.testing.assert_close((found.double() - relative.double()).abs(), best, rtol=1e-6, atol=1e-12)
 

@@ -97,7 +97,7 @@ def look_up(steps: int, everywhere: bool, set_to_none: bool = True, zero_first: 
 
 
 def test_rows_and_moments_that_nothing_has_touched_do_not_travel(tmp_path: Path) -> None:
-    """Section 6 of docs/design.md: what is still as it was fills whole chunks here, weights and zero moments alike."""
+    """docs/decisions/011-chunks-that-stay.md: what is still as it was fills whole chunks here, weights and zero moments alike."""
     found = {}
     for everywhere in (False, True):
         with World(tmp_path / str(everywhere), 2) as world:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import options_page
@@ -17,9 +18,16 @@ from gemini_ft.core.placement import place, survival_probability
 from gemini_ft.launch import endings
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("README.md")])
+REPORTS = sorted((ROOT / "benchmarks" / "results").glob("[0-9]*.md"))
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
 
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+pages = pytest.mark.parametrize("page", PAGES, ids=_name)
 
 
 def _blocks(page: Path, language: str) -> list[str]:
@@ -31,7 +39,7 @@ def _anchors(page: Path) -> Iterator[str]:
         yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-@pages
+@pytest.mark.parametrize("page", [*PAGES, *REPORTS], ids=_name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         if target.startswith("https://"):
@@ -108,10 +116,40 @@ def test_configs_are_accepted(file: Path) -> None:
     assert load_config(environ={"GEMINI_CONFIG": str(file)}) != GeminiConfig()
 
 
-@pytest.mark.parametrize("page", ["docs/walkthrough.md", "docs/design.md", "CONTRIBUTING.md"])
-def test_files_that_are_named_exist(page: str) -> None:
-    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", (ROOT / page).read_text()))
-    assert named
+def test_decisions_are_numbered_pages_of_one_form() -> None:
+    """Each says its context, what follows and what was given up, is in the index, and is named where the design relies on it."""
+    assert [page.name[:4] for page in DECISIONS] == [f"{number:03}-" for number in range(1, len(DECISIONS) + 1)]
+    index, design = (DECISIONS[0].parent / "README.md").read_text(), (ROOT / "docs" / "design.md").read_text()
+    for page in DECISIONS:
+        title, *headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+        number, _, said = title.partition(". ")
+        assert headings == ["Context", "Decision", "Consequences", "What was given up, and why"], page.name
+        assert f"| [{number}]({page.name}) | {said} |" in index
+        assert f"[{number}](decisions/{page.name})" in design
+
+
+def test_the_index_of_reports_is_the_folder() -> None:
+    """Every report is in it, with the command that is in the report."""
+    folder = ROOT / "benchmarks" / "results"
+    rows = re.findall(r"^\| (\[.*) \| .* \| `([^`]*)` \|$", (folder / "README.md").read_text(), re.MULTILINE)
+    listed = [(report, command) for cell, command in rows for report in re.findall(r"\]\(([^)]+)\)", cell)]
+    assert sorted(report for report, _ in listed) == [path.name for path in REPORTS]
+    for report, command in listed:
+        assert command.partition(" ...")[0] in (folder / report).read_text(), report
+
+
+def test_short_pages_stay_short() -> None:
+    """A visitor reads README.md and docs/design.md as a whole."""
+    for page, most in (("README.md", 130), ("docs/design.md", 250)):
+        assert len((ROOT / page).read_text().splitlines()) <= most, f"{page}: move what is detail to a page of its own in docs"
+
+
+@pytest.mark.parametrize(
+    "page", [*(ROOT / "docs" / name for name in ("walkthrough.md", "pipelines.md")), ROOT / "CONTRIBUTING.md", *DECISIONS], ids=_name
+)
+def test_files_that_are_named_exist(page: Path) -> None:
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", page.read_text()))
+    assert named or page in DECISIONS
     assert [name for name in sorted(named) if not any((ROOT / base / name).is_file() for base in ("", "gemini_ft"))] == []
 
 
@@ -129,14 +167,44 @@ def test_the_papers_are_where_the_page_says() -> None:
         assert re.search(rf"^\s*def {name}\(", (ROOT / file).read_text(), re.MULTILINE), claim
 
 
-def test_calls_of_the_walkthrough_exist() -> None:
-    page = (ROOT / "docs" / "walkthrough.md").read_text()
-    chains = re.findall(r"^(?:[a-z' ]+  )?(\w.*->.*)$", page, re.MULTILINE)
-    named = {name.strip() for chain in chains for name in chain.split("->")} | set(re.findall(r"`([A-Z]\w+(?:\.\w+)?)`", page))
-    files = [file for folder in ("gemini_ft", "sync", "compression") for file in (ROOT / folder).rglob("*.py")]
-    top = [node for file in files for node in ast.parse(file.read_text()).body]
-    classes, functions = [node for node in top if isinstance(node, ast.ClassDef)], (ast.FunctionDef, ast.AsyncFunctionDef)
-    there = {node.name for node in top if isinstance(node, (ast.ClassDef, *functions))}
-    there |= {f"{node.name}.{each.name}" for node in classes for each in node.body if isinstance(each, functions)}
-    assert len(named) > 40
-    assert sorted(named - there) == []
+def test_a_word_is_explained_once_and_found_by_the_alphabet() -> None:
+    words = re.findall(r"^\| ([a-z ]+) \|.*\|.*\|$", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)[1:]
+    assert len(words) > 40
+    assert words == sorted(set(words))
+
+
+def test_problems_name_tests_that_exist() -> None:
+    rows = re.findall(r"^\| .* \| (\[.*) \| .* \| `([^`]*)` \|$", (ROOT / "docs" / "problems.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 15
+    for threads, test in rows:
+        file, _, name = test.partition("::")
+        assert re.search(rf"^\s*def {name}\(", (ROOT / file).read_text(), re.MULTILINE), (threads, test)
+
+
+def _sources() -> dict[str, str]:
+    """Text of every class, function and method at the top of a module; of those with one name, all."""
+    found: dict[str, str] = {}
+    for file in (file for folder in ("gemini_ft", "sync", "compression") for file in (ROOT / folder).rglob("*.py")):
+        text = file.read_text()
+        lines = text.splitlines()
+        for node in ast.parse(text).body:
+            parts = node.body if isinstance(node, ast.ClassDef) else []
+            for prefix, each in [("", node), *((f"{node.name}.", part) for part in parts if isinstance(node, ast.ClassDef))]:
+                if isinstance(each, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                    name = f"{prefix}{each.name}"
+                    found[name] = "\n".join([found.get(name, ""), *lines[each.lineno - 1 : each.end_lineno]])
+    return found
+
+
+@pytest.mark.parametrize("page", ["walkthrough.md", "pipelines.md"])
+def test_each_name_of_a_walk_calls_the_next(page: str) -> None:
+    text, sources = (ROOT / "docs" / page).read_text(), _sources()
+    chains = [line.split(" -> ") for line in re.findall(r"^(?:[a-z' ]+  )?(\w\S* -> .*)$", text, re.MULTILINE)]
+    assert chains
+    assert [name for chain in chains for name in chain if name not in sources] == []
+    for chain in chains:
+        for caller, callee in pairwise(chain):
+            called = callee.removesuffix(".__init__").rpartition(".")[2]
+            assert re.search(rf"\b{called}\b", sources[caller]), f"{caller} -> {callee}"
+    if page == "walkthrough.md":
+        assert [name for name in set(re.findall(r"`([A-Z]\w+(?:\.\w+)?)`", text)) if name not in sources] == []

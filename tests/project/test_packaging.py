@@ -55,8 +55,11 @@ def test_siblings_are_imported_relatively(name: str) -> None:
         assert not re.search(rf"^\s*(from|import) (gemini_ft\.)?{name}\b", file.read_text(), re.MULTILINE), file
 
 
-def test_version_is_said_once(pyproject: dict[str, Any]) -> None:
-    assert pyproject["project"]["version"] == gemini_ft.__version__ == metadata.version("gemini-ft")
+def test_version_is_said_alike(pyproject: dict[str, Any]) -> None:
+    """In the package, in what is installed, for citations, and as the newest section of the changelog."""
+    released = re.findall(r"^## \[(\d.*?)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    cited = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert pyproject["project"]["version"] == gemini_ft.__version__ == metadata.version("gemini-ft") == released[0] == cited[0]
 
 
 def test_badges_are_true(pyproject: dict[str, Any]) -> None:
@@ -94,9 +97,9 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_the_map_in_the_design_is_the_tree() -> None:
+def test_the_map_of_modules_is_the_tree() -> None:
     """A folder, and below it the names of its modules, each said once."""
-    page = (ROOT / "docs" / "design.md").read_text()
+    page = (ROOT / "docs" / "modules.md").read_text()
     lines = page.split("```\ngemini_ft/\n")[1].split("sync/ compression/")[0].splitlines()
     told: dict[str, list[str]] = {"": []}
     for line in lines:

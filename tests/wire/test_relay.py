@@ -41,7 +41,7 @@ def start_behind(job: Job, relay: Relay, ranks: list[Rank]) -> None:
 
 
 def shard(job: Job, address: tuple[str, int], owner: int, iteration: int) -> bytes:
-    with contextlib.closing(PeerShard("b", address, job.claims(), SECRET, owner, job.version(iteration), 10.0)) as read:
+    with contextlib.closing(PeerShard("b", address, job.claims(), SECRET, owner, job.version(iteration), timeout=10.0)) as read:
         return b"".join(bytes(view) for _, view in read.chunks())
 
 
