@@ -409,7 +409,11 @@ class Checkpointer:
         self._report()
 
     def wait_before_update(self) -> None:
-        """Returns when the copy under way has been made; call it before parameters or optimizer state are written."""
+        """Returns when the copy under way has been made; call it before parameters or optimizer state are written.
+
+        Hooks of the optimizers do so by themselves, but not when a CUDA graph that has captured their step is replayed.
+        """
+        self._steps.announced()
         faults.at_step(self._iteration, "before_update")
         begin = time.perf_counter()
         if self._recorder is not None:

@@ -1,10 +1,12 @@
 """A job on the device is killed with SIGKILL in the middle and must end with the very bits of an undisturbed one.
 
-    python benchmarks/gpu/drill.py lightning | deepspeed | fsdp2
+    python benchmarks/gpu/drill.py lightning | deepspeed | fsdp2 | courier
 
 This file is the job too, run under `gemini run` twice at the same time; each rank leaves the hash of its state. The job that is killed must
 have resumed in its middle: one that began anew would end with the same bits. FSDP2 has two ranks on one device, which NCCL refuses: it goes
-over gloo.
+over gloo. `courier` has two hosts on one device whose workers carry the replicas, over an NCCL that takes several ranks on one device (2.30
+and later, with NCCL_MULTI_RANK_GPU_ENABLE=1); a whole host is lost, and its shard comes back from what workers have carried. With an older
+NCCL it says so and does nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 from torch import nn
 
 STEPS, DEATH = 16, 9
+FALLS_BACK = "travel from agent to agent from now on"
 RANKS = {"lightning": 1, "deepspeed": 1, "fsdp2": 2}
 
 
@@ -116,6 +119,56 @@ def fsdp2(out: Path) -> None:
     _tell(out, [parameter.to_local() for parameter in net.parameters() if isinstance(parameter, DTensor)])
 
 
+def courier(out: Path) -> None:
+    import gemini_ft
+
+    device = _device()
+    gemini_ft.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    net = nn.parallel.DistributedDataParallel(_net().to(device))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    with gemini_ft.Checkpointer(net, optimizer, replicas=2, traffic={"transport": "collective"}) as checkpointer:
+        for _ in range(checkpointer.resume(), STEPS):
+            optimizer.zero_grad()
+            net(torch.randn(8, 256, device=device)).square().mean().backward()
+            optimizer.step()
+            checkpointer.step()
+        if "peer" in " ".join(checkpointer.stats.restored):
+            (out / "from a peer").touch()
+    _tell(out, [net.state_dict(), optimizer.state_dict()])
+
+
+def _hosts(is_one_lost: bool) -> dict[str, str]:
+    """Runs the courier's job to its end; each rank's hash."""
+    from gemini_ft.testing import EmulatedHosts
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out")
+        out.mkdir()
+        environment = {"GEMINI_ON_LATE": "wait", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "1"}
+        with EmulatedHosts(2, [__file__, "courier", str(out)], Path(folder), env=environment) as hosts:
+            if is_one_lost:
+                hosts.wait_for(lambda: any(event["iteration"] >= DEATH - 1 for event in hosts.events("step")))
+                hosts.replace("host1")
+            hosts.finish()
+        if carried := [log.name for log in Path(folder).glob("*.log") if FALLS_BACK in log.read_text()]:
+            sys.exit(f"the agents had to do without the workers: {carried}")
+        return {each.name: each.read_text() for each in out.iterdir()}
+
+
+def _carry() -> None:
+    """The drill of the courier."""
+    version = torch.cuda.nccl.version() if torch.cuda.is_available() else None
+    if version is not None and version < (2, 30):
+        print(f"NCCL {version} takes one rank on a device; 2.30 is needed, for example by LD_PRELOAD of the library in nvidia-nccl-cu13")
+        return
+    undisturbed, killed = _hosts(is_one_lost=False), _hosts(is_one_lost=True)
+    print(f"courier on {_device()}: {undisturbed}\nhost1 lost at step {DEATH}: {killed}")
+    if killed.pop("from a peer", None) is None:
+        sys.exit("nothing was read from a peer")
+    if len(undisturbed) != 2 or undisturbed != killed:
+        sys.exit("the bits differ")
+
+
 def _job(kind: str, faults: str) -> tuple[dict[str, str], list[int]]:
     """Runs the job to its end; each rank's hash, and the iterations at which ranks resumed."""
     with tempfile.TemporaryDirectory() as folder:
@@ -135,7 +188,10 @@ def _job(kind: str, faults: str) -> tuple[dict[str, str], list[int]]:
 def main() -> None:
     kind = sys.argv[1]
     if len(sys.argv) > 2:
-        {"lightning": lightning, "deepspeed": deepspeed, "fsdp2": fsdp2}[kind](Path(sys.argv[2]))
+        {"lightning": lightning, "deepspeed": deepspeed, "fsdp2": fsdp2, "courier": courier}[kind](Path(sys.argv[2]))
+        return
+    if kind == "courier":
+        _carry()
         return
     with ThreadPoolExecutor() as pool:  # most of a job's time is imports
         (undisturbed, unasked), (killed, resumed) = pool.map(_job, [kind, kind], ["", f"step={DEATH}:rank=0:sigkill"])

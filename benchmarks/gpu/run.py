@@ -52,6 +52,8 @@ PARTS = [
     Part("deepspeed", "the same of a DeepSpeed job, ZeRO 2", 120, _here("drill", "deepspeed")),
     Part("fsdp2", "the same of FSDP2 with 2 ranks on one device", 75, _here("drill", "fsdp2")),
     Part("overhead", "what a snapshot of every step costs a GPT", 180, _here("overhead", "--tiny" if FAKE else "--quick")),
+    Part("courier", "workers carry replicas over NCCL, two ranks on one device; a host is lost", 90, _here("drill", "courier")),
+    Part("deeds", "seconds per GB of copy, hash, tag, and of both ends of a lane", 60, ["benchmarks/byte_costs.py", "--quick"]),
     Part(
         "kernels",
         "Zen's hashing, bit packing, top-k, thresholds and rounding against their references",

@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from gemini_ft.deepspeed.masters import base_optimizer, masters
 from gemini_ft.deepspeed.reshard import Cut, Fragment
 from gemini_ft.deepspeed.versions import end_to_end, groups_of_sub_groups, offsets_in_group
-from gemini_ft.state.modules import state_dict_tensors
+from gemini_ft.state.survey import state_dict_tensors
 
 
 def about(engine: Any) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class EngineState:
             return not self._engine.zero_optimization_partition_weights()
         return item.role is not Role.BUFFER and not is_partitioned(self._engine.optimizer)
 
-    def extras(self, live: Sequence[Live]) -> dict[str, Any]:
+    def extras(self) -> dict[str, Any]:
         engine, base = self._engine, base_optimizer(self._engine.optimizer)
         values = {
             name: {key: value for key, value in base.state.get(master, {}).items() if not captured(key, value)}

@@ -15,11 +15,12 @@ from gemini_ft.core.layout import Layout, Read, TensorSpec
 from gemini_ft.errors import WorldSizeError
 from gemini_ft.state.hyperparameters import Given, of_groups
 from gemini_ft.state.modes import Modes
-from gemini_ft.state.modules import Extras, Models, apply_extras, collect_extras, destinations, findings, structure
+from gemini_ft.state.modules import Extras, apply_extras, collect_extras, destinations, findings, structure
 from gemini_ft.state.pending import PendingGradients
-from gemini_ft.state.rebuilding import Changes, ModuleTree, Structure, build, difference, refuse
+from gemini_ft.state.rebuilding import Changes, Structure, build, difference, local_shape, refuse
 from gemini_ft.state.rebuilding import describe as describe_all
-from gemini_ft.state.tensors import Live, Role, Source, describe, every_optimizer, survey
+from gemini_ft.state.survey import Models, Survey, Surveyor
+from gemini_ft.state.tensors import Live, Source, describe, every_optimizer
 
 
 class TrainingState(Protocol):
@@ -33,8 +34,8 @@ class TrainingState(Protocol):
         """Describes what to capture; raises UnsupportedStateError for state that cannot be captured exactly."""
         ...
 
-    def extras(self, live: Sequence[Live]) -> Extras:
-        """The state that is no tensor; it may hold live objects. ``live`` is of the survey just made."""
+    def extras(self) -> Extras:
+        """The state that is no tensor, at the moment of the survey just made; it may hold live objects."""
         ...
 
     def check(self, extras: Extras) -> None:
@@ -104,7 +105,8 @@ class PlainState:
     ) -> None:
         self.models, self.optimizers, self.replicated = models, optimizers, replicated
         self._ignored, self._has_modes, self._can_rebuild = ignored, modes, can_rebuild
-        self._tree = ModuleTree(models)
+        self._surveyor = Surveyor(models, optimizers)
+        self._found: Survey | None = None  # by the last survey
         self._modes: Modes | None = None
         self._pending: PendingGradients | None = None
         self._strides: Mapping[str, Sequence[int]] = {}  # of the snapshot that is being restored
@@ -118,7 +120,7 @@ class PlainState:
     def remember(self) -> None:
         """Takes the present state as the one that the script builds, before any training."""
         self._born, self._outline = describe_all(self.models, self.optimizers), None
-        self._modes = Modes(self._tree.modules()) if self._has_modes else None
+        self._modes = Modes(self._surveyor.tree.modules()) if self._has_modes else None
 
     def inherit(self, before: PlainState) -> None:
         """Takes over what the script had made for ``before``."""
@@ -130,41 +132,34 @@ class PlainState:
         return self._pending.watch(every_optimizer(self.optimizers).values())
 
     def survey(self) -> list[Live]:
-        return survey(self.models, self.optimizers)
+        self._found = self._surveyor()
+        return self._found.live
 
     def describe(self, live: Sequence[Live], rank: int, world_size: int) -> list[Source]:
         return describe(live, rank, world_size, self.is_replicated)
 
-    def extras(self, live: Sequence[Live]) -> Extras:
-        saved = collect_extras(self.models, self.optimizers, live, self._ignored)
+    def extras(self) -> Extras:
+        found = self._found
+        assert found is not None
+        saved = collect_extras(found, self._ignored)
         if self._modes is not None:
-            saved["modes"] = self._modes.collect(self._tree.modules())
+            saved["modes"] = self._modes.collect(found.modules)
         if self._pending is not None:
-            saved["pending"] = self._pending.collect(_parameters(live))
-        if changes := self._present_changes(live):
+            saved["pending"] = self._pending.collect(found.parameters)
+        if changes := self._present_changes(found):
             saved["changes"] = asdict(changes)
         return saved
 
-    def _present_changes(self, live: Sequence[Live]) -> Changes:
+    def _present_changes(self, found: Survey) -> Changes:
         """Changes since the script built it; computed again when names, shapes, modules or groups differ."""
-        groups = [
-            (id(optimizer), [tuple(map(id, group["params"])) for group in optimizer.param_groups])
-            for optimizer in every_optimizer(self.optimizers).values()
-        ]
-        tensors = [
-            (item.name, item.tensor.shape, id(item.tensor) if item.role is Role.PARAMETER else 0)
-            for item in live
-            if item.role is not Role.STATE
-        ]
-        modules = self._tree.modules()
-        outline = groups, tensors, self._tree.walks
+        outline = found.structure, [local_shape(tensor) for tensor in found.own.values()]
         if outline != self._outline:
             now = describe_all(self.models, self.optimizers)
             if self._outline is None:
                 self._born = self._born.with_newcomers(now)
             changes = difference(self._born, now)
             if not self._can_rebuild:
-                refuse(changes, modules)
+                refuse(changes, found.modules)
             self._changes, self._outline = changes, outline
         return self._changes
 
@@ -180,9 +175,9 @@ class PlainState:
     def apply_extras(self, extras: Extras) -> None:
         apply_extras(self.models, self.optimizers, extras)
         if self._modes is not None and "modes" in extras:
-            self._modes.restore(extras["modes"], self._tree.modules())
+            self._modes.restore(extras["modes"], self._surveyor.tree.modules())
         if "pending" in extras and self._pending is not None:
-            self._pending.restore(extras["pending"], _parameters(self.survey()))
+            self._pending.restore(extras["pending"], self._surveyor().parameters)
 
     def resized(
         self, layouts: Mapping[int, Layout], extras: Mapping[int, Extras], rank: int, world_size: int
@@ -190,11 +185,12 @@ class PlainState:
         raise WorldSizeError(f"plain modules and optimizers of {len(layouts)} ranks cannot be loaded by {world_size}")
 
     def findings(self) -> Iterable[Finding]:
-        yield from findings(self.models, self.optimizers)
+        found = self._surveyor()
+        yield from findings(found)
         if self._modes is not None:
-            yield from self._modes.findings(self._tree.modules())
+            yield from self._modes.findings(found.modules)
         if self._pending is not None:
-            yield from self._pending.findings(_parameters(self.survey()))
+            yield from self._pending.findings(found.parameters)
 
     def hyperparameters(self) -> Given:
         found: Given = {}
@@ -203,7 +199,7 @@ class PlainState:
         return found
 
     def structure(self) -> object:
-        modules = self._tree.modules().values()
+        modules = self._surveyor.tree.modules().values()
         flags = [(id(module), module.training, len(module._buffers)) for module in modules]
         return structure(self.optimizers), flags
 
@@ -219,8 +215,3 @@ class PlainState:
         """State of one module or several, one optimizer or several; options are those of the class."""
         named = {"model": models} if isinstance(models, nn.Module) else dict(models)
         return cls(named, list(optimizers) if isinstance(optimizers, Sequence) else [optimizers], replicated, **options)
-
-
-def _parameters(live: Iterable[Live]) -> dict[str, torch.Tensor]:
-    """All parameters, also those of no optimizer yet: one that is added later finds their gradients."""
-    return {item.name: item.tensor for item in live if item.role is Role.PARAMETER}

@@ -121,6 +121,7 @@ class CopyPlan:
         copies = plan_copies(sources, layout, self.batch_bytes)
         self._all = copies
         self.background = [] if at_step else [copy for copy in copies if not copy.mutable]
+        self._watched = [(copy.view, copy.view.is_inference()) for copy in self.background]  # the latter count no writes
         self._mutable = copies if at_step else [copy for copy in copies if copy.mutable]
         # Small ones on their device, where a copy costs nothing: a copy to this process's memory waits for all that is queued there.
         self._staged = [
@@ -135,7 +136,7 @@ class CopyPlan:
 
     def marks(self) -> list[tuple[int, int]]:
         """Version counter and address of every tensor that is copied in the background."""
-        return [(_version(copy.view), copy.view.data_ptr()) for copy in self.background]
+        return [(0 if is_fixed else view._version, view.data_ptr()) for view, is_fixed in self._watched]
 
     def all_marks(self) -> dict[str, list[tuple[int, int]]]:
         """Name -> version counters and addresses, of every tensor that is captured."""

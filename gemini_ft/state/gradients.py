@@ -133,8 +133,8 @@ class WithGradients:
         added = [_placed(source) for source in describe(ours, rank, world_size, replicated=False)]
         return [*self._inner.describe(theirs, rank, world_size), *added]
 
-    def extras(self, live: Sequence[Live]) -> Extras:
-        return self._inner.extras(_divided(live)[0]) | {KEY: self._rest}
+    def extras(self) -> Extras:
+        return self._inner.extras() | {KEY: self._rest}
 
     def check(self, extras: Extras) -> None:
         check_presence(extras, attached=True)

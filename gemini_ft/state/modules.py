@@ -2,8 +2,8 @@
 
 Capture, per step:
 
-    live = survey(models, optimizers)              named tensors, see `gemini_ft.state.tensors`
-    extras = collect_extras(models, optimizers, live)
+    found = survey(models, optimizers)             named tensors, see `gemini_ft.state.survey`
+    extras = collect_extras(found)
 
     extras    everything else: hyperparameters of the parameter groups, optimizer state that is no tensor (Python numbers, the lists of
               LBFGS), attributes of optimizers, modules' extra state. It refers to live objects, so encode it at once. Every rank keeps
@@ -25,15 +25,11 @@ dropped. Nothing is ever cast, no gradient is touched and no collective is calle
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from gemini_ft.core.census import Fate, Finding, declare
@@ -41,82 +37,69 @@ from gemini_ft.core.layout import TensorSpec
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
 from gemini_ft.state.attributes import ATTRIBUTES, NOT_SEEN, OF_PROCESS, Return, Walk, is_linked
 from gemini_ft.state.room import odd_strides, room_for
+from gemini_ft.state.survey import Models, Survey, survey
 from gemini_ft.state.tensors import (
     Live,
     Role,
     Source,
     captured,
-    clean,
     describe,
     every_optimizer,
     local,
     own_attributes,
     split_state_name,
-    state_label,
-    survey,
     unwrap_model,
 )
 
-Models = Mapping[str, nn.Module]
 Extras = dict[str, Any]
 _TENSORS = declare("parameters, buffers, state of optimizers", Fate.CAPTURED, "each tensor once, under its name")
 declare("hyperparameters of parameter groups, extra state of modules", Fate.CAPTURED, "with the small state of each rank")
 _HELD = declare("optimizers that another optimizer holds (SAM, Lookahead)", Fate.CAPTURED, "like those that are given to the Checkpointer")
 _STATIC_KEYS = ("params", "param_names")  # of a parameter group: they are in the tensors' names already
-_namings: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], Extras]] = weakref.WeakKeyDictionary()
 
 
-def collect_extras(
-    models: Models, optimizers: Sequence[Any], live: Sequence[Live] | None = None, ignored: Callable[[str], bool] = lambda _: False
-) -> Extras:
+def collect_extras(found: Survey, ignored: Callable[[str], bool] = lambda _: False) -> Extras:
     """The part of the state that is no tensor; holds live objects, so encode it before training goes on.
 
     Args:
-        models: name -> module; names may not contain dots.
-        optimizers: torch optimizers, wrapped by Lightning or Fabric or not; what they hold is found.
-        live: their survey, if there is one already.
+        found: the survey just made.
         ignored: whether the user sees to what has this name.
 
     Raises:
         UnsupportedStateError: something cannot be captured exactly; named.
     """
-    live = survey(models, optimizers) if live is None else live
-    parameters = _parameters(live, optimizers)
-    walk = _walk(models, optimizers, live, ignored)
+    walk = _walk(found, ignored)
     saved = []
-    for (name, optimizer), (_, facts) in zip(every_optimizer(optimizers).items(), _identified(optimizers, parameters), strict=True):
+    for (name, optimizer), order, facts in zip(found.optimizers.items(), found.order, found.identities, strict=True):
         attributes = own_attributes(optimizer)
-        entry = _optimizer_extras(optimizer) | facts | {"name": name, "parameters": parameters.get(id(optimizer), "")}
+        entry = _optimizer_extras(optimizer) | facts | {"name": name, "parameters": order}
         saved.append(entry | {"attributes": walk.attributes(attributes, name) if attributes else {}})
-    for label, optimizer, param in _with_state(live, optimizers):
-        for key, value in optimizer.state.get(param, {}).items():
+    for label, state in found.uncaptured:
+        for key, value in state.items():
             if not captured(key, value):
                 taken = walk.take(value, f"{label}[{key!r}]")
                 where = saved[_index(label)]["linked" if is_linked(taken) else "state"]
                 where.setdefault(label, {})[key] = taken if is_linked(taken) else value
-    for item in live:
-        if item.same_as is not None:
-            label, key = split_state_name(item.name)
-            saved[_index(label)]["shared"].setdefault(label, {})[key] = item.same_as
-    modules = {name: module.get_extra_state() for name, module in _with_extra_state(models)}
+    for item in found.repeated:
+        label, key = split_state_name(item.name)
+        saved[_index(label)]["shared"].setdefault(label, {})[key] = item.same_as
     return {
         "optimizers": saved,
-        "modules": modules,
-        "strides": dict(odd_strides(live)),
-        "naming": {name: _naming(name, model, live) for name, model in models.items()},
+        "modules": {name: module.get_extra_state() for name, module in _with_extra_state(found)},
+        "strides": dict(odd_strides(found.live)),
+        "naming": found.naming,
     }
 
 
-def _walk(models: Models, optimizers: Sequence[Any], live: Sequence[Live], ignored: Callable[[str], bool] = lambda _: False) -> Walk:
+def _walk(found: Survey, ignored: Callable[[str], bool] = lambda _: False) -> Walk:
     """The walk for attributes of optimizers, which may refer to parameters, to state, to each other and to modules."""
-    inner = list(every_optimizer(optimizers).values())
-    owned: list[Any] = [*inner, *models.values()]
-    for optimizer in inner:
+    owned: list[Any] = [*found.optimizers.values(), *found.models.values()]
+    for optimizer in found.optimizers.values():
         owned += [optimizer.param_groups, optimizer.state, optimizer.defaults, *optimizer.param_groups]
         owned += [group["params"] for group in optimizer.param_groups]
-    if any(map(own_attributes, inner)):
-        owned += [module for model in models.values() for module in model.modules()]
-    return Walk({item.name: item.tensor for item in live if item.same_as is None}, map(id, owned), ignored)
+    if any(map(own_attributes, found.optimizers.values())):
+        owned += [module for model in found.models.values() for module in model.modules()]
+    return Walk(found.tensors, map(id, owned), ignored)
 
 
 def destinations(
@@ -134,8 +117,8 @@ def destinations(
     Between this and `apply_extras` the optimizers are not usable.
 
     Args:
-        models: as given to `collect_extras`.
-        optimizers: as given to `collect_extras`.
+        models: name -> module.
+        optimizers: torch optimizers, wrapped by Lightning or Fabric or not.
         stored: this rank's tensors in the snapshot (`gemini_ft.core.layout.stored_specs`).
         rank: this rank.
         world_size: ranks of the job.
@@ -149,15 +132,15 @@ def destinations(
     for spec in stored:
         label, key = split_state_name(spec.name)
         wanted.setdefault(label, {})[key] = spec
-    live = survey(models, optimizers)
-    used = {id(item.tensor) for item in live if item.role is not Role.STATE}
+    found = survey(models, optimizers)
+    used = {id(item.tensor) for item in found.live if item.role is not Role.STATE}
     with torch.no_grad():
-        for label, optimizer, param in _with_state(live, optimizers):
+        for label, optimizer, param in found.with_state:
             old = optimizer.state.pop(param, {})
             specs = wanted.get(label, {}).items()
             if new := {key: room_for(spec, param, old.get(key), used, (strides or {}).get(spec.name)) for key, spec in specs}:
                 optimizer.state[param] = new
-    return describe(survey(models, optimizers), rank, world_size, replicated)
+    return describe(survey(models, optimizers).live, rank, world_size, replicated)
 
 
 def apply_extras(models: Models, optimizers: Sequence[Any], extras: Extras) -> None:
@@ -168,23 +151,23 @@ def apply_extras(models: Models, optimizers: Sequence[Any], extras: Extras) -> N
     Raises:
         LayoutMismatchError: other optimizers, parameter groups or modules than those of the snapshot.
     """
-    live, saved = survey(models, optimizers), extras["optimizers"]
-    modules, named = dict(_with_extra_state(models)), every_optimizer(optimizers)
+    found, saved = survey(models, optimizers), extras["optimizers"]
+    modules, named = dict(_with_extra_state(found)), found.optimizers
     _same("number of optimizers", len(named), len(saved))
     _same("optimizers", list(named), [entry["name"] for entry in saved])
     _same("modules with extra state", sorted(modules), sorted(extras["modules"]))
-    for index, (optimizer, facts) in enumerate(_identified(optimizers, _parameters(live, optimizers))):
+    for index, (optimizer, facts) in enumerate(zip(named.values(), found.identities, strict=True)):
         for what, now in facts.items():
             _same(f"optim{index}: {what}", now, saved[index][what])
         _apply_groups(optimizer, saved[index]["groups"])
         _replace_other(optimizer, saved[index]["other"])
-    tensors = {item.name: item.tensor for item in live}
+    tensors = {item.name: item.tensor for item in found.live}
     back = Return(tensors)
     for entry, optimizer in zip(saved, named.values(), strict=True):
         for name in own_attributes(optimizer).keys() - entry["attributes"].keys():
             delattr(optimizer, name)
         back.attributes(optimizer, entry["attributes"], entry["name"])
-    for label, optimizer, param in _with_state(live, optimizers):
+    for label, optimizer, param in found.with_state:
         entry = saved[_index(label)]
         shared, linked = entry["shared"].get(label, {}), entry["linked"].get(label, {})
         values = entry["state"].get(label, {}) | {key: tensors[name] for key, name in shared.items()}
@@ -195,82 +178,9 @@ def apply_extras(models: Models, optimizers: Sequence[Any], extras: Extras) -> N
         module.set_extra_state(extras["modules"][name])
 
 
-def _labelled(live: Iterable[Live], optimizers: Sequence[Any]) -> Iterator[tuple[str, Optimizer, torch.Tensor]]:
-    """Label of its state, optimizer and parameter, for everything that is optimized."""
-    names = {id(item.tensor): item.name for item in live if item.role is Role.PARAMETER}
-    for index, optimizer in enumerate(every_optimizer(optimizers).values()):
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                yield state_label(index, names[id(param)]), optimizer, param
-
-
-def _with_state(live: Iterable[Live], optimizers: Sequence[Any]) -> Iterator[tuple[str, Optimizer, torch.Tensor]]:
-    """Yields as `_labelled` does, with every dictionary of state once, where optimizers share theirs."""
-    firsts: dict[int, Optimizer] = {}
-    for label, optimizer, param in _labelled(live, optimizers):
-        if firsts.setdefault(id(optimizer.state), optimizer) is optimizer:
-            yield label, optimizer, param
-
-
 def _index(label: str) -> int:
     """Number of the optimizer that a label belongs to."""
     return int(label.removeprefix("optim").partition(".")[0])
-
-
-def _parameters(live: Iterable[Live], optimizers: Sequence[Any]) -> dict[int, str]:
-    """Id of each optimizer -> labels of its parameters in its own order, a line each: one string costs less to encode than many."""
-    labels: dict[int, list[str]] = {}
-    for label, optimizer, _ in _labelled(live, optimizers):
-        labels.setdefault(id(optimizer), []).append(label)
-    return {key: "\n".join(lines) for key, lines in labels.items()}
-
-
-def _naming(name: str, model: nn.Module, live: Iterable[Live]) -> Extras:
-    """The differences between the keys of the model's state dict and its tensors' names in snapshots; for exports.
-
-    ``keys``: state dict key -> name, for tied tensors' further names and inside compiled modules; ``absent``: names that
-    are no key by themselves (buffers that are not persistent, names inside compiled modules). ``out of order``: sharded
-    parameters whose mesh does not have the ranks in their order, which the layout does not show. Kept as long as the tensors.
-    """
-    names = {id(item.tensor): item.name for item in takewhile(lambda item: item.role is not Role.STATE, live)}
-    inner, now = unwrap_model(model), tuple(names)
-    if inner not in _namings or _namings[inner][0] != now:
-        keys = {key: names[id(tensor)] for key, tensor in state_dict_tensors(inner)}
-        own = {other for other in names.values() if other.startswith(f"{name}.")}
-        differing = {key: value for key, value in keys.items() if value != f"{name}.{key}"}
-        absent = sorted(own - {f"{name}.{key}" for key in keys.keys() - differing.keys()})
-        strange = sorted(name for name, param in inner.named_parameters() if _is_out_of_order(param))
-        _namings[inner] = (now, {"keys": differing, "absent": absent, "out of order": strange})
-    return _namings[inner][1]
-
-
-def _is_out_of_order(tensor: torch.Tensor) -> bool:
-    if not isinstance(tensor, DTensor):
-        return False
-    ranks = tensor.device_mesh.mesh.flatten().tolist()
-    return bool(ranks != sorted(ranks))
-
-
-def state_dict_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of ``module.state_dict()`` by its keys, tied tensors under each of them."""
-    for prefix, part in module.named_modules(remove_duplicate=False):
-        persistent = {name: buffer for name, buffer in part._buffers.items() if name not in part._non_persistent_buffers_set}
-        for name, tensor in (*part._parameters.items(), *persistent.items()):
-            if tensor is not None:
-                yield f"{prefix}.{name}" if prefix else name, tensor
-
-
-def _identified(optimizers: Sequence[Any], parameters: Mapping[int, str]) -> Iterator[tuple[Optimizer, Extras]]:
-    """Each optimizer, with what must be the same when its state is put back."""
-    for optimizer in every_optimizer(optimizers).values():
-        yield (
-            optimizer,
-            {
-                "class": type(optimizer).__qualname__,
-                "parameters per group": [len(group["params"]) for group in optimizer.param_groups],
-                "hash of the parameters' names": xxhash.xxh3_64_hexdigest(parameters.get(id(optimizer), "").encode()),
-            },
-        )
 
 
 def _optimizer_extras(optimizer: Optimizer) -> Extras:
@@ -290,11 +200,10 @@ def _optimizer_extras(optimizer: Optimizer) -> Extras:
     }
 
 
-def _with_extra_state(models: Models) -> Iterator[tuple[str, nn.Module]]:
-    for model, root in models.items():
-        for name, module in unwrap_model(root).named_modules():
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                yield f"{model}.{clean(name)}", module
+def _with_extra_state(found: Survey) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in found.modules.items():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield name if "." in name else f"{name}.", module  # the root's has always been called so
 
 
 def _apply_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -328,17 +237,16 @@ def _same(what: str, now: object, then: object) -> None:
         )
 
 
-def findings(models: Models, optimizers: Sequence[Any]) -> Iterator[Finding]:
+def findings(found: Survey) -> Iterator[Finding]:
     """Models and optimizers in the census."""
-    live = survey(models, optimizers)
-    for name, model in models.items():
-        own = [item for item in live if item.role is not Role.STATE and item.name.startswith(f"{name}.")]
+    for name, model in found.models.items():
+        own = [item for item in found.live if item.role is not Role.STATE and item.name.startswith(f"{name}.")]
         yield _TENSORS.found(name, _nbytes(own), f"{len(own)} tensors of {type(unwrap_model(model)).__qualname__}")
-    for index, (name, optimizer) in enumerate(every_optimizer(optimizers).items()):
-        own = [item for item in live if item.role is Role.STATE and item.same_as is None and item.name.startswith(f"optim{index}.")]
+    for index, (name, optimizer) in enumerate(found.optimizers.items()):
+        own = [item for item in found.live if item.role is Role.STATE and item.same_as is None and item.name.startswith(f"optim{index}.")]
         rule = _TENSORS if "." not in name else _HELD
         yield rule.found(name, _nbytes(own), f"{len(own)} tensors of {type(optimizer).__qualname__}")
-        walk = _walk(models, optimizers, live)
+        walk = _walk(found)
         for attribute, value in own_attributes(optimizer).items():
             where = f"{name}.{attribute}"
             try:

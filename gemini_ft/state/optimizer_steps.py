@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gemini_ft import accelerator
 from gemini_ft.errors import StateError
 from gemini_ft.state.base import PlainState
 from gemini_ft.state.tensors import every_optimizer
@@ -18,7 +19,7 @@ class OptimizerSteps:
     """The steps of the optimizers of one state.
 
     Args:
-        before: called before each step.
+        before: called before each step; it, or whoever else announces an update, calls `announced`.
     """
 
     def __init__(self, before: Callable[[], None]) -> None:
@@ -28,6 +29,7 @@ class OptimizerSteps:
         self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stranger: Optimizer | None = None  # one that has stepped and was not given
         self._stepped = False
+        self._is_captured = False  # since the last update that was announced, into a graph
 
     def follow(self, state: PlainState, others: Iterable[Optimizer], hooks: bool) -> None:
         """Follows the optimizers of ``state`` and the others; without ``hooks`` only gradients that wait for a step are looked at."""
@@ -49,8 +51,21 @@ class OptimizerSteps:
         self._handles, self._state = [], None
         self._hooked.clear()
 
+    def announced(self) -> None:
+        """Takes note that state is written next: by an optimizer, or by a graph that has captured one."""
+        self._stepped, self._is_captured = True, False
+
     def take(self) -> bool:
-        """Whether an optimizer has stepped since the last call."""
+        """Whether an optimizer has stepped since the last call.
+
+        Raises:
+            StateError: one has been captured into a graph, and replays of that are not announced.
+        """
+        if self._is_captured:
+            raise StateError(
+                "an optimizer's step has been captured into a graph, whose replays would write state while it is copied, unseen; call "
+                "checkpointer.wait_before_update() before each replay, outside of the capture, for the first time before this step()"
+            )
         stepped, self._stepped = self._stepped, False
         return stepped
 
@@ -68,11 +83,14 @@ class OptimizerSteps:
 
     def _hook(self, optimizer: Optimizer) -> None:
         self._hooked.add(optimizer)
-        self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._before()))
-        self._handles.append(optimizer.register_step_post_hook(self._mark_stepped))
+        self._handles.append(optimizer.register_step_pre_hook(self._begin))
 
-    def _mark_stepped(self, *_: Any) -> None:
-        self._stepped = True
+    def _begin(self, optimizer: Optimizer, *_: Any) -> None:
+        devices = {param.device for group in optimizer.param_groups for param in group["params"][:1]}
+        if any(map(accelerator.is_capturing, devices)):
+            self._is_captured = True  # nothing is written now, and what waits for events cannot be captured
+        else:
+            self._before()
 
     def _any_stepped(self, optimizer: Optimizer) -> None:
         """Takes note that an optimizer of this process has stepped; an unknown one writes captured state while its own is not captured."""

@@ -132,10 +132,10 @@ def describe(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> Stru
         for key, param in module._parameters.items():
             if param is not None and id(param) not in names:
                 names[id(param)] = f"{path}.{key}"
-                tensors[names[id(param)]] = ["parameter", _shape(param), _dtype(param), True]
+                tensors[names[id(param)]] = ["parameter", local_shape(param), _dtype(param), True]
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                tensors[f"{path}.{key}"] = ["buffer", _shape(buffer), _dtype(buffer), key not in module._non_persistent_buffers_set]
+                tensors[f"{path}.{key}"] = ["buffer", local_shape(buffer), _dtype(buffer), key not in module._non_persistent_buffers_set]
     found = every_optimizer(optimizers)
     groups = {
         name: [[names.get(id(param), "?") for param in group["params"]] for group in optimizer.param_groups]
@@ -290,7 +290,8 @@ def _same(a: Entry | None, b: Entry | None) -> bool:
     return a == b or (a is not None and b is not None and list(a[:3]) == list(b[:3]))
 
 
-def _shape(tensor: torch.Tensor) -> list[int] | None:
+def local_shape(tensor: torch.Tensor) -> list[int] | None:
+    """The shape of the part on this rank; None where a lazy module has yet to make it."""
     return None if isinstance(tensor, _UNINITIALIZED) else list(local(tensor).shape)
 
 

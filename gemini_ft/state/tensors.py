@@ -1,6 +1,6 @@
-"""Finds the live tensors of a training job, names them, and tells which ranks hold the same bytes.
+"""Names the live tensors of a training job, and tells which ranks hold the same bytes.
 
-    live = survey(models, optimizers)              every step: where each tensor is now (about 2 us per tensor)
+    live = survey(models, optimizers).live         every step: the tensors as they are now (`gemini_ft.state.survey`)
     fingerprint(live)                              unchanged: the sources and copy plans made then are still right
     sources = describe(live, rank, world, ...)     at a change: the same with dtype, shape and group of ranks
 
@@ -13,10 +13,8 @@ Groups: see `describe`. What cannot be captured exactly is refused by name, neve
 
 from __future__ import annotations
 
-import re
-import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -51,7 +49,6 @@ _TORCH_ATTRIBUTES = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {
 _open_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # known to keep all their state in sight
 _FSDP1 = "_fsdp_wrapped_module"
 _NO_FSDP1 = "belongs to FSDP1, whose flat parameters hide who owns what; use FSDP2 (fully_shard)"
-_RESERVED = re.compile(r"(optim\d+|group\d+|gradients)$")
 
 
 class Role(Enum):
@@ -157,48 +154,22 @@ def _state_keys(optimizer: Optimizer) -> set[str]:
     return set() if type(optimizer).state_dict is Optimizer.state_dict else set(optimizer.state_dict())
 
 
-def survey(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> list[Live]:
-    """Every tensor of parameters, buffers and optimizer state, each under all of its names, first one first.
-
-    Cheap enough for every step; to be called between steps. Optimizer state counts only if it is a tensor under a
-    string key; the rest, such as the lists of LBFGS, belongs to `gemini_ft.state.modules.collect_extras`.
-
-    Raises:
-        UnsupportedStateError: a model's name or an optimizer cannot be used.
-    """
-    found: list[Live] = []
-    names: dict[int, str] = {}
-    for name, tensor, role in _module_tensors(models):
-        if id(tensor) not in names:
-            names[id(tensor)] = name
-            found.append(Live(name, tensor, role))
-    inner = list(every_optimizer(optimizers).values())
-    for index, optimizer in enumerate(inner):  # all parameters before any state, which may refer to one
-        for place, param in _params(optimizer):
-            if id(param) not in names:
-                names[id(param)] = f"optim{index}.{place}"
-                found.append(Live(names[id(param)], param, Role.PARAMETER))
-    states: set[int] = set()
-    for index, optimizer in enumerate(inner):
-        if id(optimizer.state) in states:
-            continue  # one that another holds, and that shares its state with it
-        states.add(id(optimizer.state))
-        for _, param in _params(optimizer):
-            label = state_label(index, names[id(param)])
-            for key, value in optimizer.state.get(param, {}).items():
-                if captured(key, value):
-                    name = state_name(label, key)
-                    first = names.setdefault(id(value), name)
-                    found.append(Live(name, value, Role.STATE, param, None if first == name else first))
-    return found
-
-
-def fingerprint(live: Iterable[Live]) -> tuple[Any, ...]:
+def fingerprint(live: Iterable[Live]) -> list[Any]:
     """A value that equals an earlier one if and only if the sources described then are still right.
 
     Compare only while those sources are alive: their memory cannot then be given to another tensor.
+
+    Raises:
+        UnsupportedStateError: a tensor has no memory (it is sparse, or lazy); named.
     """
-    return tuple((item.name, id(item.tensor), (t := local(item.tensor)).data_ptr(), t.shape, item.tensor.requires_grad) for item in live)
+    try:
+        return [
+            (name, id(tensor), (part := local(tensor)).data_ptr(), part.shape, part.stride(), part.dtype, tensor.requires_grad)
+            for name, tensor, *_ in live
+        ]
+    except (RuntimeError, ValueError):
+        describe(live, 0, 1, replicated=False)
+        raise
 
 
 def describe(live: Iterable[Live], rank: int, world_size: int, replicated: bool) -> list[Source]:
@@ -277,35 +248,6 @@ def overlaps(tensor: torch.Tensor) -> bool:
             return True
         reach += stride * (size - 1)
     return False
-
-
-def _module_tensors(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor, Role]]:
-    for model, module in models.items():
-        if "." in model or _RESERVED.match(model):
-            raise UnsupportedStateError(
-                f"a model cannot be named {model!r}: dots, optim<n>, group<n> and gradients are taken; use another key"
-            )
-        parts = list(unwrap_model(module).named_modules())
-        _reshard(part for _, part in parts)
-        for role in (Role.PARAMETER, Role.BUFFER):
-            for path, part in parts:
-                for key, tensor in (part._parameters if role is Role.PARAMETER else part._buffers).items():
-                    if tensor is not None:
-                        yield f"{model}.{clean(f'{path}.{key}' if path else key)}", tensor, role
-
-
-def _reshard(modules: Iterable[nn.Module]) -> None:
-    """Lets FSDP2 put its sharded parameters in place: after a forward without backward the root still shows whole ones."""
-    if fsdp := sys.modules.get("torch.distributed.fsdp"):
-        for part in modules:
-            if isinstance(part, fsdp.FSDPModule):
-                part.reshard()
-
-
-def _params(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for g, group in enumerate(optimizer.param_groups):
-        for j, param in enumerate(group["params"]):
-            yield f"group{g}.param{j}", param
 
 
 def _source(item: Live, rank: int, everyone: tuple[int, ...]) -> Source:

@@ -78,7 +78,7 @@ class Courier:
                 return
             try:
                 if order.target not in self._sending:
-                    self._sending[order.target] = _Lane(self._send, self._sent, self._answer)
+                    self._sending[order.target] = _Lane(self._send, self._sent, self._answer, self._apart)
                 self._sending[order.target].put(order)
             except AgentError as error:
                 self._answer(order, str(error))
@@ -90,7 +90,7 @@ class Courier:
                 return
             try:
                 if order.source not in self._receiving:
-                    self._receiving[order.source] = _Lane(self._receive, self._received, self._answer)
+                    self._receiving[order.source] = _Lane(self._receive, self._received, self._answer, self._apart)
                 self._receiving[order.source].put(order)
             except AgentError as error:
                 self._answer(order, str(error))
@@ -159,6 +159,18 @@ class Courier:
         if (module := accelerator.module_of(self._device)) is not None:
             module.current_stream(self._device).synchronize()
 
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Keeps a thread apart from the training, which goes before it, and does not count what it sends.
+
+        On a device it has a stream of its own: in the training's a piece would stand behind work that may wait for another rank, and that
+        one for a piece.
+        """
+        yield_to_training()
+        module = accelerator.module_of(self._device)
+        with unobserved(), contextlib.nullcontext() if module is None else module.stream(module.Stream(self._device)):
+            yield
+
     def _replica(self, key: str) -> MappedSlot:
         held = self._custody()
         for gone in self._replicas.keys() - held.keys():
@@ -190,12 +202,13 @@ class _Lane(Generic[Order]):
         begin: Callable[[Order], tuple[Any, Any]],
         end: Callable[[Order, Any, Any], None],
         answer: Callable[[Order, str], None],
+        within: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         self._begin, self._end, self._answer = begin, end, answer
         threads: list[Ordered] = []
         try:
             for _ in range(2):
-                threads.append(Ordered("gemini-courier", _unobserved_and_yielding))
+                threads.append(Ordered("gemini-courier", within))
         except RuntimeError as error:
             for thread in threads:
                 thread.close(timeout=0)
@@ -223,14 +236,6 @@ class _Lane(Generic[Order]):
         except (RuntimeError, AgentError) as failure:
             error = _first_line(failure)
         self._answer(order, error)
-
-
-@contextlib.contextmanager
-def _unobserved_and_yielding() -> Iterator[None]:
-    """The training goes before these threads, and what they send is not of it."""
-    yield_to_training()
-    with unobserved():
-        yield
 
 
 def _queue(parts: list[torch.Tensor]) -> queue.SimpleQueue[torch.Tensor | None]:

@@ -141,7 +141,7 @@ class Recorder:
 
     def _submit(self, iteration: int, state: TrainingState, beside: dict[str, Any]) -> None:
         live = state.survey()
-        blob = codec.encode({"tensors": state.extras(live)} | beside, self.session.secret)
+        blob = codec.encode({"tensors": state.extras()} | beside, self.session.secret)
         plan = self._reservation.fit(state, live, len(blob), self._copy_when.at_step)
         self._stats.shard_bytes = plan.nbytes
         plan.stage()

@@ -34,7 +34,7 @@ from gemini_ft.cli import main as cli
 from gemini_ft.core.layout import PER_RANK
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.export.assemble import join_parts
-from gemini_ft.state.modules import collect_extras
+from gemini_ft.state.survey import survey
 from gemini_ft.storage.checkpoints import list_checkpoints
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.shard import StoredShard
@@ -430,5 +430,5 @@ class TestLightning:
 
 def test_names_inside_compiled_modules_are_those_of_the_state_dict() -> None:
     model = nn.Sequential(torch.compile(nn.Linear(2, 2, bias=False)), nn.Linear(2, 2))
-    naming = collect_extras({"model": model}, [])["naming"]
+    naming = survey({"model": model}, []).naming
     assert naming == {"model": {"keys": {"0._orig_mod.weight": "model.0.weight"}, "absent": ["model.0.weight"], "out of order": []}}

@@ -50,7 +50,7 @@ class Shard:
         sources = state.describe(live, rank, world)
         self.layout = build_layout([source.spec for source in sources], rank, world)
         self._data = shard_of(sources, self.layout)
-        self._extras = codec.encode({"tensors": state.extras(live)})
+        self._extras = codec.encode({"tensors": state.extras()})
 
     def extras(self) -> bytes:
         return self._extras
@@ -184,8 +184,9 @@ class TestOtherJobs:
         bare, whole = plain(), WithGradients(plain(), Toy(everything(0)))
         with pytest.raises(LayoutMismatchError, match=r"made without a gradient pipeline, and this job has one.*resume='never'"):
             load(snapshot([bare, bare]), whole, 0)
+        whole.survey()
         with pytest.raises(LayoutMismatchError, match=r"holds the state of a gradient pipeline .* job has none; give it.*resume='never'"):
-            check_presence(whole.extras(whole.survey()), attached=False)
+            check_presence(whole.extras(), attached=False)
 
     def test_what_another_pipeline_has_saved_is_refused(self) -> None:
         saved = snapshot([WithGradients(plain(), Toy({"rules": {"matrices": {}}}))] * WORLD)

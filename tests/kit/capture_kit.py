@@ -17,7 +17,8 @@ from gemini_ft.state.base import TrainingState
 from gemini_ft.state.copies import copy_into
 from gemini_ft.state.copy_plan import CopyPlan, MappedSlot
 from gemini_ft.state.modules import collect_extras
-from gemini_ft.state.tensors import Source, describe, survey
+from gemini_ft.state.survey import survey
+from gemini_ft.state.tensors import Source, describe
 
 _SECRET = b"secret of a test"
 
@@ -46,8 +47,8 @@ def collect(
     models: Mapping[str, nn.Module], optimizers: Sequence[Any], rank: int, world_size: int, replicated: bool
 ) -> tuple[list[Source], dict[str, Any]]:
     """All tensors of a rank, and its extras."""
-    live = survey(models, optimizers)
-    return describe(live, rank, world_size, replicated), collect_extras(models, optimizers, live)
+    found = survey(models, optimizers)
+    return describe(found.live, rank, world_size, replicated), collect_extras(found)
 
 
 class Taken(NamedTuple):
@@ -61,7 +62,7 @@ class Taken(NamedTuple):
 def take(state: TrainingState) -> Taken:
     """A snapshot of the state of a job of one rank."""
     live = state.survey()
-    extras = codec.encode(state.extras(live), _SECRET)
+    extras = codec.encode(state.extras(), _SECRET)
     sources = state.describe(live, 0, 1)
     layout = build_layout([source.spec for source in sources], 0, 1)
     return Taken(layout, shard_of(sources, layout), extras)

@@ -231,6 +231,7 @@ class _Wire:
         self._fake, self._stream = fake, fake.Stream()
         self.sent: list[torch.Tensor] = []
         self.coming = torch.arange(PIECE).to(torch.uint8)
+        self.used: list[Any] = []  # streams of its callers
 
     def get_backend(self) -> str:
         return "nccl"
@@ -248,13 +249,19 @@ class _Wire:
         return self._begin(lambda: place.elem.copy_(self.coming))
 
     def _begin(self, transfer: Callable[[], Any]) -> Any:
-        self._stream.wait_stream(self._fake.current_stream())
+        self._stream.wait_stream(self._callers())
         self._stream.put(transfer)
-        return types.SimpleNamespace(wait=lambda *_: self._fake.current_stream().wait_stream(self._stream))
+        return types.SimpleNamespace(wait=lambda *_: self._callers().wait_stream(self._stream))
+
+    def _callers(self) -> Any:
+        self.used.append(self._fake.current_stream())
+        return self.used[-1]
 
 
 def courier(module: Any, fake: FakeAccelerator) -> None:
-    """A slot is free again when the agent hears that its piece has gone; a replica is whole when the agent hears that it came."""
+    """A slot is free again when the agent hears that its piece has gone; a replica is whole when the agent hears that it came. Neither
+    stands in the training's queue, behind work that may wait for another rank, and that for this piece.
+    """
     wire, told = _Wire(fake), []
     fd = os.memfd_create("replica")
     os.ftruncate(fd, PIECE)
@@ -279,6 +286,7 @@ def courier(module: Any, fake: FakeAccelerator) -> None:
         assert slot.tensor.equal(wire.coming)
     carrying.close()
     assert not told[1].error
+    assert fake.current_stream() not in wire.used
     slot.close()
     os.close(fd)
 
@@ -328,6 +336,7 @@ WAITS = [
     ("turns", "with module.stream(stream):", "if True:"),
     ("measuring", "module.synchronize(device)", "pass"),
     ("courier", "module.current_stream(self._device).synchronize()", "pass"),
+    ("courier", "module.stream(module.Stream(self._device))", "contextlib.nullcontext()"),
 ]
 
 

@@ -230,7 +230,7 @@ def test_what_only_the_script_can_build_is_built_by_it() -> None:
     def grow(run: Run) -> None:
         run.body.append(nn.Linear(2, 3))
         run.optimizers[:] = [torch.optim.SGD(run.model.parameters(), lr=0.05, momentum=0.9)]
-        run.state.optimizers = run.optimizers
+        run.state = PlainState.of({"model": run.model}, run.optimizers, None, can_rebuild=True, before=run.state)
 
     job = Job(("linear",), ("adam",), (1, 1))
     run, again = Run(job, 0), Run(job, 0)

@@ -18,10 +18,12 @@ from torch.optim.lr_scheduler import StepLR
 from gemini_ft.core.layout import Layout, build_layout, plan_reads, stored_specs
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
 from gemini_ft.state import codec
+from gemini_ft.state.base import PlainState
 from gemini_ft.state.copies import copy_into
 from gemini_ft.state.modules import apply_extras, collect_extras, destinations
 from gemini_ft.state.rng import rng_state, set_rng_state
-from gemini_ft.state.tensors import HOST, Source, describe, fingerprint, split_state_name, state_name, survey
+from gemini_ft.state.survey import survey
+from gemini_ft.state.tensors import HOST, Source, describe, fingerprint, split_state_name, state_name
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -407,10 +409,10 @@ def test_modules_extra_state_comes_back() -> None:
 
 
 def changed(model: nn.Module, optimizer: Optimizer, change: Callable[[], object]) -> bool:
-    live = survey({"model": model}, [optimizer])
+    live = survey({"model": model}, [optimizer]).live
     before, sources = fingerprint(live), describe(live, 0, 1, True)
     change()
-    after = fingerprint(survey({"model": model}, [optimizer]))
+    after = fingerprint(survey({"model": model}, [optimizer]).live)
     del sources  # kept until here: while they live, their memory cannot be used again
     return before != after
 
@@ -428,6 +430,8 @@ CHANGES: dict[str, Callable[[Any, Optimizer], object]] = {
     "frozen": lambda model, _: model.conv.requires_grad_(False),
     "module replaced": lambda model, _: setattr(model, "a", nn.Linear(12, 5)),
     "resized": lambda model, _: model.table.resize_(2),
+    "other strides": lambda model, _: setattr(model.a.weight, "data", model.a.weight.data.as_strided((5, 12), (1, 5))),
+    "other kind of numbers": lambda model, _: setattr(model.norm.running_mean, "data", model.norm.running_mean.data.view(torch.int32)),
     "group added": lambda _, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}),
     "state loaded": lambda model, optimizer: optimizer.state[model.scale].update(step=torch.zeros(())),
 }
@@ -486,6 +490,22 @@ def test_lazy_parameters_are_refused_by_name() -> None:
         collect({"model": nn.LazyLinear(2)}, [], 0, 1, True)
 
 
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (lambda: with_buffer(torch.eye(2).to_sparse()), r"model\.odd has the layout torch\.sparse_coo"),
+        (lambda: nn.LazyLinear(2), r"model\.weight is a .*UninitializedParameter"),
+    ],
+    ids=["sparse", "lazy"],
+)
+def test_a_snapshot_refuses_them_by_name_too(model: Callable[[], nn.Module], says: str) -> None:
+    state = PlainState({"model": model()}, ())
+    live = state.survey()
+    state.extras()
+    with pytest.raises(UnsupportedStateError, match=f"^{says}"):
+        fingerprint(live)
+
+
 def test_an_expanded_buffer_is_captured_and_restored() -> None:
     model = with_buffer(torch.arange(3).view(3, 1).expand(3, 4))
     taken = snapshot({"model": model}, [])
@@ -530,7 +550,7 @@ def test_state_of_strange_tensors_is_refused() -> None:
     with pytest.raises(
         UnsupportedStateError, match=r"SGD keeps state for a tensor of shape \(4, 2\) that is in none of its parameter groups"
     ):
-        collect_extras({}, [optimizer])
+        collect_extras(survey({}, [optimizer]))
 
 
 @pytest.mark.parametrize("name", ["optim0", "group3", "a.b"])

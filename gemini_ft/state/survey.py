@@ -1,0 +1,267 @@
+"""Surveys modules and optimizers: every live tensor by its name, where it is now, and what belongs to it.
+
+    look = Surveyor(models, optimizers)
+    found = look()          every step: the very same Survey as long as nothing has come, gone, or taken the place of another
+
+Whether something has is seen by looking at every module, parameter, buffer, group and entry of optimizer state. What follows from them
+alone (names, labels, hashes) is worked out once per Survey; what may change inside of them (shapes, numbers, attributes) is not in it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from gemini_ft.errors import UnsupportedStateError
+from gemini_ft.state.rebuilding import Modules, ModuleTree
+from gemini_ft.state.tensors import Live, Role, captured, clean, every_optimizer, state_label, state_name, unwrap_model
+
+Models = Mapping[str, nn.Module]
+Labelled = tuple[str, Optimizer, torch.Tensor]  # label of its state, optimizer, parameter
+_Parts = list[tuple[str, nn.Module]]  # every module of a model, with what begins the names of its tensors
+_RESERVED = re.compile(r"(optim\d+|group\d+|gradients)$")
+
+
+@dataclass(frozen=True, eq=False)
+class Survey:
+    """Modules and optimizers between two steps.
+
+    Attributes:
+        live: each tensor under all of its names, the first one first.
+        models: name -> module, as it was given.
+        modules: name as in snapshots -> module, of all modules.
+        optimizers: name -> optimizer, also of those that others hold.
+        walks: how often there have been other modules by now.
+    """
+
+    live: list[Live]
+    models: Models
+    modules: Modules
+    optimizers: dict[str, Optimizer]
+    walks: int
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Name -> tensor, each under its first name."""
+        return {item.name: item.tensor for item in self.live if item.same_as is None}
+
+    @cached_property
+    def own(self) -> dict[str, torch.Tensor]:
+        """All parameters and buffers by name."""
+        return {item.name: item.tensor for item in self.live if item.role is not Role.STATE}
+
+    @cached_property
+    def structure(self) -> object:
+        """A value that changes with modules, groups, parameters and the names of buffers, and not with optimizer state."""
+        groups = [[list(map(id, group["params"])) for group in optimizer.param_groups] for optimizer in self.optimizers.values()]
+        params = {name: id(tensor) for name, tensor in self.parameters.items()}
+        return self.walks, list(map(id, self.optimizers.values())), groups, params, list(self.own)
+
+    @cached_property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """All parameters by name, also those of no optimizer."""
+        return {item.name: item.tensor for item in self.live if item.role is Role.PARAMETER}
+
+    @cached_property
+    def repeated(self) -> list[Live]:
+        """State that has been found under another name before."""
+        return [item for item in self.live if item.same_as is not None]
+
+    @cached_property
+    def labelled(self) -> list[Labelled]:
+        """Everything that is optimized."""
+        names = {id(param): name for name, param in self.parameters.items()}
+        return [
+            (state_label(index, names[id(param)]), optimizer, param)
+            for index, optimizer in enumerate(self.optimizers.values())
+            for _, param in _params(optimizer)
+        ]
+
+    @cached_property
+    def with_state(self) -> list[Labelled]:
+        """The same, with every dictionary of state once, where optimizers share theirs."""
+        firsts: dict[int, Optimizer] = {}
+        return [each for each in self.labelled if firsts.setdefault(id(each[1].state), each[1]) is each[1]]
+
+    @cached_property
+    def uncaptured(self) -> list[tuple[str, dict[Any, Any]]]:
+        """Label and dictionary of optimizer state that is not made of tensors alone which snapshots have by name."""
+        entries = [(label, optimizer.state.get(param, {})) for label, optimizer, param in self.with_state]
+        return [(label, entry) for label, entry in entries if not all(map(captured, entry.keys(), entry.values()))]
+
+    @cached_property
+    def order(self) -> list[str]:
+        """Labels of each optimizer's parameters in its own order, a line each: one string costs less to encode than many."""
+        lines: dict[int, list[str]] = {id(optimizer): [] for optimizer in self.optimizers.values()}
+        for label, optimizer, _ in self.labelled:
+            lines[id(optimizer)].append(label)
+        return ["\n".join(labels) for labels in lines.values()]
+
+    @cached_property
+    def identities(self) -> list[dict[str, Any]]:
+        """For each optimizer, what must be the same when its state is put back."""
+        return [
+            {
+                "class": type(optimizer).__qualname__,
+                "parameters per group": [len(group["params"]) for group in optimizer.param_groups],
+                "hash of the parameters' names": xxhash.xxh3_64_hexdigest(order.encode()),
+            }
+            for optimizer, order in zip(self.optimizers.values(), self.order, strict=True)
+        ]
+
+    @cached_property
+    def naming(self) -> dict[str, dict[str, Any]]:
+        """Name of each model -> the differences between the keys of its state dict and its tensors' names in snapshots; for exports.
+
+        ``keys``: state dict key -> name, for tied tensors' further names and inside compiled modules; ``absent``: names that are no key
+        by themselves (buffers that are not persistent, names inside compiled modules). ``out of order``: sharded parameters whose mesh
+        does not have the ranks in their order, which the layout does not show.
+        """
+        names = {id(tensor): name for name, tensor in self.own.items()}
+        return {name: _naming(name, unwrap_model(model), names) for name, model in self.models.items()}
+
+
+class Surveyor:
+    """Surveys the same models and optimizers again and again; see the module.
+
+    Args:
+        models: name -> module; names may not contain dots.
+        optimizers: torch optimizers, wrapped by Lightning or Fabric or not; what they hold is found.
+    """
+
+    def __init__(self, models: Models, optimizers: Sequence[Any]) -> None:
+        self._models, self._optimizers = models, optimizers
+        self.tree = ModuleTree(models)
+        self._walks = 0  # of the tree, when the parts were listed
+        self._parts: list[_Parts] = []  # of each model
+        self._outline: list[Any] = []  # by which a change is seen
+        self._found: Survey | None = None  # keeps alive whatever has its id in the outline
+
+    def __call__(self) -> Survey:
+        """Surveys; to be called between steps.
+
+        Raises:
+            UnsupportedStateError: a model's name or an optimizer cannot be used.
+        """
+        modules = self.tree.modules()
+        if self._walks != self.tree.walks:
+            self._parts, self._walks = [_parts(name, model) for name, model in self._models.items()], self.tree.walks
+        _reshard(part for parts in self._parts for _, part in parts)
+        optimizers = every_optimizer(self._optimizers)
+        outline = [self._walks, *_outline_of_parts(self._parts), *_outline_of_optimizers(optimizers)]
+        if self._found is None or outline != self._outline:
+            self._found = Survey(_live(self._parts, list(optimizers.values())), self._models, modules, optimizers, self._walks)
+            self._outline = outline
+        return self._found
+
+
+def survey(models: Models, optimizers: Sequence[Any]) -> Survey:
+    """Surveys once; see `Surveyor`."""
+    return Surveyor(models, optimizers)()
+
+
+def state_dict_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of ``module.state_dict()`` by its keys, tied tensors under each of them."""
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        persistent = {name: buffer for name, buffer in part._buffers.items() if name not in part._non_persistent_buffers_set}
+        for name, tensor in (*part._parameters.items(), *persistent.items()):
+            if tensor is not None:
+                yield f"{prefix}.{name}" if prefix else name, tensor
+
+
+def _outline_of_parts(models: Iterable[_Parts]) -> Iterator[Any]:
+    for parts in models:
+        for _, part in parts:
+            yield [*part._parameters.keys(), *map(id, part._parameters.values())]
+            yield [*part._buffers.keys(), *map(id, part._buffers.values())]
+
+
+def _outline_of_optimizers(optimizers: Mapping[str, Optimizer]) -> Iterator[Any]:
+    for name, optimizer in optimizers.items():
+        state = optimizer.state
+        yield from (name, id(optimizer), id(state))
+        for group in optimizer.param_groups:
+            yield list(map(id, group["params"]))
+            yield from (_outline_of_entry(state.get(param)) for param in group["params"])
+
+
+def _outline_of_entry(entry: Mapping[Any, Any] | None) -> list[Any]:
+    """Names and identities of the tensors; of the rest only that there is some, since numbers are other objects at every step."""
+    tensors = [part for key, value in (entry or {}).items() if captured(key, value) for part in (key, id(value))]
+    return tensors if 2 * len(entry or ()) == len(tensors) else [*tensors, id(entry)]
+
+
+def _live(models: Iterable[_Parts], optimizers: Sequence[Optimizer]) -> list[Live]:
+    found: list[Live] = []
+    names: dict[int, str] = {}
+    for parts, role in product(models, (Role.PARAMETER, Role.BUFFER)):
+        for prefix, part in parts:
+            for key, tensor in (part._parameters if role is Role.PARAMETER else part._buffers).items():
+                if tensor is not None and id(tensor) not in names:
+                    names[id(tensor)] = f"{prefix}.{key}"
+                    found.append(Live(names[id(tensor)], tensor, role))
+    for index, optimizer in enumerate(optimizers):  # all parameters before any state, which may refer to one
+        for place, param in _params(optimizer):
+            if id(param) not in names:
+                names[id(param)] = f"optim{index}.{place}"
+                found.append(Live(names[id(param)], param, Role.PARAMETER))
+    states: set[int] = set()
+    for index, optimizer in enumerate(optimizers):
+        if id(optimizer.state) in states:
+            continue  # one that another holds, and that shares its state with it
+        states.add(id(optimizer.state))
+        for _, param in _params(optimizer):
+            label = state_label(index, names[id(param)])
+            for key, value in optimizer.state.get(param, {}).items():
+                if captured(key, value):
+                    name = state_name(label, key)
+                    first = names.setdefault(id(value), name)
+                    found.append(Live(name, value, Role.STATE, param, None if first == name else first))
+    return found
+
+
+def _params(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    for g, group in enumerate(optimizer.param_groups):
+        for j, param in enumerate(group["params"]):
+            yield f"group{g}.param{j}", param
+
+
+def _parts(name: str, model: nn.Module) -> _Parts:
+    if "." in name or _RESERVED.match(name):
+        raise UnsupportedStateError(f"a model cannot be named {name!r}: dots, optim<n>, group<n> and gradients are taken; use another key")
+    return [(f"{name}.{clean(path)}".rstrip("."), part) for path, part in unwrap_model(model).named_modules()]
+
+
+def _reshard(modules: Iterable[nn.Module]) -> None:
+    """Lets FSDP2 put its sharded parameters in place: after a forward without backward the root still shows whole ones."""
+    if fsdp := sys.modules.get("torch.distributed.fsdp"):
+        for part in modules:
+            if isinstance(part, fsdp.FSDPModule):
+                part.reshard()
+
+
+def _naming(name: str, model: nn.Module, names: Mapping[int, str]) -> dict[str, Any]:
+    keys = {key: names[id(tensor)] for key, tensor in state_dict_tensors(model)}
+    own = {other for other in names.values() if other.startswith(f"{name}.")}
+    differing = {key: value for key, value in keys.items() if value != f"{name}.{key}"}
+    absent = sorted(own - {f"{name}.{key}" for key in keys.keys() - differing.keys()})
+    strange = sorted(name for name, param in model.named_parameters() if _is_out_of_order(param))
+    return {"keys": differing, "absent": absent, "out of order": strange}
+
+
+def _is_out_of_order(tensor: torch.Tensor) -> bool:
+    if not isinstance(tensor, DTensor):
+        return False
+    ranks = tensor.device_mesh.mesh.flatten().tolist()
+    return bool(ranks != sorted(ranks))

@@ -1,0 +1,73 @@
+"""A whole step in a graph: what Python does not see when it is replayed must be announced, and then the snapshots are those of the loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from agent_kit import preload
+from lagging_device import install
+from rank_kit import World
+from torch import nn
+
+import gemini_ft
+from gemini_ft import accelerator
+from gemini_ft.errors import StateError
+
+preload("gemini_ft.worker.recorder")
+STEPS = 6
+
+
+class Graph:
+    """As `torch.cuda.graph` around a step of SGD: hooks run when it is captured, and a replay writes without counting versions."""
+
+    def __init__(self, model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+        self._weight = model.weight
+        module = accelerator.module_of(torch.device("cpu"))
+        module.is_current_stream_capturing = lambda: True
+        before = [param.detach().clone() for param in model.parameters()]
+        optimizer.step()
+        module.is_current_stream_capturing = lambda: False
+        for param, value in zip(model.parameters(), before, strict=True):  # what is captured is not done
+            param.data.copy_(value)
+
+    def replay(self) -> None:
+        self._weight.data.numpy()[:] += 1.0
+
+
+def _train(until: int) -> tuple[list[Any], str]:
+    """Where it went on with which weights, those at the end, the number of snapshots; and what a replay leads to that is not announced."""
+    gemini_ft.init_process_group("gloo")
+    install(accelerator, 0.02)
+    model = nn.Linear(64, 64, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.weight.grad = torch.zeros(64, 64)
+    checkpointer = gemini_ft.Checkpointer(model, optimizer, replicated=False, on_late="wait")
+    start = checkpointer.resume()
+    resumed, graph = model.weight.unique().tolist(), Graph(model, optimizer)
+    for _ in range(start, until):
+        checkpointer.wait_before_update()
+        graph.replay()
+        checkpointer.step()
+    checkpointer.flush()
+    found = [start, resumed, model.weight.unique().tolist(), checkpointer.stats.snapshots]
+    Graph(model, optimizer).replay()
+    try:
+        checkpointer.step()
+    except StateError as error:
+        return found, str(error)
+    finally:
+        checkpointer.close(finished=False)
+    return found, ""
+
+
+def test_replays_are_steps_that_are_announced(tmp_path: Path) -> None:
+    with World(tmp_path, 1) as ranks:
+        ((first, said),) = ranks.outcome(_train, 4)
+        ((second, _),) = ranks.outcome(_train, STEPS)
+    assert first == [0, [0.0], [4.0], 4]
+    assert second == [4, [4.0], [6.0], 2]
+    assert "captured into a graph" in said
+    assert "wait_before_update() before each replay" in said
