@@ -154,7 +154,13 @@ class Listener:
             oldest.cancel()
         task = self._loop.create_task(self._greet(sock))
         self._strangers[task] = None
-        task.add_done_callback(lambda done: self._strangers.pop(done, None))
+
+        def forget(done: asyncio.Task[None]) -> None:
+            self._strangers.pop(done, None)
+            if done.cancelled():  # perhaps before it began
+                sock.close()
+
+        task.add_done_callback(forget)
 
     def _accept_again(self) -> None:
         if self._socket.fileno() >= 0:
@@ -180,9 +186,6 @@ class Listener:
                 f"refused {peer}: {error}" if str(error) else f"refused {peer}: it hung up; perhaps it does not know this run's secret"
             )
             sock.close()
-        except asyncio.CancelledError:
-            sock.close()
-            raise
 
     async def _peek(self, sock: socket.socket) -> bytes:
         while True:

@@ -9,6 +9,7 @@ import itertools
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -514,6 +515,27 @@ class TestEncrypted:
             shard = PeerShard("b", ranks[1].address, job.claims(), ranks[0].hello.secret, 0, job.version(3), 10.0)
             assert sum(len(view) for _, view in shard.chunks()) == 4 * 2**16
             shard.close()
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_stranger_that_comes_while_the_port_is_closed_leaves_no_socket_open(turns: int) -> None:
+    """However far it came: its task may not have begun when it is cancelled."""
+
+    async def work() -> None:
+        server = await listen("127.0.0.1", None, lambda: SECRET, Place().accept, print, lambda stream: False)
+        with socket.create_connection(server.address) as stranger:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            server.close()
+            await asyncio.sleep(0.01)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run(work())
+        gc.collect()
+    assert not said
 
 
 class TestPorts:
