@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from gemini_ft.errors import StateError, UnsupportedStateError
-from gemini_ft.lightning.loader_parts import DataResume, LoaderParts, Way, facts, is_sized, is_stateful, is_torchdata
+from gemini_ft.lightning.loader_parts import DataResume, LoaderParts, Way, facts, is_sized, is_stateful, is_torchdata, reference
 from gemini_ft.lightning.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates
 from gemini_ft.state.generators import generator_states, set_generator_states, unchanged_randomness
 from gemini_ft.state.remembered import Values
@@ -43,7 +43,7 @@ class Bookmark:
     ) -> None:
         self.owner: object = None  # who has made the loader resumable
         self.starting = False  # the loader is being asked for an iterator that is watched
-        self._loader, self._base, self._ahead, self._epoch, self._active = loader, base, ahead, epoch, active
+        self._reference, self._base, self._ahead, self._epoch, self._active = reference(loader), base, ahead, epoch, active
         self._num_workers: int = getattr(loader, "num_workers", 0)
         self._workers = self._new_workers()
         self._parts = LoaderParts(loader, base, epoch)
@@ -69,6 +69,10 @@ class Bookmark:
         self._taken = 0  # batches that came out of it, skipped ones included
         self._before_last: Randomness | None = None
         self._own_before_last: Any = None
+
+    @property
+    def _loader(self) -> Any:
+        return self._reference()
 
     def state_dict(self) -> dict[str, Any]:
         """The position before the first batch that was not used, as plain data."""

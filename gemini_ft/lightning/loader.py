@@ -85,7 +85,7 @@ class ResumableIterable:
         self._gemini = bookmark
 
     def __iter__(self) -> Iterator[Any]:
-        return _Batches(self._gemini.iterate(lambda: iter(self.iterable)))
+        return _Batches(self._gemini.iterate(lambda: iter(self.iterable)), self)
 
     def __len__(self) -> int:
         return len(self.iterable)  # type: ignore[arg-type]  # the TypeError of an iterable without a length is right
@@ -98,10 +98,10 @@ class ResumableIterable:
 
 
 class _Batches:
-    """An iteration under way. One that is copied or pickled, with Lightning's loops, has come to its end."""
+    """An iteration under way, which keeps its loader alive. One that is copied or pickled, with Lightning's loops, has come to its end."""
 
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
+    def __init__(self, batches: Iterator[Any], loader: Any) -> None:
+        self._batches, self._loader = batches, loader
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -134,7 +134,7 @@ def _resumable_class(base: Any) -> Any:
 
         def __iter__(self) -> Iterator[Any]:
             start = super().__iter__
-            return _Batches(self._gemini.iterate(start)) if self._gemini else start()
+            return _Batches(self._gemini.iterate(start), self) if self._gemini else start()
 
         @property
         def _index_sampler(self) -> Any:

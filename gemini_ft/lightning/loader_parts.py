@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ class LoaderParts:
     """
 
     def __init__(self, loader: Any, base: Any, epoch: Callable[[], int] | None) -> None:
-        self._loader, self._base, self._epoch = loader, base, epoch
+        self._reference, self._base, self._epoch = reference(loader), base, epoch
         parts = {
             "dataset": getattr(loader, "dataset", loader),
             "collate": getattr(loader, "collate_fn", None),
@@ -42,7 +43,7 @@ class LoaderParts:
 
     def way(self, method: DataResume) -> Way:
         """The way that the loader gets to a position, where the user has chosen ``method``; see `gemini_ft.lightning.loader`."""
-        loader = self._loader
+        loader = self._reference()
         if method == "replay":
             return "replay"
         if is_stateful(self._base) and not is_torchdata(self._base):
@@ -62,13 +63,13 @@ class LoaderParts:
 
     def tell_epoch(self, epoch: int) -> None:
         """Tells the epoch to all samplers that want to know it."""
-        for sampler in _samplers(self._loader):
+        for sampler in _samplers(self._reference()):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
 
     def moment(self) -> dict[str, Any]:
         """The present state, to be gone back to; it becomes part of snapshots."""
-        epoch = _sampler_epoch(self._loader)
+        epoch = _sampler_epoch(self._reference())
         if epoch is None and self._epoch is not None:
             epoch = self._epoch()
         return {
@@ -85,6 +86,16 @@ class LoaderParts:
         if moment["epoch"] is not None:
             self.tell_epoch(moment["epoch"])
         self.born.give_back(moment["attributes"], "sampler" if samplers_only else "")
+
+
+def reference(loader: Any) -> Callable[[], Any]:
+    """A reference to the loader for those that the loader refers to itself; it keeps no DataLoader alive.
+
+    Workers end when the last reference to their iterator goes, and a persistent iterator belongs to its loader. In a circle of references
+    it is left to the garbage collector, which closes the workers' queues before torch can tell them to end: torch then waits for five
+    seconds for each of them, wherever the training is.
+    """
+    return weakref.ref(loader) if isinstance(loader, DataLoader) else lambda: loader
 
 
 def facts(loader: Any) -> dict[str, Any]:

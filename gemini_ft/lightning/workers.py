@@ -6,6 +6,7 @@ next. With both at hand, a restarted loader goes on after the last batch instead
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -113,10 +114,10 @@ class WorkerStates:
 
     def follow(self, iterator: Any) -> None:
         """Takes note of all that comes from the workers of ``iterator``, which is made once if they are persistent."""
-        get_data = iterator._get_data
+        get_data, followed = type(iterator)._get_data, weakref.ref(iterator)  # which refers to `watched`: see `reference`
 
         def watched() -> Any:
-            data = get_data()
+            data = get_data(followed())
             item = data[1]
             if isinstance(item, tuple) and not isinstance(item, Stamped):  # torchdata's adds worker and state
                 item = item[0]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed"
 
 from deepspeed_case import Case, train_resized
 from plain_case import history
-from rank_kit import World
+from rank_kit import World, on_ranks
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -24,19 +23,25 @@ HOSTS = {4: ["a", "a", "b", "b"], 2: ["a", "b"], 3: ["a", "b", "c"]}
 
 def through_universal_checkpoints(folder: Path, case: Case) -> dict[int, str]:
     """What the losses are with DeepSpeed's own means."""
-    saved, out = folder / "universal", folder / "expected"
+    saved, out, last = folder / "universal", folder / "expected", 0
     for world, until in SIZES:
+        if last:
+            arguments = ["--num_extract_workers=1", "--num_merge_workers=1", *(["--inject_missing_state"] if case.stage < 3 else [])]
+            on_ranks(
+                folder, 1, convert, [*arguments, f"--input_folder={saved}/step{last}", f"--output_folder={saved}/step{last}_universal"]
+            )
+            (saved / "latest_universal").write_text(f"step{last}_universal")
         with World(folder, world) as ranks:
             said = ranks.outcome(train_resized, case, str(out), until, str(saved))
             assert not any(isinstance(result, Exception) for result in said), said
-        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers=1", "--num_merge_workers=1"]
-        command += [f"--input_folder={saved}/step{until}", f"--output_folder={saved}/step{until}_universal"]
-        if case.stage < 3:
-            command += ["--inject_missing_state"]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
-        assert done.returncode == 0, done.stderr
-        (saved / "latest_universal").write_text(f"step{until}_universal")
+        last = until
     return history(out, 0)
+
+
+def convert(arguments: list[str]) -> None:
+    """DeepSpeed's command, in a process that has imported it."""
+    sys.argv = ["ds_to_universal", *arguments]
+    runpy.run_module("deepspeed.checkpoint.ds_to_universal", run_name="__main__")
 
 
 def resized(folder: Path, case: Case) -> tuple[dict[int, str], list[list[Any]]]:
@@ -50,17 +55,24 @@ def resized(folder: Path, case: Case) -> tuple[dict[int, str], list[list[Any]]]:
     return history(folder / "ours", 0), said
 
 
-@pytest.mark.parametrize(
-    ("stage", "bf16"),
-    [
-        *(pytest.param(stage, bf16, marks=pytest.mark.soak) for stage, bf16 in [(1, False), (1, True), (2, False), (2, True), (3, False)]),
-        (3, True),
-    ],
-)
-def test_four_two_three_ranks(tmp_path: Path, stage: int, bf16: bool) -> None:
-    case = Case(stage, bf16)
-    expected = through_universal_checkpoints(tmp_path, case)
+LONG = [pytest.param(Case(*each), marks=pytest.mark.soak) for each in [(1, False), (1, True), (2, False), (2, True), (3, False)]]
+
+
+@pytest.fixture(scope="module", params=[*LONG, Case(3, True)], ids=lambda case: f"{case.stage}-{case.bf16}")
+def case(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def expected(case: Case, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    return through_universal_checkpoints(tmp_path_factory.mktemp("expected"), case)
+
+
+def test_universal_checkpoints_of_deepspeed(expected: dict[int, str]) -> None:
+    assert sorted(expected) == list(range(12))
+
+
+def test_four_two_three_ranks(tmp_path: Path, case: Case, expected: dict[int, str]) -> None:
     ours, said = resized(tmp_path, case)
     assert ours == expected
-    assert sorted(ours) == list(range(12))
     assert [results[0]["start"] for results in said] == [0, 4, 8]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from test_lightning_hooks import Case, fit, table
-from three_ways import Cell, differing, run
+from three_ways import WAYS, Cell, differing, run
 
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.state.remembered import Attributes
@@ -76,18 +76,31 @@ JOBS |= {f"{kind}-{workers}": functools.partial(of_table, kind, workers) for kin
 
 
 @pytest.fixture(scope="module")
-def folders_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Path]]:
-    return functools.cache(lambda job: run(CASE, folder=tmp_path_factory.mktemp(job), cells=JOBS[job](), timeout=500))
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """The folder of a job and a way; the first that asks for it has all cells of the job run that way, and sees how that ends."""
+
+    @functools.cache
+    def folder_of(job: str, way: str) -> Path:
+        folder = tmp_path_factory.mktemp(f"{job}-{way}")
+        run(CASE, way, folder=folder, cells=JOBS[job](), timeout=500)
+        return folder
+
+    return folder_of
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_cells_run_to_their_end(way: str, folder_of: Callable[[str, str], Path]) -> None:
+    folder_of("suite", way)
 
 
 CELLS = [pytest.param(job, name, marks=[pytest.mark.soak] * (job != "suite")) for job, cells in JOBS.items() for name in cells()]
 
 
 @pytest.mark.parametrize(("job", "name"), CELLS)
-def test_ends_as_plain_ddp_does(job: str, name: str, folders_of: Callable[[str], dict[str, Path]]) -> None:
+def test_ends_as_plain_ddp_does(job: str, name: str, folder_of: Callable[[str, str], Path]) -> None:
     if "stateful" in JOBS[job]()[name].options.get("kind", ""):
         pytest.importorskip("torchdata", reason="needs torchdata: pip install torchdata")
-    assert differing(folders_of(job), name, JOBS[job]()[name]) == []
+    assert differing({way: folder_of(job, way) for way in WAYS}, name, JOBS[job]()[name]) == []
 
 
 class Hasty(Case):

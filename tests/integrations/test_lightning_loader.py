@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -118,6 +119,32 @@ def test_a_loader_stays_the_object_and_the_kind_it_was() -> None:
     wrapped = make_resumable(make_resumable(Batches()))
     assert isinstance(wrapped, ResumableIterable)
     assert isinstance(wrapped.iterable, Batches)
+
+
+@pytest.mark.parametrize("name", ["persistent", "persistent-stream"])
+def test_workers_end_with_their_loader(name: str) -> None:
+    """In the middle of an epoch too. In a circle of references they would be ended by the garbage collector, which takes 5 s for each."""
+    dataset = {"persistent": Noisy, "persistent-stream": Stream}[name]()
+    loader = make_resumable(DataLoader(dataset, BATCH, num_workers=2, persistent_workers=True), epoch=int)
+    assert len(list(loader)) == len(list(loader))
+    next(iter(loader))
+    iterator = weakref.ref(loader._iterator)
+    del loader
+    assert iterator() is None
+
+
+class Stateful(DataLoader[torch.Tensor]):
+    def state_dict(self) -> dict[str, Any]:
+        return {"batch_size": self.batch_size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == self.state_dict()
+
+
+def test_an_iteration_needs_nobody_else_to_keep_the_loader() -> None:
+    """Which is asked for its state before each batch, where its length is unknown."""
+    batches = iter(make_resumable(Stateful(Stream(), BATCH), ahead=int, epoch=int))
+    assert len(list(batches)) == len(list(DataLoader(Stream(), BATCH)))
 
 
 def test_less_data_than_before_the_restart() -> None:

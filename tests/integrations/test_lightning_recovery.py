@@ -171,10 +171,15 @@ def launch(folder: Path, job: Job, runs: list[dict[str, Any]]) -> None:
 
 
 class Runs:
-    """Folders with the diaries of all runs of a job; each job runs once, also if it fails."""
+    """Folders with the diaries of all runs of a job; each job runs once, also if it fails.
 
-    def __init__(self, factory: pytest.TempPathFactory) -> None:
-        self._factory = factory
+    Args:
+        factory: of the folders.
+        wanted: the baselines, by number of ranks, with which something is to be compared.
+    """
+
+    def __init__(self, factory: pytest.TempPathFactory, wanted: set[tuple[int, str]]) -> None:
+        self._factory, self._wanted = factory, wanted
         self._folders: dict[str, Path | None] = {}
 
     def baseline(self, ranks: int) -> Path:
@@ -193,7 +198,7 @@ class Runs:
 
     def _baseline(self, ranks: int) -> Path:
         folder = self._factory.mktemp(f"undisturbed-{ranks}")
-        runs = [{"strategy": "ddp"} | run | {"name": name} for name, run in BASELINES[ranks].items()]
+        runs = [{"strategy": "ddp"} | run | {"name": name} for name, run in BASELINES[ranks].items() if (ranks, name) in self._wanted]
         launch(folder, Job({}, ranks), [self._located(run, folder) for run in runs])
         return folder
 
@@ -213,8 +218,14 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory)
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Runs:
+    """For the tests that have been selected."""
+    wanted = {(2, "plain")}  # which also writes the file that another one begins with
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and item.originalname == test_ends_with_the_bits_of_an_undisturbed_run.__name__:
+            job = JOBS[item.callspec.params["job"]]
+            wanted |= {(job.ranks, scenario.baseline) for scenario in job.scenarios.values()}
+    return Runs(tmp_path_factory, wanted)
 
 
 @dataclass
@@ -239,6 +250,10 @@ def read(folder: Path, rank: int) -> Diary:
 
 # Two ranks under `gemini run` do the same as those; of kinds of training and data the suite has the ones that differ most.
 SOAK = {"anywhere-else", "torchrun", "often", "four-ranks", "however", "more-data"}
+
+
+def test_plain_lightning_trains_undisturbed(runs: Runs) -> None:
+    assert {path.name for path in runs.baseline(2).iterdir() if (path / "rank-0").exists()} >= {"plain"}
 
 
 @pytest.mark.parametrize(

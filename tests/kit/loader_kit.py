@@ -75,20 +75,21 @@ class Job:
         random.seed(seed)
         np.random.seed(seed)
         self.seen: list[str] = []
-        self.epoch = 0
         self.loader = make()
-        self._in_advance, self._limit, self._ready = in_advance, limit, list[Any]()
+        self._in_advance, self._limit, self._ready, self._epoch = in_advance, limit, list[Any](), [0]
+        ready, epoch = self._ready, self._epoch  # and not this object, which refers to the loader: its workers are to end with it
         if resumable:
-            ahead = (lambda: len(self._ready)) if in_advance else None
-            self.loader = make_resumable(self.loader, ahead=ahead, epoch=lambda: self.epoch, **options)
+            ahead = (lambda: len(ready)) if in_advance else None
+            self.loader = make_resumable(self.loader, ahead=ahead, epoch=lambda: epoch[0], **options)
 
     def run(self, epochs: range, stop: tuple[int, int] | None = None, first: Any = None) -> Any:
         """Train; stop before batch ``stop`` (epoch, index) and give the state there, or go on from ``first``, such a state."""
-        for self.epoch in epochs:
+        for epoch in epochs:
+            self._epoch[0] = epoch
             if first is None:
                 for part in (getattr(self.loader, "sampler", None), getattr(self.loader, "dataset", None)):
                     if callable(set_epoch := getattr(part, "set_epoch", None)):
-                        set_epoch(self.epoch)
+                        set_epoch(epoch)
             if first is not None:
                 self.loader.load_state_dict(first["loader"])
             batches, index = self._fetched(iter(self.loader)), 0
@@ -96,14 +97,14 @@ class Job:
                 set_randomness(first["random"])
                 index, first = first["index"], None
             while True:
-                if stop == (self.epoch, index):
+                if stop == (epoch, index):
                     return {"loader": self.loader.state_dict(), "random": randomness(), "index": index}
                 if index == self._limit or (batch := next(batches, None)) is None:
                     break
                 index += 1
                 noise = torch.rand(()).item() + random.random() + np.random.rand()
                 values = [value.hex() for value in torch.as_tensor(batch).double().flatten().tolist()]
-                self.seen.append(f"{self.epoch}/{index}: {values} {noise.hex()}")
+                self.seen.append(f"{epoch}/{index}: {values} {noise.hex()}")
         return None
 
     def _fetched(self, inner: Iterator[Any]) -> Iterator[Any]:
@@ -119,11 +120,6 @@ class Job:
             self._ready.extend([following] if (following := next(inner, None)) is not None else [])
             yield batch
 
-    def close(self) -> None:
-        """Ends the loader's workers: each iterator that is left to the garbage collector may wait 10 s for its own."""
-        if getattr(self.loader, "_iterator", None) is not None:
-            self.loader._iterator = None  # whose sampler refers to the loader
-
 
 def check_going_on(make: Callable[[], Any], stop: tuple[int, int], **options: Any) -> None:
     """Stopped at ``stop`` and taken up in a new life, the training sees what it would have seen."""
@@ -134,8 +130,6 @@ def check_going_on(make: Callable[[], Any], stop: tuple[int, int], **options: An
     state = codec.decode(codec.encode(before.run(range(EPOCHS), stop)))
     after = Job(make, resumable=True, seed=99, **options)  # a new process: other seeds, other states
     after.run(range(stop[0], EPOCHS), first=state)
-    for job in (plain, before, after):
-        job.close()
     got = before.seen + after.seen
     assert len(got) == len(plain.seen), f"{len(before.seen)} and {len(after.seen)} batches in place of {len(plain.seen)}"
     for expected, found in zip(plain.seen, got, strict=True):

@@ -1,7 +1,7 @@
 """One script three ways: under torchrun with plain DDP, with gemini undisturbed, and with gemini and ranks that are killed.
 
 The script trains one cell after the other, each in a folder of its own, and writes down there, by `Record`, whatever it computes.
-`run` starts it the three ways, and `differing` compares what it has written down.
+`run` starts it one of the three ways, and `differing` compares what it has written down.
 """
 
 from __future__ import annotations
@@ -60,39 +60,37 @@ class Record:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(script: Path, *, folder: Path, cells: Mapping[str, Cell], ranks: int = 2, timeout: float = 300) -> dict[str, Path]:
-    """Runs ``script WAY_FOLDER STRATEGY {cell: [options, kills]}`` each way; returns the folder of each way.
+def run(script: Path, way: str, *, folder: Path, cells: Mapping[str, Cell], ranks: int = 2, timeout: float = 300) -> None:
+    """Runs ``script FOLDER STRATEGY {cell: [options, kills]}`` one way.
 
     Args:
         script: trains the cells in their order, in subfolders of the given folder that have their names.
-        folder: for the folders of the three ways.
+        way: of `WAYS`.
+        folder: for this way.
         cells: name -> cell.
         ranks: number of ranks.
-        timeout: seconds of each way.
+        timeout: seconds.
     """
-    folders = {way: folder / way for way in WAYS}
-    for way, (launcher, strategy, disturbed) in WAYS.items():
-        folders[way].mkdir(parents=True)
-        jobs = {name: [cell.options, cell.kills if disturbed else []] for name, cell in cells.items()}
-        restarts = sum(len(kills) for _, kills in jobs.values())
-        command = [sys.executable, "-m", launcher, *(["run"] if launcher.startswith("gemini") else [])]
-        command += ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", str(script)]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("GEMINI_")}
-        environment |= {"OMP_NUM_THREADS": "1", "GEMINI_RUN_ID": f"{os.getpid()}-{folder.name}-{way}", "GEMINI_LINGER": "60"}
-        # Steps take milliseconds, less than a commit does; and fits that are over begin anew after each kill of a later one.
-        environment |= {"GEMINI_ON_LATE": "wait", "GEMINI_MAX_RETRIES": "50"}
-        with open(folders[way] / "output", "w") as output:
-            status = subprocess.run(
-                [*command, str(folders[way]), strategy, json.dumps(jobs)],
-                env=environment,
-                cwd=folders[way],
-                stdout=output,
-                stderr=output,
-                timeout=timeout,
-                check=False,
-            ).returncode
-        assert status == 0, f"{way}:\n" + (folders[way] / "output").read_text()[-6000:]
-    return folders
+    launcher, strategy, disturbed = WAYS[way]
+    jobs = {name: [cell.options, cell.kills if disturbed else []] for name, cell in cells.items()}
+    restarts = sum(len(kills) for _, kills in jobs.values())
+    command = [sys.executable, "-m", launcher, *(["run"] if launcher.startswith("gemini") else [])]
+    command += ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", str(script)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GEMINI_")}
+    environment |= {"OMP_NUM_THREADS": "1", "GEMINI_RUN_ID": f"{os.getpid()}-{folder.name}-{way}", "GEMINI_LINGER": "60"}
+    # Steps take milliseconds, less than a commit does; and fits that are over begin anew after each kill of a later one.
+    environment |= {"GEMINI_ON_LATE": "wait", "GEMINI_MAX_RETRIES": "50"}
+    with open(folder / "output", "w") as output:
+        status = subprocess.run(
+            [*command, str(folder), strategy, json.dumps(jobs)],
+            env=environment,
+            cwd=folder,
+            stdout=output,
+            stderr=output,
+            timeout=timeout,
+            check=False,
+        ).returncode
+    assert status == 0, f"{way}:\n" + (folder / "output").read_text()[-6000:]
 
 
 def differing(folders: Mapping[str, Path], name: str, cell: Cell, ranks: int = 2) -> list[str]:

@@ -8,7 +8,8 @@ forks its workers, is as it always was to the caller and to the process: its chi
 hashes with the others, and what was read from the environment while torch was loaded: where such a variable differs, it is started anew.
 
 Each launcher has a server of its own, forked before it has done anything, so that the server of workers that it starts is forked as well,
-and torchrun's workers are; agents that workers and launchers start are not.
+and torchrun's workers are, and the agent that waits for the first worker; that one has torch in its memory, and cannot import it. Agents
+that workers start are not forked.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def _is_worker(args: Sequence[str]) -> bool:
 
 @functools.cache
 def _server(*modules: str) -> _Server | None:
-    """The server of this process that has loaded these modules, which ends with it."""
+    """The server of this process that has loaded these modules, beside an agent's, and ends with it."""
     if _CLONE is None:
         return None
     ours, theirs = messages.pair()
@@ -203,9 +204,7 @@ def launchers(*also: str, forked: bool) -> Iterator[None]:
     """
     before = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     if forked:
-        _use(
-            functools.partial(_server, *_LAUNCHERS, *preloaded(*also)), functools.partial(_server, _AGENT[1])
-        )  # which the first one starts
+        _use(functools.partial(_server, *_LAUNCHERS, *preloaded(*also)), _server)  # which the first one starts
     else:
         subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
     try:
@@ -286,7 +285,7 @@ def _become(question: Mapping[str, Any]) -> None:
             with contextlib.suppress(OSError):
                 os.close(number)
     server = None if following is None else _Server(following)
-    _use(lambda: server, of_torchrun=args[1:3] == ["-m", "torch.distributed.run"])
+    _use(lambda: server, lambda: server, of_torchrun=args[1:3] == ["-m", "torch.distributed.run"])
 
 
 def _following(null: int) -> socket.socket:
@@ -358,6 +357,35 @@ def _run(args: Sequence[str], path: Sequence[str]) -> None:
         exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), main.__dict__)
 
 
+def _agent_aside() -> Callable[[], None]:
+    """Imports what an agent does, and puts it aside: launchers import of this package what they need.
+
+    Returns:
+        What leaves a forked process with an agent's modules.
+    """
+    before = set(sys.modules)
+    importlib.import_module(_AGENT[1])
+    aside = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "gemini_ft"}
+    for name in aside.keys() - before:
+        del sys.modules[name]
+
+    def become_agent() -> None:
+        _hidden.update(sys.modules)
+        for name in _hidden:
+            if name.partition(".")[0] in ("gemini_ft", "torch", *VENDORS):
+                del sys.modules[name]
+        sys.modules.update(aside)
+        for name, module in aside.items():
+            package, _, own = name.rpartition(".")
+            if package:
+                setattr(aside[package], own, module)
+
+    return become_agent
+
+
+_hidden: dict[str, types.ModuleType] = {}  # from an agent; they must not be destroyed
+
+
 def _replace(file: str, args: Sequence[str]) -> NoReturn:
     if file == sys.executable and is_warm(args):
         raise _Program(args)
@@ -371,9 +399,10 @@ def main() -> None:
     """Loads, serves, and becomes what it is asked for."""
     sys.path.pop(0)  # this folder
     _enter(int(sys.argv[2]))
-    channel, renewal = socket.socket(fileno=int(sys.argv[1])), Renewal()
+    channel, renewal, modules = socket.socket(fileno=int(sys.argv[1])), Renewal(), filter(None, sys.argv[3].split(","))
     with renewal.watching_imports():
-        for name in sys.argv[3].split(","):
+        become_agent = _agent_aside()
+        for name in modules:
             with contextlib.suppress(ImportError):  # who needs it will say so
                 importlib.import_module(name)
     if (rendezvous := sys.modules.get("torch.distributed.elastic.rendezvous.dynamic_rendezvous")) is not None:
@@ -398,6 +427,8 @@ def main() -> None:
             continue
         break
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in a shell's background, whose processes ignore it
+    if _is_agent(question["args"]):
+        become_agent()
     os.execvp = _replace  # type: ignore[assignment]
     renewal.draw_anew()
     program = _Program(question["args"])

@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from gemini_ft.launch import grace
 from gemini_ft.launch import worker_start as warm
 from gemini_ft.launch.grace import Process, Workers
-from gemini_ft.launch.worker_start import ForkServer, cold_workers
+from gemini_ft.launch.worker_start import ForkServer, ForkServerError, cold_workers
 from gemini_ft.wire import channel
 
 # Notes that it has begun, and for every SIGTERM that it has saved.
@@ -71,7 +71,7 @@ class Scene:
             before = signal.signal(signal.SIGTERM, getattr(torch_api, grace.TO_HANDLER))
             try:
                 for name in ("one", "two"):
-                    self.start(name)
+                    wait_for(lambda name=name: self.starts(name))  # type: ignore[misc]
                 wait_for(lambda: len(list(self.folder.glob(f"{self.jobs}.*.begun"))) >= 2)
                 yield
             finally:
@@ -80,6 +80,16 @@ class Scene:
 
     def start(self, name: str) -> Process:
         return self.server.fork([str(self.script), str(self.folder / f"{self.jobs}.{name}")], os.environ, [0, 1, 2])
+
+    def starts(self, name: str) -> bool:
+        """Whether a worker has been started: the server may still be busy with the question of a job that was interrupted."""
+        try:
+            self.start(name)
+        except ForkServerError as error:
+            if "has not answered yet" not in str(error):
+                raise
+            return False
+        return True
 
     def begun_and_saved(self) -> tuple[set[str], dict[str, str]]:
         """Names of the job's workers that have begun, and what those have noted that were told to save."""
@@ -131,14 +141,15 @@ class Interrupter:
 
 
 @pytest.mark.filterwarnings("ignore:.*FileIO:pytest.PytestUnraisableExceptionWarning")  # it may interrupt the line before a `with`
-def test_wherever_a_signal_interrupts_the_exchange_every_worker_saves_once(scene: Scene) -> None:
+@pytest.mark.parametrize("first", [0, 1])
+def test_wherever_a_signal_interrupts_the_exchange_every_worker_saves_once(scene: Scene, first: int) -> None:
     """At each line of it, in a server that is slow and serves all these jobs, of which it is left in the middle again and again."""
     with scene.job():
         counter = Interrupter(-1)
         counter.run(lambda: (scene.start("three"), scene.workers.go_on()))
         assert counter.lines > 50
     third_begun = 0
-    for line in range(counter.lines):
+    for line in range(first, counter.lines, 2):
         with pytest.raises(SignalException), scene.job():
             Interrupter(line).run(lambda: (scene.start("three"), scene.workers.go_on()))
             pytest.fail(f"nothing was raised at line {line}")
@@ -146,7 +157,7 @@ def test_wherever_a_signal_interrupts_the_exchange_every_worker_saves_once(scene
         assert saved == dict.fromkeys(begun, "x"), f"interrupted at line {line}"
         assert begun >= {f"{scene.jobs}.one", f"{scene.jobs}.two"}
         third_begun += len(begun) == 3
-    assert third_begun < counter.lines
+    assert third_begun < len(range(first, counter.lines, 2))
 
 
 @pytest.mark.soak  # the same at random moments of time

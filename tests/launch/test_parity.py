@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,37 +22,48 @@ sys.stdout.write(json.dumps(said) + "\\n")
 """
 
 
-def compared(tmp_path: Path, script: str, launcher: str, *arguments: str, workers: int) -> dict[str, object]:
-    """What is different from torchrun; both jobs run in a folder of the same name."""
-    outcomes: dict[str, Outcome] = {}
-    for each in ("torchrun", launcher):
-        folder = tmp_path / "job"
+REPORT = ("report.py", 2, "--max-restarts", "1")
+WORK = ("work.py", 1)
+
+
+@pytest.fixture(scope="module")
+def outcome_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
+    """The outcome of a script under a launcher, where it runs once; in the same folder under all."""
+    folder = tmp_path_factory.mktemp("jobs") / "job"
+
+    @functools.cache
+    def outcome_of(launcher: str, script: str, workers: int, *arguments: str) -> Outcome:
         folder.mkdir()
         shutil.copy(FOLDER / script, folder)
-        outcomes[each] = run(each, [*arguments, script, "--lr", "a b", ""], folder, workers)
-        folder.rename(tmp_path / each)
-    expected = outcomes["torchrun"]
-    assert expected.lines, expected.err
-    assert {outcome.status for outcome in outcomes.values()} == {0}, [outcome.err for outcome in outcomes.values()]
-    return dict(differences(expected, outcomes[launcher]))
+        outcome = run(launcher, [*arguments, script, "--lr", "a b", ""], folder, workers)
+        folder.rename(folder.with_name(f"{script} under {launcher}"))
+        assert outcome.status == 0, outcome.err
+        assert outcome.lines, outcome.err
+        return outcome
+
+    return outcome_of
+
+
+def test_under_torchrun_processes_report_what_they_see(outcome_of: Callable[..., Outcome]) -> None:
+    assert [line[:2] for line in outcome_of("torchrun", *REPORT).lines] == [["0", 0], ["0", 1], ["1", 0], ["1", 1]]
 
 
 OURS = pytest.mark.parametrize("launcher", ["gemini run", pytest.param("gemini run --cold", marks=pytest.mark.soak)])
 
 
 @OURS
-def test_what_a_process_sees_of_itself(launcher: str, tmp_path: Path) -> None:
+def test_what_a_process_sees_of_itself(launcher: str, outcome_of: Callable[..., Outcome]) -> None:
     """In two ranks and two attempts; the differences are those of the table, no more and no less."""
-    differing = compared(tmp_path, "report.py", launcher, "--max-restarts", "1", workers=2)
+    differing = differences(outcome_of("torchrun", *REPORT), outcome_of(launcher, *REPORT))
     documented = {name for name, (launchers, _) in DIFFERENCES.items() if launcher in launchers}
     assert differing.keys() == documented, str({name: differing.get(name) for name in differing.keys() ^ documented})
 
 
 @pytest.mark.soak
 @OURS
-def test_what_scripts_do_with_further_processes(launcher: str, tmp_path: Path) -> None:
+def test_what_scripts_do_with_further_processes(launcher: str, outcome_of: Callable[..., Outcome]) -> None:
     """Pools, executors and loaders of each start method, with classes of __main__."""
-    assert compared(tmp_path, "work.py", launcher, workers=1) == {}
+    assert differences(outcome_of("torchrun", *WORK), outcome_of(launcher, *WORK)) == {}
 
 
 def test_the_documented_table_is_the_one_that_is_checked() -> None:

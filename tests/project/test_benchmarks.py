@@ -85,14 +85,20 @@ def test_no_round_and_no_cell_drops_out_of_a_ratio() -> None:
     assert "| 0.250 (0.250 to 0.500) * | inf (inf to inf) * |" in trials.ratio_table(recovery_report.ratios(recovered, "torchrun"))
 
 
-def test_the_simulations_of_scale_follow_the_code_that_they_play() -> None:
-    """They put words into the exchanges of a rank that joins, and agents on wires of their own."""
-    from scale_joining import FAN_IN, RANKS, STEPS, joining
-    from scale_simulation import changed, simulated
+def test_the_simulation_of_joining_follows_the_code_that_it_plays() -> None:
+    """It puts words into the exchanges of a rank that joins."""
+    from scale_joining import RANKS, STEPS, joining
 
     found = joining(3)
     assert (found["resumed"], found["copies_missing"]) == (STEPS[-1], 0)
     assert joining(4, lost=1)["copies_missing"] == 2 * RANKS
+
+
+def test_the_simulations_of_agents_follow_the_code_that_they_play() -> None:
+    """They put them on wires of their own."""
+    from scale_joining import FAN_IN
+    from scale_simulation import changed, simulated
+
     assert simulated(3, steps=2, latency=1e-5, fan_in=FAN_IN)["leader_ms"] > 0
     assert changed(3, latency=1e-5, fan_in=FAN_IN)["seconds_hung"] > 0
 

@@ -108,6 +108,7 @@ def test_the_map_of_modules_is_the_tree() -> None:
             told |= {name: []} if name.endswith("/") else {"": [*told[""], name.removesuffix(".py")]}
         else:
             told[list(told)[-1]] += line.split()
-    tree = {"": ROOT / "gemini_ft"} | {f"{folder.name}/": folder for folder in (ROOT / "gemini_ft").iterdir() if folder.is_dir()}
+    root = ROOT / "gemini_ft"
+    tree = {"": root} | {f"{folder.relative_to(root)}/": folder for folder in root.rglob("*") if folder.is_dir()}
     there = {name: sorted(file.stem for file in folder.glob("*.py") if file.stem != "__init__") for name, folder in tree.items()}
     assert {name: sorted(modules) for name, modules in told.items()} == {name: modules for name, modules in there.items() if modules}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_kit import end_agent, eventually
+from agent_kit import agent_pid, end_agent, eventually
 from warm_python import launchers
 
 from gemini_ft.agent import lifecycle
@@ -83,6 +83,33 @@ def test_a_worker_of_torchrun_sees_what_one_that_is_not_forked_sees(tmp_path: Pa
         assert loaded == str(threads == "1"), done.stderr
         said.append((done.returncode, rest))
     assert said[0] == said[1]
+
+
+SCRIPT = """
+import sys
+import torch
+import gemini_ft
+model = torch.nn.Linear(1, 1)
+with gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters())) as checkpointer:
+    checkpointer.resume()
+    print("up", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_agent_of_a_job_is_forked_from_its_launcher_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [*STORE[:1], "-m", "gemini_ft.cli.main", "run", "script.py"]
+    run = f"warm-{os.getpid()}"
+    environ = os.environ | {"GEMINI_RUN_ID": run, "GEMINI_HOST_ID": "here", "GEMINI_LOG_DIR": str(tmp_path)}
+    with subprocess.Popen(command, env=environ, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "up\n"
+        agent = Path(f"/proc/{agent_pid(run, 'here')}")
+        assert len((agent / "cmdline").read_bytes()) > 1000  # where there was room for more
+        assert (agent / "stat").read_text().rpartition(")")[2].split()[1] == str(launcher.pid)
+        launcher.communicate()
+    assert launcher.returncode == 0
 
 
 def settled_descriptors(pid: int) -> dict[str, str]:
