@@ -43,6 +43,7 @@ SUITE = {
     "shared-epoch": Cell({"kind": "stream"} | PERSISTENT, ["0:0:2"]),
     "one-loader": Cell({"one_loader": True, "kind": "stream"} | PERSISTENT | {"trainer": {"num_sanity_val_steps": 2}}, ["0:1:1"]),
     "callbacks": Cell(CALLBACKS, ["0:1:2:end"]),
+    "validations": Cell({"validation": ["shuffled", "noise", "private", "iterator"]} | PERSISTENT, ["1:1:2"]),
 }
 EARLY = {
     "steps-in-setup": Cell({"early": "steps@setup"} | PERSISTENT, ["0:0:3"]),
@@ -56,6 +57,10 @@ EARLY = {
         {"one_loader": True} | PERSISTENT | {"trainer": {"limit_val_batches": 1.0, "num_sanity_val_steps": 0}}, ["1:1:2"]
     ),
     "limited": Cell({"trainer": {"limit_train_batches": 3}} | PERSISTENT, ["0:1:1"]),
+    "validations-killed-often": Cell(
+        {"validation": ["shuffled", "noise", "private"]} | PERSISTENT | {"trainer": {"val_check_interval": 2}}, ["0:0:3", "1:1:1"]
+    ),
+    "validations-of-one-dataset": Cell({"kind": "drawing", "one_dataset": True}, ["0:0:3", "1:1:2"]),
     "callbacks-killed-often": Cell(CALLBACKS, ["0:0:2", "1:1:0", "0:1:3:end", "0:1:4:end", "0:2:1"]),
 }
 KINDS, WORKERS = ["table", "stream", "stateful-table", "stateful-stream", "stateful-cursor"], ["0", "2", "persistent"]
