@@ -182,12 +182,12 @@ def stored(folder: Folder) -> list[int]:
 
 
 def test_the_last_steps_of_a_job_that_ends_well_are_stored_and_the_same_command_goes_on_behind_them(folder: Folder) -> None:
-    assert folder.start(LIMITED, STEPS="3", CLOSES="0") == 0, folder.output
-    eventually(lambda: agent_pid(folder.run, "here") is None, "the leaving of the agent")
-    assert stored(folder) == [3]
-    assert folder.start(LIMITED, STEPS="13", AT_END="0") == 0, folder.output
-    assert {event["iteration"] for event in folder.events("resumed")} == {3}
-    assert stored(folder) == [3, 10]
+    for steps, at_end, last in (("3", "1", 3), ("3", "1", 3), ("13", "0", 10), ("13", "0", 10)):
+        assert folder.start(LIMITED, ranks=1, STEPS=steps, AT_END=at_end, CLOSES="0") == 0, folder.output
+        eventually(lambda: agent_pid(folder.run, "here") is None, "the leaving of the agent")
+        assert stored(folder)[-1] == last
+    # The second one has had nothing to do, and the last one three steps.
+    assert [event["iteration"] for event in folder.events("resumed")] == [3, 3, 10]
 
 
 CHANGES_ITS_DATA = """
