@@ -93,7 +93,7 @@ class Between:
     def seed_source(self) -> bytes:
         """The state of the generator that the seed of new workers is drawn from."""
         generator = self._loader.generator if self._loader.generator is not None else torch.default_generator
-        return generator.get_state().numpy().tobytes()  # type: ignore[no-any-return]
+        return generator.get_state().numpy().tobytes()
 
     def _name(self, lost: list[str]) -> None:
         """Says once in a job, on its first rank, what a validation changes and no snapshot can have."""

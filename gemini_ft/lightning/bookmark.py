@@ -149,6 +149,8 @@ class Bookmark:
         if position is None:
             return self._from_the_beginning(start)
         Bookmark.gone_on += "left" not in position
+        if "left" in position:
+            log.info("the snapshot was taken after an iteration of the data had ended, at batch %d: it goes on there", position["batches"])
         if self._workers:
             self._workers.revived = False
         with unchanged_randomness():
