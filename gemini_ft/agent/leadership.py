@@ -188,6 +188,7 @@ class Leader:
                 self._tell(message)
         elif isinstance(message, ReportFinished):
             self._finished.add(message.rank)
+            self._apply(self.book.finish(message.rank))
             if len(self._finished) == self._world_size and self._ends_by is None:
                 self._ends_by = now + max(self._patience, _AT_LEAST)
                 self._end(now)

@@ -36,7 +36,7 @@ from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, FormatError
 
 _MAGIC = b"GEMINIFT"
-FORMAT = 3  # of a slot's header, and of all that lies behind it
+FORMAT = 4  # of a slot's header, and of all that lies behind it
 EXTRAS_ROOM = 2**20  # bytes of small state a slot has room for at least
 _HEADER_BYTES = 4096
 _PAGE = 2 * 2**20  # data starts on a huge-page border, so that the kernel may use huge pages for it

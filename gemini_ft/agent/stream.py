@@ -205,8 +205,9 @@ class Stream:
                 self._own.on_message(worker, message)
 
     def on_finished(self, rank: int) -> None:
+        """Takes note that a rank has finished. Of what it has copied until then, the leader hears before that."""
         self.finishing = True
-        self.report(ReportFinished(rank=rank))
+        self._own.when_formed(rank, lambda: self.report(ReportFinished(rank=rank)))
 
     def finish_unclosed(self) -> None:
         """Takes note that the processes of this host's ranks have ended well, also where the script has not closed its Checkpointer."""

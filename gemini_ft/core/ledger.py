@@ -14,7 +14,9 @@ from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, R
 from gemini_ft.core.folded import Folded
 from gemini_ft.core.protocol import NO_ROOTS
 from gemini_ft.core.rounds import Pair, Round
-from gemini_ft.core.versions import Version
+from gemini_ft.core.versions import MOST, Incarnation, Version
+
+_END = Version(Incarnation(MOST + 1, ""), 0)  # after all versions: an owner that has finished has gone past them
 
 
 @dataclass
@@ -161,6 +163,12 @@ class Ledger:
         if gone is not None:
             return decisions + self._abandon(report.version, gone)
         return decisions + self._judge(report.version, current, now)
+
+    def finish(self, owner: int) -> list[Decision]:
+        """Takes note that an owner has finished, and has no snapshot but those that it has completed; others may go on for a while."""
+        folded = self._folded
+        before = [] if folded.own_since is not None or folded.has_own(owner) else self._unfold()
+        return [*before, *self._overtaken([owner], _END)]
 
     def tick(self, now: float, absent: Collection[str] = ()) -> list[Decision]:
         """Leaves out holders that keep the others waiting; the owner's own copy always counts.
@@ -379,7 +387,8 @@ class Ledger:
         return min((owner for owner, at in self._passed.items() if at > version and owner not in current.own), default=None)
 
     def _abandon(self, version: Version, owner: int) -> list[Decision]:
-        return self._abort(version, f"rank {owner} has gone on to {self._passed[owner]} without it")
+        at = self._passed[owner]
+        return self._abort(version, f"rank {owner} has {'finished' if at == _END else f'gone on to {at}'} without it")
 
     def _judge(self, version: Version, current: Round, now: float) -> list[Decision]:
         """Aborts, waits or commits."""

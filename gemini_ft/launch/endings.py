@@ -37,7 +37,11 @@ _BY_WORKERS = {StorageUnclearError.exit_status, RunAliveError.exit_status}
 _PASSING = {"OSError", "DistError", "AgentError", "PeerError", "StorageError", "CorruptDataError", "BotoCoreError", "ClientError"}
 _PASSING |= {"AcceleratorError", "KeyboardInterrupt"}
 _LASTING = {"FileNotFoundError", "NotADirectoryError", "IsADirectoryError", "PermissionError"}  # of the OSErrors
-_OF_PEERS = re.compile(r"nccl|gloo|connection|timed? ?out|socket|broken pipe|cuda error|another rank", re.IGNORECASE)
+_OF_PEERS = re.compile(
+    # Data loaders' processes may be told to end before the rank that is stopped with them, because another has failed.
+    r"nccl|gloo|connection|timed? ?out|socket|broken pipe|cuda error|another rank|killed by signal: (terminated|killed)",
+    re.IGNORECASE,
+)
 UNPROTECTED_SECONDS = 120.0
 _OVER = (WorkerState.FAILED, WorkerState.SUCCEEDED)
 

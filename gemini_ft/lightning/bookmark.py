@@ -5,16 +5,26 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from gemini_ft.errors import StateError, UnsupportedStateError
-from gemini_ft.lightning.loader_parts import DataResume, LoaderParts, Way, facts, is_sized, is_stateful, is_torchdata, reference
+from gemini_ft.lightning.between import Between
+from gemini_ft.lightning.loader_parts import (
+    DataResume,
+    LoaderParts,
+    Way,
+    facts,
+    is_sized,
+    is_stateful,
+    is_torchdata,
+    reference,
+    refuse_gone,
+)
 from gemini_ft.lightning.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates
 from gemini_ft.state.generators import generator_states, set_generator_states, unchanged_randomness
-from gemini_ft.state.remembered import Values
 from gemini_ft.state.rng import Randomness, randomness, set_randomness
 
 log = logging.getLogger(__name__)
@@ -28,7 +38,12 @@ class Bookmark:
         loader: the loader.
         base: its class as the user made it.
         method: as of `gemini_ft.lightning.loader.make_resumable`; so are the others.
+
+    Attributes:
+        gone_on: how many iterations of all loaders have gone on in this process where they stood before it.
     """
+
+    gone_on: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -40,13 +55,15 @@ class Bookmark:
         active: Callable[[], bool] | None,
         remade: bool,
         before_next: Callable[[Bookmark], None] | None = None,
+        rests: bool = False,
     ) -> None:
         self.owner: object = None  # who has made the loader resumable
         self.starting = False  # the loader is being asked for an iterator that is watched
         self._reference, self._base, self._ahead, self._epoch, self._active = reference(loader), base, ahead, epoch, active
+        self._rests = rests
         self._num_workers: int = getattr(loader, "num_workers", 0)
-        self._workers = self._new_workers()
         self._parts = LoaderParts(loader, base, epoch)
+        self._between = Between(loader, self._parts, rests=rests, insists=method == "skip")
         self._way: Way = self._parts.way(method)
         self._before_next = before_next
         self._insists = method == "skip"  # the user has declared that changes beside the generators do not matter
@@ -54,8 +71,11 @@ class Bookmark:
         self._takes_in_advance = ahead is not None and not is_sized(loader)
         self._resume: dict[str, Any] | None = None
         self._iterations = 0
+        self._gone_on_before = 0
+        self._asks_in_vain = 0  # that follow from a restart
         # The following describes the iteration that is under way.
         self._running = False
+        self._over = False  # it has come to its end, or was left before that, but may be what a loop goes on with
         self._position: dict[str, Any] | None = None  # where it is to start; None: at its beginning
         self._facts: dict[str, Any] = {}  # the data that the position refers to
         self._begin: dict[str, Any] = {}  # the moment it was started
@@ -65,7 +85,6 @@ class Bookmark:
         self._draws = False  # its batches draw random numbers in this process
         self._drew = False  # its first batch drew random numbers in this process
         self._own_begin: Any = None
-        self._forked: Values | None = None  # attributes of the dataset that persistent workers were started with
         self._taken = 0  # batches that came out of it, skipped ones included
         self._before_last: Randomness | None = None
         self._own_before_last: Any = None
@@ -79,7 +98,9 @@ class Bookmark:
         if self._resume is not None:
             return self._resume
         state: dict[str, Any] = {"gemini": 1, "iterations": self._iterations}
-        if not self._running:
+        if not self._is_iterator and (self._over or self._rests or not self._running):
+            state["left"] = self._between.state()
+        if not self._running or (self._rests and not self._is_iterator):
             return state
         ahead = self._ahead() if self._ahead else 0
         batches = self._taken - ahead
@@ -99,10 +120,11 @@ class Bookmark:
             "first": self._first,
             "sampler": self._sampler,
             "asks": self._asks,
-            "forked": self._forked,
+            "forked": self._between.forked,
             "generators": generator_states(self._parts.generators) if draws_here else {},
             "attributes": here.kept if here and not ahead and self._keeps_attributes else {},
             "lost": lost,
+            "lost_here": self.lost_here if self._active is None and not self._may_lose else [],
             "before_last": self._before_last if ahead else None,
             "workers": self._worker_states(start, batches),
             "own": own,
@@ -116,9 +138,13 @@ class Bookmark:
             return
         under_way = "batches" in state
         self._running = False
-        self._workers = self._new_workers()  # an iteration that came too early has left nothing behind
+        self._between.forget_workers()  # an iteration that came too early has left nothing behind
+        self._over = False
         self._iterations = state["iterations"] - under_way
         self._resume = state if under_way else None
+        if "left" in state:
+            self._between.restore(state["left"])
+            self._gone_on_before = Bookmark.gone_on
 
     def iterate(self, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """The batches of the iterator that ``start`` gives, from the position on.
@@ -128,12 +154,19 @@ class Bookmark:
         if self._active is not None and not self._active():
             return self._beside(start)
         position, self._resume = self._resume, None
+        if position is not None and "left" in position and Bookmark.gone_on > self._gone_on_before:
+            position, self._iterations = None, self._iterations + 1  # that iteration was over when those that go on had begun
         if self._epoch is None:
             self._parts.tell_epoch(self._iterations)
         self._iterations += 1
-        self._running = True
+        self._running, self._over = True, False
         if position is None:
             return self._from_the_beginning(start)
+        Bookmark.gone_on += "left" not in position
+        if "left" in position:
+            log.info("the snapshot was taken after an iteration of the data had ended, at batch %d: it goes on there", position["batches"])
+        if self._workers:
+            self._workers.revived = False
         with unchanged_randomness():
             self._begin, self._first, self._sampler = position["begin"], position["first"], position["sampler"]
             already = self._taken if self._is_iterator else 0  # by an iteration that came too early
@@ -142,10 +175,7 @@ class Bookmark:
             self._load_again(batches, position["batches"])
         if position["attributes"]:
             self._parts.data.give_back(position["attributes"])
-        return self._batches_after(position["before_last"], batches)
-
-    def _new_workers(self) -> WorkerStates | None:
-        return WorkerStates(self._num_workers, self._loader.persistent_workers) if self._num_workers else None
+        return self._batches_after(position["before_last"], position["lost_here"], batches)
 
     def hand_workers_to(self, successor: Bookmark) -> None:
         """Lets another bookmark of the same loader follow the worker processes that live on from what the loader has served before."""
@@ -154,7 +184,7 @@ class Bookmark:
 
     def follow(self, workers: WorkerStates) -> None:
         """Follows worker processes that are there already."""
-        self._workers = workers
+        self._between.workers = workers
 
     def _beside(self, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """The batches of an iteration beside the loop's, by the user's code or for validation; the loop's goes on unharmed."""
@@ -167,7 +197,7 @@ class Bookmark:
     def _from_the_beginning(self, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         if self._is_iterator and self._begin:  # it goes on where it was, so that all of its batches count
             return self._batches(self._started(start))
-        if self._begin and self._way != "own" and not self._insists and not self._remade and (lost := self._parts.born.changes().lost):
+        if self._begin and not self._may_lose and (lost := self._parts.born.changes().lost):
             raise UnsupportedStateError(
                 f"the training data keeps what cannot be kept with a snapshot: {', '.join(lost[:5])} changed since the first epoch began, "
                 "and an epoch that is resumed would not find it. Keep it in small plain attributes (numbers, lists, small tensors), give "
@@ -176,24 +206,24 @@ class Bookmark:
         self._begin, self._first, self._sampler, self._taken = self._parts.moment(), None, None, 0
         self._facts = facts(self._loader)
         self._parts.data.mark()
-        if self._workers and self._workers.persistent and self._forked is None:
-            self._forked = self._begin["attributes"]
-        if self._way == "own" and not self._num_workers:
+        if self._workers and self._workers.persistent and self._between.forked is None:
+            self._between.forked = self._begin["attributes"]
+        if self._way == "own" and not self._num_workers and not self._rests:
             self._own_begin = self._own_state()
         return self._batches(self._started(start))
 
     def _from_the_position(self, start: Callable[[], Iterator[Any]], position: dict[str, Any]) -> Iterator[Any]:
         self._parts.go_back_to(self._begin)
         self._check(position)
-        self._facts, self._forked = position["facts"], position["forked"]
+        self._facts, self._between.forked = position["facts"], position["forked"]
         self._parts.data.mark()
-        if self._forked is not None:
-            self._parts.born.give_back(self._forked, shared=False)  # workers see at once what is written into shared memory
+        if self._between.forked is not None:
+            self._parts.born.give_back(self._between.forked, shared=False)  # workers see at once what is written into shared memory
         own, self._own_begin = position["own"], position["own_begin"]
         if (own := self._own_begin if own is None else own) is not None and self._way == "own":
             self._base.load_state_dict(self._loader, copy.deepcopy(own))
         inner = self._started(start, position)
-        if self._forked is not None:
+        if self._between.forked is not None:
             self._parts.born.give_back(self._begin["attributes"])
         self._drew = self._way == "own" and self._taken < position["batches"]
         if self._first is not None and (self._drew or self._way == "replay"):
@@ -207,7 +237,7 @@ class Bookmark:
             self._workers.start(self._taken, known["workers"] if known else {}, position["lost"] if position else ())
         self.starting = True
         try:
-            inner = start()
+            inner = self._between.start(start)
             if self._workers:
                 self._workers.started()
             return inner
@@ -217,6 +247,15 @@ class Bookmark:
                 self._asks = position["asks"]
 
     def _batches(self, inner: Iterator[Any]) -> Iterator[Any]:
+        return self._until_over(self._watched(inner), self._iterations)
+
+    def _until_over(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
+        try:
+            yield from batches
+        finally:  # it is closed as well, when a loop that was left early forgets it
+            self._over = self._over or (number == self._iterations and self._active is None)
+
+    def _watched(self, inner: Iterator[Any]) -> Iterator[Any]:
         while True:
             if self._before_next is not None:
                 self._before_next(self)
@@ -271,7 +310,8 @@ class Bookmark:
                     "give the run the same data, or start it anew (resume='never')"
                 )
 
-    def _batches_after(self, before_last: Randomness | None, batches: Iterator[Any]) -> Iterator[Any]:
+    def _batches_after(self, before_last: Randomness | None, lost: list[str], batches: Iterator[Any]) -> Iterator[Any]:
+        refuse_gone(set(lost) - set(self.lost_here if lost else ()))
         if before_last is not None:
             set_randomness(before_last)
         yield from batches
@@ -283,11 +323,18 @@ class Bookmark:
         ask once. Those are gone after a restart, so that there is one more question, which is answered like the first.
         """
         self._asks += 1
+        if self._asks_in_vain:
+            self._asks_in_vain = 0
+            return iter(())
         if self._position is None or self._asks <= self._position["asks"]:
-            return self._indices(iter(sampler))
-        with unchanged_randomness():
-            self._parts.go_back_to(self._begin, samplers_only=True)
-            return self._indices(iter(sampler))
+            indices = self._indices(iter(sampler))
+        else:
+            with unchanged_randomness():
+                self._parts.go_back_to(self._begin, samplers_only=True)
+                indices = self._indices(iter(sampler))
+        if self._workers and self._workers.seeded_from is None:
+            self._workers.seeded_from = self._between.seed_source()
+        return indices
 
     def _indices(self, inner: Iterator[Any]) -> Iterator[Any]:
         """The sampler's indices from the position on; remembers from which moment they can be drawn again."""
@@ -316,7 +363,11 @@ class Bookmark:
             "worker_init_fn": RestoringInit(self._loader.worker_init_fn, collate, self._workers.at_start()),
         }
         if self._workers.take_revived():
-            changes["generator"] = torch.Generator()  # their seed was drawn when they were first started
+            self._asks_in_vain = 1  # the new iterator's first one, which it never uses; the workers' own was there already
+            changes["generator"] = torch.Generator()
+            set_generator_states({"": changes["generator"]}, {"": self._workers.seeded_from})
+        else:  # a sampler may draw before the seed is drawn
+            self._workers.seeded_from = None if self.watches_indices else self._between.seed_source()
         return changes
 
     def follow_workers(self, iterator: Any) -> None:
@@ -325,15 +376,29 @@ class Bookmark:
             self._workers.follow(iterator)
 
     @property
+    def _workers(self) -> WorkerStates | None:
+        return self._between.workers
+
+    @property
     def way(self) -> Way:
         """The way in which the next iteration gets to the position; see `gemini_ft.lightning.loader`."""
         return self._way
 
     def changed(self) -> tuple[list[str], list[str]]:
         """Paths of attributes of the data that have changed since the first epoch began: those that are kept, and the others."""
-        kept, lost = self._parts.born.changes()
-        lost += sorted(self._workers.lost) if self._workers else []
+        kept = self._parts.born.changes().kept
+        lost = [*self.lost_here, *sorted(self._workers.lost if self._workers else ())]
         return [f"{path}.{name}" for path, values in kept.items() for name in values], lost
+
+    @property
+    def _may_lose(self) -> bool:
+        """Whether batches do without attributes of the data that cannot be kept, or are not to be refused for them."""
+        return self._way == "own" or self._insists or self._remade or self._rests
+
+    @property
+    def lost_here(self) -> list[str]:
+        """Paths of attributes of the data that have changed in this process since the first epoch began, and cannot be kept."""
+        return self._parts.born.changes().lost
 
     @property
     def watches_indices(self) -> bool:
@@ -344,19 +409,6 @@ class Bookmark:
     def own_position(self) -> Any:
         """The state that the loader itself gives, for files that are read without gemini-ft."""
         return self._own_state() if is_stateful(self._base) else None
-
-    @property
-    def resting_workers(self) -> dict[int, State] | None:
-        """States of persistent workers that wait for the next iteration; None if there are none."""
-        if self._workers is None or not self._workers.persistent:
-            return None
-        return self._workers.resting() if self._loader._iterator is not None or self._workers.revived else None
-
-    def revive_workers(self, states: dict[int, State]) -> None:
-        """Lets the next iteration start workers in the place of those that were resting before a restart."""
-        if self._workers:
-            self._loader._iterator = None  # workers that were started too early
-            self._workers.revive(states)
 
     def _check(self, position: dict[str, Any]) -> None:
         """Refuses a position in other data."""

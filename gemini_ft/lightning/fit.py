@@ -30,6 +30,7 @@ from gemini_ft.lightning.capture import capture, checkpoint_of, complete, restor
 from gemini_ft.lightning.fault_hooks import watch
 from gemini_ft.lightning.inventory import findings, fingerprint
 from gemini_ft.lightning.loader import bookmark_of
+from gemini_ft.lightning.loader_parts import refuse_gone
 from gemini_ft.lightning.options import EpochHooks
 from gemini_ft.lightning.trainer_data import Loading
 from gemini_ft.lightning.trainer_loggers import Logs
@@ -246,19 +247,12 @@ class Fit:
         """Attributes of the training data that have changed and that no snapshot can keep, unless batches do without or they come again."""
         if self._epoch_hooks == "rerun" or self._trainer.strategy._gemini_data_resume == "skip":
             return []
-        loaders = [loader for loader in trainer_loops.training_loaders(self._trainer) if not getattr(loader, "num_workers", 0)]
-        marks = [mark for mark in map(bookmark_of, loaders) if mark is not None and mark.way != "own"]
-        return sorted({path for mark in marks for path in mark.changed()[1]})
+        marks = [mark for mark in map(bookmark_of, trainer_loops.training_loaders(self._trainer)) if mark is not None and mark.way != "own"]
+        return sorted({path for mark in marks for path in mark.lost_here})
 
     def _refuse_lost(self, then: list[str]) -> None:
         """Refuses a snapshot whose data had changed in a way that loading the batches of the epoch again has not repeated."""
-        if gone := sorted(set(then) - set(self._lost())):
-            raise UnsupportedStateError(
-                f"the training had changed {', '.join(gone[:5])} in its data when step {self._iteration} was recorded, and no snapshot can "
-                "have that: what follows would be other batches. Keep it in small plain attributes (numbers, lists, small tensors), give "
-                "the loader state_dict and load_state_dict, or say with data_resume='skip' that batches do not depend on it; and start "
-                "anew (resume='never')"
-            )
+        refuse_gone(set(then) - set(self._lost()))
 
     def _extras(self) -> dict[str, Any]:
         self.live = self._trainer.lightning_module.state_dict() if trainer_checkpoints.is_checkpoint_seen(self._trainer) else {}

@@ -34,6 +34,7 @@ def make_resumable(
     remade: bool = False,
     before_next: Callable[[Bookmark], None] | None = None,
     owner: object = None,
+    rests: bool = False,
 ) -> Any:
     """Gives ``loader`` the methods ``state_dict`` and ``load_state_dict``, and an iteration that heeds them.
 
@@ -51,6 +52,7 @@ def make_resumable(
         active: whether an iteration that starts now is to be watched; the same loader may also serve validation.
         remade: whether a hook that is called again makes anew what the epochs before have left behind in the data.
         before_next: called whenever the loop asks for its next batch.
+        rests: whether its iterations are over whenever its state is asked for, as those of validations are.
         owner: whoever asks; a loader that it has made resumable before stays as it is, with all that is known of the epochs before.
     """
     former = bookmark_of(loader)
@@ -59,7 +61,7 @@ def make_resumable(
     if isinstance(loader, ResumableIterable):
         loader = loader.iterable
     base = _plain_class(loader)
-    bookmark = Bookmark(loader, base, method, ahead, epoch, active, remade, before_next)
+    bookmark = Bookmark(loader, base, method, ahead, epoch, active, remade, before_next, rests)
     bookmark.owner = owner
     if former is not None:
         former.hand_workers_to(bookmark)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.state.generators import generator_states, private_generators, set_generator_states
 from gemini_ft.state.remembered import OF_LOADERS, Attributes
 from gemini_ft.state.rng import randomness, set_randomness
@@ -60,6 +61,10 @@ class LoaderParts:
             return "replay"  # the sampler's state after that iteration is unknown
         in_workers = loader.num_workers > 0 and any(path.startswith(("dataset", "collate")) for path in self.generators)
         return "skip" if method == "skip" or (loader.in_order and not in_workers) else "replay"
+
+    def generator_states(self) -> dict[str, Any]:
+        """The states of the generators, by path."""
+        return generator_states(self.generators)
 
     def tell_epoch(self, epoch: int) -> None:
         """Tells the epoch to all samplers that want to know it."""
@@ -114,6 +119,17 @@ def _length(item: Any) -> int | None:
         return len(item)
     except (TypeError, NotImplementedError):
         return None
+
+
+def refuse_gone(paths: Collection[str]) -> None:
+    """Refuses a snapshot of which attributes of the data are gone that had changed."""
+    if paths:
+        raise UnsupportedStateError(
+            f"the training had changed {', '.join(sorted(paths)[:5])} in its data when the snapshot was taken, and no snapshot can have "
+            "that: what follows would be other batches. Keep it in small plain attributes (numbers, lists, small tensors), give the loader "
+            "state_dict and load_state_dict, or say with data_resume='skip' that batches do not depend on it; and start anew "
+            "(resume='never')"
+        )
 
 
 def is_sized(loader: Any) -> bool:

@@ -190,10 +190,10 @@ class GeminiMixin(Gemini, _Strategy):
         if fit is None:
             return loader
         training, epoch = fit.training_data, functools.partial(trainer_loops.epoch, trainer)
-        if not training.asks:  # of the validation's only workers that live on from one to the next have anything to remember
-            if not getattr(loader, "persistent_workers", False) or any(loader is one for one in trainer_loops.training_loaders(trainer)):
+        if not training.asks:  # the validation's, which may remember something from one to the next
+            if any(loader is one for one in trainer_loops.training_loaders(trainer)):
                 return loader
-            return make_resumable(loader, self._gemini_data_resume, epoch=epoch, active=lambda: not trainer.training, owner=fit)
+            return make_resumable(loader, self._gemini_data_resume, epoch=epoch, active=lambda: not trainer.training, owner=fit, rests=True)
         return make_resumable(
             loader,
             self._gemini_data_resume,

@@ -103,7 +103,7 @@ def loop_extras(trainer: Any) -> dict[str, Any]:
         "since_start": now - getattr(trainer, "_train_start_time", now),
         "since_validation": now - getattr(trainer, "_last_val_time", now),
         "cycles": (combined._idx, list(getattr(combined, "_consumed", ()))),
-        "validation_workers": [mark.resting_workers if mark else None for mark in _validation_marks(trainer)],
+        "validation": [mark.state_dict() if mark else None for mark in _validation_marks(trainer)],
     }
 
 
@@ -119,9 +119,9 @@ def set_loop_extras(trainer: Any, extras: Mapping[str, Any]) -> None:
     combined._idx, consumed = extras["cycles"]
     if consumed:
         combined._consumed = list(consumed)
-    for mark, workers in zip(_validation_marks(trainer), extras["validation_workers"], strict=False):
-        if workers is not None and mark is not None:
-            mark.revive_workers(workers)
+    for mark, state in zip(_validation_marks(trainer), extras["validation"], strict=False):
+        if state is not None and mark is not None:
+            mark.load_state_dict(state)
 
 
 def loaders_at_hand(module: Any) -> list[Any]:

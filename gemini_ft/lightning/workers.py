@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
+from torch.utils.data._utils.worker import _IterableDatasetStopIteration
 
 from gemini_ft.state.generators import private_generators
 from gemini_ft.state.remembered import Attributes, Values
@@ -91,6 +92,8 @@ class WorkerStates:
         lost: attributes that have changed in a worker and cannot be kept.
         drew: whether the first batch of any worker drew random numbers.
         revived: whether the workers that will be started next were resting before a restart.
+        seeded_from: the state of the generator that their seed was drawn from, which is all there is of a worker that has made nothing
+            yet; None before they are started.
     """
 
     def __init__(self, workers: int, persistent: bool) -> None:
@@ -98,6 +101,7 @@ class WorkerStates:
         self.lost: set[str] = set()
         self.drew = False
         self.revived = False
+        self.seeded_from: bytes | None = None
         self._first = 0
         self._rounds: deque[tuple[int, int, State]] = deque(maxlen=2 * workers)  # batch, worker, state after it
         self._latest: dict[int, State] = {}
@@ -114,32 +118,48 @@ class WorkerStates:
 
     def follow(self, iterator: Any) -> None:
         """Takes note of all that comes from the workers of ``iterator``, which is made once if they are persistent."""
-        get_data, followed = type(iterator)._get_data, weakref.ref(iterator)  # which refers to `watched`: see `reference`
+        if not self.persistent:
+            return
+        get_data, early = type(iterator)._get_data, deque[Any]()
+        followed = weakref.ref(iterator)  # which refers to these functions: see `reference`
 
-        def watched() -> Any:
+        def noted() -> Any:
             data = get_data(followed())
-            item = data[1]
-            if isinstance(item, tuple) and not isinstance(item, Stamped):  # torchdata's adds worker and state
-                item = item[0]
+            item = _item_of(data)
             if isinstance(item, Stamped) and item.state is not None:
                 self._arrived[item.worker] = item.state
             return data
 
-        if self.persistent:
-            iterator._get_data = watched
+        def settle() -> None:
+            there: Any = followed()
+            tasks = {index: info[0] for index, info in there._task_info.items() if len(info) == 1 and there._workers_status[info[0]]}
+            for data in early:
+                _cross_off(tasks, data)
+            while tasks:
+                early.append(noted())
+                _cross_off(tasks, early[-1])
+
+        iterator._get_data = lambda: early.popleft() if early else noted()
+        iterator._gemini_settle = settle
 
     def started(self) -> None:
         """Ends the beginning of an iteration, in which persistent workers hand over what they had loaded in vain."""
         if self.persistent:
             self._latest, self._at_start = dict(self._arrived), dict(self._arrived)
 
-    def resting(self) -> dict[int, State]:
-        """The states of persistent workers between two iterations."""
+    def resting(self, iterator: Any) -> dict[int, State]:
+        """The states of persistent workers between two iterations.
+
+        If the one before was left early, they may still be making batches of it, which the next one would wait for: it is waited for here.
+        What has come is kept, so that whoever goes on with ``iterator`` finds it.
+        """
+        if (settle := getattr(iterator, "_gemini_settle", None)) is not None:
+            settle()
         return dict(self._arrived)
 
-    def revive(self, states: Mapping[int, State]) -> None:
+    def revive(self, states: Mapping[int, State], seeded_from: bytes | None) -> None:
         """Makes the next iteration start workers in the place of those that were ``resting`` before a restart."""
-        self._arrived, self.revived = dict(states), True
+        self._arrived, self.seeded_from, self.revived = dict(states), seeded_from, True
 
     def take_revived(self) -> bool:
         """Whether the workers that are being started were resting before a restart."""
@@ -178,3 +198,17 @@ class WorkerStates:
             if index < batch:
                 states[worker] = state
         return states
+
+
+def _item_of(data: Any) -> Any:
+    """The batch, or the word of its end, in what came from a worker; torchdata's add worker and state."""
+    item = data[1]
+    return item[0] if isinstance(item, tuple) and not isinstance(item, Stamped) else item
+
+
+def _cross_off(tasks: dict[int, int], data: Any) -> None:
+    """Removes from ``tasks`` (number -> worker) what a worker has answered: all of its own if it has come to the end of its data."""
+    tasks.pop(data[0], None)
+    if isinstance(item := _item_of(data), _IterableDatasetStopIteration):
+        for index in [index for index, worker in tasks.items() if worker == item.worker_id]:
+            del tasks[index]

@@ -156,12 +156,12 @@ class Attributes:
         first, version, stayed = self._came.get(path, (weakref.ref(value), value._version, True))
         self._came[path] = first, version, stayed and first() is value and value._version == version
 
-    def give_back(self, values: Values, below: str = "", shared: bool = True) -> None:
+    def give_back(self, values: Values, below: str | tuple[str, ...] = "", shared: bool = True) -> None:
         """Sets all plain attributes to their values at the mark, but for ``values``.
 
         Args:
             values: as :class:`AttributeChanges` has them.
-            below: only those of objects whose path begins with this.
+            below: only those of objects whose path begins with this, or with one of these.
             shared: whether values in memory that processes share are set too.
         """
         for path, item in self._objects.items():

@@ -148,6 +148,17 @@ def test_an_owner_that_has_gone_on_will_not_complete_what_it_left() -> None:
     assert decisions == [Abort(version(1), f"rank 1 has gone on to {version(2)} without it")]
 
 
+def test_whoever_has_finished_completes_nothing_more() -> None:
+    """Section 7: "nobody waits for what cannot come". With uneven inputs other ranks make more steps; what is on its way is not undone."""
+    book, gone = ledger(), "rank 0 has finished without it"
+    assert report(book, version(1), (0, "a"), (0, "b"), (1, "b")) == []
+    assert report(book, version(2), (1, "b")) == []
+    assert book.finish(0) == [Abort(version(2), gone)]
+    assert book.finish(0) == []
+    assert report(book, version(3), (1, "b")) == [Abort(version(3), gone)]
+    assert report(book, version(1), (1, "a")) == [Commit(version(1), freeze=False)]
+
+
 def test_ranks_that_disagree_on_the_layout_stop_the_job() -> None:
     """Section 3: "An iteration counts only if all ranks agree on the hash of the layout." """
     book = ledger()

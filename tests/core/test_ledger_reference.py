@@ -54,7 +54,8 @@ class History:
         self.now += rng.choice([0.0, 0.1, 1.0, 4.0])
         bundles = 8 if self._bundled else 0
         weights = [10, 1, 0.5, 5, 0.5, 1, 0, bundles, bundles / 8] if self.is_calm else [4, 10, 1, 3, 1, 2, bundles, bundles, bundles / 4]
-        name = rng.choices(["round", "report", "skip", "tick", "rejoin", "upload", "bundle", "gather", "skip_together"], weights)[0]
+        kinds = ["round", "report", "skip", "tick", "rejoin", "upload", "bundle", "gather", "skip_together", "finish"]
+        name = rng.choices(kinds, [*weights, 0.1])[0]
         return getattr(self, f"_{name}")()
 
     def _tell(self, *args: object, call: str) -> list[list[Decision]]:
@@ -134,6 +135,9 @@ class History:
         return [
             sorted(deepcopy(each), key=lambda abort: abort.version) for each in told
         ]  # any of these owners can be the one that is named
+
+    def _finish(self) -> list[list[Decision]]:
+        return self._tell(self.rng.choice(list(self.holders)), call="finish")
 
     def _tick(self) -> list[list[Decision]]:
         self.now += self.rng.choice([0.0, TIMEOUT])

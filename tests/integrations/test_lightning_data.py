@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections.abc import Callable
 from multiprocessing import Array, RawValue, Value
 from pathlib import Path
@@ -43,6 +44,7 @@ SUITE = {
     "shared-epoch": Cell({"kind": "stream"} | PERSISTENT, ["0:0:2"]),
     "one-loader": Cell({"one_loader": True, "kind": "stream"} | PERSISTENT | {"trainer": {"num_sanity_val_steps": 2}}, ["0:1:1"]),
     "callbacks": Cell(CALLBACKS, ["0:1:2:end"]),
+    "validations": Cell({"validation": ["shuffled", "noise", "private", "iterator"]} | PERSISTENT, ["1:1:2"]),
 }
 EARLY = {
     "steps-in-setup": Cell({"early": "steps@setup"} | PERSISTENT, ["0:0:3"]),
@@ -56,6 +58,10 @@ EARLY = {
         {"one_loader": True} | PERSISTENT | {"trainer": {"limit_val_batches": 1.0, "num_sanity_val_steps": 0}}, ["1:1:2"]
     ),
     "limited": Cell({"trainer": {"limit_train_batches": 3}} | PERSISTENT, ["0:1:1"]),
+    "validations-killed-often": Cell(
+        {"validation": ["shuffled", "noise", "private"]} | PERSISTENT | {"trainer": {"val_check_interval": 2}}, ["0:0:3", "1:1:1"]
+    ),
+    "validations-of-one-dataset": Cell({"kind": "drawing", "one_dataset": True}, ["0:0:3", "1:1:2"]),
     "callbacks-killed-often": Cell(CALLBACKS, ["0:0:2", "1:1:0", "0:1:3:end", "0:1:4:end", "0:2:1"]),
 }
 KINDS, WORKERS = ["table", "stream", "stateful-table", "stateful-stream", "stateful-cursor"], ["0", "2", "persistent"]
@@ -71,8 +77,41 @@ def of_table(kind: str, workers: str) -> dict[str, Cell]:
     return cells
 
 
+def drawn(seed: int) -> dict[str, Cell]:
+    """Five cells of whatever goes together, in which ranks are killed once or more often."""
+    rng, cells = random.Random(seed), {}
+    for number in range(5):
+        kind = rng.choice([*KINDS, "stream", "drawing", "iterator"])
+        epochs = rng.choice([3, 4])
+        trainer = {
+            "max_epochs": epochs,
+            "reload_dataloaders_every_n_epochs": rng.choice([0, 0, 1, 2, 3]),
+            "accumulate_grad_batches": rng.choice([1, 1, 2, 3]),
+            "limit_train_batches": rng.choice([3, 4] if kind == "iterator" else [1.0, 1.0, 3, 4]),
+            "limit_val_batches": rng.choice([1, 2, 1.0]),
+            "num_sanity_val_steps": rng.choice([0, 1, 2]),
+            "val_check_interval": rng.choice([1.0, 1.0, 2]),
+            "check_val_every_n_epoch": rng.choice([1, 1, 2]),
+        }
+        options: dict[str, Any] = {"kind": kind, "workers": rng.choice(WORKERS), "trainer": trainer}
+        sharing = "one_dataset" if kind == "drawing" and options["workers"] == "0" else "one_loader"
+        if rng.random() < 0.2 and kind != "iterator":
+            trainer |= {"val_check_interval": 1.0}
+            options[sharing] = True
+        elif rng.random() < 0.8:
+            options["validation"] = rng.sample(["table", "shuffled", "noise", "private"], rng.choice([1, 2]))
+            if isinstance(trainer["limit_val_batches"], int) and rng.random() < 0.3:
+                options["validation"].append("iterator")
+        if rng.random() < 0.2:
+            options["early"] = rng.choice(["steps@setup", "steps@configure_optimizers", "batch@on_train_batch_end"])
+        moments = sorted({(rng.randrange(epochs), rng.randrange(3)) for _ in range(rng.choice([1, 2, 3]))})
+        cells[f"seed-{seed}-{number}"] = Cell(options, [f"{rng.randrange(2)}:{epoch}:{batch}" for epoch, batch in moments])
+    return cells
+
+
 JOBS: dict[str, Callable[[], dict[str, Cell]]] = {"suite": lambda: SUITE, "early": lambda: EARLY}
 JOBS |= {f"{kind}-{workers}": functools.partial(of_table, kind, workers) for kind in KINDS for workers in WORKERS}
+JOBS |= {f"seed-{seed}": functools.partial(drawn, seed) for seed in range(8)}
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import gemini_ft
 from gemini_ft.errors import ConfigError
 
 SCRIPT = """
-import contextlib, os, pathlib, signal, sys
+import contextlib, itertools, os, pathlib, signal, sys
 import torch
 import gemini_ft
 from torch import nn
@@ -27,6 +27,18 @@ gemini_ft.init_process_group("gloo")
 torch.set_num_threads(1)
 rank = torch.distributed.get_rank()
 data = TensorDataset(torch.arange(64.0).reshape(32, 2))
+
+class Noise(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return torch.rand(2) + index
+
+def validations(kind):
+    if kind != "validated":
+        return []
+    return [(DataLoader(Noise(), batch_size=4, num_workers=2, persistent_workers=True), 3), (DataLoader(Noise(), batch_size=16), None)]
 
 def loader_of(kind):
     if kind == "shuffle":
@@ -40,14 +52,16 @@ def train(kind, is_protected, kill_at=()):
     torch.manual_seed(rank)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    loader, epoch, checkpointer, steps = loader_of(kind), 0, None, 0
+    loader, beside, epoch, checkpointer, steps, seen = loader_of(kind), validations(kind), 0, None, 0, 0.0
     with contextlib.ExitStack() as stack:
         if is_protected:
             loader = loader if kind == "raw" else gemini_ft.resumable(loader)
             state = {} if kind == "raw" else {"loader": loader}
+            state |= {f"validation {number}": gemini_ft.resumable(one) for number, (one, _) in enumerate(beside)}
             checkpointer = gemini_ft.Checkpointer(model, optimizer, state=state, name=kind, on_late="wait")
             stack.enter_context(checkpointer)
             steps, epoch = checkpointer.resume(), checkpointer.scalars.get("epoch", 0)
+            seen = checkpointer.scalars.get("seen", 0.0)
         for epoch in range(epoch, 3):
             if (set_epoch := getattr(getattr(loader, "sampler", None), "set_epoch", None)) is not None:
                 set_epoch(10 + epoch)
@@ -58,15 +72,18 @@ def train(kind, is_protected, kill_at=()):
                 optimizer.step()
                 steps += 1
                 if checkpointer is not None:
-                    checkpointer.step(epoch=epoch)
+                    checkpointer.step(epoch=epoch, seen=seen)
                     done = pathlib.Path(f"killed-{kind}-{steps}")
                     if steps in kill_at and rank == 0 and not done.exists():
                         done.touch()
                         checkpointer.flush()
                         os.kill(os.getpid(), signal.SIGKILL)
+            for one, limit in beside:
+                for batch in itertools.islice(one, limit):
+                    seen = seen / 2 + batch.sum().item()
     weights = [param.detach().double().sum().item().hex() for param in model.parameters()]
     end = pathlib.Path(f"end-{sys.argv[1]}-{rank}-{kind}-{'gemini' if is_protected else 'plain'}")
-    end.write_text(f"{steps} {weights} {torch.rand(()).item().hex()}")
+    end.write_text(f"{steps} {seen} {weights} {torch.rand(()).item().hex()}")
 
 for kind in sys.argv[2].split(","):
     if sys.argv[1] == "undisturbed":
@@ -90,8 +107,8 @@ def run(folder: Path, *arguments: str) -> tuple[dict[tuple[str, str, str], str],
 
 
 def test_every_kind_of_loader_goes_on_with_the_same_bits_and_one_that_cannot_is_named(tmp_path: Path) -> None:
-    kinds = ["shuffle", "sampler", "workers", "iterable"]
-    expected, output = run(tmp_path, "undisturbed", ",".join([*kinds, "raw"]))
+    kinds = ["shuffle", "sampler", "workers", "iterable", "validated"]
+    expected, output = run(tmp_path, "undisturbed", ",".join(["raw", *kinds]))
     for rank in "01":
         for kind in [*kinds, "raw"]:
             assert expected[rank, kind, "gemini"] == expected[rank, kind, "plain"], kind

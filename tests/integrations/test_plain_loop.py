@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,32 @@ class TestSameBits:
     )
     def test_whatever_a_step_is(self, tmp_path: Path, case: Case) -> None:
         check(tmp_path, case, 2, KILLED, 3)
+
+
+def train_unevenly(steps: int) -> float:
+    """Each rank makes one step more than the one before it; returns how long the farewell took, in seconds."""
+    gemini_ft.init_process_group("gloo")
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with gemini_ft.Checkpointer(model, optimizer) as checkpointer:
+        checkpointer.resume()
+        with model.join():
+            for step in range(steps + int(os.environ["RANK"])):
+                model(torch.randn(6, 4)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step()
+                if step < steps:
+                    checkpointer.flush()
+                else:
+                    time.sleep(0.5)  # the copy is whole before the end of `join` writes to the weights
+        begin = time.monotonic()
+    return time.monotonic() - begin
+
+
+def test_with_uneven_inputs_nobody_waits_for_a_rank_that_has_finished(tmp_path: Path) -> None:
+    with World(tmp_path, 2) as ranks:
+        assert max(ranks.outcome(train_unevenly, 4)) < 10  # less than the timeout, after which a snapshot is given up
 
 
 # -- what does not change

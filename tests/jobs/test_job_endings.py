@@ -180,6 +180,9 @@ def test_a_finished_job_leaves_nothing_behind(command: Command) -> None:
     assert command.status(command.start(5)) == 0
     eventually(lambda: command.agent() is None, "the leaving of the agent")
     assert [event["finished"] for event in command.events("left")] == [True] * len(command.workers())
+    if command.name == "gemini run":
+        assert command.status(command.start(5)) == 0
+        assert not command.events("resumed")
 
 
 @pytest.mark.parametrize(("width", "seconds"), [(4, 2.0), (4_000_000, 1.5)], ids=["soon over", "of 12 seconds"])

@@ -182,12 +182,12 @@ def stored(folder: Folder) -> list[int]:
 
 
 def test_the_last_steps_of_a_job_that_ends_well_are_stored_and_the_same_command_goes_on_behind_them(folder: Folder) -> None:
-    assert folder.start(LIMITED, STEPS="3", CLOSES="0") == 0, folder.output
-    eventually(lambda: agent_pid(folder.run, "here") is None, "the leaving of the agent")
-    assert stored(folder) == [3]
-    assert folder.start(LIMITED, STEPS="13", AT_END="0") == 0, folder.output
-    assert {event["iteration"] for event in folder.events("resumed")} == {3}
-    assert stored(folder) == [3, 10]
+    for steps, at_end, last in (("3", "1", 3), ("3", "1", 3), ("13", "0", 10), ("13", "0", 10)):
+        assert folder.start(LIMITED, ranks=1, STEPS=steps, AT_END=at_end, CLOSES="0") == 0, folder.output
+        eventually(lambda: agent_pid(folder.run, "here") is None, "the leaving of the agent")
+        assert stored(folder)[-1] == last
+    # The second one has had nothing to do, and the last one three steps.
+    assert [event["iteration"] for event in folder.events("resumed")] == [3, 3, 10]
 
 
 CHANGES_ITS_DATA = """
@@ -202,7 +202,7 @@ class Memory(torch.utils.data.IterableDataset):
 
 class Learner(BoringModel):
     def train_dataloader(self):
-        return torch.utils.data.DataLoader(memory, batch_size=None)
+        return torch.utils.data.DataLoader(memory, batch_size=None, num_workers=int(os.environ["LOADING"]))
     def training_step(self, batch, index):
         memory.seen = [*(memory.seen or ()), *[index] * 40]
         return super().training_step(batch, index)
@@ -213,8 +213,32 @@ L.Trainer(strategy="gemini", accelerator="cpu", devices=1, max_epochs=1, limit_v
 """
 
 
-def test_a_snapshot_whose_data_is_lost_is_not_resumed(folder: Folder) -> None:
+CHANGES_ITS_DATA_PLAINLY = """
+import gemini_ft
+
+class Memory(torch.utils.data.Dataset):
+    seen = None
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return torch.ones(4)
+
+memory, model = Memory(), torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = gemini_ft.resumable(torch.utils.data.DataLoader(memory, num_workers=int(os.environ["LOADING"])))
+with gemini_ft.Checkpointer(model, optimizer, state={"loader": loader}) as checkpointer:
+    checkpointer.resume()
+    for batch in loader:
+        memory.seen = [*(memory.seen or ()), *[0] * 40]
+        model(batch).sum().backward()
+        optimizer.step()
+        checkpointer.step()
+"""
+
+
+@pytest.mark.parametrize(("script", "workers"), [(CHANGES_ITS_DATA, 0), (CHANGES_ITS_DATA, 2), (CHANGES_ITS_DATA_PLAINLY, 2)])
+def test_a_snapshot_whose_data_is_lost_is_not_resumed(folder: Folder, script: str, workers: int) -> None:
     """A replay buffer that has outgrown what is kept: in a process that begins anew it is empty, and nothing seems to be lost."""
     faults = {"GEMINI_FAULTS": "step=4:rank=0:sigkill", "GEMINI_FAULTS_DIR": str(folder.path), "GEMINI_ON_LATE": "wait"}
-    assert folder.start(CHANGES_ITS_DATA, ranks=1, **faults) == 70, folder.output
-    assert "the training had changed dataset.seen in its data when step 3 was recorded, and no snapshot can have that" in folder.output
+    assert folder.start(script, ranks=1, LOADING=str(workers), **faults) == 70, folder.output
+    assert "the training had changed dataset.seen in its data when the snapshot was taken, and no snapshot can have that" in folder.output

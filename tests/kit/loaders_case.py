@@ -102,9 +102,49 @@ class Endless:
         return torch.stack(list(itertools.islice(self._samples, self._batch)))
 
 
+class Noise(Stream):
+    def sample(self, index: int) -> torch.Tensor:
+        return super().sample(index) * random.random()
+
+
+class Drawing(Stream):
+    """Draws from a generator of its own, for training and validation alike."""
+
+    def __init__(self, shard: float) -> None:
+        super().__init__(shard)
+        self._generator = random.Random(RANK)
+
+    def sample(self, index: int) -> torch.Tensor:
+        return super().sample(index) * self._generator.random()
+
+
+class Private(Table):
+    """Augments from a generator of its own, and less with every sample that it has given out."""
+
+    def __init__(self, shard: float) -> None:
+        super().__init__(shard)
+        self._generator, self._given = random.Random(RANK), 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self._given += 1
+        return super().__getitem__(index) * self._generator.random() / self._given
+
+
+def remembering(workers: dict[str, Any]) -> dict[str, Any]:
+    """Loaders of validations that remember something from one to the next."""
+    return {
+        "table": DataLoader(Table(0.5), BATCH, **workers),
+        "shuffled": DataLoader(Table(0.5), BATCH, shuffle=True, **workers),
+        "noise": DataLoader(Noise(0.5), BATCH, **workers),
+        "private": DataLoader(Private(0.5), BATCH, shuffle=True, generator=torch.Generator().manual_seed(3)),
+        "iterator": Endless(Stream(0.5), BATCH),
+    }
+
+
 KINDS: dict[str, tuple[Any, Any]] = {
     "table": (DataLoader, Table),
     "stream": (DataLoader, Stream),
+    "drawing": (DataLoader, Drawing),
     "iterator": (Endless, Stream),
     "stateful-table": (StatefulDataLoader, Table),
     "stateful-stream": (StatefulDataLoader, Stream),
@@ -129,7 +169,7 @@ class Data(L.LightningDataModule):
         super().__init__()
         self._options, self._record = options, record
         self.made = 0
-        self._one = make_loader(options, 0.0) if options.get("one_loader") else None
+        self._one = make_loader(options, 0.0) if options.get("one_loader") or options.get("one_dataset") else None
 
     def train_dataloader(self) -> Any:
         if self._one is not None:
@@ -140,10 +180,12 @@ class Data(L.LightningDataModule):
 
     def val_dataloader(self) -> Any:
         if self._one is not None:
-            return self._one
+            return self._one if self._options.get("one_loader") else DataLoader(self._one.dataset, BATCH)
         assert self.trainer is not None
-        # In order, and without augmentation: of batches that persistent workers have made in vain nothing is known.
-        return DataLoader(Stream(self.trainer.current_epoch), BATCH, **WORKERS[self._options.get("workers", "0")])
+        workers = WORKERS[self._options.get("workers", "0")]
+        if kinds := self._options.get("validation"):
+            return [loader for kind, loader in remembering(workers).items() if kind in kinds]
+        return DataLoader(Stream(self.trainer.current_epoch), BATCH, **workers)
 
 
 class Module(L.LightningModule):
@@ -197,11 +239,11 @@ class Module(L.LightningModule):
         if self.trainer.global_step % 5 == 0:
             self.wake("on_train_batch_end")
 
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch: torch.Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
         loss = self.net(batch).square().mean()
         self.log("val", loss, sync_dist=True)
         when = "sanity check" if self.trainer.sanity_checking else f"validation {self.current_epoch} {self.global_step}"
-        self._record.note(f"{when} batch {batch_idx}", batch, loss)
+        self._record.note(f"{when} loader {dataloader_idx} batch {batch_idx}", batch, loss)
 
 
 class Best(ModelCheckpoint):
@@ -271,8 +313,8 @@ def train(folder: Path, strategy: str, options: dict[str, Any], record: Record) 
     Args:
         folder: the cell's.
         strategy: the Trainer's.
-        options: kind, workers: of the loaders; one_loader: the same for training and validation; early: "WHAT@HOOK", see `Module.wake`;
-            trainer: its arguments; callbacks: names.
+        options: kind, workers: of the loaders; one_loader, one_dataset: the same for training and validation; validation: kinds of its
+            own, see `remembering`; early: "WHAT@HOOK", see `Module.wake`; trainer: its arguments; callbacks: names.
         record: what happens is written down there.
     """
     L.seed_everything(7, workers=True, verbose=False)

@@ -48,6 +48,7 @@ class ReferenceLedger:
         self._rounds: dict[Version, _Round] = {}
         self.aborted: dict[Version, str] = {}  # above the committed one -> reason
         self._passed: dict[int, Version] = {}  # owner -> newest version it has spoken of
+        self._finished: set[int] = set()
         self._records: dict[int, str] = {}
 
     # -- reports
@@ -69,6 +70,11 @@ class ReferenceLedger:
         if self._is_own(report):
             decisions += self._overtaken(report.owner, report.version)
         return decisions + self._judge(report.version, current, now)
+
+    def finish(self, owner: int) -> list[Decision]:
+        """Takes note that an owner has finished: it has no snapshot but those that it has completed."""
+        self._finished.add(owner)
+        return [decision for version in sorted(self._rounds) for decision in self._judge_passed(version)]
 
     def tick(self, now: float, absent: Collection[str] = ()) -> list[Decision]:
         """Leaves out holders that keep the others waiting; the owner's own copy always counts.
@@ -224,9 +230,10 @@ class ReferenceLedger:
 
     def _judge_passed(self, version: Version) -> list[Decision]:
         acks = self._rounds[version].acks
-        for owner, at in sorted(self._passed.items()):
-            if at > version and (owner, self.holders[owner][0]) not in acks:
-                return self._abort(version, f"rank {owner} has gone on to {at} without it")
+        for owner in sorted(self._passed.keys() | self._finished):
+            at, has_finished = self._passed.get(owner), owner in self._finished
+            if (has_finished or (at is not None and at > version)) and (owner, self.holders[owner][0]) not in acks:
+                return self._abort(version, f"rank {owner} has {'finished' if has_finished else f'gone on to {at}'} without it")
         return []
 
     def _judge(self, version: Version, current: _Round, now: float) -> list[Decision]:

@@ -84,6 +84,7 @@ def test_another_error_is_not(other: dict[str, Any], endings: Any, tmp_path: Pat
         (["DistBackendError", "DistError", "RuntimeError"], "no"),
         (["RuntimeError"], "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31415"),
         (["AcceleratorError", "RuntimeError"], "an illegal memory access"),
+        (["RuntimeError"], "DataLoader worker (pid 9992) is killed by signal: Terminated. "),
         (["ConnectionResetError", "ConnectionError", "OSError"], "reset"),
         (["SystemExit", "BaseException", "RuntimeError"], "SystemExit: sorry, after RuntimeError: Connection closed by peer"),
         ([], ""),

@@ -31,7 +31,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.cli import main as cli
 from gemini_ft.launch import launcher
 from gemini_ft.launch.run_id import default_run_id
-from gemini_ft.storage.checkpoints import body_checksum
+from gemini_ft.storage.checkpoints import FORMAT_VERSION, body_checksum
 from gemini_ft.wire.worker_messages import GetStatus, Leave, Ping, to_agent
 
 GEMINI_RUN = ("gemini_ft.cli.main", "run")
@@ -694,7 +694,7 @@ def test_what_another_version_has_kept_is_refused_once(launch: Callable[..., Job
             folder = store / "versions" / "main" / "step-00000003-inc-1-nonce"
             folder.mkdir(parents=True)
             (folder / "manifest.json").write_text(json.dumps({**body, "xxh3": body_checksum(body)}))
-            said = "this gemini_ft reads format 2; use the gemini_ft that wrote it ({'gemini_ft': '0.0.1'})"
+            said = f"this gemini_ft reads format {FORMAT_VERSION}; use the gemini_ft that wrote it ({{'gemini_ft': '0.0.1'}})"
         else:
             agent = stack.enter_context(subprocess.Popen([sys.executable, "-c", OTHER_AGENT]))
             stack.callback(agent.kill)

@@ -29,6 +29,7 @@ SMALL_STATE = [
     "deepspeed.state:EngineState.__init__",
     "deepspeed.state:EngineState.extras",
     "huggingface:_Protection.save",
+    "lightning.between:Between.state",
     "lightning.bookmark:Bookmark.state_dict",
     "lightning.capture:capture",
     "lightning.fabric:GeminiFabricMixin._gemini_save",
@@ -60,9 +61,9 @@ class Kept(NamedTuple):
 
 KEPT = {
     "storage.checkpoints.FORMAT_VERSION": Kept(
-        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, marks.Mark, LAYOUT, *SMALL_STATE], "1c9bf4985a0c665e"
+        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, marks.Mark, LAYOUT, *SMALL_STATE], "8c05fd0d958503ce"
     ),
-    "agent.memory.FORMAT": Kept(memory.FORMAT, ["agent.memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "eabd56c208dbd433"),
+    "agent.memory.FORMAT": Kept(memory.FORMAT, ["agent.memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "01f71b258e7fb365"),
     "wire.messages.PROTOCOL_VERSION": Kept(
         messages.PROTOCOL_VERSION,
         [peer_messages.Claims, peer_messages.PeerMessage, worker_messages.ToAgent, worker_messages.ToWorker],

@@ -1,0 +1,113 @@
+"""The state that the iterations of a loader leave behind for the next one: generators, attributes, and worker processes that live on.
+
+A validation may be left early (``limit_val_batches``, the sanity check), so that workers have loaded batches in vain. They are at rest
+only once they have made all that they were asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gemini_ft.lightning.loader_parts import LoaderParts, reference
+from gemini_ft.lightning.workers import WorkerStates
+from gemini_ft.state.generators import set_generator_states
+from gemini_ft.state.remembered import Values
+
+log = logging.getLogger(__name__)
+_OF_WORKERS = ("dataset", "collate")  # the parts that worker processes have copies of
+
+
+class Between:
+    """A loader between two iterations.
+
+    Args:
+        loader: the loader.
+        parts: its parts.
+        rests: whether it is a validation's: its iterations are over whenever its state is asked for.
+        insists: whether the user has declared that changes beside the generators do not matter.
+
+    Attributes:
+        workers: the states of its worker processes; None where nothing of them is needed.
+        forked: attributes of the dataset that persistent workers were started with; None before that.
+    """
+
+    def __init__(self, loader: Any, parts: LoaderParts, *, rests: bool, insists: bool) -> None:
+        self._reference, self._parts, self._says = reference(loader), parts, rests and not insists
+        persistent = getattr(loader, "persistent_workers", False)
+        self._workers = getattr(loader, "num_workers", 0) if persistent or not rests else 0
+        self.workers = self._new_workers()
+        self.forked: Values | None = None
+        self._named: set[str] = set()
+
+    @property
+    def _loader(self) -> Any:
+        return self._reference()
+
+    def forget_workers(self) -> None:
+        """Forgets what came from the workers of an iteration that was begun too early."""
+        self.workers = self._new_workers()
+
+    def _new_workers(self) -> WorkerStates | None:
+        return WorkerStates(self._workers, self._loader.persistent_workers) if self._workers else None
+
+    def state(self) -> dict[str, Any]:
+        """The state, as plain data."""
+        kept, lost = self._parts.born.changes()
+        iterator, workers = getattr(self._loader, "_iterator", None), None
+        if self.workers and self.workers.persistent and (iterator is not None or self.workers.revived):
+            if self.workers.seeded_from is None:
+                lost = [*lost, "its persistent workers, which had been started before"]
+            else:
+                workers = self.workers.resting(iterator)
+        self._name(lost)
+        return {
+            "generators": self._parts.generator_states(),
+            "attributes": kept,
+            "workers": workers,
+            "seeded_from": self.workers.seeded_from if self.workers else None,
+            "forked": self.forked,
+            "named": sorted(self._named),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Puts the result of `state` back. Workers are started with the next iteration."""
+        set_generator_states(self._parts.generators, state["generators"])
+        self._parts.born.give_back(state["attributes"])
+        self._named.update(state["named"])
+        if self.workers and state["workers"] is not None:
+            self._loader._iterator = None  # workers that were started too early
+            self.workers.revive(state["workers"], state["seeded_from"])
+            self.forked = state["forked"]
+
+    def start(self, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """The iterator that ``start`` gives; workers in the place of those at rest see the dataset that those saw."""
+        if not self.workers or not self.workers.revived or self.forked is None:
+            return start()
+        now = self._parts.born.changes().kept
+        self._parts.born.give_back(self.forked, _OF_WORKERS, shared=False)
+        inner = start()
+        self._parts.born.give_back(now, _OF_WORKERS, shared=False)
+        return inner
+
+    def seed_source(self) -> bytes:
+        """The state of the generator that the seed of new workers is drawn from."""
+        generator = self._loader.generator if self._loader.generator is not None else torch.default_generator
+        return generator.get_state().numpy().tobytes()
+
+    def _name(self, lost: list[str]) -> None:
+        """Says once in a job, on its first rank, what a validation changes and no snapshot can have."""
+        fresh = sorted(set(lost) - self._named) if self._says else []
+        self._named.update(fresh)
+        if fresh and not (dist.is_initialized() and dist.get_rank()):
+            log.warning(
+                "the validation's loader of a %s changes %s, which no snapshot can have: after a failure its batches may be others than "
+                "without one. Keep it in small plain attributes (numbers, lists, small tensors) that are there from the beginning, or say "
+                "with data_resume='skip' that batches do not depend on it",
+                type(getattr(self._loader, "dataset", self._loader)).__name__,
+                ", ".join(fresh[:5]),
+            )
