@@ -182,6 +182,12 @@ def has_left(state: Any, name: str) -> bool:
     return name in members
 
 
+def absent(state: Any) -> list[str]:
+    """The names of hosts that have taken part in a complete round, have not said that they ended, and have no place in this one."""
+    names = getattr(state, _NAMES, {})
+    return sorted(members_of(state) - {names.get(node) for node in state.participants})
+
+
 def _took_part(state: Any, nodes: Iterable[Any]) -> list[Any]:
     """Selects the launchers whose hosts have taken part in a complete round."""
     names, members = getattr(state, _NAMES, {}), members_of(state)

@@ -128,6 +128,37 @@ def test_hosts_that_miss_others_look_where_the_rendezvous_has_moved(places: Plac
     assert stays.store.port == moves.store.port == ports[1]
 
 
+def write(side: Standby, number: int, world: str, host: str, complete: bool = True) -> None:
+    """A rendezvous in which a host has a place and shows that it lives."""
+    found = _RendezvousState()
+    node = _NodeDesc(host, 1, 0)
+    found.round, found.complete, found.participants = number, complete, {node: 0}
+    found.last_heartbeats[node] = datetime.now(UTC)
+    setattr(found, "gemini_world", world)  # noqa: B010  # as spares.py does
+    token = side.get_state()
+    side.set_state(pickle.dumps(found), token[1] if token is not None else None)
+
+
+def test_a_host_that_was_cut_off_with_a_store_comes_back_to_where_the_job_is_at_work(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it has moved to its store later than the job to its own."""
+    monkeypatch.setattr(stores, "LOOK_SECONDS", 0.0)
+    ports, beyond = (places.serve(), places.serve()), places.serve()
+    job, cut = launcher(*ports), launcher(beyond, ports[1])
+    write(job, 3, "world", "host0")
+    write(cut, 3, "world", "host1")
+    places.lose(beyond)
+    write(cut, 4, "world", "host1", complete=False)
+    cut._endpoints = [(HERE, port) for port in ports]
+    looks = 0
+    while cut.store.port != ports[0] and (looks := looks + 1) < 20:  # a store that answers late counts in the next look
+        write(job, 4, "another", "host0")
+        seen(cut)
+    assert cut.store.port == ports[0]
+    assert seen(cut) == seen(job)
+
+
 @pytest.fixture
 def start_stopped() -> Iterator[Callable[[], tuple[int, Callable[[], None]]]]:
     """Starts a store in a process; returns its port, and stops it when asked to."""
@@ -242,15 +273,6 @@ def test_of_two_worlds_that_meet_the_one_that_has_not_come_as_far_ends_and_copie
     monkeypatch.setattr(stores, "LOOK_SECONDS", 0.0)
     ports = places.serve(), places.serve()
     sides = launcher(*ports), launcher(ports[1])
-
-    def write(side: Standby, number: int, world: str, host: str) -> None:
-        found = _RendezvousState()
-        node = _NodeDesc(host, 1, 0)
-        found.round, found.complete, found.participants = number, True, {node: 0}
-        found.last_heartbeats[node] = datetime.now(UTC)
-        setattr(found, "gemini_world", world)  # noqa: B010  # as spares.py does
-        token = side.get_state()
-        side.set_state(pickle.dumps(found), token[1] if token is not None else None)
 
     def look() -> bool:
         for _ in range(3):  # whether the others live is seen by their signs of life
