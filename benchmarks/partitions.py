@@ -251,7 +251,7 @@ class Campaign:
         import torch
 
         try:
-            assert_same_bits(self.folder)
+            assert_same_bits(self.folder, self.this.hosts)
         except AssertionError as error:
             raise Failure(f"the job ended with other bits: {error}") from None
         ended = int(torch.load(self.folder / "weights")["steps"])
