@@ -68,6 +68,7 @@ class Host:
     patience: float  # seconds for which it leaves an open round to others, unless it belongs to the job
     name: str = field(default_factory=lasting_name)
     has_taken_part: bool = False
+    world: str | None = None  # of the last complete round that it found its place in
     is_fixed: Callable[[], bool] = lambda: False  # whether the state of its workers can be loaded by the same number of ranks only
 
 
@@ -133,7 +134,7 @@ class PatientJoin:
             return _Action.REMOVE_FROM_WAIT_LIST  # it is not needed any more: torch's next decision makes it a spare
         action = self._join(ctx, deadline)
         if action == _Action.FINISH:
-            self._host.has_taken_part = True
+            self._host.has_taken_part, self._host.world = True, world_of(state)
         is_new = action == _Action.ADD_TO_PARTICIPANTS and state.round > 0 and not self._host.has_taken_part
         if not (is_new or action == _Action.REMOVE_FROM_REDUNDANCY_LIST) or self._is_its_turn(ctx):
             return action
@@ -168,6 +169,11 @@ class PatientJoin:
 def world_of(state: Any) -> str | None:
     """The name of the last round that was completed; None: there was none, or it has no name."""
     return getattr(state, _WORLD, None)
+
+
+def is_left_out(state: Any, node: Any, world: str | None) -> bool:
+    """Whether the job has formed another world than this host's, and without it: the hosts of that one did not see it."""
+    return bool(state.complete) and node not in state.participants and world is not None and world_of(state) not in (None, world)
 
 
 def members_of(state: Any) -> frozenset[str]:
@@ -210,6 +216,9 @@ def _narrowed(ctx: Any, hosts: int) -> Any:
 def _waiting(original: Callable[[Any], int], host: Host, handler: Any) -> int:
     """The number of hosts that torch's launcher restarts its workers for: none if their state cannot follow."""
     waiting = original(handler)
+    if is_left_out(handler._state_holder.state, handler._this_node, host.world):
+        logger.warning("the job goes on without this host, which was cut off: it stops its workers, and waits as a spare")
+        return 1
     if not host.is_fixed():
         return waiting
     with handler._heartbeat_lock:

@@ -53,6 +53,7 @@ _RETRY_SECONDS = 0.5
 PROBE_SECONDS = 4.0  # for all stores to be found; one that is not is left to the next look
 _NAMING_SECONDS = 40.0  # for a connection by torch, where it waits for three name servers in turn
 _SAID_SECONDS = 10.0  # after which a launcher says for what it waits
+_THREAD = "gemini-store"  # the name of threads that torch's code may keep
 _PARTING_SECONDS = 2.0  # for which a store is served after the end, so that others, which look once a second, learn of it
 
 
@@ -281,7 +282,7 @@ class Standby:
         for number in range(len(self._endpoints)):
             if number not in probes:
                 found: list[Place] = []
-                thread = threading.Thread(target=self._probe, args=(number, found), name="gemini-store", daemon=True)
+                thread = threading.Thread(target=self._probe, args=(number, found), name=_THREAD, daemon=True)
                 probes[number] = _Probe(thread, time.monotonic(), found)
                 thread.start()
         for probe in probes.values():
@@ -329,13 +330,18 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
         except Exception as error:
             errors.append(error)
 
-    thread = threading.Thread(target=work, name="gemini-store", daemon=True)
+    thread = threading.Thread(target=work, name=_THREAD, daemon=True)
     thread.start()
     thread.join(seconds)
     if results:
         return results[0]
     cause = errors[0] if errors else TimeoutError(f"no answer within {seconds:g} s")
     raise RendezvousConnectionError(f"the connection to the store of the rendezvous has failed: {cause}") from cause
+
+
+def has_given_up() -> bool:
+    """Whether a thread of this process still waits in torch's code, for a store that does not answer."""
+    return any(thread.name == _THREAD for thread in threading.enumerate())
 
 
 def _is_here(host: str) -> bool:

@@ -260,6 +260,38 @@ def test_a_host_that_has_not_taken_part_carries_no_rendezvous_to_another_store(p
     assert members_of(pickle.loads(seen(job) or b"")) == frozenset()
 
 
+# A command that ends while a thread waits in torch's code, and an end that takes longer than that.
+GIVEN_UP = """
+import sys, time
+from datetime import timedelta
+from torch._C._distributed_c10d import TCPStore
+from gemini_ft.cli import main as cli
+from gemini_ft.launch import stores
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(5)
+
+def command(arguments):
+    store = TCPStore("127.0.0.1", int(arguments[0]), is_master=False, timeout=timedelta(seconds=2))
+    try:
+        stores._within(0.2, lambda: store.get("nothing"))
+    except Exception:
+        return 7
+
+slow = Slow()
+cli.COMMANDS["run"] = cli.Command("__main__", "command", "")
+sys.argv[1:1] = ["run"]
+sys.exit(cli.main())
+"""
+
+
+def test_a_store_that_was_given_up_does_not_abort_the_launcher_at_its_end(places: Places) -> None:
+    port = places.serve()
+    done = subprocess.run([sys.executable, "-c", GIVEN_UP, str(port)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7, done.stderr[-2000:]
+
+
 def test_a_job_without_any_store_says_where_it_has_looked(places: Places) -> None:
     port = places.serve()
     places.lose(port)
