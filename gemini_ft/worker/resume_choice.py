@@ -14,6 +14,7 @@ from gemini_ft.agent.client import AgentClient
 from gemini_ft.config import GeminiConfig
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, ObjectGoneError, PeerError, StorageError, StorageUnclearError, WorldSizeError
+from gemini_ft.launch import notes
 from gemini_ft.launch.launched import ABSENT
 from gemini_ft.recovery.plan import Holding, RecoveryPlan, plan_recovery, require
 from gemini_ft.storage.base import Storage
@@ -136,7 +137,8 @@ class Chooser:
         if self._config.resume == "require":
             require(plan)
         if plan.version is None and self._config.resume != "found" and self._is_committed(plan):
-            exchange_or_raise(partial(_refuse_to_begin, plan), _ABSENT_SECONDS + self._config.timeout)
+            has_any = any(info.committed for info in self._holdings[self._client.welcome.info.host].slots)
+            exchange_or_raise(partial(_refuse_to_begin, plan, has_any), _ABSENT_SECONDS + self._config.timeout)
         return self._chosen(plan, given_up)
 
     def _is_committed(self, plan: RecoveryPlan) -> bool:
@@ -401,9 +403,11 @@ class Chooser:
             _log.warning(text, *values)
 
 
-def _refuse_to_begin(plan: RecoveryPlan) -> None:
+def _refuse_to_begin(plan: RecoveryPlan, has_any: bool) -> None:
     """Raises PeerError, after a while, where hosts of the job are absent: cut off, they may be at work, and have all shards."""
     if absent := os.environ.get(ABSENT):
+        if not has_any:
+            notes.say(notes.LACKS)
         time.sleep(_ABSENT_SECONDS)
         newest = max(plan.incomplete)
         raise PeerError(

@@ -117,6 +117,7 @@ class Launcher:
     world: str = ""  # whose round it has found complete
     is_failing: bool = False
     has_ended: bool = False
+    lacks: int = 0
     memory: dict[int, int] = field(default_factory=dict)  # owner -> committed iteration
 
 
@@ -134,7 +135,9 @@ class Job:
         self.places = [*names, *(f"store{number}" for number in range(len(self.network.stores)))]
 
     def _launcher(self, name: str) -> Launcher:
-        return Launcher(name, _NodeDesc(name, 1, 0), spares.Host(spares.pause(self.size) + 1.0, name=name))
+        return Launcher(
+            name, _NodeDesc(name, 1, 0), spares.Host(spares.pause(self.size) + 1.0, name=name, lacks=lambda: self.launchers[name].lacks)
+        )
 
     # -- one step of one launcher
 
@@ -205,6 +208,7 @@ class Job:
         if max(held.values()) and not start and absent:
             for host in hosts:  # nothing is begun without hosts that may have the rest (`_refuse_to_begin`)
                 self.launchers[host].is_failing = True
+                self.launchers[host].lacks += not any(self.launchers[host].memory.values())
             return
         began = [world for world in self.worlds.values() if {*world.hosts} & {*hosts}]
         assert began or not self.worlds, f"{hosts} form a world, and none of them has taken part before: {self.worlds}"
