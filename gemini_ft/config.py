@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -251,7 +252,7 @@ VARIABLES = {
     "GEMINI_FAULTS_DIR": "Folder in which injected failures are noted, so that each happens once.",
     "GEMINI_FAULTS_FILL_LIMIT": "Most bytes that the drill of a full disk may write; default: 256MiB.",
 }
-SET_BY_LAUNCHER = ("GEMINI_LAUNCH", "GEMINI_LAUNCHER_PID", "GEMINI_NOTES_FILE")
+SET_BY_LAUNCHER = ("GEMINI_LAUNCH", "GEMINI_LAUNCHER_PID", "GEMINI_NOTES_FILE", "GEMINI_ABSENT_HOSTS")
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
@@ -268,6 +269,7 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     return found
 
 
+_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # and a user's name, in a URL
 _SECTIONS: dict[str, type[BaseModel]] = {"storage": StorageConfig, "traffic": TrafficConfig}
 
 
@@ -281,7 +283,7 @@ def _explain(error: ValidationError) -> str:
         elif item["type"] == "missing":  # its input is the whole section
             lines.append(f"{name} must be given")
         else:
-            lines.append(f"{name}={item.get('input')!r}: {item['msg']}")
+            lines.append(f"{name}={_PASSWORD.sub('...', repr(item.get('input')))}: {item['msg']}")
     return "gemini options: " + "; ".join(lines)
 
 

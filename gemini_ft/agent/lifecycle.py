@@ -210,6 +210,15 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+def leave_no_core() -> None:
+    """Keeps the secret and the slots of this process out of core files.
+
+    A limit of 1 byte lets no file be written, and alone keeps the kernel from piping a core to a program, which it does at 0 (core(5)).
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (min(1, most) if most >= 0 else 1, most))
+
+
 def yield_to_training() -> None:
     """Keeps this thread, and those it starts, from interrupting computation when they wake up; their share of the CPU stays."""
     with contextlib.suppress(AttributeError, OSError):  # a kernel, or a sandbox, without scheduling classes

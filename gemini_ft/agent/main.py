@@ -17,7 +17,15 @@ import time
 
 from gemini_ft.agent import ahead
 from gemini_ft.agent.home import HostRun
-from gemini_ft.agent.lifecycle import is_listening, keep_to, raise_descriptor_limit, set_oom_score, socket_name, yield_to_training
+from gemini_ft.agent.lifecycle import (
+    is_listening,
+    keep_to,
+    leave_no_core,
+    raise_descriptor_limit,
+    set_oom_score,
+    socket_name,
+    yield_to_training,
+)
 from gemini_ft.agent.requests import Requests
 from gemini_ft.agent.revival import mapped_by_others
 from gemini_ft.agent.slot_files import SlotFiles, lock
@@ -106,6 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.ahead and not ahead.wait(options.run, options.host):
         return 0
     raise_descriptor_limit()
+    leave_no_core()
     yield_to_training()
     if (processors := load_config().agent_cpus) is not None:
         keep_to(processors)

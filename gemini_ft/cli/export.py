@@ -6,11 +6,11 @@ import argparse
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from gemini_ft.config import GeminiConfig, load_config
-from gemini_ft.errors import ConfigError, RecoveryError
+from gemini_ft.errors import ConfigError, CorruptDataError, RecoveryError
 from gemini_ft.export.target import DCP, DEEPSPEED, Target, staged
 from gemini_ft.storage.opening import open_existing
 from gemini_ft.wire.trust import read_secret
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gemini_ft.export.source import Checkpoint
 
 _log = logging.getLogger("gemini_ft")
+_NONSENSE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError, RuntimeError, MemoryError)
 FORMATS = ("lightning", "dcp", "safetensors", "deepspeed")
 _DESCRIPTION = """Write one checkpoint so that tools without gemini-ft can open it.
 
@@ -46,14 +47,29 @@ def command(arguments: Sequence[str]) -> int:
         name = {"lightning": f"step-{checkpoint.step}.ckpt", "safetensors": "model.safetensors"}.get(options.format)
         target = {"dcp": DCP, "deepspeed": DEEPSPEED}.get(options.format, Target(name))
         with staged(options.to, target, options.overwrite, endpoint) as folder:
-            if name is None:
-                {"dcp": dcp.write, "deepspeed": deepspeed.write}[options.format](checkpoint, folder)
-            else:
-                {"lightning": lightning.write, "safetensors": safetensors.write}[options.format](checkpoint, folder, name)
+            with _refusing_nonsense(checkpoint):
+                if name is None:
+                    {"dcp": dcp.write, "deepspeed": deepspeed.write}[options.format](checkpoint, folder)
+                else:
+                    {"lightning": lightning.write, "safetensors": safetensors.write}[options.format](checkpoint, folder, name)
             nbytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     where = options.to if name is None else f"{options.to.rstrip('/')}/{name}"
     print(f"wrote step {checkpoint.step} of {checkpoint.run} ({checkpoint.stream}) from {checkpoint.where} to {where}: {nbytes:,} bytes")
     return 0
+
+
+@contextlib.contextmanager
+def _refusing_nonsense(checkpoint: Checkpoint) -> Iterator[None]:
+    """Turns what code meets in a small state that is not of its shape into one error: whoever can write to the storage can forge it.
+
+    Raises:
+        CorruptDataError: something was not as it must be.
+    """
+    try:
+        yield
+    except _NONSENSE as error:
+        text = f"{checkpoint.where}: step {checkpoint.step} is no state that can be exported: {type(error).__name__}: {error}"
+        raise CorruptDataError(f"{text}; use another checkpoint") from error
 
 
 def _parser() -> argparse.ArgumentParser:

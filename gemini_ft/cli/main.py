@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import select
@@ -58,15 +59,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         try:
-            return _run(list(sys.argv[1:] if argv is None else argv))
+            status = _run(list(sys.argv[1:] if argv is None else argv))
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
+        if argv is None:
+            _leave_threads(status)
+        return status
     except BrokenPipeError:
         if not _nobody_reads():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
         return 128 + signal.SIGPIPE
+
+
+def _leave_threads(status: int) -> None:
+    """Ends this process at once if a thread that was given up still waits in torch's code.
+
+    Python would unwind its stack where it comes back, and C++ abort the process for that: status 134 in place of its own.
+    """
+    stores = sys.modules.get("gemini_ft.launch.stores")  # which brings torch with it
+    if stores is not None and stores.has_given_up():
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(status)
 
 
 def _nobody_reads() -> bool:

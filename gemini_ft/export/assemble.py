@@ -41,7 +41,7 @@ def read_whole(shards: Sequence[ShardReader], wanted: Callable[[str], bool]) -> 
     if len({(layout.logical_hash, layout.world_size) for layout in layouts}) != 1 or layouts[0].world_size != len(shards):
         raise CorruptDataError("the shards do not belong together: their layouts differ; use another checkpoint")
     pieces = [piece for layout in layouts for piece in layout.pieces if wanted(piece.name)]
-    _check_covered(pieces)
+    check_covered(pieces)
     words: dict[str, str] = {}
     parts: dict[str, Parts] = {}
     for piece in pieces:
@@ -64,7 +64,7 @@ def _reads(owner: int, layout: Layout, wanted: Mapping[str, torch.Tensor]) -> li
     return [Read(owner, piece.offset, piece.nbytes, _key(piece), piece.start, piece.stop) for piece in pieces]
 
 
-def _check_covered(pieces: Sequence[Piece]) -> None:
+def check_covered(pieces: Sequence[Piece]) -> None:
     """Checks that each tensor's pieces have as many elements as its shape; a shape that lies would make us allocate too much memory."""
     covered: dict[str, int] = {}
     for piece in pieces:

@@ -11,6 +11,7 @@ import torch
 from gemini_ft.core.layout import Read
 from gemini_ft.deepspeed.reshard import Cut, Fragment, OldShards
 from gemini_ft.errors import UnsupportedStateError
+from gemini_ft.export.assemble import check_covered
 from gemini_ft.export.source import Checkpoint
 from gemini_ft.export.state import OptimizerState, State
 from gemini_ft.recovery.restore import scatter
@@ -34,6 +35,7 @@ class Engine:
 
     Raises:
         UnsupportedStateError: of a pipeline, whose stages hold different layers.
+        CorruptDataError: a tensor is not whole.
         StateError: it holds a pickle that is not trusted.
 
     Attributes:
@@ -49,7 +51,9 @@ class Engine:
         if any(value["about"] != self.extras[0]["about"] for value in self.extras):
             raise UnsupportedStateError("the ranks hold different layers (a pipeline); only engines with one stage can be exported")
         self.cuts = [Cut.unpack(codec.decode(value["cut"])) for value in self.extras]
-        self._places = OldShards({owner: shard.layout for owner, shard in enumerate(self._shards)}, dict(enumerate(self.cuts)))
+        layouts = {owner: shard.layout for owner, shard in enumerate(self._shards)}
+        check_covered([piece for layout in layouts.values() for piece in layout.pieces])
+        self._places = OldShards(layouts, dict(enumerate(self.cuts)))
 
     def parameters(self, with_state: bool) -> dict[str, dict[str, torch.Tensor]]:
         """Parameter -> key of its state (empty: itself) -> whole tensor; fp32 where the optimizer has fp32 masters."""
@@ -59,8 +63,8 @@ class Engine:
             of_shape, shared = self._places.state_of(name) if with_state else ({}, {})
             everything, held = Fragment("", 0, name, 0, math.prod(shape)), dict[str, torch.Tensor]()
             for key in ("", *of_shape):
+                reads += self._places.reads(everything, key, f"{name}\0{key}")  # all of it is there before memory is taken for it
                 held[key] = torch.empty(shape, dtype=getattr(torch, self._places.dtype(name, key)))
-                reads += self._places.reads(everything, key, f"{name}\0{key}")
             for key, spec in shared.items():
                 held[key] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
                 reads += self._places.shared(name, key, f"{name}\0{key}")

@@ -39,7 +39,7 @@ from gemini_ft.launch.drain import LEFT, drain_of
 from gemini_ft.launch.endings import ENDED_ELSEWHERE, NOT_STORED, OVERTAKEN, final_endings
 from gemini_ft.launch.launched import LAUNCH
 from gemini_ft.launch.muster import whole_rounds
-from gemini_ft.launch.notes import FIXED, notes_of_workers
+from gemini_ft.launch.notes import FIXED, LACKS, notes_of_workers
 from gemini_ft.launch.piped import copied_from_pipe
 from gemini_ft.launch.preload import early_environment, modules_to_preload
 from gemini_ft.launch.reports import own_log_dir
@@ -91,7 +91,8 @@ def command(argv: Sequence[str]) -> int:
         with ExitStack() as stack:
             stack.enter_context(started_ahead(run_id, host_id()))
             notes = stack.enter_context(notes_of_workers())
-            stack.enter_context(better_rendezvous(torchrun.parse_min_max_nnodes(options.nnodes)[1], partial(notes.have, FIXED)))
+            hosts = torchrun.parse_min_max_nnodes(options.nnodes)[1]
+            stack.enter_context(better_rendezvous(hosts, partial(notes.have, FIXED), partial(notes.count, LACKS)))
             stack.enter_context(surviving_stores())
             stack.enter_context(whole_rounds())
             stack.enter_context(own_log_dir(options))

@@ -21,7 +21,8 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from gemini_ft.launch.launched import LAUNCH
+from gemini_ft.launch.launched import ABSENT, LAUNCH
+from gemini_ft.launch.spares import absent
 
 logger = logging.getLogger(__name__)
 
@@ -121,4 +122,5 @@ def _met(handler: Any, store: Any, this: LaunchName, clock: Callable[[], float] 
             raise RendezvousTimeoutError("some hosts have taken a place in the round and never came to it; see their launchers' output")
         time.sleep(_POLL)
     this.agree([store.get(f"{_HERE}/{size}/{other}").decode() for other in range(size)])
+    os.environ[ABSENT] = " ".join(absent(handler._state_holder.state))
     return store

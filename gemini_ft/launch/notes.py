@@ -11,6 +11,7 @@ NOTES = "GEMINI_NOTES_FILE"  # names the file in the worker's environment
 FIXED = "fixed"  # the job's state can be loaded by the same number of ranks only
 PROTECTED = "protected"  # this worker asks to join a run; if it must not, its error says why
 REFUSED = "refused"  # this worker ends with an error that no restart may talk away
+LACKS = "lacks"  # this host has nothing of the state, which is not whole without hosts that are absent
 DRAINED = "drained"  # this worker has left after a step that is committed, because its host is drained
 DRAINED_STATUS = 85  # ERESTART; with which a worker leaves then, and its launcher
 
@@ -45,6 +46,10 @@ class Notes:
     def have(self, word: str) -> bool:
         """Whether a worker has said it."""
         return word in self._words()
+
+    def count(self, word: str) -> int:
+        """How often workers have said it."""
+        return self._words().count(word)
 
     @property
     def total(self) -> int | None:

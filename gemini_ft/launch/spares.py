@@ -55,6 +55,7 @@ _NAMES = "gemini_names"  # the lasting name of each launcher that lives and has 
 _MEMBERS = "gemini_members"  # the names of the hosts that have taken part in a complete round and may be at work
 _QUICKEST = 0.05  # seconds between two looks in the smallest job
 _HOSTS_PER_SECOND = 100  # in a look every host reads the states of all: large jobs keep torch's pace
+_YIELDING = 3  # times the patience of other spares
 _GRACE = 1.0  # seconds a spare waits longer than the others take to look, for hosts of which no sign of life can be seen
 _SETTLING = 2.0  # seconds for the other hosts to come to another store after this one has; nobody is dead before
 _STUCK = 10.0  # seconds after which hosts that go on without a lost one are called together by a spare, as torch does at once
@@ -68,6 +69,9 @@ class Host:
     patience: float  # seconds for which it leaves an open round to others, unless it belongs to the job
     name: str = field(default_factory=lasting_name)
     has_taken_part: bool = False
+    world: str | None = None  # of the last complete round that it found its place in
+    lacks: Callable[[], int] = lambda: 0  # how often its workers had nothing of a state that is not whole without absent hosts
+    lacked: int = 0  # the same, when it wished to join last
     is_fixed: Callable[[], bool] = lambda: False  # whether the state of its workers can be loaded by the same number of ranks only
 
 
@@ -85,8 +89,11 @@ class PatientJoin:
         self._seen: tuple[int, bool] | None = None  # round, and whether it was complete
         self._since = 0.0
         self._said = self._said_alone = False
+        self._yields, host.lacked = host.lacks() > host.lacked, host.lacks()  # to hosts that may have the state
 
     def __call__(self, ctx: Any, deadline: float) -> Any:
+        if self._yields and ctx.node not in ctx.state.participants:
+            setattr(ctx.state, _NAMES, {node: name for node, name in getattr(ctx.state, _NAMES, {}).items() if node != ctx.node})
         action = self._wanted(ctx, deadline)
         if action not in _STEPS:
             return action
@@ -133,8 +140,8 @@ class PatientJoin:
             return _Action.REMOVE_FROM_WAIT_LIST  # it is not needed any more: torch's next decision makes it a spare
         action = self._join(ctx, deadline)
         if action == _Action.FINISH:
-            self._host.has_taken_part = True
-        is_new = action == _Action.ADD_TO_PARTICIPANTS and state.round > 0 and not self._host.has_taken_part
+            self._host.has_taken_part, self._host.world = True, world_of(state)
+        is_new = action == _Action.ADD_TO_PARTICIPANTS and state.round > 0 and (self._yields or not self._host.has_taken_part)
         if not (is_new or action == _Action.REMOVE_FROM_REDUNDANCY_LIST) or self._is_its_turn(ctx):
             return action
         return _idle(ctx)
@@ -162,12 +169,17 @@ class PatientJoin:
             return waited >= _STUCK
         living = state.last_heartbeats.keys() - state.participants.keys() - state.redundancy_list - {ctx.node}
         missing = ctx.settings.max_nodes - len(state.participants) - len(_took_part(state, living))
-        return waited >= self._host.patience and missing > 0
+        return waited >= self._host.patience * (_YIELDING if self._yields else 1) and missing > 0
 
 
 def world_of(state: Any) -> str | None:
     """The name of the last round that was completed; None: there was none, or it has no name."""
     return getattr(state, _WORLD, None)
+
+
+def is_left_out(state: Any, node: Any, world: str | None) -> bool:
+    """Whether the job has formed another world than this host's, and without it: the hosts of that one did not see it."""
+    return bool(state.complete) and node not in state.participants and world is not None and world_of(state) not in (None, world)
 
 
 def members_of(state: Any) -> frozenset[str]:
@@ -180,6 +192,12 @@ def has_left(state: Any, name: str) -> bool:
     members = members_of(state)
     setattr(state, _MEMBERS, members - {name})
     return name in members
+
+
+def absent(state: Any) -> list[str]:
+    """The names of hosts that have taken part in a complete round, have not said that they ended, and have no place in this one."""
+    names = getattr(state, _NAMES, {})
+    return sorted(members_of(state) - {names.get(node) for node in state.participants})
 
 
 def _took_part(state: Any, nodes: Iterable[Any]) -> list[Any]:
@@ -204,6 +222,9 @@ def _narrowed(ctx: Any, hosts: int) -> Any:
 def _waiting(original: Callable[[Any], int], host: Host, handler: Any) -> int:
     """The number of hosts that torch's launcher restarts its workers for: none if their state cannot follow."""
     waiting = original(handler)
+    if is_left_out(handler._state_holder.state, handler._this_node, host.world):
+        logger.warning("the job goes on without this host, which was cut off: it stops its workers, and waits as a spare")
+        return 1
     if not host.is_fixed():
         return waiting
     with handler._heartbeat_lock:
@@ -256,8 +277,8 @@ def pause(hosts: int) -> float:
 
 
 @contextmanager
-def better_rendezvous(hosts: int, is_fixed: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Inside, torch's launcher joins a job of ``hosts`` hosts in the way described above; ``is_fixed`` as in `Host`.
+def better_rendezvous(hosts: int, is_fixed: Callable[[], bool] = lambda: False, lacks: Callable[[], int] = lambda: 0) -> Iterator[None]:
+    """Inside, torch's launcher joins a job of ``hosts`` hosts in the way described above; ``is_fixed`` and ``lacks`` as in `Host`.
 
     Torch has no settings for that, so its classes and its functions are replaced.
     """
@@ -269,7 +290,7 @@ def better_rendezvous(hosts: int, is_fixed: Callable[[], bool] = lambda: False) 
         logger.warning("spares may displace hosts of the job, as this version of torch brings hosts together in an unknown way")
         yield
         return
-    this, interval = Host(pause(hosts) + _GRACE, is_fixed=is_fixed), pause(hosts)
+    this, interval = Host(pause(hosts) + _GRACE, is_fixed=is_fixed, lacks=lacks), pause(hosts)
     changed = {
         _JOIN: lambda: PatientJoin(join(), this),
         _DELAY: lambda seconds: delay(interval if seconds == 1 else seconds),

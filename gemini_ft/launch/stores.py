@@ -53,6 +53,7 @@ _RETRY_SECONDS = 0.5
 PROBE_SECONDS = 4.0  # for all stores to be found; one that is not is left to the next look
 _NAMING_SECONDS = 40.0  # for a connection by torch, where it waits for three name servers in turn
 _SAID_SECONDS = 10.0  # after which a launcher says for what it waits
+_THREAD = "gemini-store"  # the name of threads that torch's code may keep
 _PARTING_SECONDS = 2.0  # for which a store is served after the end, so that others, which look once a second, learn of it
 
 
@@ -212,11 +213,20 @@ class Standby:
         self._move(places[0], takes_over=True)
 
     def _look(self) -> None:
-        """Goes to a better store than the present one, if there is one."""
+        """Goes to the store at which the job is at work, or else to a better one than the present one, if there is one."""
         self._looked_at = time.monotonic()
-        if (places := self._places(self._probes)) and places[0].rank > (self._generation, -self._number):
-            _log.warning("the others may be at %s:%d; the rendezvous goes on there", *self._endpoints[places[0].number])
-            self._move(places[0])
+        places = self._places(self._probes)
+        at_work = [place for place in places if place.number != self._number and self._is_at_work(place)]
+        better = [place for place in places[:1] if place.rank > (self._generation, -self._number)]
+        for place in (at_work or better)[:1]:
+            _log.warning("the others may be at %s:%d; the rendezvous goes on there", *self._endpoints[place.number])
+            self._move(place, joins=bool(at_work))
+
+    def _is_at_work(self, place: Place) -> bool:
+        """Whether a world trains by way of another store: its round is complete, and its hosts live."""
+        found = _within(ANSWER_SECONDS, partial(_state_at, place.store, self._run))
+        theirs = pickle.loads(found) if found is not None else None
+        return theirs is not None and theirs.complete and self._lives(place, theirs, theirs.participants)
 
     def look_beside(self) -> None:
         """Looks whether another store serves a rendezvous of this run that is complete, alive, and has come further than this one."""
@@ -229,18 +239,21 @@ class Standby:
     def _meet(self, place: Place, theirs: Any, ours: Any) -> None:
         if world_of(theirs) == world_of(ours):
             return  # copies of one round, from before hosts lost sight of each other
-        strangers = theirs.participants.keys() - ours.participants.keys()
-        beats = {node: beat for node, beat in theirs.last_heartbeats.items() if node in strangers}
-        before, self._beats[place.number] = self._beats.get(place.number, {}), beats
-        is_alive = theirs.complete and any(before.get(node, beat) != beat for node, beat in beats.items())
-        if is_alive and (theirs.round, -place.number) > (ours.round, -self._number):
+        is_alive = self._lives(place, theirs, theirs.participants.keys() - ours.participants.keys())
+        if theirs.complete and is_alive and (theirs.round, -place.number) > (ours.round, -self._number):
             self.overtaken = (
                 f"another part of this job goes on by way of the store at {self._endpoints[place.number][0]}:"
                 f"{self._endpoints[place.number][1]}, in round {theirs.round} of the rendezvous; this one, in round {ours.round}, ends"
             )
 
-    def _move(self, place: Place, takes_over: bool = False) -> None:
-        """Makes a store the present one; if it is behind what this launcher has seen, lets it catch up.
+    def _lives(self, place: Place, theirs: Any, nodes: Collection[Any]) -> bool:
+        """Whether one of these hosts has given a sign of life at another store since it was looked at last."""
+        beats = {node: beat for node, beat in theirs.last_heartbeats.items() if node in nodes}
+        before, self._beats[place.number] = self._beats.get(place.number, {}), beats
+        return any(before.get(node, beat) != beat for node, beat in beats.items())
+
+    def _move(self, place: Place, takes_over: bool = False, joins: bool = False) -> None:
+        """Makes a store the present one; if it is behind what this launcher has seen, lets it catch up, unless it joins a world there.
 
         A host that has not taken part writes only where nothing is, and makes no store better than it is by that.
         """
@@ -256,7 +269,7 @@ class Standby:
             self._generation = place.generation
         self._backend: Any = _within(ANSWER_SECONDS, lambda: C10dRendezvousBackend(place.store, self._run))
         self.store, self._number, self._said = place.store, place.number, False
-        while self._last is not None:
+        while self._last is not None and not joins:
             there = _within(ANSWER_SECONDS, self._backend.get_state)
             if there is not None and (not is_member or _progress(there[0]) >= _progress(self._last)):
                 break
@@ -269,7 +282,7 @@ class Standby:
         for number in range(len(self._endpoints)):
             if number not in probes:
                 found: list[Place] = []
-                thread = threading.Thread(target=self._probe, args=(number, found), name="gemini-store", daemon=True)
+                thread = threading.Thread(target=self._probe, args=(number, found), name=_THREAD, daemon=True)
                 probes[number] = _Probe(thread, time.monotonic(), found)
                 thread.start()
         for probe in probes.values():
@@ -317,13 +330,18 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
         except Exception as error:
             errors.append(error)
 
-    thread = threading.Thread(target=work, name="gemini-store", daemon=True)
+    thread = threading.Thread(target=work, name=_THREAD, daemon=True)
     thread.start()
     thread.join(seconds)
     if results:
         return results[0]
     cause = errors[0] if errors else TimeoutError(f"no answer within {seconds:g} s")
     raise RendezvousConnectionError(f"the connection to the store of the rendezvous has failed: {cause}") from cause
+
+
+def has_given_up() -> bool:
+    """Whether a thread of this process still waits in torch's code, for a store that does not answer."""
+    return any(thread.name == _THREAD for thread in threading.enumerate())
 
 
 def _is_here(host: str) -> bool:

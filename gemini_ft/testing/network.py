@@ -38,6 +38,7 @@ DEVICE = "eth0"  # of every host
 
 _SUBNET = ipaddress.IPv4Network("10.77.0.0/16")
 _BRIDGE, _NOWHERE = "bridge", "nowhere"  # the second is never up: it drops all packets
+_NOBODY = "02:00:00:00:00:02"  # the bridge sends what is for it to everybody, and nobody takes it
 _BRIDGE_ADDRESS = "02:00:00:00:00:01"  # by default a bridge has that of a port: another one whenever a port comes or goes
 _HERE = "/proc/thread-self/ns/net"
 _CLONE_NEWNET = 0x40000000  # sched.h
@@ -166,9 +167,14 @@ class Network:
         moves = [f"link set {self._port(host)} master {side}" for host in hosts]
         self._ip(HUB, f"link add {side} address {_BRIDGE_ADDRESS} type bridge", f"link set {side} up", *moves)
 
+    def silence(self, host: str, *others: str) -> None:
+        """Loses what a host sends to these others, without notice; what they send to it still arrives, and only answers do not."""
+        self._ip(host, *(f"neigh replace {self.address(other)} lladdr {_NOBODY} nud permanent dev {DEVICE}" for other in others))
+
     def heal(self, host: str) -> None:
-        """Undoes `cut` and `part`. Connections go on when TCP tries again: after as long again as they have stalled, or sooner."""
+        """Undoes `cut`, `part`, `silence`. Connections go on when TCP tries again: after as long again as they have stalled, or sooner."""
         self._ip(HUB, f"link set {self._port(host)} master {_BRIDGE}")
+        self._ip(host, f"neigh flush dev {DEVICE} nud permanent")
 
     def set_rate(self, host: str, rate: str | None) -> None:
         """Changes the rate of a host's link, in both directions; `Network` names the units. Packets in its queues are lost."""

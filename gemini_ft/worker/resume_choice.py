@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,9 @@ from functools import partial
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.config import GeminiConfig
 from gemini_ft.core.versions import Incarnation, Version
-from gemini_ft.errors import CorruptDataError, ObjectGoneError, StorageError, StorageUnclearError, WorldSizeError
+from gemini_ft.errors import CorruptDataError, ObjectGoneError, PeerError, StorageError, StorageUnclearError, WorldSizeError
+from gemini_ft.launch import notes
+from gemini_ft.launch.launched import ABSENT
 from gemini_ft.recovery.plan import Holding, RecoveryPlan, plan_recovery, require
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import Manifest
@@ -40,6 +43,7 @@ _log = logging.getLogger("gemini_ft")
 _VERIFY_SECONDS = 600.0  # reading all of a host's copies may take that long
 _STAGE_SECONDS = 6 * 3600.0  # reading a host's part of a checkpoint from storage too
 _QUICK_LOOK_SECONDS = 10.0  # where memory is whole
+_ABSENT_SECONDS = 5.0  # until the hosts come together anew, which those that were absent may then
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0  # seconds between two looks at storage that is away
 
 Told = tuple[tuple[Incarnation, Descent], ...]  # incarnations, and where they come from
@@ -116,6 +120,7 @@ class Chooser:
         Raises:
             WorldSizeError: all there is was made by another number of ranks.
             RecoveryError: there is nothing to resume, and something is required.
+            PeerError: memory is not whole, and hosts that may have the rest are absent.
             StorageUnclearError: storage cannot say what there is, and memory does not have it.
             StorageError: the newest checkpoint is of a format that cannot be read.
         """
@@ -132,7 +137,15 @@ class Chooser:
             self._warn("%s was resumed %d times in a row without one step of progress: %s", version, attempts, then)
         if self._config.resume == "require":
             require(plan)
+        if plan.version is None and self._config.resume != "found" and self._is_committed(plan):
+            has_any = any(info.committed for info in self._holdings[self._client.welcome.info.host].slots)
+            exchange_or_raise(partial(_refuse_to_begin, plan, has_any), _ABSENT_SECONDS + self._config.timeout)
         return self._chosen(plan, given_up)
+
+    def _is_committed(self, plan: RecoveryPlan) -> bool:
+        """Whether something was committed, though its copies here are not whole."""
+        slots = (info for holding in self._holdings.values() for info in holding.slots)
+        return any(info.committed and info.version.iteration in plan.incomplete for info in slots)
 
     def _chosen(self, plan: RecoveryPlan, given_up: frozenset[Version]) -> Choice:
         descent = self._descent(plan.version)
@@ -389,6 +402,20 @@ class Chooser:
     def _warn(self, text: str, *values: object) -> None:
         if self._rank == 0:
             _log.warning(text, *values)
+
+
+def _refuse_to_begin(plan: RecoveryPlan, has_any: bool) -> None:
+    """Raises PeerError, after a while, where hosts of the job are absent: cut off, they may be at work, and have all shards."""
+    if absent := os.environ.get(ABSENT):
+        if not has_any:
+            notes.say(notes.LACKS)
+        time.sleep(_ABSENT_SECONDS)
+        newest = max(plan.incomplete)
+        raise PeerError(
+            f"step {newest} was committed, and there is no copy of the shards of ranks {list(plan.incomplete[newest])}; of the hosts that "
+            f"have taken part, these are absent: {absent}. They may have the copies, so nothing is begun without them. If they are lost "
+            "for good, start the command with GEMINI_RESUME=never, or with another --run-id"
+        )
 
 
 def _without(holding: Holding, version: Version | None, owners: set[int]) -> Holding:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import logging
 import os
 import time
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
@@ -29,7 +31,7 @@ from gemini_ft.core.words import in_words
 from gemini_ft.errors import ConfigError, RunAliveError
 from gemini_ft.faults.inject import Orders
 from gemini_ft.hosts import host_id
-from gemini_ft.launch.launched import changes, launch_id, this_launch
+from gemini_ft.launch.launched import changes, launch_id, this_launch, without_secrets
 from gemini_ft.launch.run_id import default_run_id, is_passing
 from gemini_ft.recovery.plan import RecoveryPlan, describe
 from gemini_ft.recovery.readers import ShardReaders
@@ -276,7 +278,18 @@ def _hello(config: GeminiConfig, run: str, stream: str, rank: int, secret: bytes
 def _agree_on_config(everyone: list[Introduction]) -> None:
     for rank, about in enumerate(everyone):
         if about.config != everyone[0].config:
-            raise ConfigError(f"rank {rank} has other gemini options than rank 0: {about.config} instead of {everyone[0].config}")
+            first, other = (_flat(json.loads(each.config)) for each in (everyone[0], about))
+            names = [name for name in sorted(first.keys() | other.keys()) if first.get(name) != other.get(name)]
+            texts = without_secrets([f"{name} is {other.get(name, 'not set')} and not {first.get(name, 'set')}" for name in names])
+            raise ConfigError(f"rank {rank} has other gemini options than rank 0: {'; '.join(texts)}")
+
+
+def _flat(options: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Options by their full names, those of sections too; their values as text."""
+    found: dict[str, str] = {}
+    for name, value in options.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": json.dumps(value)}
+    return found
 
 
 def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], choice: Choice) -> SessionSpec:

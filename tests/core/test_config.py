@@ -96,6 +96,13 @@ class TestTraffic:
             load(traffic={"buffer_bytes": 4 * 4096 - 1})
 
 
+def test_a_password_in_an_address_is_in_no_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"storage": {"url": "s3://bucket", "endpoint_url": "https://bob:hunter2@host"}}, {})
+    assert "'https://...@host'}: Value error, storage needs every_steps" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
 def test_what_process_groups_carry_is_not_said_to_be_encrypted() -> None:
     with pytest.raises(ConfigError, match=r"process groups encrypt nothing; choose traffic\.transport='tcp'"):
         load(encrypt=True, traffic={"transport": "collective"})

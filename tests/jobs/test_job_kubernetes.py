@@ -69,6 +69,19 @@ def test_both_manifests_have_the_same_pods() -> None:
     assert one["template"]["spec"] == other["template"]["spec"]
 
 
+def test_no_secret_is_an_argument_or_a_variable() -> None:
+    """Other users of a machine see arguments, and whoever may read pods sees variables. Of the volume with the secret only the one that
+    copies it sees anything."""
+    for page in [*MANIFESTS.iterdir(), MANIFESTS.parents[1] / "docs" / "deploy.md"]:
+        for line in page.read_text().splitlines():
+            assert "create secret" not in line or ("--from-file=secret=/dev/stdin" in line and "literal" not in line)
+    pod = replicated("jobset.yaml")["template"]["spec"]["template"]["spec"]
+    for container in (*pod["initContainers"], *pod["containers"]):
+        assert not [entry["name"] for entry in container.get("env", []) if "secretKeyRef" in entry.get("valueFrom", {})]
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert ("secret" in mounted) == (container["name"] == "secret")
+
+
 def test_the_figures_of_a_manifest_fit_each_other_and_the_exit_codes() -> None:
     job = replicated("jobset.yaml")["template"]["spec"]
     pod = job["template"]["spec"]

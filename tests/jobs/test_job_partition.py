@@ -48,6 +48,15 @@ def test_a_spare_begins_nothing_by_itself_and_a_host_that_comes_back_does(tmp_pa
     assert_same_bits(tmp_path)
 
 
+def test_a_job_begins_nothing_anew_while_hosts_that_may_have_its_state_are_absent(tmp_path: Path) -> None:
+    with job(tmp_path, 2, GEMINI_REPLICAS="1") as hosts:
+        hosts.wait_for(lambda: reached(hosts, 5))
+        hosts.replace("host1")
+        said = "of the hosts that have taken part, these are absent: host1. They may have the copies"
+        hosts.wait_for(lambda: said in (tmp_path / "host0.log").read_text() or len(hosts.events("joined")) > 2)
+        assert len(hosts.events("joined")) == 2
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("with_storage", [False, True])
 def test_spares_that_are_cut_off_together_with_a_store_wait_and_come_back(network: Network, tmp_path: Path, with_storage: bool) -> None:

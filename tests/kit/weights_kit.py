@@ -1,4 +1,4 @@
-"""A small job on emulated hosts whose last weights are known: all ranks see the same data, so their number makes no difference."""
+"""A small job on emulated hosts whose last weights are known: all ranks see the same data, and differ in nothing."""
 
 from __future__ import annotations
 
@@ -38,14 +38,17 @@ checkpointer.close()
 ENDLESS = 1_000_000  # steps: the job ends when it is told to, however slow the machine is
 
 
-def undisturbed(steps: int) -> dict[str, torch.Tensor]:
-    """The weights after ``steps``, computed here."""
+def undisturbed(steps: int, ranks: int = 1) -> dict[str, torch.Tensor]:
+    """The weights after ``steps``, computed here; DDP divides gradients by ``ranks``, and adds them up."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for iteration in range(steps):
         optimizer.zero_grad()
         model(torch.full((1, 4), iteration / 7)).square().sum().backward()
+        for parameter in model.parameters():
+            part = parameter.grad * (1 / ranks)
+            parameter.grad = sum([part] * (ranks - 1), part)
         optimizer.step()
     return model.state_dict()
 
@@ -63,9 +66,10 @@ def finish(hosts: EmulatedHosts) -> None:
     hosts.finish()
 
 
-def assert_same_bits(folder: Path) -> None:
+def assert_same_bits(folder: Path, ranks: int = 2) -> None:
+    """Up to two ranks have the bits of one."""
     ended = torch.load(folder / "weights")
-    for name, value in undisturbed(ended["steps"]).items():
+    for name, value in undisturbed(ended["steps"], ranks).items():
         assert ended["weights"][name].numpy().tobytes() == value.numpy().tobytes(), name
 
 

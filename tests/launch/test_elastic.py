@@ -12,6 +12,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout, _Action, _NodeDesc, _RendezvousState
 
+from gemini_ft.launch import spares
 from gemini_ft.launch.spares import Host, PatientJoin, better_rendezvous, pause
 from gemini_ft.testing import EmulatedHosts
 
@@ -197,6 +198,23 @@ class TestFixedSize:
     def test_without_such_state_a_job_grows_as_ever(self, scene: Scene) -> None:
         del scene.state.gemini_hosts  # type: ignore[attr-defined]
         assert scene.action() is _Action.ADD_TO_WAIT_LIST
+
+
+def test_a_host_that_the_job_has_left_out_stops_its_workers_and_comes_back_as_a_spare() -> None:
+    """Its side had no store, and went on; the others have formed a world of their own."""
+    scene = Scene()
+
+    def waiting(node: _NodeDesc) -> int:
+        holder = SimpleNamespace(state=scene.state)
+        return spares._waiting(lambda handler: 0, scene.host, SimpleNamespace(_state_holder=holder, _this_node=node))
+
+    setattr(scene.state, "gemini_world", "one")  # noqa: B010  # as spares.py does
+    assert scene.action(HOSTS[0]) is _Action.FINISH
+    assert waiting(HOSTS[0]) == 0
+    del scene.state.participants[HOSTS[0]]  # it was silent for a while
+    assert waiting(HOSTS[0]) == 0
+    setattr(scene.state, "gemini_world", "another")  # noqa: B010
+    assert (waiting(HOSTS[0]), waiting(HOSTS[1])) == (1, 0)
 
 
 def test_large_jobs_keep_torchs_pace() -> None:

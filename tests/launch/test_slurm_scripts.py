@@ -84,3 +84,14 @@ def test_a_job_is_requeued_unless_it_has_finished_whoever_was_drained(statuses: 
     assert done.returncode == ends_with, done.stdout + done.stderr
     assert ("requeued" in done.stdout) == (ends_with != 0)
     assert not list(tmp_path.glob("tmp.*"))
+
+
+def test_links_that_another_user_lays_beside_its_files_lead_nowhere(tmp_path: Path) -> None:
+    """He can list the temporary folder, and make links there with names that the script may use later."""
+    victim = tmp_path / "victim"
+    victim.touch()
+    lays = 'gemini() { for each in "$TMPDIR"/tmp.*; do ln -sf "$VICTIM" "$each.others"; done; return "$STATUS"; }'
+    tasks = TASKS.replace('gemini() { return "$STATUS"; }', lays)
+    done = run("train.sbatch", tmp_path, 0, tasks, "RUNNING", STATUSES="85 0 0", TMPDIR=str(tmp_path), VICTIM=str(victim))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert victim.read_text() == ""

@@ -128,6 +128,37 @@ def test_hosts_that_miss_others_look_where_the_rendezvous_has_moved(places: Plac
     assert stays.store.port == moves.store.port == ports[1]
 
 
+def write(side: Standby, number: int, world: str, host: str, complete: bool = True) -> None:
+    """A rendezvous in which a host has a place and shows that it lives."""
+    found = _RendezvousState()
+    node = _NodeDesc(host, 1, 0)
+    found.round, found.complete, found.participants = number, complete, {node: 0}
+    found.last_heartbeats[node] = datetime.now(UTC)
+    setattr(found, "gemini_world", world)  # noqa: B010  # as spares.py does
+    token = side.get_state()
+    side.set_state(pickle.dumps(found), token[1] if token is not None else None)
+
+
+def test_a_host_that_was_cut_off_with_a_store_comes_back_to_where_the_job_is_at_work(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it has moved to its store later than the job to its own."""
+    monkeypatch.setattr(stores, "LOOK_SECONDS", 0.0)
+    ports, beyond = (places.serve(), places.serve()), places.serve()
+    job, cut = launcher(*ports), launcher(beyond, ports[1])
+    write(job, 3, "world", "host0")
+    write(cut, 3, "world", "host1")
+    places.lose(beyond)
+    write(cut, 4, "world", "host1", complete=False)
+    cut._endpoints = [(HERE, port) for port in ports]
+    looks = 0
+    while cut.store.port != ports[0] and (looks := looks + 1) < 20:  # a store that answers late counts in the next look
+        write(job, 4, "another", "host0")
+        seen(cut)
+    assert cut.store.port == ports[0]
+    assert seen(cut) == seen(job)
+
+
 @pytest.fixture
 def start_stopped() -> Iterator[Callable[[], tuple[int, Callable[[], None]]]]:
     """Starts a store in a process; returns its port, and stops it when asked to."""
@@ -229,6 +260,38 @@ def test_a_host_that_has_not_taken_part_carries_no_rendezvous_to_another_store(p
     assert members_of(pickle.loads(seen(job) or b"")) == frozenset()
 
 
+# A command that ends while a thread waits in torch's code, and an end that takes longer than that.
+GIVEN_UP = """
+import sys, time
+from datetime import timedelta
+from torch._C._distributed_c10d import TCPStore
+from gemini_ft.cli import main as cli
+from gemini_ft.launch import stores
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(5)
+
+def command(arguments):
+    store = TCPStore("127.0.0.1", int(arguments[0]), is_master=False, timeout=timedelta(seconds=2))
+    try:
+        stores._within(0.2, lambda: store.get("nothing"))
+    except Exception:
+        return 7
+
+slow = Slow()
+cli.COMMANDS["run"] = cli.Command("__main__", "command", "")
+sys.argv[1:1] = ["run"]
+sys.exit(cli.main())
+"""
+
+
+def test_a_store_that_was_given_up_does_not_abort_the_launcher_at_its_end(places: Places) -> None:
+    port = places.serve()
+    done = subprocess.run([sys.executable, "-c", GIVEN_UP, str(port)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7, done.stderr[-2000:]
+
+
 def test_a_job_without_any_store_says_where_it_has_looked(places: Places) -> None:
     port = places.serve()
     places.lose(port)
@@ -242,15 +305,6 @@ def test_of_two_worlds_that_meet_the_one_that_has_not_come_as_far_ends_and_copie
     monkeypatch.setattr(stores, "LOOK_SECONDS", 0.0)
     ports = places.serve(), places.serve()
     sides = launcher(*ports), launcher(ports[1])
-
-    def write(side: Standby, number: int, world: str, host: str) -> None:
-        found = _RendezvousState()
-        node = _NodeDesc(host, 1, 0)
-        found.round, found.complete, found.participants = number, True, {node: 0}
-        found.last_heartbeats[node] = datetime.now(UTC)
-        setattr(found, "gemini_world", world)  # noqa: B010  # as spares.py does
-        token = side.get_state()
-        side.set_state(pickle.dumps(found), token[1] if token is not None else None)
 
     def look() -> bool:
         for _ in range(3):  # whether the others live is seen by their signs of life

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -278,6 +279,17 @@ class TestReading:
         assert "gemini_ft.agent.main" in seen  # it did look at the agent
         assert SECRET.decode() not in seen
         assert SECRET.hex() not in seen
+
+
+def test_an_agent_that_crashes_leaves_no_core(tmp_path: Path) -> None:
+    """In which the run secret and all copies would be. The limit is 1, as 0 does not keep the kernel from piping a core to a program."""
+    soft, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (most, most))
+    try:
+        with Job(tmp_path) as job:
+            assert resource.prlimit(job.rank("a", 0).client.welcome.pid, resource.RLIMIT_CORE)[0] == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, (soft, most))
 
 
 def test_two_processes_of_one_user_trust_each_other() -> None:
