@@ -7,6 +7,7 @@ import errno
 import faulthandler
 import hashlib
 import logging
+import math
 import os
 import re
 import resource
@@ -119,6 +120,14 @@ class Listener:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         return self.ended(_DEATH_SECONDS)
+
+    def work(self) -> float:
+        """Seconds for which its threads have run, or have waited for a processor; infinite where the kernel does not show it."""
+        try:
+            each = [path.read_text().split() for path in Path(f"/proc/{self.pid}/task").glob("*/schedstat")]
+            return sum(int(run) + int(waited) for run, waited, _ in each) / 1e9 if each else math.inf
+        except (OSError, ValueError):  # it has ended, or one of its threads has
+            return math.inf
 
     def close(self) -> None:
         if self.pidfd >= 0:
