@@ -36,7 +36,7 @@ from gemini_ft.faults.slowing import slow_down
 from gemini_ft.testing import EmulatedHosts
 
 WORKER = str(Path(__file__).with_name("chaos_worker.py"))
-PAUSE = 0.1  # seconds after each step
+PAUSE = 0.02  # seconds after each step
 CALM = 5.0  # seconds in which commits must follow each other before the next fault
 PATIENCE = 180.0  # seconds for that
 KILL_AFTER = 2.0  # seconds of slowness
