@@ -5,8 +5,8 @@ slot, so a snapshot is given up when the grant comes later than the update, and 
 slow when, for as long as it might be silent, it was found owing its worker an answer more often than not and nothing was committed.
 
 What is not its fault does not count. It answers a request at once, if only to say that no slot is free, so that a slow peer, network or
-storage leaves it owing nothing. What it has spent at work, on a processor or in the queue for one, excuses it: another agent on a host
-without processors, or with many bytes to hash, would be no faster.
+storage leaves it owing nothing. What it has spent at work, on a processor or in the queue for one, excuses it, and so does memory that
+others wait for as well: another agent on such a host, or with as many bytes to hash, would be no faster.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Diligence:
         self._trial = None
 
     def begin(self) -> None:
-        """Takes note that another agent is there."""
+        """Takes note that another agent is there, or that nothing is asked for a while: what was seen before does not count any more."""
         self._asked = self._trial = None
 
     def look(self, now: float, work: Callable[[], float]) -> bool:

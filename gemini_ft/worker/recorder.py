@@ -193,6 +193,7 @@ class Recorder:
     def suspended(self, iteration: int) -> Any:
         """Makes no sign of life due meanwhile."""
         self._suspended += 1
+        self._supervision.begin()
         self._sign_of_life(iteration)
         try:
             yield

@@ -30,7 +30,7 @@ class Supervision:
         self._diligence.committed()
 
     def begin(self) -> None:
-        """Takes note that another agent is there."""
+        """Takes note that another agent is there, or that nothing is asked for a while."""
         self._diligence.begin()
 
     def look(self) -> None:

@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 import gemini_ft
 from gemini_ft.agent import lifecycle
 from gemini_ft.config import load_config
-from gemini_ft.faults.slowing import slow_down
 from gemini_ft.hosts import host_id
 from gemini_ft.wire.worker_messages import GetStatus, Status
 from gemini_ft.worker import recorder, rendezvous
@@ -293,10 +292,3 @@ def overheard() -> dict[str, Any]:
         start_ranks()
         secret = Recorder(load_config(), "main", Stats(), resizable=False).session.secret
     return {"said": len(said), "length": len(secret), "overheard": any(secret in blob for blob in said), "secret": secret}
-
-
-def slow_agent(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
-    """That of one host gets a fiftieth of its time from iteration 2 on."""
-    if os.environ["RANK"] == os.environ["VICTIM"] and iteration == 2:
-        settle(checkpointer)
-        slow_down(agent_of(), 0.02, 600.0)  # until the agent ends
