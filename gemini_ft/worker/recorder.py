@@ -139,8 +139,14 @@ class Recorder:
         written, self._copying.written = self._copying.written, []
         if self._copy_when.judge(written, iteration):
             self.events.write("copied at step", iteration=iteration, tensors=written[:5])
-        with self._slots_lock:
-            self._submit(iteration, state, {"extras": extras, "given": given})
+        if self._slots_lock.acquire(blocking=self._config.waits or not self._stats.snapshots):
+            try:
+                self._submit(iteration, state, {"extras": extras, "given": given})
+            finally:
+                self._slots_lock.release()
+        else:  # the snapshot thread is bringing another agent up
+            self._outcomes.begin(iteration)
+            self._copying.leave_out(iteration)
         self._stats.snapshots += 1
 
     def _submit(self, iteration: int, state: TrainingState, beside: dict[str, Any]) -> None:

@@ -157,6 +157,13 @@ class Snapshotter:
             self._job = job
             self._condition.notify_all()
 
+    def leave_out(self, iteration: int) -> None:
+        """Leaves out a snapshot that would wait for another agent; that one hears of it."""
+        job = Job(iteration=iteration, extras=b"", digest=None, marks=[], ready=None, cancelled="this host's agent is being replaced")
+        with self._condition:
+            self._unseen.append(job)
+            self._condition.notify_all()
+
     def before_update(self) -> None:
         """Waits for the copy, as the training thread is about to write; gives it up when it could not begin.
 

@@ -23,7 +23,7 @@ def test_an_agent_that_gets_a_fiftieth_of_the_processor_is_replaced(tmp_path: Pa
         results = world.outcome(partial(loop, 250, **OPTIONS), GEMINI_FAULTS=f"step=3:rank={victim}:slow:share=0.02:seconds=600")
         commits = sorted(event["at"] for event in read_events(tmp_path / "events") if event["event"] == "committed" and event["rank"] == 0)
         longest = max(later - earlier for earlier, later in pairwise(commits))
-        print(f"{longest:.1f} s without a commit")
+        print(f"{longest:.1f} s without a commit", [result["longest"] for result in results])
         for result in results:
             assert not isinstance(result, Exception), result
             assert result["committed"] == 250
