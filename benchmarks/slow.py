@@ -29,6 +29,7 @@ import common
 sys.path.append(str(common.HERE.parent / "tests" / "kit"))  # the S3 server is that of the tests
 import s3_server
 
+from chaos import Events
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.revival import START_TIMEOUT
 from gemini_ft.config import GeminiConfig
@@ -81,6 +82,7 @@ class Scene:
 
     def __init__(self, job: EmulatedHosts, storage: int, names: int) -> None:
         self.job, self.storage, self.names = job, storage, names
+        self._events = Events(job.folder / "events")
 
     def status(self, host: str) -> dict[str, Any]:
         text = lifecycle.status(self.job.run, host)
@@ -97,12 +99,19 @@ class Scene:
     def agent(self, host: str) -> int:
         return int(self.status(host)["pid"])
 
-    def times(self, kind: str) -> list[float]:
-        return sorted(event["at"] for event in self.job.events(kind) if event["rank"] == 0)
+    @property
+    def commits(self) -> list[float]:
+        """When rank 0 heard of each."""
+        return sorted(self._events.read().commits)
+
+    @property
+    def steps(self) -> list[float]:
+        """When a rank ended one."""
+        return sorted(self._events.read().steps)
 
     def worker(self) -> int:
         """The pid of rank 1's newest worker."""
-        return int([event for event in self.job.events("joined") if event["rank"] == 1][-1]["pid"])
+        return int(self._events.read().joined[1]["pid"])
 
 
 FAULTS = (
@@ -136,14 +145,14 @@ def measure(scene: Scene, fault: Fault, share: float, seconds: float) -> Measure
     settle(scene)
     end = time.time()
     replaced = sum(scene.agent(host) != pid for host, pid in agents.items())
-    gaps = (longest(scene.times(kind), begin, end) for kind in ("committed", "step"))
-    return Measured(fault.name, share, fault.bound, *gaps, replaced)
+    without_commit, without_step = longest(scene.commits, begin, end), longest(scene.steps, begin, end)
+    return Measured(fault.name, share, fault.bound, without_commit, without_step, replaced)
 
 
 def settle(scene: Scene) -> None:
     """Waits until commits follow each other."""
     begin = time.time()
-    while longest(scene.times("committed"), time.time() - CALM, time.time()) > CALM / 4:
+    while longest(scene.commits, time.time() - CALM, time.time()) > CALM / 4:
         if time.time() - begin > PATIENCE:
             return  # the figure says it
         time.sleep(0.2)
@@ -232,7 +241,7 @@ def main() -> int:
         options.shares, options.seconds, options.rows = [0.02], 20.0, ["agent"]
     found: list[Measured] = []
     with tempfile.TemporaryDirectory(prefix="slow-") as folder, scene_in(Path(folder)) as scene:
-        scene.job.wait_for(lambda: len(scene.times("committed")) > 10)
+        scene.job.wait_for(lambda: len(scene.commits) > 10)
         for fault in (each for each in FAULTS if options.rows is None or each.name.split()[0].rstrip(",") in options.rows):
             for share in options.shares:
                 found.append(measure(scene, fault, share, options.seconds))
