@@ -164,7 +164,7 @@ class GeminiConfig(_Model):
     traffic: TrafficConfig = Field(DEFAULT_TRAFFIC, description="How replicas travel beside the training's own traffic.")
     timeout: float = Field(60.0, gt=0, description="Seconds to wait for an agent or a peer before an error names it.")
     replica_timeout: float = Field(30.0, gt=0, description="Seconds after which a holder that has not acknowledged is left out of the commit.")
-    agent_timeout: float = Field(10.0, ge=0, description="Seconds without an answer until a host's agent is killed and started anew with its memory; 0 = never.")
+    agent_timeout: float = Field(10.0, ge=0, description="Seconds without an answer, or without a commit while it owes its workers answers, until a host's agent is killed and started anew with its memory; 0 = never.")
     leader_timeout: float = Field(LEADER_TIMEOUT, ge=0, description="Seconds without a sign of life from the host that leads the commits until the next one does; twice as many after each change, up to eight times; 0 = no other host ever leads.")
     start_timeout: float = Field(1800.0, ge=0, description="Seconds without progress until local workers are killed that join, restore or make their first three steps; 0 = never.")
     hang_timeout: float | None = Field(None, ge=0, description="Seconds without progress until local workers are killed; 0 = never; default: the greater of 300 s and 10 median steps.")

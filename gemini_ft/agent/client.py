@@ -17,6 +17,7 @@ from typing import TypeVar
 from gemini_ft import errors
 from gemini_ft.agent import lifecycle, revival
 from gemini_ft.errors import AgentError, AgentTimeoutError, GeminiError, PeerError
+from gemini_ft.hosts import is_readable
 from gemini_ft.wire.frames import FrameBuffer, receive_fds
 from gemini_ft.wire.messages import Answer, Call, Failed, check_answer, kind_of, pack
 from gemini_ft.wire.worker_messages import Custody, Hello, Mapped, Ping, Pong, Reserved, ToAgent, ToWorker, Welcome, to_worker
@@ -177,6 +178,20 @@ class AgentClient:
 
     def _gone(self, why: str) -> AgentError:
         return AgentError(f"the agent of run {self._run!r} on host {self._host!r} is gone ({why}); see {self.log}")
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether something has come that the listening thread has not read yet; also where the connection is closed."""
+        return self.lost or is_readable(self.sock.fileno(), 0.0)
+
+    def agent_work(self) -> float:
+        """Seconds for which the agent has been at work (`lifecycle.Listener.work`)."""
+        return self._agent.work()
+
+    def replace_agent(self, why: str) -> None:
+        """Has an agent that is of no use killed and another started with its memory; this connection is lost then."""
+        if revival.replace(self._run, self._host, self._agent, why):
+            self._hang_up()
 
     def _hang_up(self) -> None:
         self.lost = True

@@ -7,6 +7,7 @@ import errno
 import faulthandler
 import hashlib
 import logging
+import math
 import os
 import re
 import resource
@@ -120,10 +121,26 @@ class Listener:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         return self.ended(_DEATH_SECONDS)
 
+    def work(self) -> float:
+        """Seconds in which its threads have run, or waited for a processor, or this machine has waited for memory; infinite if unknown."""
+        try:
+            each = [path.read_text().split() for path in Path(f"/proc/{self.pid}/task").glob("*/schedstat")]
+            return sum(int(run) + int(waited) for run, waited, _ in each) / 1e9 + _waited_for_memory() if each else math.inf
+        except (OSError, ValueError):  # it has ended, or one of its threads has, or the kernel does not say
+            return math.inf
+
     def close(self) -> None:
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
+
+
+def _waited_for_memory() -> float:
+    """Seconds in which some process of this machine has waited for memory; 0 where the kernel does not say."""
+    try:
+        return int(Path("/proc/pressure/memory").read_text().split()[4].removeprefix("total=")) / 1e6
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def is_listening(run: str, host: str) -> bool:

@@ -18,7 +18,7 @@ from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, GeminiError
 from gemini_ft.wire.messages import Chunk, kind_of
 from gemini_ft.wire.peer_messages import UploadSoon
-from gemini_ft.wire.worker_messages import Copied, GiveUp, Landed, Request, Reserve, Reserved, StopAfterStep, ToAgent
+from gemini_ft.wire.worker_messages import Copied, GiveUp, Landed, Queued, Request, Reserve, Reserved, StopAfterStep, ToAgent
 
 
 class OwnShards:
@@ -43,6 +43,8 @@ class OwnShards:
                 self._reserve(worker, message)
             case Request(iteration=iteration):
                 home.perform(home.host.request(owner, home.version(iteration)))
+                if owner in home.host.waiting:
+                    worker.send(Queued(iteration=iteration))
             case Chunk():
                 self._chunk(owner, message)
             case Landed():

@@ -27,7 +27,7 @@ from gemini_ft.wire.private import credentials
 from gemini_ft.wire.worker_messages import Adopt, Ping, Pong, to_worker
 
 _log = logging.getLogger("gemini_ft")
-_START_TIMEOUT = 20.0  # seconds
+START_TIMEOUT = 20.0  # seconds
 _LOOKS = 6  # an agent is asked at least so often within its timeout
 _POLL = 0.01  # seconds
 _BATCH = 100  # descriptors beside one message; the kernel takes 253
@@ -141,7 +141,7 @@ def connect(run: str, host: str, patience: float = 0.0) -> socket.socket:
     Raises:
         AgentTimeoutError: it did not come up; the message names its log.
     """
-    deadline = time.monotonic() + _START_TIMEOUT + patience
+    deadline = time.monotonic() + START_TIMEOUT + patience
     while time.monotonic() < deadline:
         if (sock := lifecycle.try_connect(run, host)) is not None:
             answer = _asked(sock, Pulse(patience)) if patience else True
@@ -158,7 +158,7 @@ def connect(run: str, host: str, patience: float = 0.0) -> socket.socket:
                 start(run, host, Estate(), deadline)
         time.sleep(_POLL)
     raise AgentTimeoutError(
-        f"the agent of run {run!r} on host {host!r} did not start within {_START_TIMEOUT:g} s; see {lifecycle.log_path(run, host)}"
+        f"the agent of run {run!r} on host {host!r} did not start within {START_TIMEOUT:g} s; see {lifecycle.log_path(run, host)}"
     )
 
 
@@ -220,7 +220,7 @@ def _hand_over(sock: socket.socket, estate: Estate) -> None:
         fds, shared = estate.slots[at : at + _BATCH], estate.shared[at : at + _BATCH]
         socket.send_fds(sock, [pack(Adopt(count=len(fds), shared=shared))], fds)
     if estate.slots:
-        _asked(sock, Pulse(_START_TIMEOUT))
+        _asked(sock, Pulse(START_TIMEOUT))
 
 
 def replace(run: str, host: str, listener: lifecycle.Listener, why: str) -> bool:
@@ -231,7 +231,7 @@ def replace(run: str, host: str, listener: lifecycle.Listener, why: str) -> bool
     if listener.pid == 0:
         _log.error("the agent of host %s hangs: %s; its process is out of reach (another pid namespace), so kill it by hand", host, why)
         return False
-    deadline = time.monotonic() + _START_TIMEOUT
+    deadline = time.monotonic() + START_TIMEOUT
     while not listener.ended() and time.monotonic() < deadline:
         with sole_starter(run, host) as mine:
             if mine and not listener.ended():

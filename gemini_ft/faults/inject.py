@@ -5,7 +5,7 @@
 A fault says what, who and when (`gemini_ft.faults.plan` has all words):
 
     sigkill | sigstop | exception | exit          happen to workers: rank=1, rank=all, all of host=2, all of group=0
-    agent | kill | corrupt | storage_full         happen to hosts: host=2, host=some-id, the host of rank=1, all of group=0
+    agent | kill | corrupt | slow | storage_full  happen to hosts: host=2, host=some-id, the host of rank=1, all of group=0
     step=20, step=20:moment=in_copy               at the end of step 20, or at the first such moment from then on
     probability=0.01:seed=7                       at random; without rank, host or group a rank is drawn too
 
@@ -42,6 +42,7 @@ from gemini_ft.config import parse_bytes
 from gemini_ft.errors import AgentError, ConfigError
 from gemini_ft.events import EventLog
 from gemini_ft.faults.plan import OCCURRENCE, Fault, World, parse
+from gemini_ft.faults.slowing import slow_down
 from gemini_ft.wire.private import runtime_folder
 from gemini_ft.wire.worker_messages import Inject
 
@@ -265,6 +266,8 @@ def _do(fault: Fault, scene: Scene, launcher: psutil.Process | None) -> None:
             with contextlib.suppress(AgentError):  # it is dead itself, and so are its copies
                 for owner in fault.owners(scene.world, scene.host):
                     scene.client().tell(Inject(fault="corrupt", owner=owner))
+        case "slow":
+            _slow_down(fault, scene.client().welcome.pid, launcher)
         case "storage_full":
             check_room(scene.storage)
             _fill(_storage_folder(scene.storage) / _FILLER)
@@ -279,6 +282,14 @@ def _kill_host(agent: int, launcher: psutil.Process | None) -> None:
     own = psutil.Process()
     family = [launcher, *launcher.children(recursive=True)] if launcher is not None and launcher in own.parents() else []
     _kill([*_process(agent), *(process for process in family if process != own), own])
+
+
+def _slow_down(fault: Fault, agent: int, launcher: psutil.Process | None) -> None:
+    """Makes this host's agent or its launcher slow, if it is still there; no later process of its number is taken for the launcher."""
+    for process in [launcher] if fault.process == "launcher" else _process(agent):
+        if process is not None and process.is_running():
+            with contextlib.suppress(ProcessLookupError):
+                slow_down(process.pid, fault.share, fault.seconds)
 
 
 def _fill(path: Path) -> None:

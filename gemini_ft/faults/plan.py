@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import math
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,9 +30,11 @@ HOST_KINDS = {
     "agent": "the host's agent dies of SIGKILL",
     "kill": "launcher, workers and agent of the host die at once, as in a power cut",
     "corrupt": "a bit flips in every copy in the agent's memory (owner=RANK: of that rank's shard only)",
+    "slow": "the host's agent (process=launcher: its launcher) gets a share of its time (share=0.02) for some seconds (seconds=60)",
     "storage_full": "the file system of storage.url is filled (until=STEP: and freed again)",
 }
 KINDS = RANK_KINDS | HOST_KINDS
+PROCESSES = ("agent", "launcher")  # that can be slow
 OCCURRENCE = re.compile(r"\d+-[0-9a-f]{8}(-\d+)?")  # all that `Fault.occurrence` can return
 
 MOMENTS = {
@@ -76,6 +79,9 @@ class Fault:
     probability: float | None = None
     seed: int | None = None
     code: int = 1
+    share: float = 0.02  # slow: of each second, in which the process may run
+    seconds: float = 60.0  # slow: for which it is
+    process: str = "agent"  # slow: which one of the host
 
     def occurrence(self, iteration: int) -> str:
         """The name under which the fault happens at most once: a scheduled one in a run, a random one in an iteration."""
@@ -216,6 +222,8 @@ def _check_relations(fault: Fault) -> None:
         problem = "owner goes with corrupt"
     elif fault.code != 1 and fault.kind != "exit":
         problem = "code goes with exit"
+    elif (fault.share, fault.seconds, fault.process) != (0.02, 60.0, "agent") and fault.kind != "slow":
+        problem = "share, seconds and process go with slow"
     if problem is not None:
         raise ConfigError(f"{_where(fault.text)}: {problem}")
 
@@ -254,6 +262,24 @@ def _probability(value: str) -> float:
     return number
 
 
+def _share(value: str) -> float:
+    if not 0 < (number := float(value)) < 1:
+        raise ValueError
+    return number
+
+
+def _seconds(value: str) -> float:
+    if not 0 < (number := float(value)) < math.inf:
+        raise ValueError
+    return number
+
+
+def _process(value: str) -> str:
+    if value not in PROCESSES:
+        raise ValueError
+    return value
+
+
 def _text(value: str) -> str:
     if not value:
         raise ValueError
@@ -272,4 +298,7 @@ _KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
     "probability": (_probability, "above 0 and at most 1"),
     "seed": (int, "a whole number"),
     "code": (_at_least(0), _COUNTED),
+    "share": (_share, "above 0 and below 1"),
+    "seconds": (_seconds, "above 0"),
+    "process": (_process, f"one of {', '.join(PROCESSES)}"),
 }

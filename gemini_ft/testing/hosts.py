@@ -58,6 +58,7 @@ class EmulatedHosts:
         network: where the hosts are; those that it lacks are added to it. It is closed by its maker, after these hosts.
         stores: of the rendezvous, in the order in which launchers prefer them: how many, on the network's hub, or the names of the
             places in the network that serve one each.
+        store_name: by which launchers know the stores, in place of their addresses.
 
     Raises:
         DrillError: the store did not start.
@@ -74,6 +75,7 @@ class EmulatedHosts:
         launcher: Sequence[str] = (*_GEMINI, "run"),
         network: Network | None = None,
         stores: int | Sequence[str] = 1,
+        store_name: str | None = None,
     ) -> None:
         self.count, self.folder, self.network = count, folder, network
         self.run = f"emulated-{secrets.token_hex(6)}"
@@ -82,7 +84,8 @@ class EmulatedHosts:
         self._env = _without_settings(os.environ) | self._settings() | dict(env or {})
         self._store_places = [HUB] * stores if isinstance(stores, int) else list(stores)
         self._stores = [self._start_store(place, "0") for place in self._store_places]
-        endpoint = ",".join(endpoint for _, endpoint in self._stores)
+        endpoints = (endpoint for _, endpoint in self._stores)
+        endpoint = ",".join(f"{store_name}:{each.rpartition(':')[2]}" if store_name is not None else each for each in endpoints)
         self._rendezvous = [f"--nnodes={count}", f"--nproc-per-node={workers}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
         self._rendezvous += ["--rdzv-conf=is_host=0", f"--rdzv-id={self.run}", "--max-restarts=100"]
         self._rendezvous += [f"--log-dir={folder / 'torchelastic'}"]  # else killed launchers leave their temporary folders behind
@@ -139,6 +142,10 @@ class EmulatedHosts:
         """Kills a host and starts another; returns the other's id."""
         self.kill(host)
         return self.add()
+
+    def store_pid(self, number: int = 0) -> int:
+        """The process that serves a store of the rendezvous."""
+        return self._stores[number][0].pid
 
     def kill_store(self, number: int = 0) -> None:
         """Kills a store of the rendezvous, with all that it has."""

@@ -143,7 +143,7 @@ class Reserve(ShardLayout, Call):
 
 
 class Request(Message):
-    """Asks for a slot to write ``iteration`` into; a sign of life too."""
+    """Asks for a slot to write ``iteration`` into; a sign of life too. The agent answers at once: Granted, Queued, or an Abort."""
 
     iteration: int
 
@@ -365,6 +365,12 @@ class Granted(Message):
     slot: int
 
 
+class Queued(Message):
+    """Reports that no slot is free for ``iteration`` now; a Granted or an Abort follows, unless the worker gives it up."""
+
+    iteration: int
+
+
 class SpanUse(Message):
     """The bytes that a snapshot sent in one span of idle network."""
 
@@ -465,7 +471,7 @@ class Visited(Answer):
 
 
 ToWorker = (
-    Verified | Staged | Noted | Left | Welcome | Inventory | Opened | Reserved | Room | Granted | Travelled | Dispatch | Collect | Mapped
-    | Pong | Custody | Status | Visited | Draining | StopAfterStep | Commit | Abort | Failed | Notice | Paced
+    Verified | Staged | Noted | Left | Welcome | Inventory | Opened | Reserved | Room | Granted | Queued | Travelled | Dispatch | Collect
+    | Mapped | Pong | Custody | Status | Visited | Draining | StopAfterStep | Commit | Abort | Failed | Notice | Paced
 )  # fmt: skip
 to_worker: Channel[ToWorker] = Channel(ToWorker)

@@ -38,6 +38,7 @@ from gemini_ft.wire.worker_messages import (
     Opened,
     OpenSession,
     Progress,
+    Queued,
     Room,
     StopAfterStep,
     ToWorker,
@@ -53,6 +54,7 @@ from gemini_ft.worker.reservation import Reservation
 from gemini_ft.worker.session import Session, join
 from gemini_ft.worker.snapshot import Job, Snapshotter
 from gemini_ft.worker.stats import Stats
+from gemini_ft.worker.supervision import Supervision
 
 _log = logging.getLogger("gemini_ft")
 _POLL = 0.001  # seconds
@@ -85,6 +87,7 @@ class Recorder:
         self._copy_when = CopyWhen(config.copy_when, lambda reason: self._outcomes.discarded(self._outcomes.newest, reason))
         self.session: Session = join(config, name, self._on_event, resizable)
         parting.attend(self.session.run, self.session.host)
+        self._supervision = Supervision(lambda: self.client, config.agent_timeout)
         self._copying = Snapshotter(
             self.session.rank,
             lambda job: self._reservation.root(job),
@@ -96,6 +99,7 @@ class Recorder:
             config.waits,
             config.timeout,
             config.agent_timeout + config.replica_timeout if config.agent_timeout else None,
+            self._supervision,
         )
         self._reservation = Reservation(self.session, self._copying, self._room, self._reconnect)
         self._observe()
@@ -135,8 +139,14 @@ class Recorder:
         written, self._copying.written = self._copying.written, []
         if self._copy_when.judge(written, iteration):
             self.events.write("copied at step", iteration=iteration, tensors=written[:5])
-        with self._slots_lock:
-            self._submit(iteration, state, {"extras": extras, "given": given})
+        if self._slots_lock.acquire(blocking=self._config.waits or not self._stats.snapshots):
+            try:
+                self._submit(iteration, state, {"extras": extras, "given": given})
+            finally:
+                self._slots_lock.release()
+        else:  # the snapshot thread is bringing another agent up
+            self._outcomes.begin(iteration)
+            self._copying.leave_out(iteration)
         self._stats.snapshots += 1
 
     def _submit(self, iteration: int, state: TrainingState, beside: dict[str, Any]) -> None:
@@ -189,6 +199,7 @@ class Recorder:
     def suspended(self, iteration: int) -> Any:
         """Makes no sign of life due meanwhile."""
         self._suspended += 1
+        self._supervision.begin()
         self._sign_of_life(iteration)
         try:
             yield
@@ -323,11 +334,14 @@ class Recorder:
                 self._room.set()
             case Granted(iteration=iteration, slot=slot):
                 self._copying.granted(iteration, slot)
+            case Queued():
+                self._copying.queued()
             case StopAfterStep():
                 self.drain.announced = True
                 self.drain.begin()
             case Commit(Version(iteration=iteration), freeze=freeze, digest_at=digest_at):
                 self._stats.committed = iteration
+                self._supervision.committed()
                 self.drain.committed(iteration, freeze)
                 self._digest_at = digest_at
                 self._outcomes.committed(iteration, self._at)
@@ -378,6 +392,7 @@ class Recorder:
             client.close()
             raise
         session.client = client
+        self._supervision.begin()
         # The next agent gives numbers of its own: until they have come, nothing that it grants may be taken for one of the old slots.
         self._copying.slots = {-1 - number: slot for number, slot in enumerate(self._copying.slots.values())}
         old.close()

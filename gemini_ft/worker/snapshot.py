@@ -27,6 +27,7 @@ from gemini_ft.wire.messages import Chunk
 from gemini_ft.wire.worker_messages import Copied, GiveUp, Landed, Request, ToAgent
 from gemini_ft.worker.copy_window import CopyWindow
 from gemini_ft.worker.outcomes import ENDING, LATE
+from gemini_ft.worker.supervision import Supervision
 
 _GRANT_POLL = 0.25  # seconds between looks at whether the agent still lives
 _RETRY = 20.0  # seconds between attempts to start another
@@ -100,6 +101,7 @@ class Snapshotter:
         waits: whether an update waits for a snapshot that is late; else the snapshot is given up.
         timeout: seconds a wait may take.
         grant_timeout: seconds an update waits for a slot.
+        supervision: judges the agent by its answers; None: nobody does.
     """
 
     def __init__(
@@ -114,7 +116,9 @@ class Snapshotter:
         waits: bool,
         timeout: float,
         grant_timeout: float | None = None,
+        supervision: Supervision | None = None,
     ) -> None:
+        self._supervision = supervision
         self._grant_timeout = timeout if grant_timeout is None else min(timeout, grant_timeout)
         self._owner, self._root, self._tell, self._lost, self._recover, self._on_discard = owner, root, tell, lost, recover, on_discard
         self._verify, self._waits, self._timeout = verify, waits, timeout
@@ -151,6 +155,13 @@ class Snapshotter:
         self._raise_broken()
         with self._condition:
             self._job = job
+            self._condition.notify_all()
+
+    def leave_out(self, iteration: int) -> None:
+        """Leaves out a snapshot that would wait for another agent; that one hears of it."""
+        job = Job(iteration=iteration, extras=b"", digest=None, marks=[], ready=None, cancelled="this host's agent is being replaced")
+        with self._condition:
+            self._unseen.append(job)
             self._condition.notify_all()
 
     def before_update(self) -> None:
@@ -266,8 +277,14 @@ class Snapshotter:
         if self._broken is not None:
             raise self._broken
 
+    def queued(self) -> None:
+        """Takes the agent's word that there is no slot yet."""
+        if self._supervision is not None:
+            self._supervision.answered()
+
     def granted(self, iteration: int, slot: int) -> None:
         """Takes the agent's grant of a slot."""
+        self.queued()
         with self._condition:
             self._impatient = False
             if self._job is not None and self._job.iteration == iteration:
@@ -276,6 +293,7 @@ class Snapshotter:
 
     def aborted(self, iteration: int) -> None:
         """Takes the agent's word that another rank has no snapshot of this iteration."""
+        self.queued()
         with self._condition:
             if self._job is not None and self._job.iteration == iteration and self._job.state is JobState.WAITING:
                 self._job.cancelled = "aborted"
@@ -356,12 +374,15 @@ class Snapshotter:
     def _take(self, job: Job) -> None:
         self._window.follow(job)
         self.newest = job.iteration
+        if self._supervision is not None:
+            self._supervision.asked()
         self._tell(Request(iteration=job.iteration))
         while not self._has_answer(job):
-            if self._lost():
-                raise AgentError("the agent ended")
+            self._look(job)
             self._give_up_if_late(job)
         self._give_up_if_late(job)
+        if job.slot is None:
+            self._look(job)
         with self._condition:
             if job.cancelled or self._stop or job.slot is None:
                 if job.cancelled != "aborted":
@@ -383,6 +404,17 @@ class Snapshotter:
             self._discard(job, f"{', '.join(changed[:5])} written during the copy (write inside `with checkpointer.mutate():`)")
         elif not self._verify:
             self._declare(job)
+
+    def _look(self, job: Job) -> None:
+        """Looks whether the agent lives, and works.
+
+        Raises:
+            AgentError: it does not.
+        """
+        if self._supervision is not None:
+            self._supervision.look()
+        if self._lost():
+            raise AgentError("the agent ended")
 
     def _has_answer(self, job: Job) -> bool:
         """Whether the snapshot has its slot, or will have none; waits a little for that."""

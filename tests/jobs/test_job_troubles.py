@@ -17,6 +17,7 @@ from session_case import (
     kill_the_agent,
     loop,
     stop_the_agent,
+    stop_the_next_agent,
     write_during_the_copy,
     write_unseen,
     write_with_permission,
@@ -117,6 +118,11 @@ class TestAgent:
         results = two.outcome(*run(40, during=stop_the_agent, on_late="skip", pause=0.01), VICTIM=str(victim))
         assert told(results[0], "has no snapshot: the previous snapshot was still uncommitted at the next update")
         assert all(result["committed"] > 23 for result in results), results
+
+    def test_whose_successor_is_slow_to_begin_holds_up_no_step(self, one: World) -> None:
+        (result,) = one.outcome(*run(120, during=stop_the_next_agent, on_late="skip", pause=0.05, timeout=60.0))
+        assert result["longest"] < 3.0
+        assert result["committed"] > 60, result
 
 
 class TestAllocations:

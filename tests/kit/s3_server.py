@@ -34,6 +34,11 @@ class Server:
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def start(self, *options: str) -> None:
         rclone = shutil.which("rclone", path=str(Path(sys.executable).parent)) or shutil.which("rclone")
         assert rclone is not None, "rclone is missing; `make venv` installs it"

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -90,7 +91,7 @@ def loop(
         "scalars": dict(checkpointer.scalars),
         "restored": stats.restored,
         "memfds": memfds(),
-        "longest": max(stats.blocked),
+        "longest": max(list(stats.blocked)[1:], default=0.0),  # the first one makes the slots
     }
 
 
@@ -202,6 +203,24 @@ def stop_the_agent_for_good(iteration: int, net: nn.Module, optimizer: torch.opt
     if os.environ["RANK"] == os.environ["VICTIM"] and iteration == 2:
         settle(checkpointer)
         os.kill(agent_of(), signal.SIGSTOP)
+
+
+def stop_the_next_agent(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    """The agent dies after iteration 2, and the next one stands still for some seconds as soon as it listens."""
+    if iteration == 2:
+        settle(checkpointer)
+        old = agent_of()
+
+        def wait_for_it() -> None:
+            while (pid := agent_pid(os.environ["GEMINI_RUN_ID"], host_id())) in (None, old):
+                pass
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(4.0)
+            os.kill(pid, signal.SIGCONT)
+
+        threading.Thread(target=wait_for_it).start()
+        os.kill(old, signal.SIGKILL)
 
 
 def wait_for_copy() -> None:

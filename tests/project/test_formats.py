@@ -67,7 +67,7 @@ KEPT = {
     "wire.messages.PROTOCOL_VERSION": Kept(
         messages.PROTOCOL_VERSION,
         [peer_messages.Claims, peer_messages.PeerMessage, worker_messages.ToAgent, worker_messages.ToWorker],
-        "57c6936b54058dd3",
+        "b7ffbbf408a4c971",
     ),
 }
 
