@@ -122,5 +122,7 @@ def _met(handler: Any, store: Any, this: LaunchName, clock: Callable[[], float] 
             raise RendezvousTimeoutError("some hosts have taken a place in the round and never came to it; see their launchers' output")
         time.sleep(_POLL)
     this.agree([store.get(f"{_HERE}/{size}/{other}").decode() for other in range(size)])
-    os.environ[ABSENT] = " ".join(absent(handler._state_holder.state))
+    os.environ.pop(ABSENT, None)
+    if hosts := absent(handler._state_holder.state):
+        os.environ[ABSENT] = " ".join(hosts)
     return store

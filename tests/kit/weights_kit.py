@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,8 +48,9 @@ def undisturbed(steps: int, ranks: int = 1) -> dict[str, torch.Tensor]:
         optimizer.zero_grad()
         model(torch.full((1, 4), iteration / 7)).square().sum().backward()
         for parameter in model.parameters():
+            assert parameter.grad is not None
             part = parameter.grad * (1 / ranks)
-            parameter.grad = sum([part] * (ranks - 1), part)
+            parameter.grad = functools.reduce(torch.add, [part] * ranks)
         optimizer.step()
     return model.state_dict()
 

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 QUICK = re.findall(r"^python (benchmarks/\S+ --quick)", (ROOT / "benchmarks" / "README.md").read_text(), re.MULTILINE)
-NEEDS_ROOT = ("interference", "switch", "sparse_sync", "compression", "pipelines")  # networks of their own, of a given rate
+NEEDS_ROOT = ("interference", "switch", "sparse_sync", "compression", "pipelines", "partitions")  # networks of their own, of a given rate
 
 
 def test_every_benchmark_with_a_quick_form_is_on_the_page() -> None:

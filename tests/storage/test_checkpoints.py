@@ -32,8 +32,9 @@ from gemini_ft.storage.checkpoints import (
     shard_key,
     write_manifest,
 )
+from gemini_ft.storage.decisions import Unclear, decide
 from gemini_ft.storage.local import LocalStorage
-from gemini_ft.storage.lookout import check_not_superseded, newest_whole
+from gemini_ft.storage.lookout import Lookout, check_not_superseded, newest_whole
 from gemini_ft.storage.marks import write_mark
 from gemini_ft.storage.retention import READER_SECONDS, Retention, reading
 from gemini_ft.storage.shard import StoredShard, write_shard
@@ -573,6 +574,27 @@ def test_what_another_part_of_the_job_may_go_on_from_is_not_deleted(storage: Loc
     write_manifest(storage, unknown)
     assert set(retention.tidy(retention.stored(begun))) == {torn, first[1]}
     assert folders(storage) == {first[0], first[2], late, late_torn, begun.folder, unknown.folder}
+
+
+def test_two_jobs_that_store_at_once_lose_nothing_and_neither_is_taken_for_the_other(storage: LocalStorage) -> None:
+    """Both have looked before either has written: no store that is meant by its keys alone can keep that from happening."""
+    versions = [Version(Incarnation(1, nonce), 20) for nonce in ("0000000a", "0000000b")]
+    manifests = [manifest_for(storage, each) for each in versions]
+    for manifest in manifests:
+        check_not_superseded(storage, manifest)
+    for manifest in manifests:
+        write_manifest(storage, manifest)
+    before = folders(storage)
+    for manifest in manifests:
+        retention = Retention(lambda: storage, "run", "main", 1)
+        assert retention.tidy(retention.stored(manifest)) == []
+        with pytest.raises(SupersededError, match="another job has taken run id 'run' over"):
+            check_not_superseded(storage, manifest)
+    assert folders(storage) == before
+    answer = decide(Lookout(lambda: storage, "run", "main").look())
+    assert isinstance(answer, Unclear)
+    assert answer.contested
+    assert all(each.incarnation.nonce in answer.why for each in versions)
 
 
 def test_what_a_reader_holds_stays(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
