@@ -14,7 +14,7 @@ import torch
 
 from gemini_ft.testing import assert_identical
 
-pytestmark = pytest.mark.preloaded("lightning")
+pytestmark = pytest.mark.preloaded("lightning.pytorch")  # as the drill itself asks for it
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
