@@ -1,0 +1,146 @@
+"""Collectives of a device: each form of a backend's answer is followed to its end or left alone; an observer that fails stops.
+
+NCCL is stood for by what it returns, and the device by its double.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from agent_kit import eventually
+from fake_accelerator import FakeAccelerator, installed
+from torch._C._distributed_c10d import Work
+
+from gemini_ft.worker import collectives
+from gemini_ft.worker.collectives import Observer, _Traffic
+
+KEYS = torch._C._dispatch_keyset_full()
+
+
+class _Answer(Work):
+    """A work object: its future is done when its kernel is queued, and it is completed when the device says so."""
+
+    def __init__(self, is_completed: Callable[[], bool], has_future: bool = True) -> None:
+        super().__init__()
+        self._is_completed, self._has_future = is_completed, has_future
+
+    def is_completed(self) -> bool:
+        return self._is_completed()
+
+    def get_future(self) -> Any:
+        if not self._has_future:
+            raise RuntimeError("no future")
+        future: Any = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+class Backend:
+    """Answers to one collective after the other, called as torch's dispatcher calls them."""
+
+    def __init__(self, traffic: _Traffic, fake: FakeAccelerator) -> None:
+        self.traffic, self.fake, self.answer = traffic, fake, lambda: None
+        self._works: list[tuple[Any, Work | None]] = []  # beside their handles
+        operator = SimpleNamespace(name=lambda: "c10d::allreduce_", redispatch=lambda *_: self.answer())
+        self._kernel = traffic._kernel(operator)
+
+    def __call__(self, answer: Callable[[], Any]) -> Any:
+        self.answer = answer
+        return self._kernel(KEYS, [self.fake.tensor(torch.ones(4))])
+
+    def boxed(self, work: Work | None) -> Any:
+        """The handle of a work object; None: what NCCL returns without async_op, a script object that unboxes to None."""
+        self._works.append(((work or Work()).boxed(), work))
+        return self._works[-1][0]
+
+    def unboxed(self, handle: Any) -> Any:
+        return next(work for each, work in self._works if each is handle)
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    monkeypatch.setattr(_Traffic, "_listen", lambda _: SimpleNamespace(_destroy=lambda: None))
+    with installed(0) as fake:
+        traffic = _Traffic()
+        made = Backend(traffic, fake)
+        monkeypatch.setattr(collectives, "Work", SimpleNamespace(unbox=made.unboxed))
+        yield made
+        traffic.close()
+
+
+@pytest.fixture
+def observer(backend: Backend) -> Observer:
+    return backend.traffic.add()
+
+
+def in_flight(observer: Observer) -> int:
+    return observer.page.read().in_flight
+
+
+FORMS: dict[str, Callable[[Any, Any], Any]] = {
+    "without async_op": lambda backend, _: backend.boxed(None),
+    "async_op": lambda backend, event: backend.boxed(_Answer(event.query)),
+    "without a future": lambda backend, event: backend.boxed(_Answer(event.query, has_future=False)),
+    "beside tensors": lambda backend, event: ([torch.ones(4)], backend.boxed(_Answer(event.query))),
+    "no handle at all": lambda *_: None,
+    "tensors alone": lambda *_: torch.ones(4),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_it_is_in_flight_until_the_device_has_carried_it_out(backend: Backend, observer: Observer, form: str) -> None:
+    queued = backend.fake.current_stream().record_event()
+    answer = FORMS[form](backend, queued)
+    assert backend(lambda: answer) is answer
+    assert in_flight(observer) == 1
+    backend.fake.synchronize()
+    eventually(lambda: in_flight(observer) == 0)
+    (seen,) = observer.step_over().collectives
+    assert (seen.name, seen.nbytes) == ("allreduce_", 16)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_captured_into_a_graph_is_left_alone(backend: Backend, observer: Observer, form: str) -> None:
+    never = SimpleNamespace(query=lambda: pytest.fail("events of a capture can never be asked"))
+    backend.fake.is_current_stream_capturing = lambda: True  # type: ignore[attr-defined]
+    answer, queued = FORMS[form](backend, never), len(backend.fake.current_stream().queue)
+    assert backend(lambda: answer) is answer
+    assert in_flight(observer) == 0
+    assert len(backend.fake.current_stream().queue) == queued
+    assert observer.polled == 0
+
+
+def test_one_that_fails_on_the_device_is_over(backend: Backend, observer: Observer) -> None:
+    def failing() -> bool:
+        raise RuntimeError("NCCL error")
+
+    backend(lambda: backend.boxed(_Answer(failing)))
+    eventually(lambda: in_flight(observer) == 0)
+
+
+@pytest.mark.parametrize("what", ["_begin", "_follow"])
+def test_an_observer_that_fails_says_so_once_and_stops(
+    backend: Backend, observer: Observer, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend(lambda: backend.boxed(_Answer(lambda: False)))
+    assert in_flight(observer) == 1
+    calls: list[int] = []
+
+    def fails(*_: Any) -> Any:
+        calls.append(1)
+        raise AttributeError("of another torch")
+
+    monkeypatch.setattr(_Traffic, what, fails)
+    with caplog.at_level(logging.WARNING, "gemini_ft"):
+        for number in range(3):
+            assert backend(lambda number=number: number) == number
+    assert len(calls) == 1
+    assert len([record for record in caplog.records if "cannot be observed" in record.message]) == 1
+    assert in_flight(observer) == 0
+    with pytest.raises(ValueError, match="the training's own"):
+        backend(lambda: (_ for _ in ()).throw(ValueError("the training's own")))
