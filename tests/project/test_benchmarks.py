@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 QUICK = re.findall(r"^python (benchmarks/\S+ --quick)", (ROOT / "benchmarks" / "README.md").read_text(), re.MULTILINE)
-NEEDS_ROOT = ("interference", "switch", "sparse_sync", "compression", "pipelines", "partitions")  # networks of their own, of a given rate
+NEEDS_ROOT = ("interference", "switch", "sparse_sync", "compression", "pipelines", "partitions", "slow")  # networks of a given rate, mounts
 
 
 def test_every_benchmark_with_a_quick_form_is_on_the_page() -> None:
@@ -109,7 +109,7 @@ def test_the_simulations_of_agents_follow_the_code_that_they_play() -> None:
 def test_runs_to_its_end_and_says_what_it_found(command: str) -> None:
     program, *arguments = shlex.split(command)
     if Path(program).stem in NEEDS_ROOT and os.geteuid() != 0:
-        pytest.skip("needs root: networks of a given rate are namespaces")
+        pytest.skip("needs root: networks of a given rate, and mounts, are namespaces")
     run = subprocess.run([sys.executable, program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=1000)
     assert run.returncode == 0, run.stderr[-4000:]
     said = json.loads(run.stdout.splitlines()[-1])
