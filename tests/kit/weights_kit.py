@@ -47,8 +47,11 @@ def undisturbed(steps: int, ranks: int = 1) -> dict[str, torch.Tensor]:
         optimizer.zero_grad()
         model(torch.full((1, 4), iteration / 7)).square().sum().backward()
         for parameter in model.parameters():
+            assert parameter.grad is not None
             part = parameter.grad * (1 / ranks)
-            parameter.grad = sum([part] * (ranks - 1), part)
+            parameter.grad = part.clone()
+            for _ in range(ranks - 1):
+                parameter.grad += part
         optimizer.step()
     return model.state_dict()
 
