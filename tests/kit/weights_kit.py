@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,7 +49,9 @@ def undisturbed(steps: int, ranks: int = 1) -> dict[str, torch.Tensor]:
         for parameter in model.parameters():
             assert parameter.grad is not None
             part = parameter.grad * (1 / ranks)
-            parameter.grad = functools.reduce(torch.add, [part] * ranks)
+            parameter.grad = part.clone()
+            for _ in range(ranks - 1):
+                parameter.grad += part
         optimizer.step()
     return model.state_dict()
 
