@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from unittest import mock
 
 import common
-from gemini_ft.agent import memory as slots
+from gemini_ft.agent.memory import slot_memory as slots
 from gemini_ft.core.roots import checksum, layout_digest, shard_root
 from gemini_ft.core.versions import Incarnation, Version
 

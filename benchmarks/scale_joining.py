@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from gemini_ft.agent.leadership import Leader
+from gemini_ft.agent.commit.leader import Leader
 from gemini_ft.agent.workers import unpack_long
 from gemini_ft.config import GeminiConfig
 from gemini_ft.core.bundles import Bundles
@@ -161,14 +161,14 @@ class Cast:
                 self.heard[number] = [blob] + [pickle.dumps(self._result(None))] * (len(self.world) - 1)
         return self.heard[number]
 
-    def join(self, rank: int) -> tuple[session.Session, float]:
+    def join(self, rank: int) -> tuple[session.WorkerSession, float]:
         """Lets a rank join; returns its session and its processor seconds."""
         gc.collect()
         begin = time.thread_time()
         found = self._join(rank, self._say)
         return found, time.thread_time() - begin
 
-    def _join(self, rank: int, exchange: Callable[[int, bytes], list[bytes]]) -> session.Session:
+    def _join(self, rank: int, exchange: Callable[[int, bytes], list[bytes]]) -> session.WorkerSession:
         numbers, mark_of = itertools.count(), rendezvous.mark_of
         world = SimpleNamespace(get_rank=lambda: rank, get_world_size=lambda: len(self.world))
         world.is_available = world.is_initialized = lambda: True

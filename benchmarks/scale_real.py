@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection as Pipe
 
-from gemini_ft.agent.collecting import Collector
-from gemini_ft.agent.leadership import Leader
+from gemini_ft.agent.commit.collector import Collector
+from gemini_ft.agent.commit.leader import Leader
+from gemini_ft.agent.commit.member import MemberLink
 from gemini_ft.agent.lifecycle import raise_descriptor_limit
-from gemini_ft.agent.reporting import MemberLink
 from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.decisions import Commit
 from gemini_ft.core.gathering import Gathering

@@ -16,9 +16,9 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
-from gemini_ft.agent import collecting, failover, leadership, reporting
-from gemini_ft.agent.failover import Failover
-from gemini_ft.agent.leadership import Leader
+from gemini_ft.agent.commit import collector, failover, leader, member
+from gemini_ft.agent.commit.failover import Failover
+from gemini_ft.agent.commit.leader import Leader
 from gemini_ft.config import LEADER_TIMEOUT
 from gemini_ft.core.decisions import Abort, Commit
 from gemini_ft.core.effects import Completed, Skipped
@@ -40,7 +40,7 @@ PERIOD = 0.9  # simulated seconds between steps: shorter than between heartbeats
 INCARNATION = Incarnation(1, "0123abcd")
 SECRET = b"of this benchmark"
 Placed = dict[int, tuple[str, ...]]
-CLOCKED = collecting, failover, leadership, reporting  # modules that read the clock
+CLOCKED = collector, failover, leader, member  # modules that read the clock
 
 
 def holders_of(hosts: int) -> Placed:

@@ -31,7 +31,7 @@ import s3_server
 
 from chaos import Events
 from gemini_ft.agent import lifecycle
-from gemini_ft.agent.revival import START_TIMEOUT
+from gemini_ft.agent.watchdog import START_TIMEOUT
 from gemini_ft.config import GeminiConfig
 from gemini_ft.faults.slowing import slow_down
 from gemini_ft.testing import EmulatedHosts

@@ -22,7 +22,7 @@ class Event(Protocol):
         """Milliseconds of the device from here to a later event; both must be timed, and over."""
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """A queue of the device."""
 
     def wait_event(self, event: Event) -> None:
@@ -40,13 +40,13 @@ def module_of(device: torch.device) -> Any:
     return None if device.type == "cpu" else torch.get_device_module(device)
 
 
-def stream_of(device: torch.device) -> Stream:
+def stream_of(device: torch.device) -> DeviceStream:
     """The queue into which this thread's work on an accelerator goes."""
-    stream: Stream = module_of(device).current_stream(device)
+    stream: DeviceStream = module_of(device).current_stream(device)
     return stream
 
 
-def event_on(stream: Stream, device: torch.device, *, timed: bool = False, sleeps: bool = False) -> Event:
+def event_on(stream: DeviceStream, device: torch.device, *, timed: bool = False, sleeps: bool = False) -> Event:
     """An event behind what ``stream`` has been given; ``sleeps``: who waits for it gives its core away, where the device can do that."""
     options = {"enable_timing": timed} | ({"blocking": sleeps} if device.type == "cuda" else {})
     return stream.record_event(module_of(device).Event(**options))

@@ -87,7 +87,7 @@ def use(run: str, host: str, deadline: float) -> bool:
         pid, uid = credentials(sock)
         if uid != os.getuid() or surroundings(pid) != surroundings():
             return False
-        with contextlib.closing(lifecycle.Listener.of(sock)) as process:
+        with contextlib.closing(lifecycle.AgentProcess.of(sock)) as process:
             try:
                 messages.send(sock, question(), [log.fileno()])
                 if messages.receive(sock) is None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from gemini_ft import errors
-from gemini_ft.agent import lifecycle, revival
+from gemini_ft.agent import lifecycle, watchdog
 from gemini_ft.errors import AgentError, AgentTimeoutError, GeminiError, PeerError
 from gemini_ft.hosts import is_readable
 from gemini_ft.wire.frames import FrameBuffer, receive_fds
@@ -50,8 +50,8 @@ class AgentClient:
 
     def __init__(self, run: str, host: str, hello: Hello, on_event: Callable[[ToWorker], None], timeout: float) -> None:
         self._run, self._host, self.on_event, self._timeout = run, host, on_event, timeout
-        self.sock = revival.connect(run, host, hello.agent_timeout)
-        self._agent, self._pulse = lifecycle.Listener.of(self.sock), revival.Pulse(hello.agent_timeout)
+        self.sock = watchdog.connect(run, host, hello.agent_timeout)
+        self._agent, self._pulse = lifecycle.AgentProcess.of(self.sock), watchdog.Pulse(hello.agent_timeout)
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, lifecycle.timeval(timeout))
         self._calls: dict[int, queue.SimpleQueue[tuple[Answer, list[int]] | None]] = {}  # number -> where its answer is waited for
         self._numbers = itertools.count(1)
@@ -190,7 +190,7 @@ class AgentClient:
 
     def replace_agent(self, why: str) -> None:
         """Has an agent that is of no use killed and another started with its memory; this connection is lost then."""
-        if revival.replace(self._run, self._host, self._agent, why):
+        if watchdog.replace(self._run, self._host, self._agent, why):
             self._hang_up()
 
     def _hang_up(self) -> None:
@@ -247,7 +247,7 @@ class AgentClient:
         readable.register(self.sock.fileno(), select.POLLIN)
         while not readable.poll(self._pulse.tick and 1000 * self._pulse.tick):
             if self._pulse.over:
-                replaced = revival.replace(self._run, self._host, self._agent, f"it did not answer for {self._pulse.timeout:g} s")
+                replaced = watchdog.replace(self._run, self._host, self._agent, f"it did not answer for {self._pulse.timeout:g} s")
                 self._pulse.heard()  # if it cannot be killed: after the same time once more
                 if replaced:
                     return False

@@ -28,7 +28,7 @@ class Past(NamedTuple):
     origins: Mapping[str, Origin] = {}  # by stream
 
 
-class Identity:
+class AgentIdentity:
     """A memfd with an agent's `Past`; readable by this user only, as the agent's socket is."""
 
     def __init__(self) -> None:

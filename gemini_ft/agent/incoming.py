@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from gemini_ft.agent.home import Home
-from gemini_ft.agent.inbound import Inbound
-from gemini_ft.agent.receiving import Receiver
-from gemini_ft.agent.serving import Fetcher
-from gemini_ft.agent.session import Session
+from gemini_ft.agent.context import StreamContext
+from gemini_ft.agent.replication.receive import Inbound, Receiver
+from gemini_ft.agent.replication.serve import Fetcher
+from gemini_ft.agent.session import AgentSession
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import SupersededError
 from gemini_ft.wire.peer_messages import Claims
@@ -18,7 +17,7 @@ from gemini_ft.wire.tcp import Connection, Handler
 class Incoming:
     """The connections that peers have opened for one stream; ``session``: the present one, if there is one."""
 
-    def __init__(self, home: Home, inbound: Inbound, session: Callable[[], Session | None]) -> None:
+    def __init__(self, home: StreamContext, inbound: Inbound, session: Callable[[], AgentSession | None]) -> None:
         self._home, self._inbound, self._session = home, inbound, session
         self._connections: set[Connection] = set()  # that may hold slots
         self._senders: dict[str, Connection] = {}  # host -> the one on which it sends its shards

@@ -98,14 +98,14 @@ def timeval(seconds: float) -> bytes:
 
 
 @dataclass
-class Listener:
+class AgentProcess:
     """The process at the other end of a connection to the agent's socket."""
 
     pid: int  # 0: of another pid namespace, out of reach
     pidfd: int = -1
 
     @classmethod
-    def of(cls, sock: socket.socket) -> Listener:
+    def of(cls, sock: socket.socket) -> AgentProcess:
         pid, _ = credentials(sock)
         with contextlib.suppress(OSError):  # it has just died, or its namespace hides it
             return cls(pid, os.pidfd_open(pid))

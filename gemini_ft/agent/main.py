@@ -16,7 +16,7 @@ import sys
 import time
 
 from gemini_ft.agent import ahead
-from gemini_ft.agent.home import HostRun
+from gemini_ft.agent.context import RunContext
 from gemini_ft.agent.lifecycle import (
     is_listening,
     keep_to,
@@ -26,11 +26,11 @@ from gemini_ft.agent.lifecycle import (
     socket_name,
     yield_to_training,
 )
+from gemini_ft.agent.memory.slot_files import SlotFiles, lock
 from gemini_ft.agent.requests import Requests
-from gemini_ft.agent.revival import mapped_by_others
-from gemini_ft.agent.slot_files import SlotFiles, lock
 from gemini_ft.agent.streams import Streams
-from gemini_ft.agent.workers import Desk
+from gemini_ft.agent.watchdog import mapped_by_others
+from gemini_ft.agent.workers import WorkerListener
 from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError
 
@@ -38,10 +38,10 @@ _TICK = 0.2  # seconds between looks at hangs and at whether to leave
 _PARTING = 5.0  # seconds for an agent that leaves to clear the folder
 
 
-async def _serve(run: HostRun, streams: Streams, listener: socket.socket) -> None:
+async def _serve(run: RunContext, streams: Streams, listener: socket.socket) -> None:
     """Serves until it is time to leave."""
     requests, leaving = Requests(run, streams), asyncio.Event()
-    desk = Desk(requests, listener)
+    desk = WorkerListener(requests, listener)
     drains_by_sigterm = load_config().drain_signal == "SIGTERM"  # a file of options that has gone since must not keep the agent from ending
     run.log(f"agent {os.getpid()} of run {run.run_id!r} on host {run.host!r}; may hold {run.budget.limit:,} bytes")
 
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     async def run() -> None:
         folder = load_config().memory.folder
         files = SlotFiles(folder, options.run, options.host) if folder is not None else None
-        host_run = HostRun(options.run, options.host, files)
+        host_run = RunContext(options.run, options.host, files)
         streams = Streams(host_run)
         if options.inherit or options.identity >= 0:
             streams.inherit(options.inherit, options.identity)

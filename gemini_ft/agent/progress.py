@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 _EVERY = 10.0  # seconds between two lines in the log
 
@@ -44,3 +46,32 @@ class TransferProgress:
         """Logs the time that the transfer took."""
         seconds = time.monotonic() - self._began
         self._log(f"{self.what}: {self.total:,} bytes in {seconds:.1f} s ({self.total / max(1e-9, seconds) / 1e6:,.0f} MB/s)")
+
+
+_REASONS = 8  # that are told of one outage
+
+
+@dataclass
+class Outage:
+    """The time in which an operation does not work.
+
+    Attributes:
+        since: its beginning, on the system's clock.
+        error: the newest.
+    """
+
+    since: float
+    error: str = ""
+    _told: set[str] = field(default_factory=set, init=False)  # reasons of which the user has heard
+
+    def again(self, error: str) -> bool:
+        """Takes note of an error; returns whether the user should hear of it.
+
+        One reason may hide behind another, but numbers and ids make none.
+        """
+        self.error = error
+        reason = re.sub(r"\S*\d\S*", "", error)
+        if reason in self._told or len(self._told) == _REASONS:
+            return False
+        self._told.add(reason)
+        return True

@@ -8,14 +8,13 @@ import secrets
 import time
 import traceback
 
-from gemini_ft.agent.departure import Departure
+from gemini_ft.agent.context import RunContext
+from gemini_ft.agent.departure import Departure, Launches
 from gemini_ft.agent.hangs import HangWatch
-from gemini_ft.agent.home import HostRun
-from gemini_ft.agent.launches import Launches
+from gemini_ft.agent.memory.slot_store import SlotDonor
 from gemini_ft.agent.stream import Stream
 from gemini_ft.agent.streams import Streams
 from gemini_ft.agent.tasks import Tasks
-from gemini_ft.agent.vault import Giver
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.errors import AgentError, GeminiError, ProtocolError, SecretError, SupersededError
 from gemini_ft.hosts import machine_id
@@ -66,7 +65,7 @@ class Requests:
         departure: the reasons to stay and to go.
     """
 
-    def __init__(self, run: HostRun, streams: Streams) -> None:
+    def __init__(self, run: RunContext, streams: Streams) -> None:
         self._run, self._streams = run, streams
         self._workers: set[WorkerConnection] = set()
         self._launches = Launches()
@@ -101,7 +100,7 @@ class Requests:
             case Ping():
                 worker.send(Pong(agent_timeout=self._agent_timeout))
             case Adopt(shared=shared):
-                self._streams.adopt(fds, shared, Giver(worker, message.incarnation) if worker.stream else None)
+                self._streams.adopt(fds, shared, SlotDonor(worker, message.incarnation) if worker.stream else None)
             case _ if not worker.stream:
                 raise AgentError(f"{kind_of(message)!r} before hello")
             case GetInventory():

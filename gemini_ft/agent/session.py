@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from gemini_ft.agent.collecting import CollectorPort
-from gemini_ft.agent.failover import Failover, Refusal
-from gemini_ft.agent.home import Home
-from gemini_ft.agent.leadership import Leader, MemberPort
-from gemini_ft.agent.outbound import Outbound
+from gemini_ft.agent.commit.collector import CollectorPort
+from gemini_ft.agent.commit.failover import Failover, Refusal
+from gemini_ft.agent.commit.leader import Leader, MemberPort
+from gemini_ft.agent.context import StreamContext
+from gemini_ft.agent.replication.send import Outbound
 from gemini_ft.agent.storing import Storing
 from gemini_ft.core.ledger import Cadence, Ledger
 from gemini_ft.core.succession import Succession, candidates
@@ -21,7 +21,7 @@ from gemini_ft.wire.tcp import Connection, Handler
 from gemini_ft.wire.worker_messages import SessionSpec
 
 
-class Session:
+class AgentSession:
     """The connections that this host opens for one incarnation.
 
     Args:
@@ -31,7 +31,7 @@ class Session:
         goes_on: whether it has begun with an agent before this one.
     """
 
-    def __init__(self, home: Home, spec: SessionSpec, on_decision: Callable[[PeerMessage], None], goes_on: bool = False) -> None:
+    def __init__(self, home: StreamContext, spec: SessionSpec, on_decision: Callable[[PeerMessage], None], goes_on: bool = False) -> None:
         self._home, self._spec = home, spec
         self._is_drained = False  # whether this host leaves: a leader must hear that the next version is due for storage
         self._began = time.monotonic()
@@ -113,7 +113,7 @@ class Session:
         return [rejoin, *host.reports(), *said, *([need] if need is not None else []), *([UploadSoon()] if self._is_drained else [])]
 
 
-def _book(home: Home, spec: SessionSpec, storing: Storing | None, began: float) -> Ledger:
+def _book(home: StreamContext, spec: SessionSpec, storing: Storing | None, began: float) -> Ledger:
     """The book of a leader: of a new session, or in place of one that is lost. ``began``: when the session did here."""
     if spec.storage is None or storing is None:
         return Ledger(home.host.holders, home.host.committed, spec.replica_timeout, None)

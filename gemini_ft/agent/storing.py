@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from gemini_ft.agent.home import Home
-from gemini_ft.agent.staging import StoredCopy, hang_up
+from gemini_ft.agent.context import StreamContext
+from gemini_ft.agent.memory.staging import StoredCopy, hang_up
 from gemini_ft.agent.uploads import Uploader
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError
@@ -18,7 +18,7 @@ from gemini_ft.wire.worker_messages import SessionSpec, Stage
 class Storing:
     """Pins slots while they are uploaded, and tells the leader and the user."""
 
-    def __init__(self, home: Home, spec: SessionSpec) -> None:
+    def __init__(self, home: StreamContext, spec: SessionSpec) -> None:
         self._home = home
         self.uploader = Uploader(spec, home.run.run_id, home.log)
         self.said: list[ReportUploaded] = []  # until the upload is over, in case the leader has not heard
@@ -75,7 +75,7 @@ class Stagings:
         end_rebuilding: stops what would lay down other copies meanwhile.
     """
 
-    def __init__(self, home: Home, end_rebuilding: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, home: StreamContext, end_rebuilding: Callable[[], Awaitable[None]]) -> None:
         self._home, self._end_rebuilding = home, end_rebuilding
         self._tasks: dict[tuple[int, Version], asyncio.Task[None]] = {}  # (owner, version) -> its reading
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from functools import partial
 
-from gemini_ft.agent.home import Home, HostRun
+from gemini_ft.agent.context import RunContext, StreamContext
 from gemini_ft.agent.identity import Origin
-from gemini_ft.agent.inbound import Inbound
 from gemini_ft.agent.incoming import Incoming
-from gemini_ft.agent.memory import SlotMemory
+from gemini_ft.agent.memory.slot_memory import SlotMemory
+from gemini_ft.agent.memory.slot_store import SlotDonor
 from gemini_ft.agent.own_shards import OwnShards
-from gemini_ft.agent.rebuilding import Rebuilding
-from gemini_ft.agent.session import Session
+from gemini_ft.agent.replication.rebuild import Rebuilding
+from gemini_ft.agent.replication.receive import Inbound
+from gemini_ft.agent.session import AgentSession
 from gemini_ft.agent.storing import Stagings
 from gemini_ft.agent.tasks import Tasks
-from gemini_ft.agent.vault import Giver
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.decisions import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Send, Tell, Upload, Withdraw
@@ -44,8 +44,8 @@ from gemini_ft.wire.worker_messages import (
 class Stream:
     """The shards this host owns or holds for one stream, and its share of the commit."""
 
-    def __init__(self, name: str, run: HostRun) -> None:
-        self.home = Home(name, run, self.perform, self.report)
+    def __init__(self, name: str, run: RunContext) -> None:
+        self.home = StreamContext(name, run, self.perform, self.report)
         self.launch: Launch | None = None  # that opened the last session
         self.inherited: Origin | None = None  # of the last session of an agent before this one
         self.encrypt = True  # payloads between hosts; as the job that runs has it, which may not be the one that started this agent
@@ -62,7 +62,7 @@ class Stream:
         self._misinformed: set[WorkerConnection] = set()  # those of them whose inventory lacks a copy that was handed back after it
         self._inbound = Inbound(self.home)
         self._own = OwnShards(self.home, self._inbound, lambda: self.session.outbound)
-        self._session: Session | None = None
+        self._session: AgentSession | None = None
         self.incoming = Incoming(self.home, self._inbound, lambda: self._session)
         self._rebuilding: Rebuilding | None = None
         self._tasks = Tasks()
@@ -71,7 +71,7 @@ class Stream:
     # -- sessions
 
     @property
-    def session(self) -> Session:
+    def session(self) -> AgentSession:
         """The present session, of which there must be one."""
         assert self._session is not None
         return self._session
@@ -117,7 +117,7 @@ class Stream:
             home.vault.forget()
         home.spec = spec
         self._figures.clear()
-        self._session = Session(home, spec, self._on_decision, readopt)
+        self._session = AgentSession(home, spec, self._on_decision, readopt)
         if readopt:
             self._repeat_reports()  # workers that are choosing go on, and the copies they were shown are kept
         else:
@@ -149,7 +149,7 @@ class Stream:
 
     # -- choosing what to resume
 
-    def adopt(self, memory: SlotMemory, shared: bool, giver: Giver | None) -> None:
+    def adopt(self, memory: SlotMemory, shared: bool, giver: SlotDonor | None) -> None:
         """Takes over a slot from before this agent's own time; a slot from a worker of the past can be read, and is not granted."""
         spec = self.home.spec
         past = giver is not None and spec is not None and giver.incarnation != spec.incarnation

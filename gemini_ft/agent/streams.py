@@ -6,13 +6,13 @@ import asyncio
 import os
 from collections.abc import Sequence
 
-from gemini_ft.agent import slot_files
-from gemini_ft.agent.home import HostRun
-from gemini_ft.agent.identity import Identity, Past
-from gemini_ft.agent.memory import SlotMemory
-from gemini_ft.agent.sparing import Sparing
+from gemini_ft.agent.context import RunContext
+from gemini_ft.agent.identity import AgentIdentity, Past
+from gemini_ft.agent.log_limit import RateLimitedLog
+from gemini_ft.agent.memory import slot_files
+from gemini_ft.agent.memory.slot_memory import SlotMemory
+from gemini_ft.agent.memory.slot_store import SlotDonor
 from gemini_ft.agent.stream import Stream
-from gemini_ft.agent.vault import Giver
 from gemini_ft.core.versions import Incarnation
 from gemini_ft.errors import AgentError, CorruptDataError, FormatError, GeminiError
 from gemini_ft.wire.handshake import Listener, listen
@@ -29,11 +29,11 @@ class Streams:
         known: the newest incarnation of any; None: there has been none.
     """
 
-    def __init__(self, run: HostRun) -> None:
+    def __init__(self, run: RunContext) -> None:
         self._run = run
         self.by_name: dict[str, Stream] = {}
         self.known: Incarnation | None = None
-        self._identity = Identity()
+        self._identity = AgentIdentity()
         self._server: Listener | None = None
         self._listening: asyncio.Task[None] | None = None
 
@@ -54,7 +54,7 @@ class Streams:
         origins = {name: stream.origin for name, stream in self.by_name.items() if stream.origin is not None}
         self._identity.write(Past(self._run.secret, self.known, origins))
 
-    def adopt(self, fds: Sequence[int], shared: Sequence[bool] = (), giver: Giver | None = None) -> None:
+    def adopt(self, fds: Sequence[int], shared: Sequence[bool] = (), giver: SlotDonor | None = None) -> None:
         """Takes over slots that another agent has made; ``shared``: those that a process other than the giver may still write to."""
         for fd, is_shared in zip(fds, shared or [False] * len(fds), strict=True):
             try:
@@ -104,7 +104,13 @@ class Streams:
     async def _listen(self, hello: Hello) -> None:
         run = self._run
         self._server = await listen(
-            hello.bind, hello.ports, lambda: run.secret, self._accept, Sparing(run.log), self._encrypts, preferred=hello.preferred_port
+            hello.bind,
+            hello.ports,
+            lambda: run.secret,
+            self._accept,
+            RateLimitedLog(run.log),
+            self._encrypts,
+            preferred=hello.preferred_port,
         )
 
     def _encrypts(self, stream: str) -> bool:

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from gemini_ft.agent.memory import SlotMemory
-from gemini_ft.agent.outage import Outage
-from gemini_ft.agent.progress import TransferProgress
+from gemini_ft.agent.memory.slot_memory import SlotMemory
+from gemini_ft.agent.progress import Outage, TransferProgress
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.config import StorageConfig
 from gemini_ft.core.layout import Layout

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from gemini_ft.agent import lifecycle
-from gemini_ft.agent.sparing import Sparing
+from gemini_ft.agent.log_limit import RateLimitedLog
 from gemini_ft.core.versions import Incarnation
 from gemini_ft.errors import AgentError, GeminiError, PeerError
 from gemini_ft.wire.frames import FrameBuffer, receive_fds
@@ -33,7 +33,7 @@ _LONG = 64 * 1024  # bytes of a message
 STACKS_SECONDS = 1.0  # for a worker to write down where its threads are
 
 
-class Office(Protocol):
+class RequestHandler(Protocol):
     """The part of the agent that answers workers. Its implementation imports this module, hence the Protocol."""
 
     def on_worker_message(self, worker: WorkerConnection, message: ToAgent, fds: list[int]) -> None: ...
@@ -54,7 +54,7 @@ def unpack_long(body: bytes) -> ToAgent:
 class WorkerConnection:
     """The agent's end of one worker's socket."""
 
-    def __init__(self, office: Office, sock: socket.socket, pid: int) -> None:
+    def __init__(self, office: RequestHandler, sock: socket.socket, pid: int) -> None:
         self.rank = -1
         self.stream = ""
         self.incarnation: Incarnation | None = None
@@ -203,12 +203,12 @@ def _duplicates(fds: Sequence[int]) -> list[int]:
     return copies
 
 
-class Desk:
+class WorkerListener:
     """The listening socket."""
 
-    def __init__(self, office: Office, listener: socket.socket) -> None:
+    def __init__(self, office: RequestHandler, listener: socket.socket) -> None:
         self._office, self._listener = office, listener
-        self._log_stranger = Sparing(office.log)
+        self._log_stranger = RateLimitedLog(office.log)
         listener.setblocking(False)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(listener, self._accept)

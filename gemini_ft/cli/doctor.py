@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from gemini_ft.agent import lifecycle, slot_files
-from gemini_ft.agent.budget import available_memory
+from gemini_ft.agent import lifecycle
+from gemini_ft.agent.memory import slot_files
+from gemini_ft.agent.memory.budget import available_memory
 from gemini_ft.config import GeminiConfig, load_config, unknown_variables
 from gemini_ft.core.placement import describe, place
 from gemini_ft.errors import ConfigError, GeminiError

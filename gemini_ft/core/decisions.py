@@ -38,7 +38,7 @@ class Holders:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class WriteManifest:
     """A decision: all shards of ``version`` are in storage, so write the manifest, which makes it a checkpoint."""
 
     version: Version
@@ -65,4 +65,4 @@ class Fatal:
     text: str
 
 
-Decision = Commit | Abort | Holders | Manifest | Thaw | Fatal
+Decision = Commit | Abort | Holders | WriteManifest | Thaw | Fatal

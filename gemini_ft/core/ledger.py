@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gemini_ft.core.decisions import Abort, Commit, Decision, Fatal, Holders, Manifest, Thaw
+from gemini_ft.core.decisions import Abort, Commit, Decision, Fatal, Holders, Thaw, WriteManifest
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Report, Skipped
 from gemini_ft.core.folded import Folded
 from gemini_ft.core.protocol import NO_ROOTS
@@ -242,7 +242,7 @@ class Ledger:
         self._records[owner] = record
         if self._records.keys() != self.holders.keys():
             return []
-        return [Manifest(version, dict(self._records))]
+        return [WriteManifest(version, dict(self._records))]
 
     def upload_over(self, version: Version, error: str = "", unclear: bool = False) -> list[Decision]:
         """Takes note that the manifest is written, or a shard's upload has failed for good; ``unclear``: see `Thaw`."""

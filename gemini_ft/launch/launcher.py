@@ -29,16 +29,16 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.ahead import started_ahead
-from gemini_ft.agent.launches import PARTING_SECONDS, is_alive
-from gemini_ft.agent.revival import Watchman
+from gemini_ft.agent.departure import PARTING_SECONDS, is_alive
+from gemini_ft.agent.watchdog import AgentWatch
 from gemini_ft.config import GeminiConfig, load_config, unknown_variables
 from gemini_ft.errors import AgentError, ConfigError, RunAliveError
 from gemini_ft.hosts import host_id
 from gemini_ft.launch import slurm
 from gemini_ft.launch.drain import LEFT, drain_of
 from gemini_ft.launch.endings import ENDED_ELSEWHERE, NOT_STORED, OVERTAKEN, final_endings
+from gemini_ft.launch.launch_name import whole_rounds
 from gemini_ft.launch.launched import LAUNCH
-from gemini_ft.launch.muster import whole_rounds
 from gemini_ft.launch.notes import FIXED, LACKS, notes_of_workers
 from gemini_ft.launch.piped import copied_from_pipe
 from gemini_ft.launch.preload import early_environment, modules_to_preload
@@ -101,7 +101,7 @@ def command(argv: Sequence[str]) -> int:
             copy = stack.enter_context(copied_from_pipe(program)) if not (options.module or options.no_python) else None
             stack.enter_context(workers_of(options, program, copy))
             stack.enter_context(drain.heeded())
-            watchman = Watchman(run_id, host_id(), config.agent_timeout)
+            watchman = AgentWatch(run_id, host_id(), config.agent_timeout)
             watchman.start()
             stack.callback(watchman.stop)
             stack.enter_context(reported_progress(os.environ, run_id, lambda: notes.total))

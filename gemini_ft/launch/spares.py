@@ -63,7 +63,7 @@ _STEPS = (_Action.ADD_TO_PARTICIPANTS, _Action.MARK_RENDEZVOUS_COMPLETE, _Action
 
 
 @dataclass
-class Host:
+class LaunchingHost:
     """The facts that this host's launcher knows of itself."""
 
     patience: float  # seconds for which it leaves an open round to others, unless it belongs to the job
@@ -84,7 +84,7 @@ class PatientJoin:
         clock: monotonic, seconds.
     """
 
-    def __init__(self, join: Callable[[Any, float], Any], host: Host, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, join: Callable[[Any, float], Any], host: LaunchingHost, clock: Callable[[], float] = time.monotonic) -> None:
         self._join, self._host, self._clock = join, host, clock
         self._seen: tuple[int, bool] | None = None  # round, and whether it was complete
         self._since = 0.0
@@ -219,7 +219,7 @@ def _narrowed(ctx: Any, hosts: int) -> Any:
     return SimpleNamespace(node=ctx.node, state=ctx.state, settings=settings)
 
 
-def _waiting(original: Callable[[Any], int], host: Host, handler: Any) -> int:
+def _waiting(original: Callable[[Any], int], host: LaunchingHost, handler: Any) -> int:
     """The number of hosts that torch's launcher restarts its workers for: none if their state cannot follow."""
     waiting = original(handler)
     if is_left_out(handler._state_holder.state, handler._this_node, host.world):
@@ -278,7 +278,7 @@ def pause(hosts: int) -> float:
 
 @contextmanager
 def better_rendezvous(hosts: int, is_fixed: Callable[[], bool] = lambda: False, lacks: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """Inside, torch's launcher joins a job of ``hosts`` hosts in the way described above; ``is_fixed`` and ``lacks`` as in `Host`.
+    """Inside, torch's launcher joins a job of ``hosts`` hosts in the way described above; ``is_fixed`` and ``lacks`` as in `LaunchingHost`.
 
     Torch has no settings for that, so its classes and its functions are replaced.
     """
@@ -290,7 +290,7 @@ def better_rendezvous(hosts: int, is_fixed: Callable[[], bool] = lambda: False, 
         logger.warning("spares may displace hosts of the job, as this version of torch brings hosts together in an unknown way")
         yield
         return
-    this, interval = Host(pause(hosts) + _GRACE, is_fixed=is_fixed, lacks=lacks), pause(hosts)
+    this, interval = LaunchingHost(pause(hosts) + _GRACE, is_fixed=is_fixed, lacks=lacks), pause(hosts)
     changed = {
         _JOIN: lambda: PatientJoin(join(), this),
         _DELAY: lambda seconds: delay(interval if seconds == 1 else seconds),

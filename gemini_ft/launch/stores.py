@@ -57,7 +57,7 @@ _THREAD = "gemini-store"  # the name of threads that torch's code may keep
 _PARTING_SECONDS = 2.0  # for which a store is served after the end, so that others, which look once a second, learn of it
 
 
-class Place(NamedTuple):
+class ReachedStore(NamedTuple):
     """A store that could be reached."""
 
     generation: int  # -1: nobody has used it
@@ -75,7 +75,7 @@ class _Probe(NamedTuple):
 
     thread: threading.Thread
     begun: float  # monotonic clock
-    found: list[Place]
+    found: list[ReachedStore]
 
 
 class OvertakenError(SignalException):
@@ -120,9 +120,9 @@ class Standby:
         self._beats: dict[int, dict[Any, Any]] = {}  # of the hosts that were seen at another store, by its endpoint
         self._move(self._first_place(patience))
 
-    def _first_place(self, patience: float) -> Place:
+    def _first_place(self, patience: float) -> ReachedStore:
         """The store to begin at: one that is in use, or the first, once all have said that they are not."""
-        begun, known = time.monotonic(), dict[int, Place]()
+        begun, known = time.monotonic(), dict[int, ReachedStore]()
         while True:
             places = self._places(self._probes, min(PROBE_SECONDS, max(patience, _REACH_SECONDS)))
             known |= {place.number: place for place in places}
@@ -222,7 +222,7 @@ class Standby:
             _log.warning("the others may be at %s:%d; the rendezvous goes on there", *self._endpoints[place.number])
             self._move(place, joins=bool(at_work))
 
-    def _is_at_work(self, place: Place) -> bool:
+    def _is_at_work(self, place: ReachedStore) -> bool:
         """Whether a world trains by way of another store: its round is complete, and its hosts live."""
         found = _within(ANSWER_SECONDS, partial(_state_at, place.store, self._run))
         theirs = pickle.loads(found) if found is not None else None
@@ -236,7 +236,7 @@ class Standby:
                 if found is not None and self._last is not None:
                     self._meet(place, pickle.loads(found), pickle.loads(self._last))
 
-    def _meet(self, place: Place, theirs: Any, ours: Any) -> None:
+    def _meet(self, place: ReachedStore, theirs: Any, ours: Any) -> None:
         if world_of(theirs) == world_of(ours):
             return  # copies of one round, from before hosts lost sight of each other
         is_alive = self._lives(place, theirs, theirs.participants.keys() - ours.participants.keys())
@@ -246,13 +246,13 @@ class Standby:
                 f"{self._endpoints[place.number][1]}, in round {theirs.round} of the rendezvous; this one, in round {ours.round}, ends"
             )
 
-    def _lives(self, place: Place, theirs: Any, nodes: Collection[Any]) -> bool:
+    def _lives(self, place: ReachedStore, theirs: Any, nodes: Collection[Any]) -> bool:
         """Whether one of these hosts has given a sign of life at another store since it was looked at last."""
         beats = {node: beat for node, beat in theirs.last_heartbeats.items() if node in nodes}
         before, self._beats[place.number] = self._beats.get(place.number, {}), beats
         return any(before.get(node, beat) != beat for node, beat in beats.items())
 
-    def _move(self, place: Place, takes_over: bool = False, joins: bool = False) -> None:
+    def _move(self, place: ReachedStore, takes_over: bool = False, joins: bool = False) -> None:
         """Makes a store the present one; if it is behind what this launcher has seen, lets it catch up, unless it joins a world there.
 
         A host that has not taken part writes only where nothing is, and makes no store better than it is by that.
@@ -277,11 +277,11 @@ class Standby:
         if not is_first:
             self.moved_at = time.monotonic()
 
-    def _places(self, probes: dict[int, _Probe], seconds: float = PROBE_SECONDS) -> list[Place]:
+    def _places(self, probes: dict[int, _Probe], seconds: float = PROBE_SECONDS) -> list[ReachedStore]:
         """The stores that can be reached, the best one first. One found later counts in the next look, which does not ask it anew."""
         for number in range(len(self._endpoints)):
             if number not in probes:
-                found: list[Place] = []
+                found: list[ReachedStore] = []
                 thread = threading.Thread(target=self._probe, args=(number, found), name=_THREAD, daemon=True)
                 probes[number] = _Probe(thread, time.monotonic(), found)
                 thread.start()
@@ -290,7 +290,7 @@ class Standby:
         ended = [probes.pop(number) for number, probe in list(probes.items()) if not probe.thread.is_alive()]
         return sorted((place for probe in ended for place in probe.found), key=lambda place: place.rank, reverse=True)
 
-    def _probe(self, number: int, found: list[Place]) -> None:
+    def _probe(self, number: int, found: list[ReachedStore]) -> None:
         """Finds a store; a name server may keep this waiting, which torch asks for the name of whoever it has connected to as well."""
         host, port = self._endpoints[number]
         with contextlib.suppress(OSError, RuntimeError, RendezvousConnectionError):  # RuntimeError: torch's
@@ -298,7 +298,7 @@ class Standby:
             store = _within(_NAMING_SECONDS, partial(TCPStore, host, port, is_master=False, timeout=_REACH))
             store.set_timeout(timedelta(seconds=self._read_seconds))
             said = _within(ANSWER_SECONDS, partial(store.compare_set, _GENERATION + self._run, "?", "?"))
-            found.append(Place(int(said) if said.lstrip(b"-").isdigit() else -1, number, store))
+            found.append(ReachedStore(int(said) if said.lstrip(b"-").isdigit() else -1, number, store))
 
     def _named(self, without: Collection[int] = ()) -> str:
         return ", ".join(f"{host}:{port}" for number, (host, port) in enumerate(self._endpoints) if number not in without)

@@ -25,10 +25,8 @@ from gemini_ft.config import GeminiConfig
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.launch import notes
 from gemini_ft.lightning import trainer_callbacks, trainer_checkpoints, trainer_loops
-from gemini_ft.lightning.callbacks import refuse_callbacks, save_config_again
+from gemini_ft.lightning.callbacks import findings, fingerprint, refuse_callbacks, save_config_again, watch
 from gemini_ft.lightning.capture import capture, checkpoint_of, complete, restore
-from gemini_ft.lightning.fault_hooks import watch
-from gemini_ft.lightning.inventory import findings, fingerprint
 from gemini_ft.lightning.loader import bookmark_of
 from gemini_ft.lightning.loader_parts import refuse_gone
 from gemini_ft.lightning.options import EpochHooks

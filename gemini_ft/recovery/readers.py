@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from gemini_ft.agent.client import AgentClient
-from gemini_ft.agent.memory import SlotMemory
-from gemini_ft.agent.serving import describe
+from gemini_ft.agent.memory.slot_memory import SlotMemory
+from gemini_ft.agent.replication.serve import describe
 from gemini_ft.core.layout import Layout
 from gemini_ft.core.roots import checksum, layout_digest, shard_root
 from gemini_ft.core.versions import Version

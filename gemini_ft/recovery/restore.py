@@ -29,7 +29,7 @@ def read_extras(sources: ShardReaders, rank: int, world_size: int, secret: bytes
     return extras
 
 
-class Filling:
+class StateRestore:
     """The live state of one rank while it is filled: what it reads of which shard, and where that goes.
 
     A sharded rank needs its own shard alone; under DDP every rank owns a part and needs all of them. In a job of another

@@ -54,7 +54,7 @@ OF_PROCESS = declare("code, process groups, streams, locks, loggers in such attr
 NOT_SEEN = declare("such attributes of other types", Fate.REFUSED, _WAY_OUT)
 
 
-class Walk:
+class AttributeWalk:
     """Takes attributes apart, once for one snapshot.
 
     Args:
@@ -171,8 +171,8 @@ class Walk:
         return ["object", [_name_of(kind), known, self.attributes(fields, where)]]
 
 
-class Return:
-    """Puts back what a `Walk` has taken.
+class AttributeReturn:
+    """Puts back what a `AttributeWalk` has taken.
 
     Args:
         tensors: name -> tensor, of what the snapshot has elsewhere.
@@ -301,7 +301,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def is_linked(saved: Saved) -> bool:
-    """Whether only a `Return` can put the value back: it has references, objects, generators or shared memory."""
+    """Whether only a `AttributeReturn` can put the value back: it has references, objects, generators or shared memory."""
     kind, parts = saved
     if kind in _MAKERS:
         return any(map(is_linked, parts[1]))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gemini_ft import accelerator
-from gemini_ft.agent.memory import keep_from_children, populate, use_huge_pages
+from gemini_ft.agent.memory.slot_memory import keep_from_children, populate, use_huge_pages
 from gemini_ft.core.layout import Layout
 from gemini_ft.errors import MemoryBudgetError
 from gemini_ft.state.copies import Copy, plan_copies

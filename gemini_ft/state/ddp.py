@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gemini_ft.core.census import Fate, Finding, declare
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
-from gemini_ft.state.attributes import Return, Walk
+from gemini_ft.state.attributes import AttributeReturn, AttributeWalk
 from gemini_ft.state.tensors import every_optimizer
 
 _HOOK = declare(
@@ -127,7 +127,7 @@ def restore_sync(model: DistributedDataParallel, state: dict[str, Any]) -> None:
         raise LayoutMismatchError(f"communication hooks: {now} now and {then} in the snapshot; resume with the script that made it")
     for (hook, hook_state), (name, saved) in zip(hooks, state["hooks"], strict=True):
         if saved is not None:
-            back = Return({})
+            back = AttributeReturn({})
             for key, value in (("state", hook_state), ("hook", hook)):
                 back.give(value, saved[key], f"{name}.{key}")
 
@@ -175,7 +175,7 @@ def _hooks(model: DistributedDataParallel) -> list[tuple[str, dict[str, Any] | N
         if hook is None:
             found.append(("gradient pipeline", None))
             continue
-        walk = Walk({f"module.{name}": param for name, param in model.module.named_parameters()}, [id(model), id(model.module)])
+        walk = AttributeWalk({f"module.{name}": param for name, param in model.module.named_parameters()}, [id(model), id(model.module)])
         found.append((_name(hook), {"state": walk.take(state, f"{_name(hook)}.state"), "hook": walk.take(hook, f"{_name(hook)}.hook")}))
     return found
 

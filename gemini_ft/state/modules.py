@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from gemini_ft.core.census import Fate, Finding, declare
 from gemini_ft.core.layout import TensorSpec
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
-from gemini_ft.state.attributes import ATTRIBUTES, NOT_SEEN, OF_PROCESS, Return, Walk, is_linked
+from gemini_ft.state.attributes import ATTRIBUTES, NOT_SEEN, OF_PROCESS, AttributeReturn, AttributeWalk, is_linked
 from gemini_ft.state.room import odd_strides, room_for
 from gemini_ft.state.survey import Models, Survey, survey
 from gemini_ft.state.tensors import (
@@ -91,7 +91,7 @@ def collect_extras(found: Survey, ignored: Callable[[str], bool] = lambda _: Fal
     }
 
 
-def _walk(found: Survey, ignored: Callable[[str], bool] = lambda _: False) -> Walk:
+def _walk(found: Survey, ignored: Callable[[str], bool] = lambda _: False) -> AttributeWalk:
     """The walk for attributes of optimizers, which may refer to parameters, to state, to each other and to modules."""
     owned: list[Any] = [*found.optimizers.values(), *found.models.values()]
     for optimizer in found.optimizers.values():
@@ -99,7 +99,7 @@ def _walk(found: Survey, ignored: Callable[[str], bool] = lambda _: False) -> Wa
         owned += [group["params"] for group in optimizer.param_groups]
     if any(map(own_attributes, found.optimizers.values())):
         owned += [module for model in found.models.values() for module in model.modules()]
-    return Walk(found.tensors, map(id, owned), ignored)
+    return AttributeWalk(found.tensors, map(id, owned), ignored)
 
 
 def destinations(
@@ -162,7 +162,7 @@ def apply_extras(models: Models, optimizers: Sequence[Any], extras: Extras) -> N
         _apply_groups(optimizer, saved[index]["groups"])
         _replace_other(optimizer, saved[index]["other"])
     tensors = {item.name: item.tensor for item in found.live}
-    back = Return(tensors)
+    back = AttributeReturn(tensors)
     for entry, optimizer in zip(saved, named.values(), strict=True):
         for name in own_attributes(optimizer).keys() - entry["attributes"].keys():
             delattr(optimizer, name)

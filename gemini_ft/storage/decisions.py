@@ -1,6 +1,6 @@
 """Decides which checkpoint to resume and which to delete: pure, from the result of a look at storage.
 
-A look has three answers and never two: `Here`, `Nothing`, `Unclear`. Only `Nothing`, which takes an empty listing and the
+A look has three answers and never two: `CanResume`, `NothingStored`, `Unclear`. Only `NothingStored`, which takes an empty listing and the
 absence of every mark that something was stored, lets a run start from the beginning.
 
 Order follows descent. An incarnation knows the versions that it descends from (its lineage), and the incarnations that
@@ -109,7 +109,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Here:
+class CanResume:
     """An answer: there is something to resume. Every checkpoint that may be, the one to take first, then the nearest ancestors.
 
     ``aside``: the newest of each line that the choice of a history leaves as it is.
@@ -120,7 +120,7 @@ class Here:
 
 
 @dataclass(frozen=True)
-class Nothing:
+class NothingStored:
     """An answer: storage proves that nothing was ever stored."""
 
 
@@ -132,7 +132,7 @@ class Unclear:
     contested: bool = False
 
 
-Answer = Here | Nothing | Unclear
+Answer = CanResume | NothingStored | Unclear
 
 
 def decide(look: Look, history: str | None = None, found: bool = False) -> Answer:
@@ -148,7 +148,7 @@ def decide(look: Look, history: str | None = None, found: bool = False) -> Answe
         return Unclear(look.trouble)
     seen = [sighting for sighting in look.sightings if sighting.condition != "torn"]
     if not seen and not look.marks and not look.damaged_mark:
-        return Nothing()
+        return NothingStored()
     whole = [sighting for sighting in seen if sighting.readable]
     line = whole if history is None else [sighting for sighting in whole if _went_through(sighting, history)]
     if not line:
@@ -166,7 +166,7 @@ def decide(look: Look, history: str | None = None, found: bool = False) -> Answe
             f"{unlisted.folder} is {condition}, and the listing leaves it out; others newer than {describe(tips[0])} may be left out too"
         )
     aside = tuple(one for one in newest_of_each(whole) if one is not tips[0])
-    return Here(tuple(_in_order(tips[0], _behind(tips[0], whole))), aside)
+    return CanResume(tuple(_in_order(tips[0], _behind(tips[0], whole))), aside)
 
 
 def gives_way(memory: Version, told: Iterable[tuple[Incarnation, Descent]], found: Sighting, history: str | None) -> bool | Unclear:

@@ -22,7 +22,7 @@ from gemini_ft.storage.checkpoints import (
     read_manifest,
     scan,
 )
-from gemini_ft.storage.decisions import Condition, Descent, Here, Look, Nothing, Sighting, decide
+from gemini_ft.storage.decisions import CanResume, Condition, Descent, Look, NothingStored, Sighting, decide
 from gemini_ft.storage.marks import read_mark
 
 _T = TypeVar("_T")
@@ -174,9 +174,9 @@ def newest_whole(storage: Storage, run: str, stream: str, passed: Collection[str
     """
     lookout = Lookout(lambda: storage, run, stream)
     match decide(lookout.look(passed)):
-        case Here(order):
+        case CanResume(order):
             return lookout.manifests[order[0].folder]
-        case Nothing():
+        case NothingStored():
             return None
         case unclear:
             raise StorageUnclearError(f"{storage.url}: {unclear.why}; `gemini checkpoints {storage.url}` says what is wrong with each")

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -21,8 +21,9 @@ from torch._C._distributed_c10d import Work
 
 from gemini_ft import accelerator
 from gemini_ft.agent.lifecycle import yield_to_training
-from gemini_ft.core.traffic import Collective, Moment, ObservedStep
+from gemini_ft.core.traffic import Collective, Moment, ObservedStep, Profiler
 from gemini_ft.wire.control_page import ControlPage
+from gemini_ft.wire.worker_messages import Observed, ToAgent, Watch
 
 _log = logging.getLogger("gemini_ft")
 _Seen = TypeVar("_Seen")
@@ -356,3 +357,39 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []
+
+
+class Observation:
+    """The observation of this process's traffic, for one session.
+
+    Args:
+        tell: sends a message, and descriptors beside it, to the agent; raises AgentError when it is gone.
+        window: steps that make a profile.
+    """
+
+    def __init__(self, tell: Callable[[ToAgent, Sequence[int]], None], window: int) -> None:
+        self._tell = tell
+        self._profiler = Profiler(window)
+        self._stack = contextlib.ExitStack()
+        self._observer = self._stack.enter_context(observe())
+
+    def introduce(self) -> None:
+        """Introduces itself to an agent that knows nothing of this yet."""
+        page = self._observer.page
+        self._tell(Watch(), (page.page, page.bell))
+        self._report()
+
+    def step_over(self) -> None:
+        """Takes note that a step has ended."""
+        if self._profiler.add(self._observer.step_over()):
+            self._report()
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Shows meanwhile that the training stands still until a snapshot has travelled."""
+        return self._observer.waiting()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _report(self) -> None:
+        self._tell(Observed(profile=self._profiler.profile), ())

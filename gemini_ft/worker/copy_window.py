@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gemini_ft.worker.snapshot import Job
+    from gemini_ft.worker.snapshot import PendingSnapshot
 
 _REMEMBERED = 4  # snapshots
 _SHARE = 0.1  # of the window is always left: where copies take all of it, one that begins at once makes the update wait
@@ -25,10 +25,10 @@ class CopyWindow:
     def __init__(self) -> None:
         self._windows: deque[float] = deque(maxlen=_REMEMBERED)  # milliseconds from the final state to the moment when the update was due
         self._copies: deque[float] = deque(maxlen=_REMEMBERED)  # milliseconds
-        self._open: deque[Job] = deque(maxlen=_REMEMBERED)  # snapshots whose update the device has not come to
+        self._open: deque[PendingSnapshot] = deque(maxlen=_REMEMBERED)  # snapshots whose update the device has not come to
         self._refused = 0  # in a row
 
-    def follow(self, job: Job) -> None:
+    def follow(self, job: PendingSnapshot) -> None:
         """Takes the next snapshot, and what the device has done since the last one."""
         for each in list(self._open):
             if each.ready is not None and each.reached is not None and each.reached.query():

@@ -6,18 +6,25 @@ commit it together; only then does this rank leave, and the step that the others
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
 from collections import defaultdict
+from multiprocessing.util import Finalize
 from types import FrameType
 
+from gemini_ft.agent import lifecycle
 from gemini_ft.config import GeminiConfig
+from gemini_ft.errors import GeminiError, is_refusal
 from gemini_ft.hosts import own_status
 from gemini_ft.launch import notes
+from gemini_ft.wire.worker_messages import Ended
 
 _log = logging.getLogger("gemini_ft")
 
@@ -117,3 +124,25 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 def _is_caught(number: int) -> bool:
     """Whether the process handles a signal outside of Python's knowledge, as `faulthandler.register` does."""
     return bool(int(own_status("SigCgt"), 16) >> (number - 1) & 1)
+
+
+def attend(run: str, host: str) -> None:
+    """Lets the agent hear of the end of this process."""
+    _attend(run, host, os.getpid())
+
+
+@functools.cache
+def _attend(run: str, host: str, pid: int) -> None:
+    # An exit handler would not do: processes that multiprocessing forks, as notebooks do, end without those.
+    Finalize(None, _part, (run, host, pid), exitpriority=0)
+
+
+def _part(run: str, host: str, pid: int) -> None:
+    error = sys.exception() or getattr(sys, "last_value", None)
+    if isinstance(error, SystemExit) and not error.code:
+        error = None
+    is_told = "GEMINI_LAUNCHER_PID" in os.environ and not is_refusal(error)
+    if pid != os.getpid() or is_told or (error is not None and not is_refusal(error)):
+        return
+    with contextlib.suppress(GeminiError, OSError):
+        lifecycle.ask(run, host, Ended(refused=str(error) if error is not None else ""))

@@ -44,15 +44,15 @@ from gemini_ft.wire.worker_messages import (
     ToWorker,
     Travelled,
 )
-from gemini_ft.worker import parting
+from gemini_ft.worker import drain
+from gemini_ft.worker.collectives import Observation
 from gemini_ft.worker.courier import Courier
 from gemini_ft.worker.drain import Drain
-from gemini_ft.worker.observation import Observation
 from gemini_ft.worker.outcomes import Outcomes
 from gemini_ft.worker.rendezvous import exchange_or_raise
 from gemini_ft.worker.reservation import Reservation
-from gemini_ft.worker.session import Session, join
-from gemini_ft.worker.snapshot import Job, Snapshotter
+from gemini_ft.worker.session import WorkerSession, join
+from gemini_ft.worker.snapshot import PendingSnapshot, Snapshotter
 from gemini_ft.worker.stats import Stats
 from gemini_ft.worker.supervision import Supervision
 
@@ -85,8 +85,8 @@ class Recorder:
         self.drain = Drain(config)
         self._outcomes = Outcomes(stats, lambda event, **facts: self.events.write(event, **facts))
         self._copy_when = CopyWhen(config.copy_when, lambda reason: self._outcomes.discarded(self._outcomes.newest, reason))
-        self.session: Session = join(config, name, self._on_event, resizable)
-        parting.attend(self.session.run, self.session.host)
+        self.session: WorkerSession = join(config, name, self._on_event, resizable)
+        drain.attend(self.session.run, self.session.host)
         self._supervision = Supervision(lambda: self.client, config.agent_timeout)
         self._copying = Snapshotter(
             self.session.rank,
@@ -158,7 +158,7 @@ class Recorder:
         digest_due = (self._digest_at is not None and iteration >= self._digest_at) or self._is_compared(iteration)
         self._outcomes.begin(iteration)
         digest = self._reservation.digest if digest_due else None
-        job = Job(iteration=iteration, extras=blob, digest=digest, marks=plan.marks(), ready=plan.ready())
+        job = PendingSnapshot(iteration=iteration, extras=blob, digest=digest, marks=plan.marks(), ready=plan.ready())
         self._copy_when.follow(plan, job.marks)
         self._copying.submit(job)
 
@@ -410,7 +410,7 @@ class Recorder:
         return Version(self.session.spec.incarnation, committed)
 
 
-def _first_digest(session: Session) -> int | None:
+def _first_digest(session: WorkerSession) -> int | None:
     """The first iteration that may be uploaded: from it on, ranks digest their replicated state."""
     settings, start = session.spec.storage, session.plan.version.iteration if session.plan.version is not None else 0
     if settings is None:

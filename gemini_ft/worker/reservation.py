@@ -4,27 +4,49 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from gemini_ft.agent.lifecycle import yield_to_training
-from gemini_ft.agent.memory import extras_room
+from gemini_ft.agent.memory.slot_memory import SlotShape, extras_room
 from gemini_ft.core.layout import Layout, TensorSpec, build_layout
 from gemini_ft.core.roots import layout_digest, shard_root
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import AgentError
+from gemini_ft.errors import AgentError, MemoryBudgetError
 from gemini_ft.ordered import Ordered
 from gemini_ft.state.base import TrainingState
 from gemini_ft.state.copy_plan import CopyPlan, MappedSlot, map_slots
 from gemini_ft.state.divergence import check_replicas, replicated_digest
 from gemini_ft.state.tensors import Live, Source, fingerprint
 from gemini_ft.wire.worker_messages import Reserve, Reserved
-from gemini_ft.worker.memory_need import check_memory, slot_bytes
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise
-from gemini_ft.worker.session import Session
-from gemini_ft.worker.snapshot import Job, Snapshotter
+from gemini_ft.worker.session import WorkerSession
+from gemini_ft.worker.snapshot import PendingSnapshot, Snapshotter
+
+
+def slot_bytes(session: WorkerSession, layout: Layout, room: int) -> int:
+    """Bytes that one slot of this rank takes of an agent's budget."""
+    spec, blob = session.spec, layout.to_bytes()
+    size, chunk = layout.nbytes, spec.chunk_bytes
+    return SlotShape(session.run, spec.stream, session.rank, session.world_size, layout.logical_hash, blob, size, room, chunk).total
+
+
+def check_memory(session: WorkerSession, slot_bytes: Sequence[int]) -> None:
+    """Refuses, before the first copy and on all ranks alike, a state that would exceed the memory in the middle of the training."""
+    need: dict[str, int] = {}
+    for owner, holders in session.spec.holders.items():
+        for place, host in enumerate(holders):
+            slots = 3 if place == 0 and session.spec.storage is not None else 2
+            need[host] = need.get(host, 0) + slots * slot_bytes[owner]
+    limits: Mapping[str, int] = {info.host: info.memory_limit for info in session.infos}
+    for host, limit in limits.items():
+        if need.get(host, 0) > limit:
+            raise MemoryBudgetError(
+                f"host {host} must hold {need[host]:,} bytes of snapshots; its agent may hold {limit:,}. "
+                f"Raise memory_limit (GEMINI_MEMORY_LIMIT), lower replicas (now {session.config.replicas}), or use more hosts."
+            )
 
 
 class Reservation:
@@ -37,7 +59,7 @@ class Reservation:
         mend: starts another agent where that has died, which ends in ``renew``.
     """
 
-    def __init__(self, session: Session, snapshotter: Snapshotter, room: threading.Event, mend: Callable[[], None]) -> None:
+    def __init__(self, session: WorkerSession, snapshotter: Snapshotter, room: threading.Event, mend: Callable[[], None]) -> None:
         self._session, self._snapshotter, self._room, self._mend = session, snapshotter, room, mend
         self._layout: Layout | None = None
         self._layout_digest = b""
@@ -63,7 +85,7 @@ class Reservation:
         """Gets as many slots as before, of an agent that may be another one."""
         self._reserve(self._extras_bytes)
 
-    def root(self, job: Job) -> str:
+    def root(self, job: PendingSnapshot) -> str:
         """The root of a copy of this rank's shard."""
         session, layout = self._session, self._layout
         assert layout is not None

@@ -20,8 +20,8 @@ from gemini_ft.recovery.plan import Holding, RecoveryPlan, plan_recovery, requir
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import Manifest
 from gemini_ft.storage.decisions import (
+    CanResume,
     Descent,
-    Here,
     Look,
     Sighting,
     Unclear,
@@ -252,10 +252,10 @@ class Chooser:
         known = Stored(told=told, aside=left_aside(look, settings.history), present=present)
         if isinstance(answer, Unclear):
             return replace(known, unclear=answer.why), answer.contested
-        if isinstance(answer, Here) and settings.history is not None and answer.aside:
+        if isinstance(answer, CanResume) and settings.history is not None and answer.aside:
             text = "storage.history=%s leaves aside, as it is: %s. Remove the setting if that is not intended"
             _log.warning(text, settings.history, "; ".join(map(describe, answer.aside)))
-        for sighting in answer.order if isinstance(answer, Here) else ():
+        for sighting in answer.order if isinstance(answer, CanResume) else ():
             if sighting.version not in refused:
                 manifest = lookout.read(sighting.folder)
                 if manifest is None:

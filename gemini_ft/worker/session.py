@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
-from gemini_ft.agent.launches import PARTING_SECONDS
-from gemini_ft.agent.slot_files import SlotFiles
+from gemini_ft.agent.departure import PARTING_SECONDS
+from gemini_ft.agent.memory.slot_files import SlotFiles
 from gemini_ft.config import GeminiConfig, load_config, unknown_variables
 from gemini_ft.core import placement
 from gemini_ft.core.versions import Incarnation
@@ -51,7 +51,7 @@ _log = logging.getLogger("gemini_ft")
 
 
 @dataclass
-class Session:
+class WorkerSession:
     """The part of this rank in one incarnation."""
 
     rank: int
@@ -101,7 +101,7 @@ def rank_and_world() -> tuple[int, int]:
     return 0, 1
 
 
-def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None], resizable: bool = False) -> Session:
+def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None], resizable: bool = False) -> WorkerSession:
     """Joins the run. Collective.
 
     Args:
@@ -232,7 +232,7 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: s
 
 def _agree(
     config: GeminiConfig, clients: list[AgentClient], hello: Hello, everyone: list[Introduction], rank: int, resizable: bool
-) -> Session:
+) -> WorkerSession:
     """Agrees on everything that all ranks must see alike, opens the incarnation, and announces it."""
     run, stream, client = hello.run, hello.stream, clients[0]
     secret = agree_on_secret(everyone, client.welcome.secret, rank, config.timeout)
@@ -248,7 +248,7 @@ def _agree(
     opening = OpenSession(spec=spec, secret=secret)
     exchange_or_raise(lambda: client.call(opening, Opened)[0], config.timeout + 10)
     host, infos = client.welcome.info.host, [about.welcome.info for about in everyone]
-    session = Session(rank, len(everyone), run, host, config, client, hello, secret, spec, choice.plan, infos, orders)
+    session = WorkerSession(rank, len(everyone), run, host, config, client, hello, secret, spec, choice.plan, infos, orders)
     if rank == 0:
         for warning in unknown_variables(os.environ) if "GEMINI_LAUNCHER_PID" not in os.environ else ():  # the launcher has said it
             _log.warning("%s", warning)
@@ -343,7 +343,7 @@ def check_addresses(infos: Collection[HostInfo]) -> None:
         )
 
 
-def _announce(session: Session, configured_secret: bool) -> None:
+def _announce(session: WorkerSession, configured_secret: bool) -> None:
     """Announces once, on rank 0, where the job stands, and which losses it survives."""
     spec = session.spec
     placed = {host: tuple(spec.holders[rank]) for rank, host in enumerate(spec.hosts)}
@@ -363,7 +363,7 @@ def _announce(session: Session, configured_secret: bool) -> None:
                 _log.warning("hosts %s share one machine: its loss takes all their copies with it", ", ".join(sorted(hosts)))
 
 
-def _announce_resumption(session: Session, launches: Collection[str]) -> None:
+def _announce_resumption(session: WorkerSession, launches: Collection[str]) -> None:
     """Says, on rank 0, that what is resumed is not of this launch: the user may have meant another job.
 
     Args:

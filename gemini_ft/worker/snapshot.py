@@ -37,7 +37,7 @@ _IN_QUEUE = 2  # batches at a time
 _END_SECONDS = 5.0  # that a copy under way has left when the process ends, and again that its last chunk and the digest may take
 
 
-class JobState(StrEnum):
+class SnapshotState(StrEnum):
     """The progress of one snapshot."""
 
     WAITING = "waiting"  # for a slot
@@ -47,7 +47,7 @@ class JobState(StrEnum):
 
 
 @dataclass(kw_only=True)
-class Job:
+class PendingSnapshot:
     """A snapshot on its way into its slot.
 
     Attributes:
@@ -75,7 +75,7 @@ class Job:
     copied: accelerator.Event | None = None
     reached: accelerator.Event | None = None
     written: list[str] | None = None
-    state: JobState = JobState.WAITING
+    state: SnapshotState = SnapshotState.WAITING
     is_awaited: bool = False
     is_seen: bool = False
     slot: int | None = None
@@ -107,7 +107,7 @@ class Snapshotter:
     def __init__(
         self,
         owner: int,
-        root: Callable[[Job], str],
+        root: Callable[[PendingSnapshot], str],
         tell: Callable[[ToAgent], None],
         lost: Callable[[], bool],
         recover: Callable[[], None],
@@ -126,18 +126,18 @@ class Snapshotter:
         self.slots: dict[int, MappedSlot] = {}
         self.newest: int | None = None  # iteration of the newest snapshot that the thread has taken up
         self.written: list[str] = []  # names of the tensors whose writes made the last copy be given up
-        self._job: Job | None = None  # the newest one
-        self._at_hand: Job | None = None  # the one that the thread is at, or was at last
+        self._job: PendingSnapshot | None = None  # the newest one
+        self._at_hand: PendingSnapshot | None = None  # the one that the thread is at, or was at last
         self._window = CopyWindow()
         # Given up before the thread came to them; all the same the agent hears of each. While an agent is being replaced training goes on,
         # and older ones may be forgotten: what an owner says of a later iteration ends the earlier ones (gemini_ft.core.ledger).
-        self._unseen: deque[Job] = deque(maxlen=_UNSEEN)
+        self._unseen: deque[PendingSnapshot] = deque(maxlen=_UNSEEN)
         self._condition = threading.Condition()
         self._stop_by = math.inf  # when a copy under way is given up; finite: the thread is to end
         self._next_try = 0.0  # when the agent may be brought back, after this has failed
         self._impatient = False  # a slot has been waited for in vain: not again, until one is granted
         self._broken: Exception | None = None  # the error that ended the thread: a fault of ours
-        self._stream: accelerator.Stream | None = None
+        self._stream: accelerator.DeviceStream | None = None
         self._thread = threading.Thread(target=self._run, name="gemini-snapshot", daemon=True)
         self._thread.start()
 
@@ -147,11 +147,11 @@ class Snapshotter:
     def is_copying(self) -> bool:
         """Whether a snapshot waits for its slot, or is being copied."""
         job = self._job
-        return job is not None and job.state is not JobState.DONE
+        return job is not None and job.state is not SnapshotState.DONE
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: PendingSnapshot) -> None:
         """Starts one snapshot; the one before must be out of the way (``make_way``)."""
-        assert self._job is None or self._job.state in (JobState.ISSUED, JobState.DONE)
+        assert self._job is None or self._job.state in (SnapshotState.ISSUED, SnapshotState.DONE)
         self._raise_broken()
         with self._condition:
             self._job = job
@@ -159,7 +159,9 @@ class Snapshotter:
 
     def leave_out(self, iteration: int) -> None:
         """Leaves out a snapshot that would wait for another agent; that one hears of it."""
-        job = Job(iteration=iteration, extras=b"", digest=None, marks=[], ready=None, cancelled="this host's agent is being replaced")
+        job = PendingSnapshot(
+            iteration=iteration, extras=b"", digest=None, marks=[], ready=None, cancelled="this host's agent is being replaced"
+        )
         with self._condition:
             self._unseen.append(job)
             self._condition.notify_all()
@@ -177,7 +179,7 @@ class Snapshotter:
         if device is not None and job.reached is None:
             job.reached = accelerator.event_on(accelerator.stream_of(device), device, timed=True)
         with self._condition:
-            if job.state is JobState.WAITING and not self._is_worth_waiting(job):
+            if job.state is SnapshotState.WAITING and not self._is_worth_waiting(job):
                 self._forget(job, LATE)
                 return
         self._let_write(job)
@@ -194,7 +196,7 @@ class Snapshotter:
         for job in (self._at_hand, newest):
             if job is not None:
                 with self._condition:
-                    self._wait(job, (JobState.DONE,))
+                    self._wait(job, (SnapshotState.DONE,))
         if newest is not None:
             self._finish(newest)
 
@@ -203,55 +205,55 @@ class Snapshotter:
         if self._job is not None:
             self._job.is_awaited = True
 
-    def _let_write(self, job: Job) -> None:
+    def _let_write(self, job: PendingSnapshot) -> None:
         """Lets the training write what the snapshot has: on a device behind the copies in its queue, else when they have been made."""
         device = self._device_beside(job)
         with self._condition:
-            self._wait(job, (JobState.DONE,) if device is None else (JobState.ISSUED, JobState.DONE))
+            self._wait(job, (SnapshotState.DONE,) if device is None else (SnapshotState.ISSUED, SnapshotState.DONE))
             if job.copied is not None:
                 self._judge(job)
         if device is not None and job.copied is not None:
             accelerator.stream_of(device).wait_event(job.copied)
         self._finish(job)
 
-    def _device_beside(self, job: Job) -> torch.device | None:
+    def _device_beside(self, job: PendingSnapshot) -> torch.device | None:
         """The device whose queue keeps a snapshot and the update apart; None: the host does, which has to see the copy made."""
         if job.ready is None or job.digest is not None or self._verify:
             return None
         assert self.plan is not None
         return self.plan.device
 
-    def _is_worth_waiting(self, job: Job) -> bool:
+    def _is_worth_waiting(self, job: PendingSnapshot) -> bool:
         """Whether to let the update wait for a slot; called with the condition held.
 
         Where the host is ahead of the device, it waits as long as the device has work before the update: that costs nothing.
         """
         if self._waits or job.reached is None:
             return self._waits and not self._impatient
-        while job.state is JobState.WAITING and not job.reached.query():
+        while job.state is SnapshotState.WAITING and not job.reached.query():
             self._condition.wait(_LOOK)
-        return job.state is not JobState.WAITING
+        return job.state is not SnapshotState.WAITING
 
-    def _wait(self, job: Job, enough: tuple[JobState, ...]) -> None:
+    def _wait(self, job: PendingSnapshot, enough: tuple[SnapshotState, ...]) -> None:
         """Waits for the thread; a snapshot that has no slot after all this time is given up, and the job goes on.
 
         Raises:
             AgentError: the copy has begun, and does not end.
         """
-        if not self._comes_to(job, (JobState.COPYING, JobState.ISSUED, JobState.DONE), self._grant_timeout):
+        if not self._comes_to(job, (SnapshotState.COPYING, SnapshotState.ISSUED, SnapshotState.DONE), self._grant_timeout):
             self._impatient = True
             self._forget(job, f"no slot became free for it within {self._grant_timeout:g} s")
         elif not self._comes_to(job, enough, self._timeout):
             raise AgentError(f"iteration {job.iteration}: it was not copied within {self._timeout:g} s; is the agent stuck?")
 
-    def _comes_to(self, job: Job, states: tuple[JobState, ...], seconds: float) -> bool:
+    def _comes_to(self, job: PendingSnapshot, states: tuple[SnapshotState, ...], seconds: float) -> bool:
         """Waits, with the condition held. A device that has yet to come to the state itself costs no patience."""
         while not self._condition.wait_for(lambda: job.state in states, seconds):
             if job.ready is None or job.ready.query():
                 return False
         return True
 
-    def _forget(self, job: Job, reason: str) -> None:
+    def _forget(self, job: PendingSnapshot, reason: str) -> None:
         job.cancelled = reason
         if self._job is job:
             self._job = None
@@ -259,7 +261,7 @@ class Snapshotter:
             self._unseen.append(job)
         self._condition.notify_all()
 
-    def _judge(self, job: Job) -> list[str]:
+    def _judge(self, job: PendingSnapshot) -> list[str]:
         """Names the tensors that were written since the snapshot. Looks once: an update counts from the moment it is queued, and a device
         may make it long after, in order behind the copy."""
         assert self.plan is not None
@@ -268,7 +270,7 @@ class Snapshotter:
             self.written = job.written or self.written
         return job.written
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self, job: PendingSnapshot) -> None:
         if self._verify and not job.cancelled and not job.finished:
             self._compare(job)
         self._raise_broken()
@@ -295,7 +297,7 @@ class Snapshotter:
         """Takes the agent's word that another rank has no snapshot of this iteration."""
         self.queued()
         with self._condition:
-            if self._job is not None and self._job.iteration == iteration and self._job.state is JobState.WAITING:
+            if self._job is not None and self._job.iteration == iteration and self._job.state is SnapshotState.WAITING:
                 self._job.cancelled = "aborted"
                 self._condition.notify_all()
 
@@ -310,7 +312,7 @@ class Snapshotter:
                 slot.close()
             self.slots = {}
 
-    def _compare(self, job: Job) -> None:
+    def _compare(self, job: PendingSnapshot) -> None:
         """Compares the copy with the live state; only then is it declared copied."""
         assert self.plan is not None
         assert job.slot is not None
@@ -346,7 +348,7 @@ class Snapshotter:
                 return
             finally:
                 with self._condition:
-                    job.state = JobState.DONE
+                    job.state = SnapshotState.DONE
                     self._condition.notify_all()
 
     @property
@@ -355,7 +357,7 @@ class Snapshotter:
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._unseen) or (self._job is not None and self._job.state is JobState.WAITING)
+        return bool(self._unseen) or (self._job is not None and self._job.state is SnapshotState.WAITING)
 
     def _mend(self) -> None:
         """Revives an agent that has died between two snapshots: the other hosts cannot commit without it."""
@@ -371,7 +373,7 @@ class Snapshotter:
         self._recover()
         self._next_try = 0.0
 
-    def _take(self, job: Job) -> None:
+    def _take(self, job: PendingSnapshot) -> None:
         self._window.follow(job)
         self.newest = job.iteration
         if self._supervision is not None:
@@ -388,7 +390,7 @@ class Snapshotter:
                 if job.cancelled != "aborted":
                     self._discard(job, job.cancelled or ENDING)
                 return
-            job.state = JobState.COPYING
+            job.state = SnapshotState.COPYING
         if job.slot not in self.slots:
             # The answer that says where it lies was lost. Unless this one is given up, the agent waits for it and grants no other.
             self._discard(job, f"the agent granted slot {job.slot}, which this worker does not map; asking for its slots anew")
@@ -405,7 +407,7 @@ class Snapshotter:
         elif not self._verify:
             self._declare(job)
 
-    def _look(self, job: Job) -> None:
+    def _look(self, job: PendingSnapshot) -> None:
         """Looks whether the agent lives, and works.
 
         Raises:
@@ -416,13 +418,13 @@ class Snapshotter:
         if self._lost():
             raise AgentError("the agent ended")
 
-    def _has_answer(self, job: Job) -> bool:
+    def _has_answer(self, job: PendingSnapshot) -> bool:
         """Whether the snapshot has its slot, or will have none; waits a little for that."""
         seconds = _GRANT_POLL if job.ready is None or self._waits else _LOOK
         with self._condition:
             return self._condition.wait_for(lambda: job.slot is not None or bool(job.cancelled) or self._stop, seconds)
 
-    def _give_up_if_late(self, job: Job) -> None:
+    def _give_up_if_late(self, job: PendingSnapshot) -> None:
         """Gives up a snapshot whose copy, begun now, would make the update wait, by what the last ones took (`CopyWindow`)."""
         if job.ready is None or self._waits or job.is_awaited or job.cancelled or not job.ready.query():
             return
@@ -433,7 +435,7 @@ class Snapshotter:
             with self._condition:
                 job.cancelled = job.cancelled or LATE
 
-    def _queue(self) -> tuple[torch.device, accelerator.Stream]:
+    def _queue(self) -> tuple[torch.device, accelerator.DeviceStream]:
         """The plan's device, and this thread's own stream there."""
         assert self.plan is not None
         assert self.plan.device is not None
@@ -443,7 +445,7 @@ class Snapshotter:
             self._stream = module.Stream()
         return self.plan.device, self._stream
 
-    def _copy(self, job: Job, slot: MappedSlot) -> bool:
+    def _copy(self, job: PendingSnapshot, slot: MappedSlot) -> bool:
         """Whether the copy is whole: not, if it takes longer than the process has left."""
         assert self.plan is not None
         if not (self._copy_from_device(job, slot) if job.ready is not None else self._copy_from_host(job, slot)):
@@ -451,7 +453,7 @@ class Snapshotter:
         self._copy_extras(job, slot)
         return True
 
-    def _copy_from_host(self, job: Job, slot: MappedSlot) -> bool:
+    def _copy_from_host(self, job: PendingSnapshot, slot: MappedSlot) -> bool:
         assert self.plan is not None
         step = self.plan.chunk_bytes
         for number, batch in enumerate(self.plan.batches):
@@ -461,7 +463,7 @@ class Snapshotter:
                 return False
         return True
 
-    def _copy_from_device(self, job: Job, slot: MappedSlot) -> bool:
+    def _copy_from_device(self, job: PendingSnapshot, slot: MappedSlot) -> bool:
         """Queues the copies on a side stream, after the state is final, and tells the agent how far they have come.
 
         Few are in the queue at a time: small reads of the training's own (a loss) go through the same copy engine, in its order. The
@@ -485,13 +487,13 @@ class Snapshotter:
             queued.append((min((number + 1) * self.plan.batch_bytes, self.plan.nbytes), accelerator.event_on(stream, device, sleeps=True)))
         job.copied = accelerator.event_on(stream, device, timed=True)
         with self._condition:
-            job.state = JobState.ISSUED
+            job.state = SnapshotState.ISSUED
             self._condition.notify_all()
         for upto, event in queued:
             self._land(job, upto, event)
         return True
 
-    def _land(self, job: Job, upto: int, event: accelerator.Event) -> None:
+    def _land(self, job: PendingSnapshot, upto: int, event: accelerator.Event) -> None:
         """Tells the agent, once they are there, that all bytes up to some place have come."""
         event.synchronize()
         self._tell(Landed(iteration=job.iteration, upto=upto))
@@ -501,7 +503,7 @@ class Snapshotter:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _copy_extras(self, job: Job, slot: MappedSlot) -> None:
+    def _copy_extras(self, job: PendingSnapshot, slot: MappedSlot) -> None:
         assert self.plan is not None
         start, step = self.plan.nbytes, self.plan.chunk_bytes
         slot.view[start : start + len(job.extras)] = job.extras
@@ -509,30 +511,30 @@ class Snapshotter:
         for number, offset in enumerate(range(start, start + len(job.extras), step)):
             self._publish(job, chunks + number, slot, offset, min(step, start + len(job.extras) - offset))
 
-    def _publish(self, job: Job, index: int, slot: MappedSlot, offset: int, nbytes: int) -> None:
+    def _publish(self, job: PendingSnapshot, index: int, slot: MappedSlot, offset: int, nbytes: int) -> None:
         digest = checksum(slot.view[offset : offset + nbytes])
         job.checksums.append(digest)
         self._tell(Chunk(owner=self._owner, iteration=job.iteration, index=index, offset=offset, nbytes=nbytes, digest=digest))
 
-    def _declare(self, job: Job) -> None:
+    def _declare(self, job: PendingSnapshot) -> None:
         job.finished = True
         digest = job.digest() if job.digest is not None else ""
         root = self._root(job) if job.ready is None else ""  # from a device the agent forms it
         self._tell(Copied(iteration=job.iteration, extras_bytes=len(job.extras), digest=digest, root=root))
 
-    def _discard(self, job: Job, reason: str) -> None:
+    def _discard(self, job: PendingSnapshot, reason: str) -> None:
         job.cancelled = job.cancelled or reason
         job.finished = True
         self._on_discard(job.iteration, reason)
         self._tell(GiveUp(iteration=job.iteration, reason=reason))
 
-    def _fail(self, job: Job, error: GeminiError) -> None:
+    def _fail(self, job: PendingSnapshot, error: GeminiError) -> None:
         """Revives an agent that went away in the middle, and tells it that this snapshot is lost."""
         job.cancelled = str(error)
         self._on_discard(job.iteration, str(error))
         self._await_device()
         with self._condition:
-            job.state = JobState.DONE  # the update need not wait for another agent
+            job.state = SnapshotState.DONE  # the update need not wait for another agent
             self._condition.notify_all()
         try:
             self._bring_back()

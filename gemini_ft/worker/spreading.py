@@ -20,7 +20,7 @@ import torch.distributed as dist
 from gemini_ft import accelerator
 from gemini_ft.errors import CorruptDataError, PeerError
 from gemini_ft.recovery.readers import ShardReaders
-from gemini_ft.recovery.restore import Filling
+from gemini_ft.recovery.restore import StateRestore
 from gemini_ft.recovery.spread import Landing, Outflow, SharedShard, owners_to_spread
 from gemini_ft.state.base import TrainingState
 from gemini_ft.torch_versions import all_gather_single
@@ -28,7 +28,7 @@ from gemini_ft.wire.lane import SLICE, TAG_BYTES, Seal
 from gemini_ft.wire.peer_messages import Description
 from gemini_ft.wire.trust import derive
 from gemini_ft.worker.rendezvous import exchange_or_raise, on_all_ranks
-from gemini_ft.worker.session import Session
+from gemini_ft.worker.session import WorkerSession
 
 _READING_SECONDS = 600.0  # that reading the state may take beside the wait for a silent host
 ROUND = 64 * 2**20  # bytes that an all-gather is to bring, of all ranks together
@@ -37,7 +37,7 @@ TRAILER = 64  # bytes behind each rank's part: whether it goes on, and the seal;
 _SALT_BYTES = 16
 
 
-def fill(session: Session, state: TrainingState, extras: Mapping[int, Any]) -> tuple[dict[str, int], Any]:
+def fill(session: WorkerSession, state: TrainingState, extras: Mapping[int, Any]) -> tuple[dict[str, int], Any]:
     """Reads everything this rank needs into the tensors of ``state``. `TrainingState.apply_extras` is due when all ranks have done so.
 
     Args:
@@ -46,7 +46,7 @@ def fill(session: Session, state: TrainingState, extras: Mapping[int, Any]) -> t
         extras: rank of the job that made the snapshot -> what it gave as extras; at least those this rank needs.
 
     Returns:
-        Bytes read from each place (`Filling.restored`), and what to give to ``apply_extras``.
+        Bytes read from each place (`StateRestore.restored`), and what to give to ``apply_extras``.
 
     Raises:
         LayoutMismatchError: the snapshot is of another model; the first differences are named.
@@ -59,8 +59,8 @@ def fill(session: Session, state: TrainingState, extras: Mapping[int, Any]) -> t
         shards = {shard.owner: shard for account in accounts.values() if (shard := _shared(session, account.about)) is not None}
         layouts = {owner: shard.layout for owner, shard in shards.items()}
 
-        def prepare() -> Filling:
-            filling = Filling(sources, state, extras, session.rank, session.world_size, layouts)
+        def prepare() -> StateRestore:
+            filling = StateRestore(sources, state, extras, session.rank, session.world_size, layouts)
             if not accounts:
                 filling.read()
             return filling
@@ -84,7 +84,7 @@ class _Account:
     salt: bytes
 
 
-def _accounts(session: Session, sources: ShardReaders, limit: float) -> dict[int, _Account]:
+def _accounts(session: WorkerSession, sources: ShardReaders, limit: float) -> dict[int, _Account]:
     """All ranks' accounts, if shards are spread; none where each rank reads for itself.
 
     The ranks' collectives do not encrypt: with ``encrypt`` state goes from agent to agent only.
@@ -106,7 +106,7 @@ def _accounts(session: Session, sources: ShardReaders, limit: float) -> dict[int
     return dict(enumerate(accounts)) if any(account.about is not None for account in accounts) else {}
 
 
-def _shared(session: Session, about: Description | None) -> SharedShard | None:
+def _shared(session: WorkerSession, about: Description | None) -> SharedShard | None:
     """The shard by its owner's account; None, the same on all ranks: there is none, or a wrong one. Every rank reads it by itself."""
     if about is None:
         return None
@@ -124,7 +124,12 @@ class _Spread:
     """
 
     def __init__(
-        self, session: Session, sources: ShardReaders, filling: Filling, shards: Mapping[int, SharedShard], salts: Mapping[int, bytes]
+        self,
+        session: WorkerSession,
+        sources: ShardReaders,
+        filling: StateRestore,
+        shards: Mapping[int, SharedShard],
+        salts: Mapping[int, bytes],
     ) -> None:
         self._rank, self._sources, self._filling, self._shards = session.rank, sources, filling, shards
         longest = max((shard.nbytes for shard in shards.values()), default=0)

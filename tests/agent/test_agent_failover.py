@@ -8,7 +8,7 @@ import time
 import pytest
 from crew_kit import Crew, Member, version
 
-from gemini_ft.agent import reporting
+from gemini_ft.agent.commit import member
 from gemini_ft.core.decisions import Commit, Holders
 from gemini_ft.core.effects import Completed
 from gemini_ft.wire.peer_messages import AllFinished, DrainHost, ReportFinished
@@ -201,8 +201,8 @@ def test_a_failover_that_is_closed_hears_of_no_leader() -> None:
 
 def test_hosts_return_to_their_own_collector_when_it_is_there_again_and_no_commit_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else all hosts would report to one collector in the end, after each other one was away for a moment."""
-    monkeypatch.setattr(reporting, "RETURN", 0.05)
-    monkeypatch.setattr(reporting, "TRIES", 1)
+    monkeypatch.setattr(member, "RETURN", 0.05)
+    monkeypatch.setattr(member, "TRIES", 1)
 
     def reporting_to(collector: Member) -> set[str]:
         return {name for name, connection in collector.incoming if not connection.closed.is_set()}

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from agent_kit import WAIT, open_fds
 
-from gemini_ft.agent import gate as module
-from gemini_ft.agent.gate import Gate, Pass
+from gemini_ft.agent.replication import gate as module
+from gemini_ft.agent.replication.gate import Gate, Pass
 from gemini_ft.config import TrafficConfig
 from gemini_ft.core.schedule import LinkCost
 from gemini_ft.core.traffic import Moment, Profile

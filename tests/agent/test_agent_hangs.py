@@ -22,7 +22,7 @@ from agent_kit import Job, agent_pid, eventually
 from rank_kit import World
 from session_case import loop, stop_the_agent_for_good
 
-from gemini_ft.agent import hangs, lifecycle, revival
+from gemini_ft.agent import hangs, lifecycle, watchdog
 from gemini_ft.agent.hangs import HangDetector, HangWatch
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.versions import Incarnation, Version
@@ -87,7 +87,7 @@ def test_an_agent_is_watched_and_killed_from_a_process_with_thousands_of_open_fi
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
     low = os.pidfd_open(hung.pid)
-    listener = lifecycle.Listener(hung.pid, fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 2000))
+    listener = lifecycle.AgentProcess(hung.pid, fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 2000))
     os.close(low)
     try:
         assert not listener.ended()
@@ -173,7 +173,7 @@ class TestReplacement:
         (rank,) = [job.process("a", 0, agent_timeout=0.6)]
         job.open([rank])
         job.commit([rank], 1)
-        watchman = revival.Watchman(job.run, "a", 600.0)  # it learns from the agent how long to wait
+        watchman = watchdog.AgentWatch(job.run, "a", 600.0)  # it learns from the agent how long to wait
         watchman.start()
         try:
             eventually(lambda: watchman.pulse.timeout == 0.6)
@@ -234,7 +234,7 @@ class TestReplacement:
         assert job.pid("a") == old
 
     def test_a_starter_that_dies_leaves_nothing_locked(self, job: Job) -> None:
-        with revival.sole_starter(job.run, "a") as mine, revival.sole_starter(job.run, "a") as other:
+        with watchdog.sole_starter(job.run, "a") as mine, watchdog.sole_starter(job.run, "a") as other:
             assert (mine, other) == (True, False)
         job.rank("a", 0)
 

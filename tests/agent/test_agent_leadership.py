@@ -10,10 +10,10 @@ from functools import partial
 
 import pytest
 
-from gemini_ft.agent import leadership, reporting
-from gemini_ft.agent.collecting import Collector, CollectorPort
-from gemini_ft.agent.leadership import Audience, Leader, MemberPort
-from gemini_ft.agent.reporting import MemberLink
+from gemini_ft.agent.commit import leader, member
+from gemini_ft.agent.commit.collector import Collector, CollectorPort
+from gemini_ft.agent.commit.leader import Audience, Leader, MemberPort
+from gemini_ft.agent.commit.member import MemberLink
 from gemini_ft.agent.uploads import UnclearUploadError
 from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.decisions import Abort, Commit, Holders, Thaw
@@ -131,7 +131,7 @@ def test_a_manifest_that_cannot_be_written_ends_the_upload_with_the_reason(kind:
 def test_nothing_is_uploaded_while_what_is_old_cannot_be_deleted_and_what_was_due_is_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(leadership, "TIDY_AGAIN", 0.001)
+    monkeypatch.setattr(leader, "TIDY_AGAIN", 0.001)
 
     async def work() -> None:
         stream = Stream()
@@ -170,7 +170,7 @@ def test_a_job_that_ends_while_what_is_old_cannot_be_deleted_says_that_its_last_
 
 
 def test_an_upload_that_does_not_end_is_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leadership, "SLOW_UPLOAD", 0.0)
+    monkeypatch.setattr(leader, "SLOW_UPLOAD", 0.0)
 
     async def work() -> None:
         stream = Stream()
@@ -549,7 +549,7 @@ class TestCollectors:
     def test_when_a_collector_is_gone_its_hosts_go_to_the_next_and_when_that_is_too_to_the_leader(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(reporting, "TRIES", 2)
+        monkeypatch.setattr(member, "TRIES", 2)
 
         async def work() -> None:
             async with Crowd(6, fan_in=2) as crowd:
@@ -575,7 +575,7 @@ class TestCollectors:
         asyncio.run(work())
 
     def test_signs_of_life_ride_on_what_travels_anyway(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(reporting, "HEARTBEAT", 0.4)
+        monkeypatch.setattr(member, "HEARTBEAT", 0.4)
 
         async def work() -> None:
             async with Crowd(6, fan_in=2) as crowd:
@@ -587,8 +587,8 @@ class TestCollectors:
                     await crowd.until(lambda step=step: all(heard and heard[-1].version == version(step) for heard in crowd.heard.values()))
                     await asyncio.sleep(0.02)
                     slowest = max(slowest, time.monotonic() - at)
-                assert time.monotonic() - begin > 2 * reporting.HEARTBEAT
-                assert not crowd.beats or slowest > reporting.HEARTBEAT / 2  # a machine that stood still
+                assert time.monotonic() - begin > 2 * member.HEARTBEAT
+                assert not crowd.beats or slowest > member.HEARTBEAT / 2  # a machine that stood still
                 await crowd.until(lambda: crowd.beats > len(crowd.links))
 
         asyncio.run(work())
@@ -596,7 +596,7 @@ class TestCollectors:
     def test_a_collector_that_does_not_answer_a_host_that_dials_it_is_dialled_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """An agent that is stopped: its kernel takes the connection, and each further one would take as long to fail."""
         monkeypatch.setattr(handshake, "TIMEOUT", 0.3)
-        monkeypatch.setattr(reporting, "SILENCE", 0.2)
+        monkeypatch.setattr(member, "SILENCE", 0.2)
 
         async def work() -> None:
             async with Crowd(6, fan_in=2) as crowd:
@@ -710,7 +710,7 @@ class TestCollectors:
 
     def test_the_leader_knows_of_which_hosts_nothing_is_heard(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """One has hung up, one says nothing, and a collector is gone, whose hosts have gone elsewhere."""
-        monkeypatch.setattr(reporting, "TRIES", 2)
+        monkeypatch.setattr(member, "TRIES", 2)
 
         class Quiet:
             on_message = on_bytes = on_lost = staticmethod(lambda *_: None)

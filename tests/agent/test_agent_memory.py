@@ -16,10 +16,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_ft.agent import memory as module
-from gemini_ft.agent.budget import Budget, available_memory
 from gemini_ft.agent.hangs import HangDetector
-from gemini_ft.agent.memory import SlotMemory, SlotShape
+from gemini_ft.agent.memory import slot_memory as module
+from gemini_ft.agent.memory.budget import Budget, available_memory
+from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, FormatError, MemoryBudgetError
 from gemini_ft.state.copy_plan import MappedSlot

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from gemini_ft.agent.gate import Gate
-from gemini_ft.agent.memory import SlotMemory, SlotShape
-from gemini_ft.agent.outgoing import Outgoing
-from gemini_ft.agent.pacing import Pacing
+from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
+from gemini_ft.agent.replication.gate import Gate
+from gemini_ft.agent.replication.pacing import Outgoing, Pacing
 from gemini_ft.config import TrafficConfig
 from gemini_ft.core.traffic import Profile
 from gemini_ft.core.versions import Incarnation, Version

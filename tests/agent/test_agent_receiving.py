@@ -10,8 +10,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_ft.agent.memory import SlotMemory, SlotShape
-from gemini_ft.agent.receiving import Receiver
+from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
+from gemini_ft.agent.replication.receive import Receiver
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import PeerError
 from gemini_ft.wire.messages import Chunk
@@ -120,7 +120,7 @@ def test_an_iteration_that_is_here_already_is_acknowledged_again(room: Room) -> 
 
 def test_a_shard_whose_slot_was_taken_away_is_asked_for_anew(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     """Section 7: what an earlier connection still had to say, with another layout, must not make its sender wait for ever."""
-    monkeypatch.setattr("gemini_ft.agent.receiving.FULL", 0.0)
+    monkeypatch.setattr("gemini_ft.agent.replication.receive.FULL", 0.0)
 
     async def story() -> list[PeerMessage]:
         wire = Wire()
@@ -324,7 +324,7 @@ def test_what_was_hashed_on_arrival_is_not_hashed_again(room: Room, monkeypatch:
         hashed.append(len(data))
         return xxhash.xxh3_64_intdigest(data)
 
-    monkeypatch.setattr("gemini_ft.agent.receiving.checksum", checksum)
+    monkeypatch.setattr("gemini_ft.agent.replication.receive.checksum", checksum)
     wire = Wire()
     receiver = Receiver(room, wire, "b")  # type: ignore[arg-type]
     receiver.on_message(begin(2))

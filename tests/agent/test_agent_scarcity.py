@@ -24,11 +24,11 @@ import pytest
 from agent_kit import CHUNK, Job, agent_pid, eventually, slots_of_this_process
 
 from gemini_ft.agent import lifecycle
-from gemini_ft.agent.budget import Budget
-from gemini_ft.agent.memory import SlotMemory, SlotShape
-from gemini_ft.agent.serving import Fetcher
-from gemini_ft.agent.vault import Vault
-from gemini_ft.agent.workers import Desk
+from gemini_ft.agent.memory.budget import Budget
+from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
+from gemini_ft.agent.memory.slot_store import SlotStore
+from gemini_ft.agent.replication.serve import Fetcher
+from gemini_ft.agent.workers import WorkerListener
 from gemini_ft.core.decisions import Commit
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.versions import Incarnation, Version
@@ -55,9 +55,9 @@ def shape(owner: int = 0, extras: int = 4096) -> SlotShape:
     return SlotShape("run", "main", owner, 1, "hash", b"layout", 2**16, extras, CHUNK)
 
 
-def vault(limit: int) -> tuple[Vault, list[str]]:
+def vault(limit: int) -> tuple[SlotStore, list[str]]:
     said: list[str] = []
-    return Vault(Host("a", {0: ("a",)}), Budget(limit), said.append, lambda memory: None), said
+    return SlotStore(Host("a", {0: ("a",)}), Budget(limit), said.append, lambda memory: None), said
 
 
 def settled_descriptors(pid: int) -> int:
@@ -106,8 +106,8 @@ class TestMemory:
             left.put_chunk(index, offset, nbytes, 0)
         assert left.finish(version, 0, None)
         with monkeypatch.context() as full:
-            full.setattr("gemini_ft.agent.budget.available_memory", lambda: 0)
-            place = Vault(Host("a", {0: ("a",)}), budget := Budget(None), print, lambda memory: None)
+            full.setattr("gemini_ft.agent.memory.budget.available_memory", lambda: 0)
+            place = SlotStore(Host("a", {0: ("a",)}), budget := Budget(None), print, lambda memory: None)
             assert budget.limit == 0
             place.adopt(SlotMemory.adopt(os.dup(left.fd)))
         assert [info.version for info in place.inventory()] == [version]
@@ -121,7 +121,7 @@ class TestMemory:
     @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
     def test_what_the_kernel_refuses_leaves_no_slot_without_memory(self, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
         host, budget = Host("a", {0: ("a",)}), Budget(2**30)
-        place = Vault(host, budget, pytest.fail, lambda memory: None)
+        place = SlotStore(host, budget, pytest.fail, lambda memory: None)
         calls = 0
         genuine = getattr(os, call)
 
@@ -322,8 +322,8 @@ class TestDescriptors:
                 listener.listen()
                 listener.setblocking(False)
                 caller.connect(listener.getsockname())
-                desk: Desk | Listener = (
-                    Desk(Office(), listener)  # type: ignore[arg-type]
+                desk: WorkerListener | Listener = (
+                    WorkerListener(Office(), listener)  # type: ignore[arg-type]
                     if of == "workers"
                     else Listener(listener, lambda: SECRET, pytest.fail, print, pytest.fail)  # type: ignore[arg-type]
                 )
@@ -343,7 +343,7 @@ class TestReaders:
             slot.put_chunk(index, offset, nbytes, 0)
         assert slot.finish(version, 0, None)
         host = Host("a", {0: ("a",)})
-        place = Vault(host, Budget(2**30), pytest.fail, lambda memory: None)
+        place = SlotStore(host, Budget(2**30), pytest.fail, lambda memory: None)
         place.adopt(slot)
         sent: list[memoryview] = []
         connection = SimpleNamespace(send=lambda message, payload: sent.append(payload), peer="b:1", backlog=0, unacknowledged=0)
@@ -351,7 +351,7 @@ class TestReaders:
 
         async def serve() -> None:
             fetcher = Fetcher(home, connection, "b", pytest.fail)  # type: ignore[arg-type]
-            monkeypatch.setattr("gemini_ft.agent.memory.checksum", no_thread)
+            monkeypatch.setattr("gemini_ft.agent.memory.slot_memory.checksum", no_thread)
             fetcher.on_message(Fetch(owner=0, version=version, offset=0, nbytes=2**16))
             fetcher.on_lost("")
 

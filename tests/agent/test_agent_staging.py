@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 from agent_kit import CHUNK, EXTRAS, Job, Rank, content, eventually, versions
 
-from gemini_ft.agent import staging
-from gemini_ft.agent.budget import Budget
-from gemini_ft.agent.memory import EXTRAS_ROOM, SlotMemory, SlotShape, extras_room
+from gemini_ft.agent.memory import staging
+from gemini_ft.agent.memory.budget import Budget
+from gemini_ft.agent.memory.slot_memory import EXTRAS_ROOM, SlotMemory, SlotShape, extras_room
+from gemini_ft.agent.memory.slot_store import SlotStore
 from gemini_ft.agent.storing import Stagings
-from gemini_ft.agent.vault import Vault
 from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.roots import checksum, layout_digest, shard_root
@@ -130,9 +130,9 @@ class Copy:
         memory.finish(STORED, 0, None)
 
 
-def new_vault(limit: int) -> tuple[Vault, Budget]:
+def new_vault(limit: int) -> tuple[SlotStore, Budget]:
     budget = Budget(limit)
-    return Vault(Host("a"), budget, print, lambda memory: None), budget
+    return SlotStore(Host("a"), budget, print, lambda memory: None), budget
 
 
 def test_one_that_comes_too_late_is_dropped() -> None:

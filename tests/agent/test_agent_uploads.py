@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gemini_ft.agent.memory import SlotMemory, SlotShape
+from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
 from gemini_ft.agent.uploads import HOSTS_PER_SECOND, UnclearUploadError, Uploader, turn
 from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.core.roots import checksum

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from agent_kit import WAIT
 
-from gemini_ft.agent import carriers
-from gemini_ft.agent.carriers import ByWorkers
+from gemini_ft.agent.replication import carriers
+from gemini_ft.agent.replication.carriers import ByWorkers
 from gemini_ft.config import TrafficConfig
 from gemini_ft.wire.messages import Chunk, kind_of
 from gemini_ft.wire.peer_messages import Begin, End, Parcel, PeerMessage

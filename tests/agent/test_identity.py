@@ -30,10 +30,10 @@ from agent_kit import (
 import gemini_ft
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
-from gemini_ft.agent.gate import Gate
-from gemini_ft.agent.memory import SlotMemory, SlotShape
-from gemini_ft.agent.outgoing import Outgoing
-from gemini_ft.agent.sending import Common, PeerLink
+from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
+from gemini_ft.agent.replication.gate import Gate
+from gemini_ft.agent.replication.pacing import Outgoing
+from gemini_ft.agent.replication.send import LinkContext, PeerLink
 from gemini_ft.config import DEFAULT_TRAFFIC
 from gemini_ft.core.effects import Effect
 from gemini_ft.core.protocol import Host
@@ -186,7 +186,7 @@ def test_room_for_a_former_layout_is_not_taken_for_room_for_the_present_one() ->
         server = await listen("127.0.0.1", None, lambda: SECRET, peer.accept, print, lambda stream: False)
         claims = Claims(run="r", stream="main", host="a", to="", role="replicate", incarnation=None)
         address = server.address
-        common = Common(home, DEFAULT_TRAFFIC, Gate(DEFAULT_TRAFFIC), None, lambda: SECRET)  # type: ignore[arg-type]
+        common = LinkContext(home, DEFAULT_TRAFFIC, Gate(DEFAULT_TRAFFIC), None, lambda: SECRET)  # type: ignore[arg-type]
         link = PeerLink(common, "b", address, claims)
         link.send(outgoing(1, b"one layout"))
         first = await peer.nth(Offer, 1)

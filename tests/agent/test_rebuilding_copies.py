@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from agent_kit import Job, Proxy, Rank, end_agent, eventually
 
-from gemini_ft.agent.rebuilding import Throttle
+from gemini_ft.agent.replication.rebuild import Throttle
 from gemini_ft.wire.messages import Message
 from gemini_ft.wire.peer_messages import Describe, Fetch
 

@@ -21,15 +21,16 @@ from agent_kit import Job, end_agent, eventually
 from disks import small_disk
 
 from gemini_ft import Checkpointer
-from gemini_ft.agent import lifecycle, slot_files
-from gemini_ft.agent.budget import Budget
-from gemini_ft.agent.home import HostRun
-from gemini_ft.agent.identity import Identity, Past
-from gemini_ft.agent.memory import SlotMemory, SlotShape
-from gemini_ft.agent.revival import Estate
-from gemini_ft.agent.slot_files import SlotFiles
+from gemini_ft.agent import lifecycle
+from gemini_ft.agent.context import RunContext
+from gemini_ft.agent.identity import AgentIdentity, Past
+from gemini_ft.agent.memory import slot_files
+from gemini_ft.agent.memory.budget import Budget
+from gemini_ft.agent.memory.slot_files import SlotFiles
+from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
+from gemini_ft.agent.memory.slot_store import SlotStore
 from gemini_ft.agent.streams import Streams
-from gemini_ft.agent.vault import Vault
+from gemini_ft.agent.watchdog import LeftMemory
 from gemini_ft.cli.main import main
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.roots import checksum
@@ -64,7 +65,7 @@ def complete(files: SlotFiles) -> SlotMemory:
 def test_the_next_agent_finds_what_was_complete_and_the_secret(root: Path) -> None:
     files = SlotFiles(root, "run", "a")
     first = complete(files)
-    identity = Identity()
+    identity = AgentIdentity()
     identity.take_over(files.identity())
     identity.write(Past(b"secret", VERSION.incarnation))
     first.close()  # as at its process's death: nothing is removed
@@ -72,10 +73,10 @@ def test_the_next_agent_finds_what_was_complete_and_the_secret(root: Path) -> No
     (fd,) = again.left()
     found = SlotMemory.adopt(fd)
     assert (found.version, bytes(found.data(0, 64)), found.damaged()) == (VERSION, bytes(range(64)), [])
-    assert Identity().take_over(again.identity()).secret == b"secret"
+    assert AgentIdentity().take_over(again.identity()).secret == b"secret"
     assert SlotFiles(root, "run", "b").left() == []  # another host's, and another run's
     assert SlotFiles(root, "other", "a").left() == []
-    estate = Estate.of(os.getpid())  # as the successor of an agent that hangs sees it
+    estate = LeftMemory.of(os.getpid())  # as the successor of an agent that hangs sees it
     assert any(os.fstat(one).st_ino == found.inode for one in estate.slots)
     estate.close()
     found.close()
@@ -110,7 +111,7 @@ def test_a_file_that_is_no_slot_is_given_back_unless_another_release_can_read_it
     other.memory[12 : 20 + len(body)] = body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
     kept = os.readlink(f"/proc/self/fd/{other.fd}")
     other.close()
-    streams = Streams(HostRun("run", "a", files))
+    streams = Streams(RunContext("run", "a", files))
     streams.adopt(files.left())
     (sound,) = streams.by_name["main"].home.vault.memory.values()
     assert sound.version == VERSION
@@ -119,7 +120,7 @@ def test_a_file_that_is_no_slot_is_given_back_unless_another_release_can_read_it
 
 def test_memory_that_is_given_back_has_no_file_any_more(root: Path) -> None:
     files = SlotFiles(root, "run", "a")
-    vault = Vault(Host("a", {0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
+    vault = SlotStore(Host("a", {0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
     made = vault.ensure(0, SHAPE, 2, reuse=True)
     assert len(slots(files)) == 2
     for index in made:
@@ -189,7 +190,7 @@ def test_a_folder_without_any_room_is_refused_before_an_agent_begins(tmp_path: P
 
 def test_a_full_folder_is_an_error_with_the_numbers_and_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = SlotFiles(root, "run", "a")
-    vault = Vault(Host("a", {0: ("a",)}), budget := Budget(2**60), print, lambda memory: None, files)
+    vault = SlotStore(Host("a", {0: ("a",)}), budget := Budget(2**60), print, lambda memory: None, files)
 
     def full(fd: int, at: int, nbytes: int) -> None:
         raise OSError(28, "No space left on device")
@@ -218,7 +219,7 @@ def at_ease(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_an_agent_answers_others_while_slots_get_their_memory(root: Path, at_ease: threading.Event) -> None:
     """The memory comes only when the agent has done something else."""
     files = SlotFiles(root, "run", "a")
-    vault = Vault(Host("a", {0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
+    vault = SlotStore(Host("a", {0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
 
     async def answer() -> None:
         at_ease.set()
@@ -232,7 +233,7 @@ def test_an_agent_answers_others_while_slots_get_their_memory(root: Path, at_eas
 
 def test_memory_that_comes_when_nobody_wants_it_any_more_is_given_back(root: Path, at_ease: threading.Event) -> None:
     files = SlotFiles(root, "run", "a")
-    vault = Vault(host := Host("a", {0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
+    vault = SlotStore(host := Host("a", {0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
 
     async def serve() -> None:
         hung_up = asyncio.create_task(vault.ensure_beside(0, SHAPE, 2, lambda: True))
@@ -252,7 +253,7 @@ def test_memory_that_comes_when_nobody_wants_it_any_more_is_given_back(root: Pat
 def test_a_slot_that_was_missing_has_the_shape_that_is_wanted_when_its_turn_comes(root: Path, at_ease: threading.Event) -> None:
     """Another session with other tensors may have asked for memory in between, and has been given it."""
     files, wider = SlotFiles(root, "run", "a"), replace(SHAPE, data_bytes=2 * SHAPE.data_bytes)
-    vault = Vault(host := Host("a", {0: ("a",), 1: ("a",)}), budget := Budget(2 * SHAPE.total), print, lambda memory: None, files)
+    vault = SlotStore(host := Host("a", {0: ("a",), 1: ("a",)}), budget := Budget(2 * SHAPE.total), print, lambda memory: None, files)
     at_ease.set()
     assert len(vault.ensure(0, SHAPE, 3, reuse=True)) == 2
     budget.limit = 2**30
@@ -274,7 +275,7 @@ def test_a_slot_that_was_missing_has_the_shape_that_is_wanted_when_its_turn_come
 
 def test_slots_whose_writer_comes_while_others_get_memory_are_not_used_again(root: Path, at_ease: threading.Event) -> None:
     files = SlotFiles(root, "run", "a")
-    vault = Vault(Host("a", {0: ("a",), 1: ("a",)}), Budget(2**30), print, lambda memory: None, files)
+    vault = SlotStore(Host("a", {0: ("a",), 1: ("a",)}), Budget(2**30), print, lambda memory: None, files)
     at_ease.set()
     free_again = vault.ensure(0, SHAPE, 2, reuse=True)
     at_ease.clear()
@@ -296,7 +297,7 @@ def test_slots_whose_writer_comes_while_others_get_memory_are_not_used_again(roo
 
 def test_where_no_thread_can_be_started_slots_get_their_memory_all_the_same(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = SlotFiles(root, "run", "a")
-    vault = Vault(Host("a", {0: ("a",)}), Budget(2**30), print, lambda memory: None, files)
+    vault = SlotStore(Host("a", {0: ("a",)}), Budget(2**30), print, lambda memory: None, files)
 
     def no_thread(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

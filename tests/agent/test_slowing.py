@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from agent_kit import eventually
 
-from gemini_ft.agent.lifecycle import Listener
+from gemini_ft.agent.lifecycle import AgentProcess
 from gemini_ft.faults.slowing import slow_down
 
 
@@ -30,7 +30,7 @@ def busy() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_process_gets_its_share_and_is_left_running(busy: subprocess.Popen[bytes]) -> None:
-    listener = Listener(busy.pid)
+    listener = AgentProcess(busy.pid)
     slow = slow_down(busy.pid, 0.1, 2.5, period=0.2)
     eventually(lambda: state_of(busy.pid) == "T")
     before = listener.work()
@@ -50,7 +50,7 @@ def test_a_process_gets_its_share_and_is_left_running(busy: subprocess.Popen[byt
 
 def test_to_wait_for_a_processor_is_work_and_to_be_stopped_is_none(busy: subprocess.Popen[bytes]) -> None:
     """So that an agent on a host whose processors are all taken is not replaced: another one would be no faster."""
-    listener, processor = Listener(busy.pid), {min(os.sched_getaffinity(0))}
+    listener, processor = AgentProcess(busy.pid), {min(os.sched_getaffinity(0))}
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         for process in (busy, other):
             os.sched_setaffinity(process.pid, processor)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gemini_ft.core.bundles import Bundles
-from gemini_ft.core.decisions import Abort, Commit, Decision, Fatal, Holders, Manifest, Thaw
+from gemini_ft.core.decisions import Abort, Commit, Decision, Fatal, Holders, Thaw, WriteManifest
 from gemini_ft.core.effects import Completed, Copies, Gathered, Skipped
 from gemini_ft.core.ledger import Cadence, Ledger
 from gemini_ft.core.versions import Incarnation, Version
@@ -362,7 +362,7 @@ def test_a_manifest_names_every_shard_and_is_written_last() -> None:
     assert not uploads(book, version(2))  # never two at once
     assert book.uploaded(0, version(1), "record 0") == []
     assert book.uploaded(1, version(2), "of another upload") == []
-    assert book.uploaded(1, version(1), "record 1") == [Manifest(version(1), {0: "record 0", 1: "record 1"})]
+    assert book.uploaded(1, version(1), "record 1") == [WriteManifest(version(1), {0: "record 0", 1: "record 1"})]
     assert book.upload_over(version(1)) == [Thaw(version(1))]
     assert uploads(book, version(3))
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_ledger import ReferenceLedger
 
-from gemini_ft.core.decisions import Abort, Commit, Decision, Fatal, Holders, Manifest, Thaw
+from gemini_ft.core.decisions import Abort, Commit, Decision, Fatal, Holders, Thaw, WriteManifest
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Skipped
 from gemini_ft.core.ledger import Cadence, Ledger
 from gemini_ft.core.versions import Incarnation, Version
@@ -214,4 +214,4 @@ def test_bundled_reports_lead_to_the_decisions_of_single_ones(seed: int) -> None
 def test_the_histories_lead_to_every_kind_of_decision() -> None:
     """Else their agreement would prove little."""
     kinds = set[type[Decision]]().union(*(follow(seed, 60) for seed in range(40)))
-    assert kinds == {Commit, Abort, Holders, Fatal, Manifest, Thaw}
+    assert kinds == {Commit, Abort, Holders, Fatal, WriteManifest, Thaw}

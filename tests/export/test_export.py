@@ -29,7 +29,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from gemini_ft.agent import lifecycle
-from gemini_ft.agent.memory import SlotMemory
+from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.cli import main as cli
 from gemini_ft.core.layout import PER_RANK
 from gemini_ft.errors import UnsupportedStateError

@@ -29,7 +29,7 @@ from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import LayoutMismatchError, StateError, UnsupportedStateError
 from gemini_ft.export.source import Checkpoint
 from gemini_ft.export.state import State
-from gemini_ft.recovery.restore import Filling
+from gemini_ft.recovery.restore import StateRestore
 from gemini_ft.state import codec
 from gemini_ft.state.base import PlainState, TrainingState
 from gemini_ft.state.gradients import FiguresReporter, WithGradients, check_presence
@@ -94,7 +94,7 @@ def snapshot(states: Sequence[TrainingState]) -> list[Shard]:
 
 def load(shards: Sequence[Shard], state: TrainingState, rank: int, world: int = WORLD) -> None:
     sources: Any = Shards(shards)
-    filling = Filling(sources, state, sources.extras, rank, world)
+    filling = StateRestore(sources, state, sources.extras, rank, world)
     filling.read()
     state.apply_extras(filling.own)
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from gemini_ft.faults import inject as faults
-from gemini_ft.lightning.fault_hooks import watch
+from gemini_ft.lightning.callbacks import watch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .* does not have many workers"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from agent_kit import eventually
 from weights_kit import assert_same_bits, finish, job, reached
 
-from gemini_ft.agent.slot_files import folder_of
+from gemini_ft.agent.memory.slot_files import folder_of
 
 
 def test_agents_and_workers_killed_at_once_go_on_from_memory(tmp_path: Path) -> None:

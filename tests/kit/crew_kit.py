@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 
-from gemini_ft.agent.failover import Failover
-from gemini_ft.agent.leadership import Leader
+from gemini_ft.agent.commit.failover import Failover
+from gemini_ft.agent.commit.leader import Leader
 from gemini_ft.core.decisions import Commit, Thaw
 from gemini_ft.core.effects import Completed
 from gemini_ft.core.ledger import Cadence, Ledger

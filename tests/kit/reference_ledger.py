@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from gemini_ft.core.decisions import Abort, Commit, Decision, Fatal, Holders, Manifest, Thaw
+from gemini_ft.core.decisions import Abort, Commit, Decision, Fatal, Holders, Thaw, WriteManifest
 from gemini_ft.core.effects import Completed, Report, Skipped
 from gemini_ft.core.ledger import Cadence
 from gemini_ft.core.protocol import NO_ROOTS
@@ -120,7 +120,7 @@ class ReferenceLedger:
         self._records[owner] = record
         if self._records.keys() != self.holders.keys():
             return []
-        return [Manifest(version, dict(self._records))]
+        return [WriteManifest(version, dict(self._records))]
 
     def upload_over(self, version: Version, error: str = "") -> list[Decision]:
         """Takes note that the manifest is written, or a shard's upload has failed for good."""

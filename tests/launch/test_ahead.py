@@ -18,7 +18,7 @@ import psutil
 import pytest
 from agent_kit import agent_pid, end_agent, eventually
 
-from gemini_ft.agent import ahead, lifecycle, revival
+from gemini_ft.agent import ahead, lifecycle, watchdog
 from gemini_ft.wire import channel
 from gemini_ft.wire.private import credentials
 
@@ -28,12 +28,12 @@ HOST = "host"
 # Sets an option of the agent itself, as scripts do, and says which logs there are.
 SCRIPT = """
 import os, sys, time
-from gemini_ft.agent import revival
+from gemini_ft.agent import watchdog
 run, host = os.environ["GEMINI_RUN_ID"], os.environ["GEMINI_HOST_ID"]
 os.environ.update(GEMINI_LOG_DIR=sys.argv[1], GEMINI_AGENT_CPUS=sys.argv[2])
 while not os.path.exists("go"):
     time.sleep(0.01)
-revival.connect(run, host).close()
+watchdog.connect(run, host).close()
 time.sleep(0.1)
 print(sorted(os.listdir(sys.argv[1])), flush=True)
 sys.stdin.read()
@@ -98,7 +98,7 @@ def process_that_waits(run: str) -> psutil.Process | None:
 
 def start_agent(run: str) -> int | None:
     """Starts an agent as a worker does; returns its process id."""
-    revival.connect(run, HOST).close()
+    watchdog.connect(run, HOST).close()
     return agent_pid(run, HOST)
 
 
@@ -195,10 +195,10 @@ class TestWorkerThatAsks:
         first = lifecycle.spawn(run, HOST)
         eventually(lambda: lifecycle.is_listening(run, HOST), "the agent")
         left = os.memfd_create("gemini:test")
-        estate = revival.Estate(slots=[left], shared=[False])
+        estate = watchdog.LeftMemory(slots=[left], shared=[False])
         first.kill()
         first.wait(30)
-        revival.start(run, HOST, estate, time.monotonic() + 60)
+        watchdog.start(run, HOST, estate, time.monotonic() + 60)
         assert agent_pid(run, HOST) != waiting.pid
         estate.close()
 

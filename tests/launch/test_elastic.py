@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_ren
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout, _Action, _NodeDesc, _RendezvousState
 
 from gemini_ft.launch import spares
-from gemini_ft.launch.spares import Host, PatientJoin, better_rendezvous, pause
+from gemini_ft.launch.spares import LaunchingHost, PatientJoin, better_rendezvous, pause
 from gemini_ft.testing import EmulatedHosts
 
 HOSTS = [_NodeDesc(f"host{number}", 1, 0) for number in range(3)]
@@ -31,7 +31,7 @@ class Scene:
         self.state.participants = dict(zip(HOSTS, range(3), strict=True))
         self.state.redundancy_list = {SPARE}
         self.heard: timedelta = timedelta(0)  # since the last sign of life
-        self.host = Host(patience=1.5)
+        self.host = LaunchingHost(patience=1.5)
         self.join = PatientJoin(torch_rendezvous._RendezvousJoinOp(), self.host, lambda: self.now)
 
     def action(self, node: _NodeDesc = SPARE) -> _Action:

@@ -109,7 +109,7 @@ class Launcher:
 
     name: str
     node: _NodeDesc
-    host: spares.Host
+    host: spares.LaunchingHost
     backend: Any = None
     holder: Any = None
     executor: Any = None
@@ -136,7 +136,9 @@ class Job:
 
     def _launcher(self, name: str) -> Launcher:
         return Launcher(
-            name, _NodeDesc(name, 1, 0), spares.Host(spares.pause(self.size) + 1.0, name=name, lacks=lambda: self.launchers[name].lacks)
+            name,
+            _NodeDesc(name, 1, 0),
+            spares.LaunchingHost(spares.pause(self.size) + 1.0, name=name, lacks=lambda: self.launchers[name].lacks),
         )
 
     # -- one step of one launcher

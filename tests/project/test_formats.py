@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 from pydantic import BaseModel
 
-from gemini_ft.agent import memory
+from gemini_ft.agent.memory import slot_memory
 from gemini_ft.storage import checkpoints, marks
 from gemini_ft.wire import messages, peer_messages, worker_messages
 
@@ -63,7 +63,9 @@ KEPT = {
     "storage.checkpoints.FORMAT_VERSION": Kept(
         checkpoints.FORMAT_VERSION, [checkpoints.Manifest, marks.Mark, LAYOUT, *SMALL_STATE], "8c05fd0d958503ce"
     ),
-    "agent.memory.FORMAT": Kept(memory.FORMAT, ["agent.memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "01f71b258e7fb365"),
+    "agent.memory.slot_memory.FORMAT": Kept(
+        slot_memory.FORMAT, ["agent.memory.slot_memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "01f71b258e7fb365"
+    ),
     "wire.messages.PROTOCOL_VERSION": Kept(
         messages.PROTOCOL_VERSION,
         [peer_messages.Claims, peer_messages.PeerMessage, worker_messages.ToAgent, worker_messages.ToWorker],

@@ -16,12 +16,12 @@ from gemini_ft.errors import AgentError
 from gemini_ft.wire.worker_messages import GiveUp, Request, ToAgent
 from gemini_ft.worker.copy_window import CopyWindow
 from gemini_ft.worker.outcomes import ENDING, LATE, Outcomes
-from gemini_ft.worker.snapshot import Job, Snapshotter
+from gemini_ft.worker.snapshot import PendingSnapshot, Snapshotter
 from gemini_ft.worker.stats import Stats
 
 
-def _job(iteration: int) -> Job:
-    return Job(iteration=iteration, extras=b"", digest=None, marks=[], ready=None)
+def _job(iteration: int) -> PendingSnapshot:
+    return PendingSnapshot(iteration=iteration, extras=b"", digest=None, marks=[], ready=None)
 
 
 def test_the_agent_hears_of_a_snapshot_that_is_given_up_before_the_thread_has_seen_it() -> None:
@@ -107,7 +107,7 @@ class _Mark:
         return end_event.when - self.when
 
 
-def _copied(copy: float, window: float) -> Job:
+def _copied(copy: float, window: float) -> PendingSnapshot:
     job = _job(0)
     job.ready, job.begun, job.copied, job.reached = _Mark(0), _Mark(1), _Mark(1 + copy), _Mark(window)
     return job

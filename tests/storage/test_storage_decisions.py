@@ -17,10 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.storage.decisions import (
+    CanResume,
     Descent,
-    Here,
     Look,
-    Nothing,
+    NothingStored,
     Sighting,
     Unclear,
     continued,
@@ -137,7 +137,7 @@ class Histories(RuleBasedStateMachine):
         while True:
             look = self.look("true" if view == "flaky" else view, hosts, passed)
             answer = decide(look, named)
-            if not isinstance(answer, Here):
+            if not isinstance(answer, CanResume):
                 break
             resumed = answer.order[0]
             if (there := self.objects.get(resumed.folder)) is None or there.intact:
@@ -152,7 +152,7 @@ class Histories(RuleBasedStateMachine):
             return
         known = {one.version.incarnation for one in look.sightings}
         self.nonces += 1
-        if isinstance(answer, Nothing):
+        if isinstance(answer, NothingStored):
             assert view == "copy" or not self.reported
             self._begin(Job(self._next(known), Descent((), frozenset(known)), 0), known, None)
             return
@@ -322,7 +322,7 @@ class Histories(RuleBasedStateMachine):
         look = self.look("true", ())
         lines = [None, *sorted({str(one.version.incarnation) for one in look.sightings if one.readable})]
         answers = [decide(look, line, found=True) for line in lines]
-        reach = [one for answer in answers if isinstance(answer, Here) for one in answer.order]
+        reach = [one for answer in answers if isinstance(answer, CanResume) for one in answer.order]
         for version in self.reported:
             stored = self.objects.get(f"{version.incarnation}/{version.iteration}")
             if stored is not None and stored.intact:
@@ -332,7 +332,7 @@ class Histories(RuleBasedStateMachine):
     def a_run_that_has_stored_never_begins_anew(self) -> None:
         if self.reported:
             for view in ("true", "away", "old", "empty", "damaged"):
-                assert not isinstance(decide(self.look(view, ())), Nothing)
+                assert not isinstance(decide(self.look(view, ())), NothingStored)
 
 
 def test_any_course_of_events() -> None:
@@ -365,7 +365,7 @@ class TestTheChoiceOfAHistory:
 
     def _order(self, *seen: Sighting, history: str) -> list[str]:
         answer = decide(Look(seen), history)
-        assert isinstance(answer, Here), answer
+        assert isinstance(answer, CanResume), answer
         return [one.folder for one in answer.order]
 
     def test_takes_one_line_and_what_it_has_overtaken_after_it(self) -> None:
@@ -391,7 +391,7 @@ class TestTheChoiceOfAHistory:
     def test_says_what_it_leaves_aside(self) -> None:
         after = _whole("3-d/9", "1-a/2", "2-b/4", beside=("2-c/5",))
         answer = decide(Look((self.FIRST, self.LEFT, self.RIGHT, after)), "2-c")
-        assert isinstance(answer, Here)
+        assert isinstance(answer, CanResume)
         assert [one.folder for one in answer.aside] == ["3-d/9"]
 
     def test_does_not_hide_that_its_line_has_come_further_than_can_be_seen(self) -> None:
@@ -400,7 +400,7 @@ class TestTheChoiceOfAHistory:
         answer = decide(look, "2-b")
         assert isinstance(answer, Unclear)
         assert "iteration 9 of incarnation 3 was reported as stored, but neither it" in answer.why
-        assert isinstance(decide(look, "2-b", found=True), Here)
+        assert isinstance(decide(look, "2-b", found=True), CanResume)
 
     def test_waits_for_a_listing_that_does_not_show_the_newest_of_another_line(self) -> None:
         """It may not show the newest of this line, either."""
@@ -409,8 +409,8 @@ class TestTheChoiceOfAHistory:
         assert isinstance(answer, Unclear)
         assert not answer.contested
         assert "2-c/5 is whole, and the listing leaves it out" in answer.why
-        assert isinstance(decide(look, "2-b", found=True), Here)
-        assert isinstance(decide(look, "2-c"), Here)
+        assert isinstance(decide(look, "2-b", found=True), CanResume)
+        assert isinstance(decide(look, "2-c"), CanResume)
 
     def test_leaves_aside_what_cannot_be_read_just_now(self) -> None:
         hidden = replace(self.RIGHT, condition="damaged", descent=Descent())

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from agent_kit import CHUNK, WAIT, Job, content, eventually
 
-from gemini_ft.agent import lifecycle, revival
+from gemini_ft.agent import lifecycle, watchdog
 from gemini_ft.errors import AgentError, AgentTimeoutError, ConfigError
 from gemini_ft.faults import inject as faults
 from gemini_ft.hosts import is_readable
@@ -96,7 +96,7 @@ class TestSocket:
 
     def test_the_launcher_watches_on_when_the_address_is_given_back(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         with Job(tmp_path) as job:
-            watchman = revival.Watchman(job.run, "a", 1.0)
+            watchman = watchdog.AgentWatch(job.run, "a", 1.0)
             with squatting(lifecycle.socket_name(job.run, "a")):
                 watchman.start()
                 eventually(lambda: f"of uid {NOBODY} listens" in caplog.text)

@@ -15,8 +15,8 @@ import pytest
 from agent_kit import CHUNK, WAIT, Job, Rank, content, eventually
 from relay import Relay
 
-from gemini_ft.agent.gate import Gate
-from gemini_ft.agent.sending import Common, PeerLink
+from gemini_ft.agent.replication.gate import Gate
+from gemini_ft.agent.replication.send import LinkContext, PeerLink
 from gemini_ft.config import TrafficConfig
 from gemini_ft.errors import PeerError
 from gemini_ft.recovery.readers import PeerShard
@@ -247,7 +247,7 @@ def test_whoever_breaks_every_connection_does_not_fill_the_log() -> None:
 
     async def work() -> None:
         traffic, home = TrafficConfig(), SimpleNamespace(log=said.append)
-        common = Common(home, traffic, Gate(traffic), None, lambda: b"")  # type: ignore[arg-type]
+        common = LinkContext(home, traffic, Gate(traffic), None, lambda: b"")  # type: ignore[arg-type]
         claims = Claims(run="run", stream="main", host="a", to="b", role="replicate", incarnation=None)
         link = PeerLink(common, "b", ("127.0.0.1", 1), claims)
         link.send(SimpleNamespace(cancelled=False))  # type: ignore[arg-type]

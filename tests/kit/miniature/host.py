@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gemini_ft.core.bundles import Bundles
-from gemini_ft.core.decisions import Abort, Commit, Decision, Holders, Manifest, Thaw
+from gemini_ft.core.decisions import Abort, Commit, Decision, Holders, Thaw, WriteManifest
 from gemini_ft.core.effects import (
     CancelSend,
     Completed,
@@ -51,7 +51,7 @@ class Node:
         self.alive = True
         self.memory: dict[tuple[int, int], Memory] = {}
         self.workers: list[Worker] = []
-        self.manifest: Manifest | None = None  # about to be written
+        self.manifest: WriteManifest | None = None  # about to be written
         self.session: Session | None = None
         self.interrupted: Session | None = None  # of an agent that was restarted, until a worker of it has come back
         self.greetings = 0  # which no restart of the agent takes back: a clock of the machine
@@ -490,7 +490,7 @@ class Node:
 
     def _apply(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
-            if isinstance(decision, Manifest):
+            if isinstance(decision, WriteManifest):
                 self.manifest = decision
             else:
                 self.job.witness(self, decision)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Set
 from functools import partial
 from random import Random
 
-from gemini_ft.core.decisions import Decision, Manifest
+from gemini_ft.core.decisions import Decision, WriteManifest
 from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.placement import place
 from gemini_ft.core.slots import Slot, SlotState
@@ -28,9 +28,9 @@ class Storage:
         self.objects: dict[tuple[Version, int], list[Tag | None]] = {}
         self.manifests: list[Version] = []
         self.overtaken: set[Version] = set()  # of these, shards were deleted after a later upload, since there was no manifest
-        self.under_way: list[Manifest] = []  # that leaders have written that do not lead any more; they may arrive, or not
+        self.under_way: list[WriteManifest] = []  # that leaders have written that do not lead any more; they may arrive, or not
 
-    def arrive(self, manifest: Manifest) -> None:
+    def arrive(self, manifest: WriteManifest) -> None:
         """A manifest arrives late. It must be whole, unless a later upload is over: then it goes as well where its shards have gone."""
         self.under_way.remove(manifest)
         newest = max(self.manifests, default=manifest.version)

@@ -14,10 +14,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
-from gemini_ft.agent.gate import Gate
-from gemini_ft.agent.home import Home
-from gemini_ft.agent.inbound import Inbound
-from gemini_ft.agent.memory import SlotMemory
+from gemini_ft.agent.context import StreamContext
+from gemini_ft.agent.memory.slot_memory import SlotMemory
+from gemini_ft.agent.replication.gate import Gate
+from gemini_ft.agent.replication.receive import Inbound
 from gemini_ft.core.layout import Layout
 from gemini_ft.core.roots import checksum
 from gemini_ft.errors import GeminiError, PeerError
@@ -61,7 +61,7 @@ class Rebuilding:
         gate: through which this host's replicas go out.
     """
 
-    def __init__(self, stream: Home, inbound: Inbound, spec: SessionSpec, gate: Gate) -> None:
+    def __init__(self, stream: StreamContext, inbound: Inbound, spec: SessionSpec, gate: Gate) -> None:
         assert spec.resumed is not None
         self._stream, self._inbound, self._spec, self._gate, self._resumed = stream, inbound, spec, gate, spec.resumed
         self._stepped = asyncio.Event()

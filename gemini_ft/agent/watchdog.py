@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from gemini_ft.agent import ahead, lifecycle, slot_files
+from gemini_ft.agent import ahead, lifecycle
+from gemini_ft.agent.memory import slot_files
 from gemini_ft.errors import AgentTimeoutError, GeminiError
 from gemini_ft.wire.frames import FrameBuffer
 from gemini_ft.wire.messages import pack
@@ -36,7 +37,7 @@ _SLOT, _IDENTITY = re.compile(f"/memfd:gemini:|{slot_files.SLOT}"), re.compile(f
 
 
 @dataclass
-class Estate:
+class LeftMemory:
     """The memory that an agent leaves behind: descriptors of this process, to be closed."""
 
     slots: list[int] = field(default_factory=list)
@@ -44,7 +45,7 @@ class Estate:
     identity: int = -1  # the knowledge that only agents have: the secret, the newest incarnation
 
     @classmethod
-    def of(cls, pid: int) -> Estate:
+    def of(cls, pid: int) -> LeftMemory:
         """Takes over the memory of a process of this user; logs memory that cannot be taken over."""
         estate, seen, failed = cls(), set[int](), 0
         mapped = mapped_by_others(pid)
@@ -148,14 +149,14 @@ def connect(run: str, host: str, patience: float = 0.0) -> socket.socket:
             if answer:
                 return sock
             if answer is None:
-                with contextlib.closing(lifecycle.Listener.of(sock)) as listener:
+                with contextlib.closing(lifecycle.AgentProcess.of(sock)) as listener:
                     replace(run, host, listener, f"it did not answer for {patience:g} s")
             sock.close()
             patience = 0.0 if answer is False else patience
             continue
         with sole_starter(run, host) as mine:
             if mine and not lifecycle.is_listening(run, host):
-                start(run, host, Estate(), deadline)
+                start(run, host, LeftMemory(), deadline)
         time.sleep(_POLL)
     raise AgentTimeoutError(
         f"the agent of run {run!r} on host {host!r} did not start within {START_TIMEOUT:g} s; see {lifecycle.log_path(run, host)}"
@@ -182,7 +183,7 @@ def _asked(sock: socket.socket, pulse: Pulse) -> bool | None:
     return None
 
 
-def start(run: str, host: str, estate: Estate, deadline: float) -> None:
+def start(run: str, host: str, estate: LeftMemory, deadline: float) -> None:
     """Starts an agent with a former one's estate, and returns when it listens, or when it has left its place to another's agent.
 
     Not when any agent listens: one that was started elsewhere (as a service, for example) would be without the estate, and ours, which
@@ -214,7 +215,7 @@ def _listening_pids(run: str, host: str) -> Collection[int]:
     return ()
 
 
-def _hand_over(sock: socket.socket, estate: Estate) -> None:
+def _hand_over(sock: socket.socket, estate: LeftMemory) -> None:
     """Gives slots to an agent that runs already; returns when it has them."""
     for at in range(0, len(estate.slots), _BATCH):
         fds, shared = estate.slots[at : at + _BATCH], estate.shared[at : at + _BATCH]
@@ -223,7 +224,7 @@ def _hand_over(sock: socket.socket, estate: Estate) -> None:
         _asked(sock, Pulse(START_TIMEOUT))
 
 
-def replace(run: str, host: str, listener: lifecycle.Listener, why: str) -> bool:
+def replace(run: str, host: str, listener: lifecycle.AgentProcess, why: str) -> bool:
     """Kills an agent that hangs and starts another with its memory, or lets another process do so; returns whether the old one is dead.
 
     Returns when an agent listens again, or when it is clear that none will.
@@ -236,7 +237,7 @@ def replace(run: str, host: str, listener: lifecycle.Listener, why: str) -> bool
         with sole_starter(run, host) as mine:
             if mine and not listener.ended():
                 _log.warning("the agent of host %s (pid %d) hangs: %s; starting another with its memory", host, listener.pid, why)
-                with contextlib.closing(Estate.of(listener.pid)) as estate:
+                with contextlib.closing(LeftMemory.of(listener.pid)) as estate:
                     if not listener.kill():
                         _log.error("the agent of host %s (pid %d) cannot be killed", host, listener.pid)
                         return False
@@ -271,7 +272,7 @@ class Pulse:
         self.silent = 0
 
 
-class Watchman(threading.Thread):
+class AgentWatch(threading.Thread):
     """The launcher's look at its host's agent: the workers, which look too, may all be dead or hang themselves.
 
     Args:
@@ -294,7 +295,7 @@ class Watchman(threading.Thread):
         while not self._over.wait(self.pulse.tick or 1.0):
             try:
                 if (sock := lifecycle.try_connect(self._run_id, self._host)) is not None:
-                    with sock, contextlib.closing(lifecycle.Listener.of(sock)) as listener:
+                    with sock, contextlib.closing(lifecycle.AgentProcess.of(sock)) as listener:
                         self._look(sock, listener)
             except (BrokenPipeError, ConnectionResetError):
                 continue  # it has left in this moment
@@ -303,7 +304,7 @@ class Watchman(threading.Thread):
                     said = str(error)
                     _log.warning("the agent of host %s could not be watched: %s", self._host, said)
 
-    def _look(self, sock: socket.socket, listener: lifecycle.Listener) -> None:
+    def _look(self, sock: socket.socket, listener: lifecycle.AgentProcess) -> None:
         """Watches until the agent ends, is replaced, or the watch is over."""
         self.pulse.heard()
         frames = FrameBuffer()

@@ -5,26 +5,61 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from gemini_ft.agent.budget import Budget
-from gemini_ft.agent.custody import Custodians
-from gemini_ft.agent.slot_files import SlotFiles
-from gemini_ft.agent.vault import Vault
+from gemini_ft.agent.memory.budget import Budget
+from gemini_ft.agent.memory.slot_files import SlotFiles
+from gemini_ft.agent.memory.slot_memory import SlotMemory
+from gemini_ft.agent.memory.slot_store import SlotStore
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.effects import Effect
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import ConfigError
+from gemini_ft.errors import AgentError, ConfigError
 from gemini_ft.events import EventLog
 from gemini_ft.wire.messages import Notice
 from gemini_ft.wire.peer_messages import Claims, PeerMessage
-from gemini_ft.wire.worker_messages import SessionSpec, ToWorker
+from gemini_ft.wire.worker_messages import Custody, SessionSpec, ToWorker
+
+
+class Custodians:
+    """The custodians of one stream on one host.
+
+    Args:
+        workers: of the present incarnation, by rank.
+    """
+
+    def __init__(self, workers: Callable[[], Iterable[WorkerConnection]]) -> None:
+        self._workers = workers
+        self._keepers: dict[int, WorkerConnection] = {}  # id of a replica's memory -> the worker that keeps its descriptor
+
+    def entrust(self, memory: SlotMemory) -> None:
+        """Lets a local worker keep a replica's descriptor, unless one does: one worker per owner, spread over many owners."""
+        keeper = self._keepers.get(id(memory))
+        workers = sorted((worker for worker in self._workers() if worker.alive), key=lambda worker: worker.rank)
+        if workers and (keeper is None or keeper not in workers):
+            keeper = workers[memory.shape.owner % len(workers)]
+            self._keepers[id(memory)] = keeper
+            try:
+                keeper.send(Custody(key=str(id(memory))), (memory.fd,))
+            except AgentError:  # no descriptor is free, which has been logged: the next time perhaps
+                del self._keepers[id(memory)]
+
+    def take_back(self, memory: SlotMemory) -> None:
+        """Takes back memory that holds no replica any more."""
+        if (keeper := self._keepers.pop(id(memory), None)) is not None:
+            keeper.send(Custody(key=str(id(memory)), drop=True))
+
+    def keeper(self, memory: SlotMemory) -> WorkerConnection | None:
+        """The worker that keeps a replica's memory, if it lives."""
+        keeper = self._keepers.get(id(memory))
+        return keeper if keeper is not None and keeper.alive else None
+
 
 _COUNTED = "committed", "aborted", "damaged", "replica_bytes", "uploads", "failed_uploads", "late_answers", "leader_changes"
 
 
-class HostRun:
+class RunContext:
     """One run on one host: what all its streams there have in common.
 
     Attributes:
@@ -47,7 +82,7 @@ class HostRun:
             print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-class Home:
+class StreamContext:
     """One stream on one host, as the parts that send, receive, serve and store its shards see it.
 
     Args:
@@ -65,13 +100,13 @@ class Home:
         counters: figures for ``gemini status``.
     """
 
-    def __init__(self, name: str, run: HostRun, perform: Callable[[list[Effect]], None], report: Callable[[PeerMessage], None]) -> None:
+    def __init__(self, name: str, run: RunContext, perform: Callable[[list[Effect]], None], report: Callable[[PeerMessage], None]) -> None:
         self.name, self.run, self.perform, self.report = name, run, perform, report
         self.spec: SessionSpec | None = None
         self.host = Host(run.host)
         self.workers: dict[int, WorkerConnection] = {}
         self.custodians = Custodians(self.workers.values)
-        self.vault = Vault(self.host, run.budget, self.log, self.custodians.take_back, run.files)
+        self.vault = SlotStore(self.host, run.budget, self.log, self.custodians.take_back, run.files)
         self.counters = dict.fromkeys(_COUNTED, 0)
 
     def log(self, text: str) -> None:

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from gemini_ft.agent.budget import Budget, available_memory
-from gemini_ft.agent.memory import SlotMemory, SlotShape, populate
-from gemini_ft.agent.slot_files import SlotFiles
-from gemini_ft.agent.staging import StoredCopy
+from gemini_ft.agent.memory.budget import Budget, available_memory
+from gemini_ft.agent.memory.slot_files import SlotFiles
+from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape, populate
+from gemini_ft.agent.memory.staging import StoredCopy
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.effects import Free
 from gemini_ft.core.protocol import Host
@@ -25,7 +25,7 @@ _Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
-class Giver:
+class SlotDonor:
     """A worker that has handed a slot back to this agent.
 
     Attributes:
@@ -37,7 +37,7 @@ class Giver:
     incarnation: Incarnation | None
 
 
-class Vault:
+class SlotStore:
     """Makes, finds and frees slot memory. The protocol (``host``) decides what a slot's bytes are worth."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Vault:
     ) -> None:
         self.memory: dict[tuple[int, int], SlotMemory] = {}  # (owner, slot) -> its memfd
         self._host, self._budget, self._log, self._on_free, self._files = host, budget, log, on_free, files
-        self._givers: dict[tuple[int, int], Giver | None] = {}
+        self._givers: dict[tuple[int, int], SlotDonor | None] = {}
         self._wanted: dict[int, tuple[SlotShape, int]] = {}  # owner -> the shape of its slots, and how many there should be
         self._checks: dict[Version, asyncio.Task[list[int]]] = {}  # under way
         self._making = asyncio.Lock()  # held while a thread makes files, so that nobody counts on the same room meanwhile
@@ -100,7 +100,7 @@ class Vault:
             memory.forget()
         return sorted(sound)
 
-    def adopt(self, memory: SlotMemory, shared: bool = False, giver: Giver | None = None) -> bool:
+    def adopt(self, memory: SlotMemory, shared: bool = False, giver: SlotDonor | None = None) -> bool:
         """Takes over a slot from before this agent's own time; it counts, but is never refused: the memory is in use already.
 
         Args:
@@ -128,7 +128,7 @@ class Vault:
         self.memory[owner, index], self._givers[owner, index] = memory, giver
         return memory.version is not None
 
-    def givers(self, owner: int) -> list[Giver]:
+    def givers(self, owner: int) -> list[SlotDonor]:
         """Workers that have handed slots of a shard back, and may write to them."""
         return [giver for (of, _), giver in self._givers.items() if of == owner and giver is not None]
 

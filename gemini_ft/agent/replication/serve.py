@@ -1,17 +1,58 @@
-"""Serves complete shards to readers: to a restarted worker's recovery, an agent that rebuilds a replica (`gemini_ft.agent.rebuilding`)."""
+"""Serves complete shards to readers: to a restarted worker's recovery, an agent that rebuilds a replica (`gemini_ft.agent.replication.rebuild`)."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 
-from gemini_ft.agent.home import Home
-from gemini_ft.agent.lease import Lease
-from gemini_ft.agent.memory import SlotMemory
+from gemini_ft.agent.context import StreamContext
+from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import PeerError
 from gemini_ft.wire.messages import Failed, kind_of
 from gemini_ft.wire.peer_messages import Data, Describe, Description, Fetch, GetRoots, Heartbeat, PeerMessage, Roots
 from gemini_ft.wire.tcp import Connection
+
+_LEAST = 5.0  # seconds
+_LOOKS = 4  # in a lease
+
+
+class Lease:
+    """Ends a connection on which no request and no progress is seen for ``seconds``.
+
+    Args:
+        connection: the reader's.
+        seconds: of silence, but never less than five.
+        expired: called before the connection is closed.
+    """
+
+    def __init__(self, connection: Connection, seconds: float, expired: Callable[[float], None]) -> None:
+        self._connection, self._seconds, self._expired = connection, max(seconds, _LEAST), expired
+        self._idle = 0
+        self._progress = (0, 0)
+        self._timer = self._schedule()
+
+    def renew(self) -> None:
+        """Takes note of a sign of life."""
+        self._idle = 0
+
+    def end(self) -> None:
+        """Ends the lease: the reader has gone."""
+        self._timer.cancel()
+
+    def _schedule(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._seconds / _LOOKS, self._look)
+
+    def _look(self) -> None:
+        progress = self._connection.backlog, self._connection.unacknowledged
+        self._idle = self._idle + 1 if progress == self._progress else 0
+        self._progress = progress
+        if self._idle >= _LOOKS:  # counted in looks: this agent may have been stopped itself
+            self._expired(self._seconds)
+            self._connection.abort(f"the reader gave no sign of life for {self._seconds:g} s")
+        else:
+            self._timer = self._schedule()
+
 
 _LEASE = 30.0  # seconds, for readers between two sessions
 
@@ -37,7 +78,9 @@ def describe(memory: SlotMemory, asked: Describe) -> Description:
 class Fetcher:
     """Serves one reader. The slot it reads is pinned until the reader hangs up, or gives no sign of life for its lease."""
 
-    def __init__(self, stream: Home, connection: Connection, host: str, committed_roots: Callable[[Version], Mapping[int, str]]) -> None:
+    def __init__(
+        self, stream: StreamContext, connection: Connection, host: str, committed_roots: Callable[[Version], Mapping[int, str]]
+    ) -> None:
         self._stream, self._connection, self._host, self._committed_roots = stream, connection, host, committed_roots
         self._held: dict[tuple[int, Version], int] = {}
         self._lease = Lease(connection, stream.spec.replica_timeout if stream.spec is not None else _LEASE, self._expired)

@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.core.effects import Copies, Skipped
 from gemini_ft.core.gathering import Gathering
 from gemini_ft.core.rounds import Pair
-from gemini_ft.errors import PeerError
+from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.messages import kind_of, pack
 from gemini_ft.wire.peer_messages import (
     Admitted,
@@ -29,7 +30,7 @@ from gemini_ft.wire.peer_messages import (
     UploadSoon,
     WayUp,
 )
-from gemini_ft.wire.tcp import Connection
+from gemini_ft.wire.tcp import Connection, Handler
 
 SILENCE = 2.5  # seconds after which a host, or a collector, of which nothing is heard may be lost
 GATHER = 0.25  # seconds for which a host waits for more to report, and a collector for hosts that have not reported
@@ -218,3 +219,36 @@ class CollectorPort(ReportingEnd):
 
     def on_lost(self, reason: str) -> None:
         self._collector.leave(self)
+
+
+Dial = Callable[[str, int, Handler], Awaitable[Connection]]
+"""Connects to a host, which is asked to lead an epoch: its answer, `WayUp`, says whether it does."""
+
+
+async def ask(dial: Dial, host: str, epoch: int) -> WayUp | None:
+    """The answer of a host that is asked whether reports go to the leader from there; None: there is none in time."""
+    answer = _Answer()
+    with contextlib.suppress(GeminiError, TimeoutError):
+        async with asyncio.timeout(SILENCE):
+            connection = await dial(host, epoch, answer)
+            try:
+                return await answer.told
+            finally:
+                connection.abort("it has answered")
+    return None
+
+
+class _Answer(ReportingEnd):
+    """The end of a connection that is for one answer."""
+
+    def __init__(self) -> None:
+        self.told: asyncio.Future[WayUp | None] = asyncio.get_running_loop().create_future()
+
+    def on_message(self, message: PeerMessage) -> memoryview | None:
+        if isinstance(message, WayUp) and not self.told.done():
+            self.told.set_result(message)
+        return None
+
+    def on_lost(self, reason: str) -> None:
+        if not self.told.done():
+            self.told.set_result(None)

@@ -1,6 +1,6 @@
 """The commit, out of band: every host's agent reports to the leader's, which keeps the ledger and tells all.
 
-``Leader`` runs in one agent, beside rank 0; `gemini_ft.agent.reporting` has the end of all others. Both hand decisions to their stream as
+``Leader`` runs in one agent, beside rank 0; `gemini_ft.agent.commit.member` has the end of all others. Both hand decisions to their stream as
 the same messages.
 """
 
@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from gemini_ft.agent.collecting import SILENCE, ReportingEnd
+from gemini_ft.agent.commit.collector import SILENCE, ReportingEnd
 from gemini_ft.agent.storing import Storing
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.uploads import UnclearUploadError
-from gemini_ft.core.decisions import Abort, Commit, Decision, Holders, Manifest, Thaw
+from gemini_ft.core.decisions import Abort, Commit, Decision, Holders, Thaw, WriteManifest
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Skipped
 from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.traffic import Pace
@@ -303,14 +303,14 @@ class Leader:
 
     def _apply(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
-            if isinstance(decision, Manifest):
+            if isinstance(decision, WriteManifest):
                 self._tasks.spawn(self._manifest(decision))
             else:
                 if isinstance(decision, Commit):
                     self._roots.append((decision.version, decision.roots))
                 self._tell(decision)
 
-    async def _manifest(self, decision: Manifest) -> None:
+    async def _manifest(self, decision: WriteManifest) -> None:
         error, unclear, self._writing = "", False, decision.version
         try:
             assert self._storing is not None

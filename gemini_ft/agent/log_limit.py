@@ -9,7 +9,7 @@ _SPAN = 60.0  # seconds
 _MOST = 50  # lines in that time
 
 
-class Sparing:
+class RateLimitedLog:
     """Passes lines on to ``log``; of those beyond the first ones of each minute it says only how many they were."""
 
     def __init__(self, log: Callable[[str], None]) -> None:

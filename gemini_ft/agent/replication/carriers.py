@@ -1,7 +1,7 @@
 """The two ways in which a chunk gets to a peer's memory: this agent sends it itself, or has workers carry it.
 
 Both ask the same gate before any byte leaves, and count the bytes under way. The data, and its fate on arrival, are the same
-on both (gemini_ft.agent.sending).
+on both (gemini_ft.agent.replication.send).
 """
 
 from __future__ import annotations

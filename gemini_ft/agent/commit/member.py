@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 
-from gemini_ft.agent.asking import Dial, ask
-from gemini_ft.agent.collecting import GATHER, HEARTBEAT, SILENCE, Collector, ReportingEnd
+from gemini_ft.agent.commit.collector import GATHER, HEARTBEAT, SILENCE, Collector, Dial, ReportingEnd, ask
 from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.decisions import Holders
 from gemini_ft.core.effects import Completed

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import lru_cache
 
-from gemini_ft.agent.memory import SlotMemory, SlotShape, extras_room
+from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape, extras_room
 from gemini_ft.agent.progress import TransferProgress
 from gemini_ft.config import StorageConfig
 from gemini_ft.core.roots import checksum

@@ -10,10 +10,9 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from gemini_ft.agent.asking import Dial, ask
-from gemini_ft.agent.collecting import Collector, CollectorPort, ReportingEnd
-from gemini_ft.agent.leadership import Leader, MemberPort
-from gemini_ft.agent.reporting import MemberLink
+from gemini_ft.agent.commit.collector import Collector, CollectorPort, Dial, ReportingEnd, ask
+from gemini_ft.agent.commit.leader import Leader, MemberPort
+from gemini_ft.agent.commit.member import MemberLink
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.gathering import Gathering

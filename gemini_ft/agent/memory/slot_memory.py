@@ -29,8 +29,8 @@ from typing import Any
 import msgpack
 import xxhash
 
-from gemini_ft.agent import slot_files
-from gemini_ft.agent.slot_files import SlotFiles
+from gemini_ft.agent.memory import slot_files
+from gemini_ft.agent.memory.slot_files import SlotFiles
 from gemini_ft.core.roots import checksum, layout_digest, shard_root
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, FormatError

@@ -1,6 +1,6 @@
 """Sends shards to a peer.
 
-A chunk is queued as soon as the worker has copied it, goes when the gate lets it (gemini_ft.agent.gate), and is verified on
+A chunk is queued as soon as the worker has copied it, goes when the gate lets it (gemini_ft.agent.replication.gate), and is verified on
 arrival; a damaged one is asked for again. A connection that breaks is dialled again and the newest version starts over.
 """
 
@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from gemini_ft.agent.carriers import ByAgents, ByWorkers, Carrier
-from gemini_ft.agent.gate import Gate
-from gemini_ft.agent.home import Home
-from gemini_ft.agent.memory import SlotShape
-from gemini_ft.agent.outgoing import Outgoing
-from gemini_ft.agent.pacing import Pacing
-from gemini_ft.agent.sparing import Sparing
+from gemini_ft.agent.context import StreamContext
+from gemini_ft.agent.log_limit import RateLimitedLog
+from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
+from gemini_ft.agent.replication.carriers import ByAgents, ByWorkers, Carrier
+from gemini_ft.agent.replication.gate import Gate
+from gemini_ft.agent.replication.pacing import Outgoing, Pacing, end_of
 from gemini_ft.config import TrafficConfig
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError
@@ -27,7 +26,7 @@ from gemini_ft.wire.handshake import dial
 from gemini_ft.wire.messages import Chunk, Failed, Notice, kind_of
 from gemini_ft.wire.peer_messages import Ack, Astray, Begin, Claims, Drop, End, Offer, PeerMessage, Ready, Refused, Resend, Unchanged
 from gemini_ft.wire.tcp import Address, Connection
-from gemini_ft.wire.worker_messages import Dispatch
+from gemini_ft.wire.worker_messages import Dispatch, Dispatched, SessionSpec
 
 _SLOW = 100e6  # bytes per second; a gigabit network is faster
 _IN_FLIGHT = 4  # chunks handed to the kernel's queue ahead of the wire
@@ -37,10 +36,10 @@ _PATIENCE = 2.0  # seconds a peer may take to let go of a shard that was given u
 
 
 @dataclass
-class Common:
+class LinkContext:
     """The things that all links of a session share."""
 
-    home: Home
+    home: StreamContext
     traffic: TrafficConfig
     gate: Gate
     pacing: Pacing
@@ -53,14 +52,14 @@ class PeerLink:
 
     def __init__(
         self,
-        common: Common,
+        common: LinkContext,
         peer: str,
         address: Address,
         claims: Claims,
     ) -> None:
         self._common, self._home, self._gate = common, common.home, common.gate
         self.peer, self._address, self._claims = peer, address, claims
-        self._log = Sparing(common.home.log)  # an attacker in between can break every connection
+        self._log = RateLimitedLog(common.home.log)  # an attacker in between can break every connection
         self._by_workers = common.traffic.transport == "collective"
         self._keepers: dict[int, int] = {}  # owner -> rank of the peer's worker that keeps its replica
         self._carrier: Carrier | None = None
@@ -319,3 +318,43 @@ class PeerLink:
         out.drop_sent = True
         connection.send(Drop(owner=out.owner, iteration=out.version.iteration))
         return True
+
+
+class Outbound:
+    """The links of one session."""
+
+    def __init__(self, home: StreamContext, spec: SessionSpec) -> None:
+        self._home, self._spec = home, spec
+        self.gate = Gate(spec.traffic)
+        self.pacing = Pacing(home.host.name, spec.traffic, self.gate, spec.interval, home.report, home.tell_workers)
+        self._common = LinkContext(home, spec.traffic, self.gate, self.pacing, lambda: home.run.secret)
+        self._links: dict[str, PeerLink] = {}
+
+    def close(self) -> None:
+        for link in list(self._links.values()):
+            link.close()
+        self.gate.close()
+
+    def send(self, owner: int, version: Version, slot: int, memory: SlotMemory, peer: str) -> None:
+        if peer not in self._links:
+            self._links[peer] = PeerLink(self._common, peer, self._spec.addresses[peer], self._home.claims("replicate", peer))
+        end = end_of(owner, memory) if memory.version == version else None  # copied already, with an agent before this one
+        self._links[peer].send(Outgoing(owner, version, slot, memory, end))
+
+    def cancel(self, owner: int, version: Version, peer: str) -> None:
+        if peer in self._links:
+            self._links[peer].cancel(owner, version)
+
+    def links_of(self, owner: int) -> list[PeerLink]:
+        """The links on which an owner's shard travels."""
+        return [self._links[peer] for peer in self._home.host.holders.get(owner, ())[1:] if peer in self._links]
+
+    def copied(self, owner: int, version: Version, end: End) -> None:
+        """Takes note that the worker has copied everything."""
+        for link in self._links.values():
+            link.copied(owner, version, end)
+
+    def dispatched(self, message: Dispatched) -> None:
+        """Takes a worker's report that it has sent a piece, or could not."""
+        for link in self._links.values():
+            link.dispatched(message.tag, message.error)

@@ -1,0 +1,1 @@
+"""The memory of slots: made, found, filled from storage, and freed."""

@@ -1,0 +1,1 @@
+"""Replication: shards on their way to other hosts and from them."""
