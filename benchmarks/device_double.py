@@ -193,7 +193,7 @@ def install(seconds_per_byte: float) -> Stream:
 
 def agent(threads: int, run: str) -> None:
     """An agent whose threads take as long over a chunk as one that hashes its part of 4 GB."""
-    from gemini_ft.agent import hashing, main
+    from gemini_ft.agent import main, own_shards
     from gemini_ft.core.roots import checksum
 
     pool = ThreadPoolExecutor(threads)
@@ -202,7 +202,7 @@ def agent(threads: int, run: str) -> None:
         time.sleep(HASH * len(data) / (4 * NUMBERS))
         return checksum(data)
 
-    vars(hashing).update(checksum=slow, _pool=lambda: pool)
+    vars(own_shards).update(checksum=slow, _pool=lambda: pool)
     sys.exit(main.main(["--run", run, "--host", "host0"]))
 
 

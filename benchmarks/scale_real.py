@@ -105,7 +105,9 @@ class Hosts:
             ways, told, order = [up] * (up != job.names[0]), partial(self._on_decision, name), first_leads(name, job.names[0])
             bundles = Bundles(name, {owner: job.holders[owner] for owner in job.copies[name]})
             dial, collector = partial(connect, addresses, name), self.there.get(name)
-            self._links[name] = MemberLink(ways, dial, order, told, rejoin, print, bundles, collector)
+            self._links[name] = MemberLink(
+                ways, order, bundles, dial=dial, on_decision=told, reports=rejoin, log=print, collector=collector
+            )
         async with asyncio.timeout(_TIMEOUT):
             while not all(link.reaches_leader for link in self._links.values()):
                 await asyncio.sleep(0.1)

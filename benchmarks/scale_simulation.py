@@ -114,9 +114,16 @@ class Crowd:
         """A host's place in the commit; ``goes_on``: its agent was restarted."""
         succession = Succession(name, self._order, len(self.names), self._loop.time(), LEADER_TIMEOUT, goes_on)
         knows = self.collectors.get(name) or {owner: self.holders[owner] for owner in self.copies[name]}
-        dial, make_leader = partial(self._connect, name), partial(self._lead, name)
-        told, words = partial(self._on_decision, name), partial(self._words, name)
-        return Failover(succession, self._ways, knows, dial, make_leader, told, words, lambda line: None)
+        return Failover(
+            succession,
+            self._ways,
+            knows,
+            dial=partial(self._connect, name),
+            make_leader=partial(self._lead, name),
+            on_decision=partial(self._on_decision, name),
+            undecided=partial(self._words, name),
+            log=lambda line: None,
+        )
 
     def _lead(self, name: str, epoch: int, on_decision: Callable[[PeerMessage], None]) -> Leader:
         book = Ledger(self.holders, self._committed, PATIENCE)

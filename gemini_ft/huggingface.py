@@ -22,7 +22,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import transformers
 import transformers.trainer
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback

@@ -1,4 +1,7 @@
-"""The knowledge that the parts of one stream on one host share, and their voice to its workers and peers."""
+"""The knowledge that the parts of one stream on one host share, their voice to its workers and peers, and who keeps its replicas' memory.
+
+Each replica's memory is assigned to a local worker too, so that it survives this agent, and so that the worker can receive into it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides when a host's agent may leave: its memory goes with it."""
+"""Decides when a host's agent may leave, as its memory goes with it; and knows the launches of its run, and which of them are alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Takes in the shards of this host's own ranks: gives them memory, follows their chunks, and has each snapshot's end reported."""
+"""The shards of this host's own ranks: their memory, their chunks, and the report of each snapshot's end.
+
+Shards that a device has laid down are hashed here, on threads of the agent: a worker's would take its interpreter lock.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The progress of a long transfer, in the log and in numbers."""
+"""The progress of a long transfer, and an outage of storage, as the log and their users hear of them."""
 
 from __future__ import annotations
 

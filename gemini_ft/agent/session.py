@@ -40,8 +40,17 @@ class AgentSession:
         self._ways = ways_up(spec.hosts, spec.leader, spec.fan_in)
         order, size = candidates(spec.hosts, spec.leader, self._ways), len(set(spec.hosts))
         self.succession = Succession(home.host.name, order, size, self._began, spec.leader_timeout, goes_on)
-        whole = self._ways, home.host.holders, self._dial
-        self.failover = Failover(self.succession, *whole, self._leader, on_decision, self._undecided, home.log, self._led)
+        self.failover = Failover(
+            self.succession,
+            self._ways,
+            home.host.holders,
+            dial=self._dial,
+            make_leader=self._leader,
+            on_decision=on_decision,
+            undecided=self._undecided,
+            log=home.log,
+            told=self._led,
+        )
         if self.storing is not None:
             self.storing.uploader.leads = lambda: self.succession.epoch if self.failover.leader is not None else None
             self.storing.uploader.is_obeyed = lambda: self.failover.leader is not None and self.failover.leader.is_obeyed
@@ -55,8 +64,8 @@ class AgentSession:
 
     def _leader(self, epoch: int, on_decision: Callable[[PeerMessage], None]) -> Leader:
         book = _book(self._home, self._spec, self.storing, self._began)
-        args = self._spec.world_size, self.storing, on_decision, self.patience, self._ways, epoch
-        return Leader(self._home.host.name, book, *args)
+        ranks, patience = self._spec.world_size, self.patience
+        return Leader(self._home.host.name, book, ranks, self.storing, on_decision, patience=patience, ways=self._ways, epoch=epoch)
 
     async def _dial(self, host: str, epoch: int, handler: Handler) -> Connection:
         claims = self._home.claims("report", host).model_copy(update={"epoch": epoch, "promised": self.succession.epoch})

@@ -37,7 +37,6 @@ from gemini_ft.hosts import host_id
 from gemini_ft.launch import slurm
 from gemini_ft.launch.drain import LEFT, drain_of
 from gemini_ft.launch.endings import ENDED_ELSEWHERE, NOT_STORED, OVERTAKEN, final_endings
-from gemini_ft.launch.launch_name import whole_rounds
 from gemini_ft.launch.launched import LAUNCH
 from gemini_ft.launch.notes import FIXED, LACKS, notes_of_workers
 from gemini_ft.launch.piped import copied_from_pipe
@@ -47,6 +46,7 @@ from gemini_ft.launch.run_id import default_run_id, is_passing
 from gemini_ft.launch.spares import better_rendezvous
 from gemini_ft.launch.stores import OvertakenError, surviving_stores
 from gemini_ft.launch.trainjob import reported_progress
+from gemini_ft.launch.whole_rounds import whole_rounds
 from gemini_ft.launch.worker_start import cold_workers, forked_workers
 from gemini_ft.wire.worker_messages import Launch
 

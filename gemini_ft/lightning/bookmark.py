@@ -50,6 +50,7 @@ class Bookmark:
         loader: Any,
         base: Any,
         method: DataResume,
+        *,
         ahead: Callable[[], int] | None,
         epoch: Callable[[], int] | None,
         active: Callable[[], bool] | None,

@@ -1,4 +1,8 @@
-"""Lightning's own callbacks that a restart concerns: those that no snapshot can resume are refused by name."""
+"""Lightning's callbacks and what else of a Trainer has no tensors: what no snapshot can resume, and moments at which a drill may strike.
+
+Callbacks that cannot be resumed are refused by name; the rest is listed for the census. Epochs and validation are moments beside the steps
+that every loop has.
+"""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from gemini_ft.lightning.loader_parts import DataResume
 def make_resumable(
     loader: Any,
     method: DataResume = "auto",
+    *,
     ahead: Callable[[], int] | None = None,
     epoch: Callable[[], int] | None = None,
     active: Callable[[], bool] | None = None,
@@ -61,7 +62,7 @@ def make_resumable(
     if isinstance(loader, ResumableIterable):
         loader = loader.iterable
     base = _plain_class(loader)
-    bookmark = Bookmark(loader, base, method, ahead, epoch, active, remade, before_next, rests)
+    bookmark = Bookmark(loader, base, method, ahead=ahead, epoch=epoch, active=active, remade=remade, before_next=before_next, rests=rests)
     bookmark.owner = owner
     if former is not None:
         former.hand_workers_to(bookmark)

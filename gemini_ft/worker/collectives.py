@@ -2,7 +2,8 @@
 
 Every collective of torch, from Python or from DDP's and FSDP's own code, passes torch's dispatcher. There we listen, one layer
 above the real kernel, which is then called with the same arguments: no tensor is touched, no hook is installed (a DDP
-communication hook would change the bits), and DeepSpeed and Lightning need nothing of their own.
+communication hook would change the bits), and DeepSpeed and Lightning need nothing of their own. `Observation` shows the agent what is
+seen, so that replicas keep out of the training's way.
 """
 
 from __future__ import annotations

@@ -1,7 +1,12 @@
-"""A rank's part in draining its host: it finishes its step, waits until that is committed, and ends with a status that says so.
+"""How a worker leaves: a rank whose host is drained, and a process that ends.
 
-No rank of another host is asked to stop: what this rank has finished, the others finish too, since their collectives were the same. They
-commit it together; only then does this rank leave, and the step that the others have begun meanwhile is the only one that is made again.
+A rank of a host that is drained finishes its step, waits until that is committed, and ends with a status that says so. No rank of
+another host is asked to stop: what this rank has finished, the others finish too, since their collectives were the same. They commit it
+together; only then does this rank leave, and the step that the others have begun meanwhile is the only one that is made again.
+
+The end of a loop says nothing of the end of a process: the script may fail while it saves or tests, and a restart must not train everything
+once more. Under ``gemini run`` the launcher knows how processes have ended, and tells the agent. Elsewhere each process says that it ends
+well.
 """
 
 from __future__ import annotations

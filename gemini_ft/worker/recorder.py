@@ -90,16 +90,16 @@ class Recorder:
         self._supervision = Supervision(lambda: self.client, config.agent_timeout)
         self._copying = Snapshotter(
             self.session.rank,
-            lambda job: self._reservation.root(job),
-            lambda message: self.client.tell(message),
-            lambda: self.client.lost,
-            self._reconnect,
-            self._outcomes.discarded,
-            config.verify,
-            config.waits,
-            config.timeout,
-            config.agent_timeout + config.replica_timeout if config.agent_timeout else None,
-            self._supervision,
+            root=lambda job: self._reservation.root(job),
+            tell=lambda message: self.client.tell(message),
+            lost=lambda: self.client.lost,
+            recover=self._reconnect,
+            on_discard=self._outcomes.discarded,
+            verify=config.verify,
+            waits=config.waits,
+            timeout=config.timeout,
+            grant_timeout=config.agent_timeout + config.replica_timeout if config.agent_timeout else None,
+            supervision=self._supervision,
         )
         self._reservation = Reservation(self.session, self._copying, self._room, self._reconnect)
         self._observe()

@@ -1,4 +1,7 @@
-"""Memory for this rank's snapshots: the layout of its shard, and the slots that the agent reserves for it."""
+"""Memory for this rank's snapshots: the layout of its shard, and the slots that the agent reserves for it.
+
+Before the first copy the need of every host is compared with its limit.
+"""
 
 from __future__ import annotations
 

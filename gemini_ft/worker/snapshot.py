@@ -107,6 +107,7 @@ class Snapshotter:
     def __init__(
         self,
         owner: int,
+        *,
         root: Callable[[PendingSnapshot], str],
         tell: Callable[[ToAgent], None],
         lost: Callable[[], bool],

@@ -221,7 +221,7 @@ def test_an_agent_that_is_restarted_while_the_manifest_is_written_does_not_end_t
 def next_leader(stream: Stream, patience: float = 30.0) -> Leader:
     """One that leads in place of another that is lost."""
     book = Ledger(HOLDERS, version(2), 30.0, Cadence(every_steps=2, last_iteration=2))
-    return Leader("a", book, 2, stream, stream.on_decision, patience, epoch=1)  # type: ignore[arg-type]
+    return Leader("a", book, 2, stream, stream.on_decision, patience=patience, epoch=1)  # type: ignore[arg-type]
 
 
 def test_an_upload_of_the_leader_before_is_over_and_what_was_uploaded_stays_and_it_is_made_again_at_the_end() -> None:
@@ -351,7 +351,16 @@ class Crowd:
             succession = Succession(name, order, len(self.names) + 1, time.monotonic(), timeout=0.0)
             dial, bundles = partial(self.dial, name), Bundles(name, self.holders)
             ways = self.ways[name][:-1]
-            self.links[name] = MemberLink(ways, dial, succession, self.heard[name].append, self._greeting, print, bundles, collector)
+            self.links[name] = MemberLink(
+                ways,
+                succession,
+                bundles,
+                dial=dial,
+                on_decision=self.heard[name].append,
+                reports=self._greeting,
+                log=print,
+                collector=collector,
+            )
         await self.until(lambda: self.reached == set(self.names))
         return self
 

@@ -25,7 +25,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MeanMetric, MetricTracker, MinMaxMetric, RunningMean
 
-import gemini_ft
 import gemini_ft.lightning
 from gemini_ft.agent import lifecycle
 from gemini_ft.errors import StateError, UnsupportedStateError

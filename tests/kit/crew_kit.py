@@ -127,8 +127,16 @@ class Member:
         self.ended = False
         order = candidates(crew.names, "h0", crew.ways)
         self.succession = Succession(self.name, order, len(crew.names), time.monotonic(), crew.timeout, goes_on)
-        whole = crew.ways, crew.holders, self._dial
-        self.failover = Failover(self.succession, *whole, self._leader, self._on_decision, self._undecided, self._log)
+        self.failover = Failover(
+            self.succession,
+            crew.ways,
+            crew.holders,
+            dial=self._dial,
+            make_leader=self._leader,
+            on_decision=self._on_decision,
+            undecided=self._undecided,
+            log=self._log,
+        )
 
     def end(self) -> None:
         """The agent is killed."""
@@ -174,7 +182,7 @@ class Member:
         crew = self.crew
         cadence = Cadence(every_steps=crew.every) if crew.every else None
         book = Ledger(crew.holders, self.committed, crew.patience, cadence)
-        return Leader(self.name, book, len(crew.names), self.storing, on_decision, 5.0, crew.ways, epoch)  # type: ignore[arg-type]
+        return Leader(self.name, book, len(crew.names), self.storing, on_decision, patience=5.0, ways=crew.ways, epoch=epoch)  # type: ignore[arg-type]
 
     def _accept(self, connection: Connection, claims: Claims) -> Handler:
         if (claims.host, self.name) in self.crew.cut:

@@ -13,8 +13,8 @@ import pytest
 
 from gemini_ft.agent.departure import Launches, began
 from gemini_ft.errors import RunAliveError
-from gemini_ft.launch.launch_name import LaunchName
 from gemini_ft.launch.launched import changes, relevant, this_launch, without_secrets
+from gemini_ft.launch.whole_rounds import LaunchName
 from gemini_ft.wire.worker_messages import Launch
 
 

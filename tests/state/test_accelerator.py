@@ -40,7 +40,17 @@ Scenario = Callable[[Any, FakeAccelerator], None]
 
 
 def _snapshotter(module: Any, tell: Callable[[Any], None], recover: Callable[[], None] = lambda: None, waits: bool = True) -> Any:
-    return module.Snapshotter(0, lambda job: "", tell, lambda: False, recover, lambda *_: None, verify=False, waits=waits, timeout=60.0)
+    return module.Snapshotter(
+        0,
+        root=lambda job: "",
+        tell=tell,
+        lost=lambda: False,
+        recover=recover,
+        on_discard=lambda *_: None,
+        verify=False,
+        waits=waits,
+        timeout=60.0,
+    )
 
 
 def _plan(fake: FakeAccelerator, plans: Any = copy_plan, mutable: bool = False) -> tuple[torch.Tensor, Any, Any]:

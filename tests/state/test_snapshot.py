@@ -36,7 +36,15 @@ def test_the_agent_hears_of_a_snapshot_that_is_given_up_before_the_thread_has_se
         held.wait(60)
 
     snapshotter = Snapshotter(
-        0, lambda job: "", tell, lambda: False, lambda: None, lambda iteration, _: discarded.append(iteration), False, False, 60.0
+        0,
+        root=lambda job: "",
+        tell=tell,
+        lost=lambda: False,
+        recover=lambda: None,
+        on_discard=lambda iteration, _: discarded.append(iteration),
+        verify=False,
+        waits=False,
+        timeout=60.0,
     )
     for iteration in (1, 2, 3):
         snapshotter.submit(_job(iteration))
@@ -64,7 +72,17 @@ def test_of_the_snapshots_that_are_given_up_while_an_agent_is_replaced_a_few_are
         replacing.set()
         replaced.wait(60)
 
-    snapshotter = Snapshotter(0, lambda job: "", tell, lambda: not replaced.is_set(), replace, lambda *_: None, False, False, 60.0)
+    snapshotter = Snapshotter(
+        0,
+        root=lambda job: "",
+        tell=tell,
+        lost=lambda: not replaced.is_set(),
+        recover=replace,
+        on_discard=lambda *_: None,
+        verify=False,
+        waits=False,
+        timeout=60.0,
+    )
     snapshotter.submit(_job(1))
     assert replacing.wait(60)
     for iteration in range(2, 100):

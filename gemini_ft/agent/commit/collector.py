@@ -1,6 +1,7 @@
 """A collector: takes the reports of other hosts to the leader in few messages, and the leader's decisions to them.
 
-`gemini_ft.core.gathering` is its pure part, `gemini_ft.core.tree` says which hosts are collectors, and for whom.
+`gemini_ft.core.gathering` is its pure part, `gemini_ft.core.tree` says which hosts are collectors, and for whom. `ask` is a short question
+to another host: whether reports go to the leader from there, and in which epoch.
 """
 
 from __future__ import annotations

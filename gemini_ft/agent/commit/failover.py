@@ -47,6 +47,7 @@ class Failover:
         succession: Succession,
         ways: Mapping[str, Sequence[str]],
         holders: Mapping[int, tuple[str, ...]],
+        *,
         dial: Dial,
         make_leader: Callable[[int, Callable[[PeerMessage], None]], Leader],
         on_decision: Callable[[PeerMessage], None],
@@ -145,15 +146,15 @@ class Failover:
         collector = Collector(name, Gathering(name, holders)) if name in collectors(self._ways) else None
         self.member = MemberLink(
             self._ways.get(name, ())[:-1],
-            self._dial,
             self.succession,
-            self._decide,
-            self._everything,
-            self._log,
             Bundles(name, holders),
-            collector,
-            self._lead,
-            self._told,
+            dial=self._dial,
+            on_decision=self._decide,
+            reports=self._everything,
+            log=self._log,
+            collector=collector,
+            lead=self._lead,
+            changed=self._told,
         )
 
     def _lead(self, epoch: int, begins: bool = False) -> None:

@@ -1,7 +1,7 @@
 """The commit, out of band: every host's agent reports to the leader's, which keeps the ledger and tells all.
 
-``Leader`` runs in one agent, beside rank 0; `gemini_ft.agent.commit.member` has the end of all others. Both hand decisions to their stream as
-the same messages.
+``Leader`` runs in one agent, beside rank 0; `gemini_ft.agent.commit.member` has the end of all others. Both hand
+decisions to their stream as the same messages.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class Leader:
         world_size: int,
         storing: Storing | None,
         on_decision: Callable[[PeerMessage], None],
+        *,
         patience: float = 0.0,
         ways: Mapping[str, Sequence[str]] = NO_COLLECTORS,
         epoch: int = 0,

@@ -1,4 +1,4 @@
-"""The traffic of one host: the gate, the cost of sending, and the number of steps that a snapshot needs.
+"""The traffic of one host: shards on their way, the cost of sending, and the number of steps that a snapshot needs.
 
 The workers say what their steps look like, the kernel how fast the links are, the last snapshot how much there is to send.
 From these follows how many steps of idle network carry one snapshot (`gemini_ft.core.schedule`); the leader takes the most that any

@@ -1,6 +1,6 @@
-"""Receives shards from a peer: lays them down where they belong, verifies and acknowledges them.
+"""Receives shards from peers: into slots with pages, verified and acknowledged.
 
-A chunk's bytes follow its message on the connection, or come in pieces by way of a local worker (transport.collective).
+A chunk's bytes follow its message on the connection, or come in pieces by way of a local worker (``transport: collective``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Sends shards to a peer.
+"""Sends shards to peers: a link per peer, which one session has for as long as it lasts.
 
-A chunk is queued as soon as the worker has copied it, goes when the gate lets it (gemini_ft.agent.replication.gate), and is verified on
+A chunk is queued as soon as the worker has copied it, goes when the gate lets it (`gemini_ft.agent.replication.gate`), and is verified on
 arrival; a damaged one is asked for again. A connection that breaks is dialled again and the newest version starts over.
 """
 

@@ -1,4 +1,7 @@
-"""Serves complete shards to readers: to a restarted worker's recovery, an agent that rebuilds a replica (`gemini_ft.agent.replication.rebuild`)."""
+"""Serves complete shards to readers: a restarted worker, or an agent that rebuilds a replica (`gemini_ft.agent.replication.rebuild`).
+
+A silent reader keeps a slot for a limited time only: a process that is stopped keeps its connection, and would keep the slot.
+"""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_ren
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 
-from gemini_ft.launch.launch_name import whole_rounds
 from gemini_ft.launch.launched import LAUNCH
 from gemini_ft.launch.spares import better_rendezvous
+from gemini_ft.launch.whole_rounds import whole_rounds
 
 
 @pytest.fixture(autouse=True)
