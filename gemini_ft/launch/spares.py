@@ -220,7 +220,7 @@ def _narrowed(ctx: Any, hosts: int) -> Any:
 
 
 def nodes_waiting(original: Callable[[Any], int], host: Host, handler: Any) -> int:
-    """The number of hosts that torch's launcher restarts its workers for: none if their state cannot follow."""
+    """The number of hosts that torch's launcher restarts its workers for: none if their state cannot follow, one if it was left out."""
     waiting = original(handler)
     if is_left_out(handler._state_holder.state, handler._this_node, host.world):
         logger.warning("the job goes on without this host, which was cut off: it stops its workers, and waits as a spare")
