@@ -219,8 +219,8 @@ def _narrowed(ctx: Any, hosts: int) -> Any:
     return SimpleNamespace(node=ctx.node, state=ctx.state, settings=settings)
 
 
-def _waiting(original: Callable[[Any], int], host: LaunchingHost, handler: Any) -> int:
-    """The number of hosts that torch's launcher restarts its workers for: none if their state cannot follow."""
+def nodes_waiting(original: Callable[[Any], int], host: LaunchingHost, handler: Any) -> int:
+    """The number of hosts that torch's launcher restarts its workers for: none if their state cannot follow, one if it was left out."""
     waiting = original(handler)
     if is_left_out(handler._state_holder.state, handler._this_node, host.world):
         logger.warning("the job goes on without this host, which was cut off: it stops its workers, and waits as a spare")
@@ -237,7 +237,7 @@ def _waiting(original: Callable[[Any], int], host: LaunchingHost, handler: Any) 
     return 0 if len(state.participants) >= getattr(state, _HOSTS, 1) else waiting  # else one of its hosts has been lost
 
 
-def _by_own_clock(holder: Any) -> Any:
+def by_own_clock(holder: Any) -> Any:
     """Torch's class that keeps the state of the rendezvous and drops hosts without a sign of life; this one asks no other host's clock.
 
     A host that has just left its place lives: its action has come before the state is marked.
@@ -294,13 +294,13 @@ def better_rendezvous(hosts: int, is_fixed: Callable[[], bool] = lambda: False, 
     changed = {
         _JOIN: lambda: PatientJoin(join(), this),
         _DELAY: lambda seconds: delay(interval if seconds == 1 else seconds),
-        _STATE: partial(_by_own_clock(state), cache_duration=interval / 2),
+        _STATE: partial(by_own_clock(state), cache_duration=interval / 2),
         _DUE: _due,
         _NAMING: lambda depth=2: sys._getframe(depth).f_code.co_name,
     }
     for name, value in changed.items():
         setattr(torch_rendezvous, name, value)
-    handler.num_nodes_waiting = lambda self: _waiting(waiting, this, self)  # type: ignore[method-assign]
+    handler.num_nodes_waiting = lambda self: nodes_waiting(waiting, this, self)  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -98,6 +98,7 @@ class Standby:
         RendezvousConnectionError: there was none in that time.
 
     Attributes:
+        endpoints: as given.
         store: the present one.
         moved_at: when this launcher came to it, in seconds of the monotonic clock; 0: it is the first one.
         patience: seconds to look for another store where it is needed.
@@ -107,7 +108,7 @@ class Standby:
     name = "c10d"
 
     def __init__(self, run: str, endpoints: Sequence[tuple[str, int]], patience: float, read_seconds: int = _READ_SECONDS) -> None:
-        self._run, self._endpoints, self._read_seconds = run, endpoints, read_seconds
+        self._run, self.endpoints, self._read_seconds = run, endpoints, read_seconds
         self._generation = 0
         self._last: bytes | None = None  # the state as it was read or written last
         self._looked_at = self._answered_at = time.monotonic()
@@ -127,7 +128,7 @@ class Standby:
             places = self._places(self._probes, min(PROBE_SECONDS, max(patience, _REACH_SECONDS)))
             known |= {place.number: place for place in places}
             best = max(known.values(), key=lambda place: place.rank, default=None)
-            if best is not None and (best.generation >= 0 or len(known) == len(self._endpoints)):
+            if best is not None and (best.generation >= 0 or len(known) == len(self.endpoints)):
                 return best
             waited, silent = time.monotonic() - begun, self._named(known)
             if waited > patience:
@@ -142,7 +143,7 @@ class Standby:
 
     def get_state(self) -> tuple[bytes, Any] | None:
         """The state and a token for it; None: there is none."""
-        if len(self._endpoints) > 1 and time.monotonic() - self._looked_at > LOOK_SECONDS:
+        if len(self.endpoints) > 1 and time.monotonic() - self._looked_at > LOOK_SECONDS:
             if self._is_lonely:
                 self._look()
             elif not self._beside.is_alive():
@@ -209,7 +210,7 @@ class Standby:
                 self._said = True
                 _log.warning("the store of the rendezvous is lost (%s); the workers go on, and it is looked for", self._named())
             raise RendezvousConnectionError(f"the store of the rendezvous cannot be reached at {self._named()}")
-        _log.warning("the store of the rendezvous was lost; it goes on at %s:%d", *self._endpoints[places[0].number])
+        _log.warning("the store of the rendezvous was lost; it goes on at %s:%d", *self.endpoints[places[0].number])
         self._move(places[0], takes_over=True)
 
     def _look(self) -> None:
@@ -219,7 +220,7 @@ class Standby:
         at_work = [place for place in places if place.number != self._number and self._is_at_work(place)]
         better = [place for place in places[:1] if place.rank > (self._generation, -self._number)]
         for place in (at_work or better)[:1]:
-            _log.warning("the others may be at %s:%d; the rendezvous goes on there", *self._endpoints[place.number])
+            _log.warning("the others may be at %s:%d; the rendezvous goes on there", *self.endpoints[place.number])
             self._move(place, joins=bool(at_work))
 
     def _is_at_work(self, place: ReachedStore) -> bool:
@@ -242,8 +243,8 @@ class Standby:
         is_alive = self._lives(place, theirs, theirs.participants.keys() - ours.participants.keys())
         if theirs.complete and is_alive and (theirs.round, -place.number) > (ours.round, -self._number):
             self.overtaken = (
-                f"another part of this job goes on by way of the store at {self._endpoints[place.number][0]}:"
-                f"{self._endpoints[place.number][1]}, in round {theirs.round} of the rendezvous; this one, in round {ours.round}, ends"
+                f"another part of this job goes on by way of the store at {self.endpoints[place.number][0]}:"
+                f"{self.endpoints[place.number][1]}, in round {theirs.round} of the rendezvous; this one, in round {ours.round}, ends"
             )
 
     def _lives(self, place: ReachedStore, theirs: Any, nodes: Collection[Any]) -> bool:
@@ -279,7 +280,7 @@ class Standby:
 
     def _places(self, probes: dict[int, _Probe], seconds: float = PROBE_SECONDS) -> list[ReachedStore]:
         """The stores that can be reached, the best one first. One found later counts in the next look, which does not ask it anew."""
-        for number in range(len(self._endpoints)):
+        for number in range(len(self.endpoints)):
             if number not in probes:
                 found: list[ReachedStore] = []
                 thread = threading.Thread(target=self._probe, args=(number, found), name=_THREAD, daemon=True)
@@ -292,7 +293,7 @@ class Standby:
 
     def _probe(self, number: int, found: list[ReachedStore]) -> None:
         """Finds a store; a name server may keep this waiting, which torch asks for the name of whoever it has connected to as well."""
-        host, port = self._endpoints[number]
+        host, port = self.endpoints[number]
         with contextlib.suppress(OSError, RuntimeError, RendezvousConnectionError):  # RuntimeError: torch's
             socket.create_connection((host, port), _REACH_SECONDS).close()  # torch would try again where the port is closed
             store = _within(_NAMING_SECONDS, partial(TCPStore, host, port, is_master=False, timeout=_REACH))
@@ -301,7 +302,7 @@ class Standby:
             found.append(ReachedStore(int(said) if said.lstrip(b"-").isdigit() else -1, number, store))
 
     def _named(self, without: Collection[int] = ()) -> str:
-        return ", ".join(f"{host}:{port}" for number, (host, port) in enumerate(self._endpoints) if number not in without)
+        return ", ".join(f"{host}:{port}" for number, (host, port) in enumerate(self.endpoints) if number not in without)
 
 
 def _state_at(store: TCPStore, run: str) -> bytes | None:

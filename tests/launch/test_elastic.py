@@ -206,7 +206,7 @@ def test_a_host_that_the_job_has_left_out_stops_its_workers_and_comes_back_as_a_
 
     def waiting(node: _NodeDesc) -> int:
         holder = SimpleNamespace(state=scene.state)
-        return spares._waiting(lambda handler: 0, scene.host, SimpleNamespace(_state_holder=holder, _this_node=node))
+        return spares.nodes_waiting(lambda handler: 0, scene.host, SimpleNamespace(_state_holder=holder, _this_node=node))
 
     setattr(scene.state, "gemini_world", "one")  # noqa: B010  # as spares.py does
     assert scene.action(HOSTS[0]) is _Action.FINISH

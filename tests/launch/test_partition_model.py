@@ -289,7 +289,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[Network]:
         (torch_rendezvous, "_should_keep_alive", lambda ctx: True),
         (torch_rendezvous, "get_method_name", lambda depth=2: ""),
         (torch_rendezvous, "construct_and_record_rdzv_event", lambda **_: None),
-        (torch_rendezvous, "_BackendRendezvousStateHolder", spares._by_own_clock(torch_rendezvous._BackendRendezvousStateHolder)),
+        (torch_rendezvous, "_BackendRendezvousStateHolder", spares.by_own_clock(torch_rendezvous._BackendRendezvousStateHolder)),
     ):
         monkeypatch.setattr(module, name, value)
     return networks

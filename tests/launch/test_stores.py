@@ -150,7 +150,7 @@ def test_a_host_that_was_cut_off_with_a_store_comes_back_to_where_the_job_is_at_
     write(cut, 3, "world", "host1")
     places.lose(beyond)
     write(cut, 4, "world", "host1", complete=False)
-    cut._endpoints = [(HERE, port) for port in ports]
+    cut.endpoints = [(HERE, port) for port in ports]
     looks = 0
     while cut.store.port != ports[0] and (looks := looks + 1) < 20:  # a store that answers late counts in the next look
         write(job, 4, "another", "host0")
