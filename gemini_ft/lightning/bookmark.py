@@ -111,7 +111,9 @@ class Bookmark:
             raise self._about_lost(lost)
         replayed = self._is_replayed(lost, batches)
         start = 0 if replayed else self._start_of(batches)
-        own = None if self._way != "own" or replayed else self._own_before_last if ahead else self._own_state()
+        # Before its first batch a dataset's state may still be that of an epoch which was left early.
+        is_fresh = not batches and is_torchdata(self._base) and not self._num_workers
+        own = None if self._way != "own" or replayed or is_fresh else self._own_before_last if ahead else self._own_state()
         draws_here = self._way == "skip" and not replayed and not self._num_workers
         return state | {
             "batches": batches,
@@ -174,7 +176,7 @@ class Bookmark:
             self._taken = already if self._way == "replay" else position["start"]
             batches = self._from_the_position(start, position)
             self._load_again(batches, position["batches"])
-        if position["attributes"]:
+        if position["attributes"] and not (self._way == "own" and position["start"]):
             self._parts.data.give_back(position["attributes"])
         return self._batches_after(position["before_last"], position["lost_here"], batches)
 
@@ -220,6 +222,8 @@ class Bookmark:
         self._parts.data.mark()
         if self._between.forked is not None:
             self._parts.born.give_back(self._between.forked, shared=False)  # workers see at once what is written into shared memory
+        if self._way == "own" and position["start"]:  # the dataset's own state counts more, and may be used as late as by the first batch
+            self._parts.data.give_back(position["attributes"])
         own, self._own_begin = position["own"], position["own_begin"]
         if (own := self._own_begin if own is None else own) is not None and self._way == "own":
             self._base.load_state_dict(self._loader, copy.deepcopy(own))

@@ -41,6 +41,7 @@ SUITE = {
     "asks-for-steps": Cell({"early": "steps@configure_optimizers"} | every(2), ["1:0:3", "0:2:2"]),
     "reloads": Cell(every(2), ["0:1:3"]),
     "cursor": Cell({"kind": "stateful-cursor", "workers": "2"}, ["1:1:1"]),
+    "cursor-here": Cell({"kind": "stateful-cursor", "trainer": {"limit_train_batches": 4, "max_epochs": 2}}, ["0:0:3", "0:1:0"]),
     "shared-epoch": Cell({"kind": "stream"} | PERSISTENT, ["0:0:2"]),
     "one-loader": Cell({"one_loader": True, "kind": "stream"} | PERSISTENT | {"trainer": {"num_sanity_val_steps": 2}}, ["0:1:1"]),
     "callbacks": Cell(CALLBACKS, ["0:1:2:end"]),
