@@ -16,6 +16,7 @@ pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed"
 
 import deepspeed_case
 import plain_case
+from agent_kit import end_agent
 from lagging_device import on_device
 from plain_case import history
 from rank_kit import World
@@ -48,6 +49,25 @@ def check(folder: Path, train: Callable[..., Any], case: Any, *, lag: float, fau
 )
 def test_a_plain_loop(tmp_path: Path, case: plain_case.Case) -> None:
     check(tmp_path, plain_case.train, case, lag=0.01, faults=KILLED)
+
+
+def test_replicas_that_workers_carry(tmp_path: Path) -> None:
+    """A host is lost with its memory; what workers have carried out of slots that a device fills brings it back."""
+    case = plain_case.Case(width=4096, options=WAIT | {"traffic": {"transport": "collective", "buffer_bytes": 16384, "sub_buffers": 4}})
+    with World(tmp_path, 2) as ranks:
+        expected = ranks.outcome(plain_case.train, case, str(tmp_path / "undisturbed"))
+    with World(tmp_path, 2) as ranks:
+        arguments = (0.01, plain_case.train, case, str(tmp_path / "disturbed"))
+        first = ranks.start(on_device, *arguments, GEMINI_FAULTS="step=8:rank=1:sigkill")
+        assert not first.wait()
+        first.kill()
+        end_agent(ranks.run, "host1")
+        results = ranks.outcome(on_device, *arguments)
+        assert not any("Timed out" in ranks.log(host) for host in ranks.hosts)
+    assert [set(result["restored"]) for result in results] == [{"own memory"}, {"peer host0"}]
+    for rank in range(2):
+        assert history(tmp_path / "disturbed", rank) == history(tmp_path / "undisturbed", rank)
+        assert results[rank]["state"] == expected[rank]["state"]
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak)])

@@ -81,8 +81,12 @@ class LateStream(Stream):
             work()
 
 
+def _void(_: Any) -> None:
+    """Takes the result of a call that is made for what it does."""
+
+
 class _Late(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Queues copies in place of doing them."""
+    """Queues copies in place of doing them; the host waits for those that are not said to be non-blocking, as it does on a device."""
 
     def __init__(self, stream: Stream) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -95,7 +99,9 @@ class _Late(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for target in targets:
             if target.is_contiguous():
                 target.view(-1).view(torch.uint8).fill_(POISON)
-        self._stream.put(lambda: func(*args, **(kwargs or {})) and None)
+        self._stream.put(lambda: _void(func(*args, **(kwargs or {}))))
+        if not (args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking")):
+            self._stream.synchronize()
         return args[0] if func is torch.ops.aten.copy_.default else None
 
 
