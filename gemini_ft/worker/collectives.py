@@ -67,7 +67,7 @@ class Observer:
         newest: the last step that is over.
     """
 
-    def __init__(self, traffic: _Traffic) -> None:
+    def __init__(self, traffic: CollectiveTraffic) -> None:
         self.page = ControlPage.create()
         self.newest: ObservedStep | None = None
         self._traffic = traffic
@@ -135,7 +135,7 @@ class Observer:
             self.page.write(Moment(len(self._traffic.in_flight), len(self._step), self._steps, self._idle_since, self._waiting))
 
 
-class _Traffic:
+class CollectiveTraffic:
     """All collectives of this process, from where torch dispatches them."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class _Traffic:
         self.observers: list[Observer] = []
         self._broken = False  # a look has failed; there is none any more
         self._poller = _Poller(self._over)
-        self._library = self._listen()
+        self._library = self.listen()
 
     def add(self) -> Observer:
         observer = Observer(self)
@@ -174,19 +174,19 @@ class _Traffic:
 
     # -- inside
 
-    def _listen(self) -> Any:
+    def listen(self) -> Any:
         library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
         for name in torch._C._dispatch_get_all_op_names():
             if name.startswith("c10d::"):
                 operator = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
-                library.impl(name.removeprefix("c10d::"), self._kernel(operator), _HERE, with_keyset=True)
+                library.impl(name.removeprefix("c10d::"), self.kernel(operator), _HERE, with_keyset=True)
         return library
 
-    def _kernel(self, operator: Any) -> Callable[..., Any]:
+    def kernel(self, operator: Any) -> Callable[..., Any]:
         name = operator.name().removeprefix("c10d::")
 
         def kernel(keys: Any, *arguments: Any) -> Any:
-            flight = None if getattr(_private, "on", False) else self._observed(lambda: self._begin(name, arguments))
+            flight = None if getattr(_private, "on", False) else self._observed(lambda: self.begin(name, arguments))
             try:
                 result = operator.redispatch(keys & _BELOW, *arguments)
             except BaseException:
@@ -195,7 +195,7 @@ class _Traffic:
                 raise
             if flight is None:
                 return result
-            followed = self._observed(lambda: self._follow(flight, result))
+            followed = self._observed(lambda: self.follow(flight, result))
             return result if followed is None else followed
 
         return kernel
@@ -213,7 +213,7 @@ class _Traffic:
             _log.warning("this process's collectives cannot be observed; replicas travel without regard to them from now on", exc_info=True)
             return None
 
-    def _begin(self, name: str, arguments: tuple[Any, ...]) -> _Flight:
+    def begin(self, name: str, arguments: tuple[Any, ...]) -> _Flight:
         flight = _Flight(name, _tensors(arguments[0]), time.monotonic())
         with self.lock:
             self.in_flight.append(flight)
@@ -221,7 +221,7 @@ class _Traffic:
                 observer.begun(flight)
         return flight
 
-    def _follow(self, flight: _Flight, result: Any) -> Any:
+    def follow(self, flight: _Flight, result: Any) -> Any:
         """Watches for the end of a collective that has started; returns the caller's result."""
         handle = result[-1] if isinstance(result, tuple) else result
         if flight.device is not None and accelerator.is_capturing(flight.device):  # it will be carried out with the graph, unseen
@@ -334,7 +334,7 @@ class _Poller:
             return True
 
 
-_traffic: _Traffic | None = None
+_traffic: CollectiveTraffic | None = None
 
 
 @contextlib.contextmanager
@@ -342,7 +342,7 @@ def observe() -> Iterator[Observer]:
     """Observes this process's collectives. Each observer has its own steps; with the last one, listening ends."""
     global _traffic
     if _traffic is None:
-        _traffic = _Traffic()
+        _traffic = CollectiveTraffic()
     traffic = _traffic
     observer = traffic.add()
     try:

@@ -17,7 +17,7 @@ from fake_accelerator import FakeAccelerator, installed
 from torch._C._distributed_c10d import Work
 
 from gemini_ft.worker import collectives
-from gemini_ft.worker.collectives import Observer, _Traffic
+from gemini_ft.worker.collectives import CollectiveTraffic, Observer
 
 KEYS = torch._C._dispatch_keyset_full()
 
@@ -43,11 +43,11 @@ class _Answer(Work):
 class Backend:
     """Answers to one collective after the other, called as torch's dispatcher calls them."""
 
-    def __init__(self, traffic: _Traffic, fake: FakeAccelerator) -> None:
+    def __init__(self, traffic: CollectiveTraffic, fake: FakeAccelerator) -> None:
         self.traffic, self.fake, self.answer = traffic, fake, lambda: None
         self._works: list[tuple[Any, Work | None]] = []  # beside their handles
         operator = SimpleNamespace(name=lambda: "c10d::allreduce_", redispatch=lambda *_: self.answer())
-        self._kernel = traffic._kernel(operator)
+        self._kernel = traffic.kernel(operator)
 
     def __call__(self, answer: Callable[[], Any]) -> Any:
         self.answer = answer
@@ -64,9 +64,9 @@ class Backend:
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
-    monkeypatch.setattr(_Traffic, "_listen", lambda _: SimpleNamespace(_destroy=lambda: None))
+    monkeypatch.setattr(CollectiveTraffic, "listen", lambda _: SimpleNamespace(_destroy=lambda: None))
     with installed(0) as fake:
-        traffic = _Traffic()
+        traffic = CollectiveTraffic()
         made = Backend(traffic, fake)
         monkeypatch.setattr(collectives, "Work", SimpleNamespace(unbox=made.unboxed))
         yield made
@@ -123,7 +123,7 @@ def test_one_that_fails_on_the_device_is_over(backend: Backend, observer: Observ
     eventually(lambda: in_flight(observer) == 0)
 
 
-@pytest.mark.parametrize("what", ["_begin", "_follow"])
+@pytest.mark.parametrize("what", ["begin", "follow"])
 def test_an_observer_that_fails_says_so_once_and_stops(
     backend: Backend, observer: Observer, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,7 +135,7 @@ def test_an_observer_that_fails_says_so_once_and_stops(
         calls.append(1)
         raise AttributeError("of another torch")
 
-    monkeypatch.setattr(_Traffic, what, fails)
+    monkeypatch.setattr(CollectiveTraffic, what, fails)
     with caplog.at_level(logging.WARNING, "gemini_ft"):
         for number in range(3):
             assert backend(lambda number=number: number) == number
