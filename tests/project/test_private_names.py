@@ -1,4 +1,4 @@
-"""Tests use the package as its other parts do: by public names."""
+"""Names: tests use public ones, and a class name means one thing."""
 
 from __future__ import annotations
 
@@ -54,3 +54,13 @@ def test_no_test_reaches_into_what_is_private() -> None:
         if name in private
     ]
     assert not found, "use a public name, or make this one public"
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places: dict[str, set[str]] = {}
+    for folder in ("gemini_ft", "sync", "compression"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
