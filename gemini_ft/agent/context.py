@@ -98,7 +98,7 @@ class StreamContext:
         spec: the present session, or the last one; None: there has been none.
         host: this host's part of the protocol.
         workers: rank -> its worker, which may be one of the past.
-        vault: the memory of all slots.
+        slot_store: the memory of all slots.
         custodians: the workers that keep replicas' memory safe.
         counters: figures for ``gemini status``.
     """
@@ -109,7 +109,7 @@ class StreamContext:
         self.host = Host(run.host)
         self.workers: dict[int, WorkerConnection] = {}
         self.custodians = Custodians(self.workers.values)
-        self.vault = SlotStore(self.host, run.budget, self.log, self.custodians.take_back, run.files)
+        self.slot_store = SlotStore(self.host, run.budget, self.log, self.custodians.take_back, run.files)
         self.counters = dict.fromkeys(_COUNTED, 0)
 
     def log(self, text: str) -> None:

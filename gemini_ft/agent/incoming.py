@@ -17,8 +17,8 @@ from gemini_ft.wire.tcp import Connection, Handler
 class Incoming:
     """The connections that peers have opened for one stream; ``session``: the present one, if there is one."""
 
-    def __init__(self, home: StreamContext, inbound: Inbound, session: Callable[[], AgentSession | None]) -> None:
-        self._home, self._inbound, self._session = home, inbound, session
+    def __init__(self, context: StreamContext, inbound: Inbound, session: Callable[[], AgentSession | None]) -> None:
+        self._context, self._inbound, self._session = context, inbound, session
         self._connections: set[Connection] = set()  # that may hold slots
         self._senders: dict[str, Connection] = {}  # host -> the one on which it sends its shards
 
@@ -29,9 +29,9 @@ class Incoming:
 
     def accept(self, connection: Connection, claims: Claims) -> Handler:
         """Takes in a peer that has proved to know the secret."""
-        spec, session = self._home.spec, self._session()
+        spec, session = self._context.spec, self._session()
         if claims.role == "fetch":
-            return self._tracked(connection, Fetcher(self._home, connection, claims.host, self._committed_roots))
+            return self._tracked(connection, Fetcher(self._context, connection, claims.host, self._committed_roots))
         if spec is None or session is None or claims.incarnation != spec.incarnation:
             mine = spec.incarnation if spec is not None else "none"
             raise SupersededError(f"host {claims.host!r} speaks for incarnation {claims.incarnation}, this host is at {mine}")
@@ -44,7 +44,7 @@ class Incoming:
         return self._tracked(connection, Receiver(self._inbound, connection, claims.host))
 
     def _committed_roots(self, version: Version) -> Mapping[int, str]:
-        return (self._session() or self._home.host).committed_roots(version)
+        return (self._session() or self._context.host).committed_roots(version)
 
     def _tracked(self, connection: Connection, handler: Handler) -> Handler:
         """Keeps a handler's connection, to end it with the session."""
@@ -53,7 +53,7 @@ class Incoming:
         def gone(reason: str) -> None:
             self._connections.discard(connection)
             if connection.refused:
-                self._home.log(f"{connection.peer}: {reason}")
+                self._context.log(f"{connection.peer}: {reason}")
 
         return _Tracked(handler, gone)
 

@@ -41,7 +41,7 @@ _PARTING = 5.0  # seconds for an agent that leaves to clear the folder
 async def _serve(run: RunContext, streams: Streams, listener: socket.socket) -> None:
     """Serves until it is time to leave."""
     requests, leaving = Requests(run, streams), asyncio.Event()
-    desk = WorkerListener(requests, listener)
+    worker_listener = WorkerListener(requests, listener)
     drains_by_sigterm = load_config().drain_signal == "SIGTERM"  # a file of options that has gone since must not keep the agent from ending
     run.log(f"agent {os.getpid()} of run {run.run_id!r} on host {run.host!r}; may hold {run.budget.limit:,} bytes")
 
@@ -61,7 +61,7 @@ async def _serve(run: RunContext, streams: Streams, listener: socket.socket) -> 
             break
     requests.departure.tell_askers()
     makes_way = leaving.is_set() or requests.departure.follows or requests.departure.is_followed  # for another agent
-    desk.close()
+    worker_listener.close()
     await asyncio.sleep(_TICK)  # the last messages, such as that all have finished, must get out before connections close
     for stream in streams.by_name.values():
         stream.close_session()

@@ -95,72 +95,72 @@ class OwnShards:
     """The shards that workers of this host copy into their slots.
 
     Args:
-        home: the stream.
+        context: the stream.
         inbound: has replicas that a worker can keep, as soon as one comes.
         outbound: the sending side of the present session.
     """
 
-    def __init__(self, home: StreamContext, inbound: Inbound, outbound: Callable[[], Outbound]) -> None:
-        self._home, self._inbound, self._outbound = home, inbound, outbound
+    def __init__(self, context: StreamContext, inbound: Inbound, outbound: Callable[[], Outbound]) -> None:
+        self._context, self._inbound, self._outbound = context, inbound, outbound
         self._tasks = Tasks()
         self._hashing: dict[int, Hashing] = {}  # owner -> its shard on the way from a device, or the last one
 
     def on_message(self, worker: WorkerConnection, message: ToAgent) -> None:
         """Handles a worker's message about its own shard."""
-        home, owner = self._home, worker.rank
+        context, owner = self._context, worker.rank
         match message:
             case Reserve():
                 self._reserve(worker, message)
             case Request(iteration=iteration):
-                home.perform(home.host.request(owner, home.version(iteration)))
-                if owner in home.host.waiting:
+                context.perform(context.host.request(owner, context.version(iteration)))
+                if owner in context.host.waiting:
                     worker.send(Queued(iteration=iteration))
             case Chunk():
                 self._chunk(owner, message)
             case Landed():
                 self._landed(owner, message)
             case Copied() if owner in self._hashing and not message.root:
-                self._hashing[owner].then(partial(self._copied_at_last, owner, home.version(message.iteration), message))
+                self._hashing[owner].then(partial(self._copied_at_last, owner, context.version(message.iteration), message))
             case Copied():
-                self._copied(owner, home.version(message.iteration), message)
+                self._copied(owner, context.version(message.iteration), message)
             case GiveUp(iteration=iteration, reason=reason):
                 self._hashing.pop(owner, None)
-                home.perform(home.host.give_up(owner, home.version(iteration), reason))
+                context.perform(context.host.give_up(owner, context.version(iteration), reason))
             case _:
                 raise AgentError(f"{kind_of(message)!r} is not for an agent")
 
     def _reserve(self, worker: WorkerConnection, message: Reserve) -> None:
         """Gives a worker the memory of its shard: the slots it had, if no other process can still write to them."""
-        home, owner = self._home, worker.rank
-        assert home.spec is not None
-        shape = shape_of(home, owner, message)
-        count = REPLICA_SLOTS + (home.spec.storage is not None)
-        reuse = not may_be_written_by_another(home, owner, worker)
-        home.workers[owner] = worker
-        if home.vault.is_slow:
+        context, owner = self._context, worker.rank
+        assert context.spec is not None
+        shape = shape_of(context, owner, message)
+        count = REPLICA_SLOTS + (context.spec.storage is not None)
+        reuse = not may_be_written_by_another(context, owner, worker)
+        context.workers[owner] = worker
+        if context.slot_store.is_slow:
             self._tasks.spawn(self._reserve_beside(worker, message, shape, count, reuse))
         else:
-            self._hand_out(worker, message, shape, home.vault.ensure(owner, shape, count, reuse))
+            self._hand_out(worker, message, shape, context.slot_store.ensure(owner, shape, count, reuse))
 
     async def _reserve_beside(self, worker: WorkerConnection, message: Reserve, shape: SlotShape, count: int, reuse: bool) -> None:
         """Gives the memory as soon as it is made; the worker waits for it, and the agent answers everybody else."""
-        home, owner = self._home, worker.rank
+        context, owner = self._context, worker.rank
 
         def may_be_reused() -> bool:
-            return reuse and not may_be_written_by_another(home, owner, worker)
+            return reuse and not may_be_written_by_another(context, owner, worker)
 
         try:
-            indices = await home.vault.ensure_beside(owner, shape, count, may_be_reused, lambda: home.is_present(worker))
+            indices = await context.slot_store.ensure_beside(owner, shape, count, may_be_reused, lambda: context.is_present(worker))
             self._hand_out(worker, message, shape, indices)
         except GeminiError as error:
             worker.refuse(message, error)
         except Exception as error:  # a fault of ours: the worker must not wait for an answer that will not come
-            home.log(traceback.format_exc())
+            context.log(traceback.format_exc())
             worker.refuse(message, AgentError(f"the agent failed at {kind_of(message)!r}: {error!r}; see its log"))
 
     def _hand_out(self, worker: WorkerConnection, message: Reserve, shape: SlotShape, indices: list[int]) -> None:
-        home, owner = self._home, worker.rank
-        fds = [home.vault.memory[owner, index].fd for index in indices]
+        context, owner = self._context, worker.rank
+        fds = [context.slot_store.memory[owner, index].fd for index in indices]
         reserved = Reserved(
             call=message.call,
             layout_hash=message.layout_hash,
@@ -170,15 +170,15 @@ class OwnShards:
         )
         worker.send(reserved, fds)
         self._inbound.entrust_all()
-        home.perform(home.host.send_again(owner))
-        if worker.launch is not None and (worker.launch.pid, worker.launch.ticks) in home.run.leaving:
-            home.log(f"this host is still drained: rank {owner} is told to leave as well")
-            home.report(UploadSoon())
+        context.perform(context.host.send_again(owner))
+        if worker.launch is not None and (worker.launch.pid, worker.launch.ticks) in context.run.leaving:
+            context.log(f"this host is still drained: rank {owner} is told to leave as well")
+            context.report(UploadSoon())
             worker.send(StopAfterStep())
 
     def _chunk(self, owner: int, chunk: Chunk) -> None:
         """Takes note of a chunk that the worker has copied: it may travel."""
-        memory = self._home.vault.writing(owner, self._home.version(chunk.iteration))
+        memory = self._context.slot_store.writing(owner, self._context.version(chunk.iteration))
         if memory is not None:
             if not memory.admits(chunk.index, chunk.offset, chunk.nbytes):
                 raise AgentError(f"rank {owner} copied chunk {chunk.index} to {chunk.offset}+{chunk.nbytes}, outside its slot")
@@ -191,15 +191,15 @@ class OwnShards:
 
     def _landed(self, owner: int, landed: Landed) -> None:
         """Has the checksums formed of what the worker's device has laid down; what is given up meanwhile is not noted any more."""
-        version = self._home.version(landed.iteration)
-        memory = self._home.vault.writing(owner, version)
+        version = self._context.version(landed.iteration)
+        memory = self._context.slot_store.writing(owner, version)
         if memory is None:
             return
         hashing = self._hashing.get(owner)
         if hashing is None or (hashing.memory, hashing.version) != (memory, version):
 
             def note(index: int, offset: int, nbytes: int, digest: int) -> None:
-                if self._home.vault.writing(owner, version) is memory:
+                if self._context.slot_store.writing(owner, version) is memory:
                     self._put(owner, memory, index, offset, nbytes, digest)
 
             hashing = self._hashing[owner] = Hashing(memory, version, note)
@@ -217,20 +217,20 @@ class OwnShards:
         try:
             self._copied(owner, version, message)
         except Exception:
-            self._home.log(traceback.format_exc())
-            self._home.perform(self._home.host.give_up(owner, version, "its host's agent failed at it; see the agent's log"))
+            self._context.log(traceback.format_exc())
+            self._context.perform(self._context.host.give_up(owner, version, "its host's agent failed at it; see the agent's log"))
 
     def _copied(self, owner: int, version: Version, message: Copied) -> None:
         """Takes note that a worker has copied everything; a copy that is not what left the worker is given up."""
-        home = self._home
-        memory = home.vault.writing(owner, version)
+        context = self._context
+        memory = context.slot_store.writing(owner, version)
         if memory is None:
             return
         if not memory.is_whole(message.extras_bytes):
             raise AgentError(f"rank {owner} declared iteration {message.iteration} copied, but chunks are missing")
         if not memory.finish(version, message.extras_bytes, message.root or None):
-            home.note_damage(owner, version)
-            home.perform(home.host.give_up(owner, version, "its checksums did not come here as they left the worker"))
+            context.note_damage(owner, version)
+            context.perform(context.host.give_up(owner, version, "its checksums did not come here as they left the worker"))
             return
         self._outbound().copied(owner, version, end_of(owner, memory, message.digest))
-        home.perform(home.host.copied(owner, version, memory.shape.layout_hash, message.digest, memory.root))
+        context.perform(context.host.copied(owner, version, memory.shape.layout_hash, message.digest, memory.root))

@@ -106,7 +106,7 @@ class Requests:
             case GetInventory():
                 stream = self._stream(worker)
                 stream.seal(worker)
-                worker.send(Inventory(call=message.call, slots=stream.home.vault.inventory(), given_up=sorted(stream.given_up)))
+                worker.send(Inventory(call=message.call, slots=stream.context.slot_store.inventory(), given_up=sorted(stream.given_up)))
             case OpenSession():
                 self._open_session(worker, message)
             case Verify() | Stage():
@@ -135,8 +135,8 @@ class Requests:
     def _current(self, worker: WorkerConnection) -> Stream:
         """The worker's stream, if the worker is of its present incarnation."""
         stream = self._stream(worker)
-        if not stream.home.is_present(worker):
-            current = stream.home.spec.incarnation if stream.home.spec is not None else "none"
+        if not stream.context.is_present(worker):
+            current = stream.context.spec.incarnation if stream.context.spec is not None else "none"
             raise SupersededError(f"incarnation {worker.incarnation} is over, {current} has taken over; this process must stop")
         return stream
 
@@ -170,7 +170,7 @@ class Requests:
         stream.open(message.spec, message.readopt, message.committed)
         stream.launch = worker.launch
         if message.reached is not None:
-            stream.perform(stream.home.host.arrived(worker.rank, stream.home.version(message.reached)))
+            stream.perform(stream.context.host.arrived(worker.rank, stream.context.version(message.reached)))
         self._streams.remember()
         self.hangs.open(worker, message.spec.hang_timeout, message.readopt)
         worker.send(Opened(call=message.call))
@@ -180,7 +180,7 @@ class Requests:
         stream = self._stream(worker)
         try:
             if isinstance(message, Verify):
-                sound = await stream.home.vault.verify(message.version)
+                sound = await stream.context.slot_store.verify(message.version)
                 worker.send(Verified(call=message.call, version=message.version, sound=sound))
             else:
                 await stream.stagings.stage(message)
@@ -255,7 +255,7 @@ class Requests:
 
     def _map(self, worker: WorkerConnection, message: Map) -> None:
         stream = self._stream(worker)
-        for (owner, _), memory in stream.home.vault.memory.items():
+        for (owner, _), memory in stream.context.slot_store.memory.items():
             if owner == message.owner and memory.version == message.version:
                 shape = memory.shape
                 mapped = Mapped(
@@ -289,7 +289,10 @@ class Requests:
     def _visited(self, visit: Visit) -> Visited:
         streams = {
             name: StreamInfo(
-                slots=stream.home.vault.inventory(), committed=stream.home.host.committed, spec=stream.home.spec, leader=stream.leader
+                slots=stream.context.slot_store.inventory(),
+                committed=stream.context.host.committed,
+                spec=stream.context.spec,
+                leader=stream.leader,
             )
             for name, stream in self._streams.by_name.items()
         }
@@ -305,7 +308,7 @@ class Requests:
             return Draining(call=wish.call, workers=self.drain(), relayed=False)
         streams = self._streams.by_name.values()
         if not [stream for stream in streams if stream.drain_other(wish.host)]:
-            hosts = sorted({host for stream in streams if stream.home.spec is not None for host in stream.home.spec.hosts})
+            hosts = sorted({host for stream in streams if stream.context.spec is not None for host in stream.context.spec.hosts})
             raise AgentError(f"run {self._run.run_id!r} has no host {wish.host!r} at work; its hosts are {', '.join(hosts) or 'none'}")
         return Draining(call=wish.call, workers=0, relayed=True)
 

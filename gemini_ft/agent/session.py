@@ -25,30 +25,32 @@ class AgentSession:
     """The connections that this host opens for one incarnation.
 
     Args:
-        home: the stream.
+        context: the stream.
         spec: the incarnation, as its workers have agreed on it.
         on_decision: carries out the leader's decisions on this host.
         goes_on: whether it has begun with an agent before this one.
     """
 
-    def __init__(self, home: StreamContext, spec: SessionSpec, on_decision: Callable[[PeerMessage], None], goes_on: bool = False) -> None:
-        self._home, self._spec = home, spec
+    def __init__(
+        self, context: StreamContext, spec: SessionSpec, on_decision: Callable[[PeerMessage], None], goes_on: bool = False
+    ) -> None:
+        self._context, self._spec = context, spec
         self._is_drained = False  # whether this host leaves: a leader must hear that the next version is due for storage
         self._began = time.monotonic()
-        self.outbound = Outbound(home, spec)
-        self.storing = Storing(home, spec) if spec.storage is not None else None
+        self.outbound = Outbound(context, spec)
+        self.storing = Storing(context, spec) if spec.storage is not None else None
         self._ways = ways_up(spec.hosts, spec.leader, spec.fan_in)
         order, size = candidates(spec.hosts, spec.leader, self._ways), len(set(spec.hosts))
-        self.succession = Succession(home.host.name, order, size, self._began, spec.leader_timeout, goes_on)
+        self.succession = Succession(context.host.name, order, size, self._began, spec.leader_timeout, goes_on)
         self.failover = Failover(
             self.succession,
             self._ways,
-            home.host.holders,
+            context.host.holders,
             dial=self._dial,
             make_leader=self._leader,
             on_decision=on_decision,
             undecided=self._undecided,
-            log=home.log,
+            log=context.log,
             told=self._led,
         )
         if self.storing is not None:
@@ -63,16 +65,16 @@ class AgentSession:
     # -- the leader, on whichever host that is
 
     def _leader(self, epoch: int, on_decision: Callable[[PeerMessage], None]) -> Leader:
-        book = _book(self._home, self._spec, self.storing, self._began)
+        book = _book(self._context, self._spec, self.storing, self._began)
         ranks, patience = self._spec.world_size, self.patience
-        return Leader(self._home.host.name, book, ranks, self.storing, on_decision, patience=patience, ways=self._ways, epoch=epoch)
+        return Leader(self._context.host.name, book, ranks, self.storing, on_decision, patience=patience, ways=self._ways, epoch=epoch)
 
     async def _dial(self, host: str, epoch: int, handler: Handler) -> Connection:
-        claims = self._home.claims("report", host).model_copy(update={"epoch": epoch, "promised": self.succession.epoch})
-        return await dial(self._spec.addresses[host], claims, self._home.run.secret, handler)
+        claims = self._context.claims("report", host).model_copy(update={"epoch": epoch, "promised": self.succession.epoch})
+        return await dial(self._spec.addresses[host], claims, self._context.run.secret, handler)
 
     def _led(self) -> None:
-        self._home.led(self.succession.epoch, self.succession.leader)
+        self._context.led(self.succession.epoch, self.succession.leader)
 
     def join(self, connection: Connection, claims: Claims) -> MemberPort | CollectorPort | Refusal:
         """Takes in a host that reports to this one."""
@@ -92,7 +94,7 @@ class AgentSession:
         """Owner -> root of its shard; the leader knows all, of the last few commits; another host those of what it holds."""
         if self.failover.leader is not None and (roots := self.failover.leader.committed_roots(version)):
             return roots
-        return self._home.host.committed_roots(version)
+        return self._context.host.committed_roots(version)
 
     @property
     def patience(self) -> float:
@@ -113,7 +115,7 @@ class AgentSession:
 
     def _undecided(self) -> list[PeerMessage]:
         """Everything that a leader must hear that has been restarted, or could not be reached for a while."""
-        host, need = self._home.host, self.outbound.pacing.need
+        host, need = self._context.host, self.outbound.pacing.need
         uploading, said = (self.storing.uploader.version, self.storing.said) if self.storing is not None else (None, [])
         attempt = time.monotonic_ns()  # goes on when the agent is restarted
         unstored = self.storing.uploader.unstored if self.storing is not None else ""
@@ -122,15 +124,15 @@ class AgentSession:
         return [rejoin, *host.reports(), *said, *([need] if need is not None else []), *([UploadSoon()] if self._is_drained else [])]
 
 
-def _book(home: StreamContext, spec: SessionSpec, storing: Storing | None, began: float) -> Ledger:
+def _book(context: StreamContext, spec: SessionSpec, storing: Storing | None, began: float) -> Ledger:
     """The book of a leader: of a new session, or in place of one that is lost. ``began``: when the session did here."""
     if spec.storage is None or storing is None:
-        return Ledger(home.host.holders, home.host.committed, spec.replica_timeout, None)
+        return Ledger(context.host.holders, context.host.committed, spec.replica_timeout, None)
     start, last = spec.resumed.iteration if spec.resumed else 0, began
     if (stored := storing.uploader.stored) is not None and stored[0].incarnation == spec.incarnation:
         start, last = max(start, stored[0].iteration), max(began, time.monotonic() - max(0.0, time.time() - stored[1]))
     every_steps, every_seconds = spec.storage.get("every_steps"), spec.storage.get("every_seconds")
     cadence = Cadence(every_steps, every_seconds, start, last, storing.uploader.config.at_end)  # type: ignore[arg-type]
-    book = Ledger(home.host.holders, home.host.committed, spec.replica_timeout, cadence)
+    book = Ledger(context.host.holders, context.host.committed, spec.replica_timeout, cadence)
     book.obstacle = "storage has not been looked through yet"
     return book

@@ -18,17 +18,17 @@ from gemini_ft.wire.worker_messages import SessionSpec, Stage
 class Storing:
     """Pins slots while they are uploaded, and tells the leader and the user."""
 
-    def __init__(self, home: StreamContext, spec: SessionSpec) -> None:
-        self._home = home
-        self.uploader = Uploader(spec, home.run.run_id, home.log)
+    def __init__(self, context: StreamContext, spec: SessionSpec) -> None:
+        self._context = context
+        self.uploader = Uploader(spec, context.run.run_id, context.log)
         self.said: list[ReportUploaded] = []  # until the upload is over, in case the leader has not heard
 
     def upload(self, owner: int, slot: int, version: Version) -> None:
         """Uploads a frozen slot in the background."""
-        host = self._home.host
+        host = self._context.host
 
         def done(record: str, error: str) -> None:
-            self._home.perform(host.release(owner, slot, "upload"))
+            self._context.perform(host.release(owner, slot, "upload"))
             self._say(owner, version, record, error)
 
         if any("upload" in held.readers for held in host.slots(owner).slots.values()):
@@ -37,46 +37,46 @@ class Storing:
             return
         # It may be thawed on all hosts, after a failure elsewhere, while our thread still reads: hold the slot until that ends.
         host.hold(owner, version, "upload")
-        self.uploader.start(owner, self._home.vault.memory[owner, slot], version, done)
+        self.uploader.start(owner, self._context.slot_store.memory[owner, slot], version, done)
 
     def _say(self, owner: int, version: Version, record: str, error: str) -> None:
         said = ReportUploaded(owner=owner, version=version, record=record, error=error)
         self.said.append(said)
-        self._home.report(said)
+        self._context.report(said)
 
     def over(self, version: Version, error: str, unclear: bool = False) -> None:
         """Takes note that the upload has ended on all hosts; ``unclear``: its manifest may have been written all the same."""
         told = self.uploader.over(version, error, unclear)
         if told or not error:
-            self._home.log(f"upload of {version}: {error or 'complete'}")
+            self._context.log(f"upload of {version}: {error or 'complete'}")
         self.said.clear()
-        self._home.perform(self._home.host.thawed(version))
+        self._context.perform(self._context.host.thawed(version))
         self._tell_user(told)
 
     async def tidy(self) -> str:
         """Deletes old checkpoints on the leader's host; returns the reason why nothing more may be uploaded until a later try."""
         told, trouble = await self.uploader.tidy()
         if told:
-            self._home.log(told)
+            self._context.log(told)
         self._tell_user(told)
         return trouble
 
     def _tell_user(self, text: str) -> None:
         """Tells the user once in the whole job: through rank 0."""
-        if text and 0 in self._home.workers:
-            self._home.workers[0].send(Notice(text=text))
+        if text and 0 in self._context.workers:
+            self._context.workers[0].send(Notice(text=text))
 
 
 class Stagings:
     """Gets shards of a stored checkpoint into memory, each once, however often it is asked for.
 
     Args:
-        home: the stream.
+        context: the stream.
         end_rebuilding: stops what would lay down other copies meanwhile.
     """
 
-    def __init__(self, home: StreamContext, end_rebuilding: Callable[[], Awaitable[None]]) -> None:
-        self._home, self._end_rebuilding = home, end_rebuilding
+    def __init__(self, context: StreamContext, end_rebuilding: Callable[[], Awaitable[None]]) -> None:
+        self._context, self._end_rebuilding = context, end_rebuilding
         self._tasks: dict[tuple[int, Version], asyncio.Task[None]] = {}  # (owner, version) -> its reading
 
     async def stage(self, order: Stage) -> None:
@@ -96,16 +96,16 @@ class Stagings:
             hang_up()
 
     async def _stage(self, order: Stage) -> None:
-        before = self._home.spec
+        before = self._context.spec
         await self._end_rebuilding()
-        if self._home.host.slots(order.owner).complete_version(order.version) is None:
+        if self._context.host.slots(order.owner).complete_version(order.version) is None:
             try:
                 await self._read(order, before)
             except CorruptDataError as error:  # on a new connection, before it is believed
-                self._home.log(f"{error}; reading it again")
+                self._context.log(f"{error}; reading it again")
                 hang_up()
                 await self._read(order, before)
 
     async def _read(self, order: Stage, before: SessionSpec | None) -> None:
-        copy = await asyncio.to_thread(StoredCopy, self._home.run.run_id, self._home.name, order, self._home.log)
-        await self._home.vault.stage(copy, order.version, wanted=lambda: self._home.spec is before)
+        copy = await asyncio.to_thread(StoredCopy, self._context.run.run_id, self._context.name, order, self._context.log)
+        await self._context.slot_store.stage(copy, order.version, wanted=lambda: self._context.spec is before)

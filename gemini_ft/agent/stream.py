@@ -45,7 +45,7 @@ class Stream:
     """The shards this host owns or holds for one stream, and its share of the commit."""
 
     def __init__(self, name: str, run: RunContext) -> None:
-        self.home = StreamContext(name, run, self.perform, self.report)
+        self.context = StreamContext(name, run, self.perform, self.report)
         self.launch: Launch | None = None  # that opened the last session
         self.inherited: Origin | None = None  # of the last session of an agent before this one
         self.encrypt = True  # payloads between hosts; as the job that runs has it, which may not be the one that started this agent
@@ -60,13 +60,13 @@ class Stream:
         self._progressed = True
         self._candidates: set[WorkerConnection] = set()  # workers that have asked for the inventory, to open a new incarnation
         self._misinformed: set[WorkerConnection] = set()  # those of them whose inventory lacks a copy that was handed back after it
-        self._inbound = Inbound(self.home)
-        self._own = OwnShards(self.home, self._inbound, lambda: self.session.outbound)
+        self._inbound = Inbound(self.context)
+        self._own = OwnShards(self.context, self._inbound, lambda: self.session.outbound)
         self._session: AgentSession | None = None
-        self.incoming = Incoming(self.home, self._inbound, lambda: self._session)
+        self.incoming = Incoming(self.context, self._inbound, lambda: self._session)
         self._rebuilding: Rebuilding | None = None
         self._tasks = Tasks()
-        self.stagings = Stagings(self.home, self._end_rebuilding)
+        self.stagings = Stagings(self.context, self._end_rebuilding)
 
     # -- sessions
 
@@ -79,13 +79,13 @@ class Stream:
     @property
     def origin(self) -> Origin | None:
         """The origin of the last session."""
-        spec = self.home.spec
+        spec = self.context.spec
         return Origin(spec.incarnation, spec.lineage, spec.overtaken, spec.aside) if spec is not None else self.inherited
 
     @property
     def stuck_at(self) -> Version | None:
         """The version that the last session resumed, if nothing has been committed since."""
-        return self.home.spec.resumed if self.home.spec is not None and not self._progressed else None
+        return self.context.spec.resumed if self.context.spec is not None and not self._progressed else None
 
     def open(self, spec: SessionSpec, readopt: bool, committed: Version | None) -> None:
         """Begins an incarnation; ``readopt``: continues the present one, after this agent was restarted in its middle.
@@ -93,7 +93,7 @@ class Stream:
         Raises:
             SupersededError: a newer one, or another with the same number, is already under way.
         """
-        home, before = self.home, self.home.spec
+        context, before = self.context, self.context.spec
         if before is not None and spec.incarnation == before.incarnation:
             if readopt:
                 self._repeat_reports()
@@ -106,18 +106,18 @@ class Stream:
         self.close_session()
         holders = {owner: tuple(hosts) for owner, hosts in spec.holders.items()}
         if readopt:
-            home.host.reopen(holders, committed, spec.incarnation)
+            context.host.reopen(holders, committed, spec.incarnation)
         else:
             stuck = before is not None and not self._progressed and spec.resumed == before.resumed
             self.attempts = self.attempts + 1 if stuck else 1
             self._progressed, self.finished, self._excused = False, False, False
             self.finishing, self.unstored = False, ""
             self.given_up.update(spec.given_up)
-            self.perform(home.host.open(holders, spec.resumed, spec.roots, spec.incarnation))
-            home.vault.forget()
-        home.spec = spec
+            self.perform(context.host.open(holders, spec.resumed, spec.roots, spec.incarnation))
+            context.slot_store.forget()
+        context.spec = spec
         self._figures.clear()
-        self._session = AgentSession(home, spec, self._on_decision, readopt)
+        self._session = AgentSession(context, spec, self._on_decision, readopt)
         if readopt:
             self._repeat_reports()  # workers that are choosing go on, and the copies they were shown are kept
         else:
@@ -125,8 +125,8 @@ class Stream:
         if is_unstored:  # the upload has died with its session; one that a drain had asked for would not come again by itself
             self.report(UploadSoon())
         if not readopt and spec.resumed is not None and spec.sources:
-            self._rebuilding = Rebuilding(home, self._inbound, spec, self.session.outbound.gate)
-        home.log(f"incarnation {spec.incarnation} of {spec.world_size} ranks, from {spec.resumed or 'nothing'}")
+            self._rebuilding = Rebuilding(context, self._inbound, spec, self.session.outbound.gate)
+        context.log(f"incarnation {spec.incarnation} of {spec.world_size} ranks, from {spec.resumed or 'nothing'}")
 
     def close_session(self) -> None:
         """Closes the present incarnation's connections; memory stays."""
@@ -144,23 +144,23 @@ class Stream:
 
     def _repeat_reports(self) -> None:
         """Reports again what was complete here and not committed yet: the ledger may have forgotten it, or never heard of it."""
-        for report in self.home.host.reports():
+        for report in self.context.host.reports():
             self.report(report)
 
     # -- choosing what to resume
 
-    def adopt(self, memory: SlotMemory, shared: bool, giver: SlotDonor | None) -> None:
+    def adopt(self, memory: SlotMemory, shared: bool, donor: SlotDonor | None) -> None:
         """Takes over a slot from before this agent's own time; a slot from a worker of the past can be read, and is not granted."""
-        spec = self.home.spec
-        past = giver is not None and spec is not None and giver.incarnation != spec.incarnation
-        if self.home.vault.adopt(memory, shared or past, giver):
+        spec = self.context.spec
+        past = donor is not None and spec is not None and donor.incarnation != spec.incarnation
+        if self.context.slot_store.adopt(memory, shared or past, donor):
             self._misinformed |= self._candidates
 
     def seal(self, worker: WorkerConnection) -> None:
         """Seals the stream while a worker chooses a version to resume: until then nothing here changes."""
         self._candidates.add(worker)
         self._misinformed.discard(worker)
-        self.home.host.seal()
+        self.context.host.seal()
 
     def check_inventory(self, worker: WorkerConnection) -> None:
         """Refuses a choice that could not take account of all copies here.
@@ -170,8 +170,8 @@ class Stream:
         """
         if worker in self._misinformed:
             raise RecoveryError(
-                f"host {self.home.host.name!r} was handed copies back after rank {worker.rank} had asked what it holds, because its agent "
-                "was restarted at that moment; what is resumed must be chosen again: start the job once more, the copies count then"
+                f"host {self.context.host.name!r} was handed copies back after rank {worker.rank} had asked what it holds, because its "
+                "agent was restarted at that moment; what is resumed must be chosen again: start the job once more, the copies count then"
             )
 
     def unseal(self, worker: WorkerConnection) -> None:
@@ -180,7 +180,7 @@ class Stream:
         if worker in self._candidates:
             self._candidates.discard(worker)
             if not self._candidates:
-                self.perform(self.home.host.unseal())
+                self.perform(self.context.host.unseal())
 
     # -- workers
 
@@ -199,8 +199,8 @@ class Stream:
                 self.attempts -= not self._excused
                 self._excused = True
             case Inject(owner=owner):
-                copies = self.home.vault.damage(owner)
-                self.home.log(f"fault injection: flipped a bit in {copies} copies of rank {owner}'s shard")
+                copies = self.context.slot_store.damage(owner)
+                self.context.log(f"fault injection: flipped a bit in {copies} copies of rank {owner}'s shard")
             case _:
                 self._own.on_message(worker, message)
 
@@ -211,19 +211,19 @@ class Stream:
 
     def finish_unclosed(self) -> None:
         """Takes note that the processes of this host's ranks have ended well, also where the script has not closed its Checkpointer."""
-        if self.home.spec is not None and not self.finished:
-            for rank, host in enumerate(self.home.spec.hosts):
-                if host == self.home.host.name:
+        if self.context.spec is not None and not self.finished:
+            for rank, host in enumerate(self.context.spec.hosts):
+                if host == self.context.host.name:
                     self.on_finished(rank)
 
     def drain(self) -> int:
         """Has this host's workers end after a step that is committed, and is stored if it can be; returns how many there are."""
-        present = [worker for worker in self.home.workers.values() if worker.alive and self.home.is_present(worker)]
+        present = [worker for worker in self.context.workers.values() if worker.alive and self.context.is_present(worker)]
         if present:
-            self.home.log("this host is drained")
-            self.home.run.leaving.update((each.launch.pid, each.launch.ticks) for each in present if each.launch is not None)
+            self.context.log("this host is drained")
+            self.context.run.leaving.update((each.launch.pid, each.launch.ticks) for each in present if each.launch is not None)
             self.report(UploadSoon())
-            self.home.tell_workers(StopAfterStep())
+            self.context.tell_workers(StopAfterStep())
         return len(present)
 
     def drain_other(self, host: str) -> bool:
@@ -232,7 +232,7 @@ class Stream:
         Raises:
             AgentError: the leader cannot be told now.
         """
-        spec = self.home.spec
+        spec = self.context.spec
         if self._session is None or spec is None or host not in spec.hosts:
             return False
         if not self._session.reaches_leader:
@@ -254,52 +254,52 @@ class Stream:
         self._own.when_formed(worker.rank, partial(self._worker_lost, worker))
 
     def _worker_lost(self, worker: WorkerConnection) -> None:
-        if self.home.workers.get(worker.rank) is worker and self.home.is_present(worker):
+        if self.context.workers.get(worker.rank) is worker and self.context.is_present(worker):
             self.session.outbound.gate.forget(worker.rank)
             self._inbound.worker_lost(worker.rank)
-            self.perform(self.home.host.worker_lost(worker.rank))
+            self.perform(self.context.host.worker_lost(worker.rank))
 
     # -- effects
 
     def perform(self, effects: list[Effect]) -> None:
         """Carries out the protocol's decisions."""
-        home = self.home
-        home.vault.sync_headers()
+        context = self.context
+        context.slot_store.sync_headers()
         for effect in effects:
             match effect:
                 case Grant(owner, slot, version):
-                    home.vault.memory[owner, slot].clear()
-                    if owner in home.workers:
-                        home.workers[owner].send(Granted(iteration=version.iteration, slot=slot))
+                    context.slot_store.memory[owner, slot].clear()
+                    if owner in context.workers:
+                        context.workers[owner].send(Granted(iteration=version.iteration, slot=slot))
                 case Send(owner, slot, version, peer):
-                    self.session.outbound.send(owner, version, slot, home.vault.memory[owner, slot], peer)
+                    self.session.outbound.send(owner, version, slot, context.slot_store.memory[owner, slot], peer)
                 case CancelSend(owner, version, peer):
                     self.session.outbound.cancel(owner, version, peer)
                 case Tell(report):
                     self.report(report)
                 case Withdraw(owner, version):
-                    if owner in home.workers:
-                        home.workers[owner].send(Abort(version, "withdrawn"))
+                    if owner in context.workers:
+                        context.workers[owner].send(Abort(version, "withdrawn"))
                 case Upload(owner, slot, version):
                     assert self.session.storing is not None
                     self.session.storing.upload(owner, slot, version)
                 case Free(owner, slot):
-                    home.vault.free(owner, slot)
+                    context.slot_store.free(owner, slot)
                 case Damaged(owner, version):
-                    home.note_damage(owner, version)
+                    context.note_damage(owner, version)
         if any(isinstance(effect, Free) for effect in effects):
             self._use_room()
 
     def _use_room(self) -> None:
         """Makes slots that there was no room for before: a replica's at once, a worker's own when it asks."""
-        for owner in self.home.vault.short():
-            if not self.home.host.owns(owner):
+        for owner in self.context.slot_store.short():
+            if not self.context.host.owns(owner):
                 self._tasks.spawn(self._top_up(owner))
-            elif owner in self.home.workers:
-                self.home.workers[owner].send(Room())
+            elif owner in self.context.workers:
+                self.context.workers[owner].send(Room())
 
     async def _top_up(self, owner: int) -> None:
-        await self.home.vault.top_up(owner)
+        await self.context.slot_store.top_up(owner)
         self._inbound.entrust_all()
 
     def report(self, message: PeerMessage) -> None:
@@ -311,33 +311,33 @@ class Stream:
 
     def _on_decision(self, message: PeerMessage) -> None:
         """Carries out a decision of the leader."""
-        home, host = self.home, self.home.host
+        context, host = self.context, self.context.host
         match message:
             case Commit(version, freeze, roots=roots, agreed=agreed):
-                home.counters["committed"] += 1
-                self._progressed = self._progressed or home.spec is None or version != home.spec.resumed  # which may be repeated
+                context.counters["committed"] += 1
+                self._progressed = self._progressed or context.spec is None or version != context.spec.resumed  # which may be repeated
                 self.perform(host.on_commit(version, freeze, roots, agreed))
-                home.tell_workers(message)
+                context.tell_workers(message)
             case Abort(version):
-                home.counters["aborted"] += version not in host.aborted  # it is repeated for workers that may not have heard it
+                context.counters["aborted"] += version not in host.aborted  # it is repeated for workers that may not have heard it
                 self.perform(host.on_abort(version))
-                home.tell_workers(message)
+                context.tell_workers(message)
             case Holders(epoch, excluded, newly):
                 self._holders_changed(epoch, sorted(excluded), sorted(newly))
             case Thaw(version, error, unclear):
-                home.counters["failed_uploads" if error else "uploads"] += 1
+                context.counters["failed_uploads" if error else "uploads"] += 1
                 if self.session.storing is not None:
                     self.session.storing.over(version, error, unclear)
             case Paced(interval=interval, why=why):
                 self.session.outbound.pacing.paced(interval)
-                home.log(f"a snapshot every {interval} steps: {why}")
-                home.tell_workers(message)
+                context.log(f"a snapshot every {interval} steps: {why}")
+                context.tell_workers(message)
             case Fatal(error, text):
-                home.log(text)
-                home.tell_workers(Failed(error=error, text=text, fatal=True))
+                context.log(text)
+                context.tell_workers(Failed(error=error, text=text, fatal=True))
             case Notice(text=text):
-                home.log(text)
-                home.tell_workers(message)
+                context.log(text)
+                context.tell_workers(message)
             case DrainHost(host=name):
                 if name == host.name:
                     self.drain()
@@ -345,7 +345,7 @@ class Stream:
                 self.finished = self._progressed = True
                 self.finishing, self.unstored = False, unstored
                 if unstored:
-                    home.log(f"the job has finished, but its last upload has not: {unstored}")
+                    context.log(f"the job has finished, but its last upload has not: {unstored}")
                 self.perform(host.finish())
             case _:
                 raise PeerError(f"{kind_of(message)!r} is not a decision")
@@ -356,10 +356,10 @@ class Stream:
         self._excluded = excluded
         late = ", ".join(f"host {host} (shard of rank {owner})" for owner, host in excluded)
         text = f"commits go on without {late}, which did not acknowledge in time" if excluded else "every replica counts again"
-        self.home.notify(f"holder set {epoch}: {text}")
+        self.context.notify(f"holder set {epoch}: {text}")
         for owner, peer in newly:
             self.session.outbound.pacing.left_out(owner, peer)
-            self.perform(self.home.host.on_exclude(owner, peer))
+            self.perform(self.context.host.on_exclude(owner, peer))
 
     # -- figures
 
@@ -380,8 +380,8 @@ class Stream:
 
     def status(self) -> dict[str, object]:
         """The figures that ``gemini status`` shows of this stream."""
-        spec, host, session = self.home.spec, self.home.host, self._session
-        ages = [slot.age for slot in self.home.vault.inventory() if slot.version == host.committed]
+        spec, host, session = self.context.spec, self.context.host, self._session
+        ages = [slot.age for slot in self.context.slot_store.inventory() if slot.version == host.committed]
         return {
             "incarnation": str(spec.incarnation) if spec else None,
             "world_size": spec.world_size if spec else None,
@@ -394,7 +394,7 @@ class Stream:
             "finished": self.finished,
             "excluded": self._excluded,
             "storage": session.storing.uploader.status() if session is not None and session.storing is not None else None,
-            "counters": self.home.counters,
+            "counters": self.context.counters,
             "traffic": session.outbound.pacing.status() if session is not None else None,
             "gradients": {str(rank): figures for rank, figures in sorted(self._figures.items())},
             "shards": {

@@ -54,12 +54,12 @@ class Streams:
         origins = {name: stream.origin for name, stream in self.by_name.items() if stream.origin is not None}
         self._identity.write(Past(self._run.secret, self.known, origins))
 
-    def adopt(self, fds: Sequence[int], shared: Sequence[bool] = (), giver: SlotDonor | None = None) -> None:
+    def adopt(self, fds: Sequence[int], shared: Sequence[bool] = (), donor: SlotDonor | None = None) -> None:
         """Takes over slots that another agent has made; ``shared``: those that a process other than the giver may still write to."""
         for fd, is_shared in zip(fds, shared or [False] * len(fds), strict=True):
             try:
                 memory = SlotMemory.adopt(fd)
-                self.named(memory.shape.stream).adopt(memory, is_shared, giver)
+                self.named(memory.shape.stream).adopt(memory, is_shared, donor)
             except (CorruptDataError, FormatError, OSError, ValueError) as error:
                 self._run.log(f"a slot could not be adopted: {error}")
                 if not isinstance(error, FormatError):

@@ -54,13 +54,13 @@ def unpack_long(body: bytes) -> ToAgent:
 class WorkerConnection:
     """The agent's end of one worker's socket."""
 
-    def __init__(self, office: RequestHandler, sock: socket.socket, pid: int) -> None:
+    def __init__(self, handler: RequestHandler, sock: socket.socket, pid: int) -> None:
         self.rank = -1
         self.stream = ""
         self.incarnation: Incarnation | None = None
         self.launch: Launch | None = None
         self.pid = pid
-        self._office, self._socket = office, sock
+        self._handler, self._socket = handler, sock
         self._loop = asyncio.get_running_loop()
         self._frames = FrameBuffer()
         self._fds: list[int] = []
@@ -85,7 +85,7 @@ class WorkerConnection:
             try:
                 copies = _duplicates(fds)
             except AgentError as error:
-                self._office.log(f"worker {self.pid}: {error}")
+                self._handler.log(f"worker {self.pid}: {error}")
                 raise
             self._outbox.append((bytearray(pack(message)), copies))
             self._writable()
@@ -116,13 +116,13 @@ class WorkerConnection:
         self._alive = False
         self._readable()  # messages that it sent before it died still count
         self.close()
-        self._office.on_worker_dead(self)
+        self._handler.on_worker_dead(self)
 
     def _hang_up(self) -> None:
         """Ends the connection and tells the office, whichever side ends it: the silence would look like a hang."""
         if self._connected:
             self._disconnect()
-            self._office.on_worker_hung_up(self)
+            self._handler.on_worker_hung_up(self)
 
     def _disconnect(self) -> None:
         if self._connected:
@@ -144,7 +144,7 @@ class WorkerConnection:
                 data, fds, flags = _BUFFER[:0], [], 0
             self._fds += fds
             if flags & socket.MSG_CTRUNC:  # the kernel drops descriptors that do not fit: later messages would not find theirs
-                self._office.log(f"worker {self.pid}: descriptors of slots were lost, because this agent has no free ones (ulimit -Hn)")
+                self._handler.log(f"worker {self.pid}: descriptors of slots were lost, because this agent has no free ones (ulimit -Hn)")
                 data = _BUFFER[:0]
             if not data:
                 self._hang_up()
@@ -156,18 +156,18 @@ class WorkerConnection:
             for body in self._frames.bodies(data):
                 self._dispatch(unpack_long(body) if len(body) > _LONG else to_agent.unpack(body))
         except PeerError as error:
-            self._office.log(f"worker {self.pid}: {error}")
+            self._handler.log(f"worker {self.pid}: {error}")
             self._hang_up()
 
     def _dispatch(self, message: ToAgent) -> None:
         count = message.count if isinstance(message, Adopt | Watch) else 0  # no other message has descriptors beside it
         fds, self._fds = self._fds[:count], self._fds[count:]
         try:
-            self._office.on_worker_message(self, message, fds)
+            self._handler.on_worker_message(self, message, fds)
         except GeminiError as error:
             self.refuse(message, error)
         except Exception as error:  # a fault of ours: the worker must not wait for an answer that will not come
-            self._office.log("".join(traceback.format_exception(error)))
+            self._handler.log("".join(traceback.format_exception(error)))
             self.refuse(message, AgentError(f"the agent failed at {kind_of(message)!r}: {error!r}; see its log"))
 
     def _writable(self) -> None:
@@ -206,9 +206,9 @@ def _duplicates(fds: Sequence[int]) -> list[int]:
 class WorkerListener:
     """The listening socket."""
 
-    def __init__(self, office: RequestHandler, listener: socket.socket) -> None:
-        self._office, self._listener = office, listener
-        self._log_stranger = RateLimitedLog(office.log)
+    def __init__(self, handler: RequestHandler, listener: socket.socket) -> None:
+        self._handler, self._listener = handler, listener
+        self._log_stranger = RateLimitedLog(handler.log)
         listener.setblocking(False)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(listener, self._accept)
@@ -232,7 +232,7 @@ class WorkerListener:
             sock.close()
             return
         try:
-            WorkerConnection(self._office, sock, pid)
+            WorkerConnection(self._handler, sock, pid)
         except OSError as error:  # it has died, or there is no descriptor for its pidfd
             sock.close()
             if not isinstance(error, ProcessLookupError):
@@ -240,7 +240,7 @@ class WorkerListener:
 
     def _pause(self, error: OSError) -> None:
         """Accepts no worker for a second: nothing can be done before descriptors or memory are given back."""
-        self._office.log(f"no worker can be accepted for {_PAUSE:g} s: {error.strerror} (ulimit -Hn)")
+        self._handler.log(f"no worker can be accepted for {_PAUSE:g} s: {error.strerror} (ulimit -Hn)")
         self._loop.remove_reader(self._listener)
         self._loop.call_later(_PAUSE, self._resume)
 

@@ -347,10 +347,10 @@ class TestReaders:
         place.adopt(slot)
         sent: list[memoryview] = []
         connection = SimpleNamespace(send=lambda message, payload: sent.append(payload), peer="b:1", backlog=0, unacknowledged=0)
-        home = SimpleNamespace(spec=None, host=host, vault=place, log=print, perform=lambda effects: None)
+        context = SimpleNamespace(spec=None, host=host, slot_store=place, log=print, perform=lambda effects: None)
 
         async def serve() -> None:
-            fetcher = Fetcher(home, connection, "b", pytest.fail)  # type: ignore[arg-type]
+            fetcher = Fetcher(context, connection, "b", pytest.fail)  # type: ignore[arg-type]
             monkeypatch.setattr("gemini_ft.agent.memory.slot_memory.checksum", no_thread)
             fetcher.on_message(Fetch(owner=0, version=version, offset=0, nbytes=2**16))
             fetcher.on_lost("")

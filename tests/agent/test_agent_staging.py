@@ -196,10 +196,10 @@ def two_orders(storage: LocalStorage, vault: object) -> tuple[Stagings, list[Sta
     async def nothing() -> None: ...
 
     host = SimpleNamespace(slots=lambda owner: SimpleNamespace(complete_version=lambda version: None))
-    home = SimpleNamespace(spec=None, host=host, run=SimpleNamespace(run_id="r"), name="main", log=print, vault=vault)
+    context = SimpleNamespace(spec=None, host=host, run=SimpleNamespace(run_id="r"), name="main", log=print, slot_store=vault)
     settings: dict[str, object] = {"url": storage.root.as_uri(), "every_steps": 1}
     orders = [Stage(owner=owner, version=STORED, record=store(storage, owner).model_dump_json(), storage=settings) for owner in (0, 1)]
-    return Stagings(home, nothing), orders  # type: ignore[arg-type]
+    return Stagings(context, nothing), orders  # type: ignore[arg-type]
 
 
 def test_shards_that_come_together_share_a_storage_and_nothing_keeps_it(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,7 @@ class _Replies:
         return found[count - 1]
 
 
-class _Home:
+class _Context:
     """A stream, as far as a link needs one here."""
 
     def __init__(self) -> None:
@@ -182,11 +182,11 @@ def test_room_for_a_former_layout_is_not_taken_for_room_for_the_present_one() ->
         return Outgoing(0, Version(Incarnation(1, "x"), iteration), 0, memory)
 
     async def work() -> None:
-        peer, home = _Replies(), _Home()
+        peer, context = _Replies(), _Context()
         server = await listen("127.0.0.1", None, lambda: SECRET, peer.accept, print, lambda stream: False)
         claims = Claims(run="r", stream="main", host="a", to="", role="replicate", incarnation=None)
         address = server.address
-        common = LinkContext(home, DEFAULT_TRAFFIC, Gate(DEFAULT_TRAFFIC), None, lambda: SECRET)  # type: ignore[arg-type]
+        common = LinkContext(context, DEFAULT_TRAFFIC, Gate(DEFAULT_TRAFFIC), None, lambda: SECRET)  # type: ignore[arg-type]
         link = PeerLink(common, "b", address, claims)
         link.send(outgoing(1, b"one layout"))
         first = await peer.nth(Offer, 1)
@@ -195,7 +195,7 @@ def test_room_for_a_former_layout_is_not_taken_for_room_for_the_present_one() ->
         second = await peer.nth(Offer, 2)
         assert peer.connection is not None
         peer.connection.send(Ready(call=first.call, owner=0))
-        while not home.counters["late_answers"]:
+        while not context.counters["late_answers"]:
             await asyncio.sleep(0.01)
         assert not any(isinstance(message, Begin) for message in peer.heard)
         peer.connection.send(Ready(call=second.call, owner=0))

@@ -113,7 +113,7 @@ def test_a_file_that_is_no_slot_is_given_back_unless_another_release_can_read_it
     other.close()
     streams = Streams(RunContext("run", "a", files))
     streams.adopt(files.left())
-    (sound,) = streams.by_name["main"].home.vault.memory.values()
+    (sound,) = streams.by_name["main"].context.slot_store.memory.values()
     assert sound.version == VERSION
     assert {str(files.folder / name) for name in slots(files)} == {os.readlink(f"/proc/self/fd/{sound.fd}"), kept}
 

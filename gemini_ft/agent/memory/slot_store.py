@@ -50,7 +50,7 @@ class SlotStore:
     ) -> None:
         self.memory: dict[tuple[int, int], SlotMemory] = {}  # (owner, slot) -> its memfd
         self._host, self._budget, self._log, self._on_free, self._files = host, budget, log, on_free, files
-        self._givers: dict[tuple[int, int], SlotDonor | None] = {}
+        self._donors: dict[tuple[int, int], SlotDonor | None] = {}
         self._wanted: dict[int, tuple[SlotShape, int]] = {}  # owner -> the shape of its slots, and how many there should be
         self._checks: dict[Version, asyncio.Task[list[int]]] = {}  # under way
         self._making = asyncio.Lock()  # held while a thread makes files, so that nobody counts on the same room meanwhile
@@ -100,13 +100,13 @@ class SlotStore:
             memory.forget()
         return sorted(sound)
 
-    def adopt(self, memory: SlotMemory, shared: bool = False, giver: SlotDonor | None = None) -> bool:
+    def adopt(self, memory: SlotMemory, shared: bool = False, donor: SlotDonor | None = None) -> bool:
         """Takes over a slot from before this agent's own time; it counts, but is never refused: the memory is in use already.
 
         Args:
             memory: the slot.
             shared: a process that has not handed it back may still write to it: it can be read, and is not granted.
-            giver: the worker that hands it back.
+            donor: the worker that hands it back.
 
         Returns whether that brought a complete copy that was not here.
         """
@@ -115,7 +115,7 @@ class SlotStore:
         same = [index for (of, index), held in self.memory.items() if of == owner and held.inode == memory.inode]
         if same and not shared:
             slots.slots[same[0]].retired = self._host.is_stranger(owner)  # its writer has come to us
-            self._givers[owner, same[0]] = giver
+            self._donors[owner, same[0]] = donor
         if same:
             memory.close()  # from another worker, or from one that only believed this agent to be dead
             return False
@@ -125,12 +125,12 @@ class SlotStore:
         self._budget.take_over(memory.shape.total)
         index = max(slots.slots, default=-1) + 1
         self._host.adopt(owner, index, memory.version, memory.root).retired |= shared
-        self.memory[owner, index], self._givers[owner, index] = memory, giver
+        self.memory[owner, index], self._donors[owner, index] = memory, donor
         return memory.version is not None
 
-    def givers(self, owner: int) -> list[SlotDonor]:
+    def donors(self, owner: int) -> list[SlotDonor]:
         """Workers that have handed slots of a shard back, and may write to them."""
-        return [giver for (of, _), giver in self._givers.items() if of == owner and giver is not None]
+        return [donor for (of, _), donor in self._donors.items() if of == owner and donor is not None]
 
     async def stage(self, copy: StoredCopy, version: Version, wanted: Callable[[], bool]) -> None:
         """Lays a complete version down in a slot of its own, in place of slots that hold nothing.
@@ -316,7 +316,7 @@ class SlotStore:
     def free(self, owner: int, slot: int) -> None:
         """Gives the memory of a slot back."""
         memory = self.memory.pop((owner, slot))
-        self._givers.pop((owner, slot), None)
+        self._donors.pop((owner, slot), None)
         self._budget.give_back(memory.shape.total)
         self._on_free(memory)
         memory.drop()

@@ -147,13 +147,13 @@ class Rebuilding:
         stream, version = self._stream, self._resumed
         Layout.from_bytes(about.layout)  # refuses garbage before it is kept
         # A replica's slots may have another shape by now, or a writer of the past; those of its worker are reserved for it.
-        if not stream.host.owns(owner) or not any(o == owner for o, _ in stream.vault.memory):
+        if not stream.host.owns(owner) or not any(o == owner for o, _ in stream.slot_store.memory):
             await self._inbound.make_room(owner, about)
         if stream.host.slots(owner).find(version) is not None:
             return
         if (slot := stream.host.rebuild(owner, version)) is None:
             raise PeerError("no slot is free for it; the next commit brings a copy")
-        memory = stream.vault.memory[owner, slot.index]
+        memory = stream.slot_store.memory[owner, slot.index]
         memory.clear()
         memory.forget()
         copier.memory = memory

@@ -25,28 +25,28 @@ Landed = Callable[[int, int, str], None]
 """Hears that a worker has received a piece: source, tag, and the error if it could not."""
 
 
-def shape_of(home: StreamContext, owner: int, wanted: ShardLayout) -> SlotShape:
+def shape_of(context: StreamContext, owner: int, wanted: ShardLayout) -> SlotShape:
     """The shape that a slot for a shard must have."""
-    spec = home.spec
+    spec = context.spec
     assert spec is not None
     sizes = wanted.data_bytes, wanted.extras_capacity, spec.chunk_bytes
-    return SlotShape(home.run.run_id, home.name, owner, spec.world_size, wanted.layout_hash, wanted.layout, *sizes)
+    return SlotShape(context.run.run_id, context.name, owner, spec.world_size, wanted.layout_hash, wanted.layout, *sizes)
 
 
-def may_be_written_by_another(home: StreamContext, owner: int, worker: WorkerConnection | None = None) -> bool:
+def may_be_written_by_another(context: StreamContext, owner: int, worker: WorkerConnection | None = None) -> bool:
     """Whether a worker that had the shard's slots before, perhaps in a former incarnation, still lives."""
-    before, spec = home.workers.get(owner), home.spec
+    before, spec = context.workers.get(owner), context.spec
     if before is not None and before is not worker and before.alive:
         return True
-    past = [giver for giver in home.vault.givers(owner) if spec is not None and giver.incarnation != spec.incarnation]
-    return any(giver.worker is not worker and giver.worker.alive for giver in past)
+    past = [donor for donor in context.slot_store.donors(owner) if spec is not None and donor.incarnation != spec.incarnation]
+    return any(donor.worker is not worker and donor.worker.alive for donor in past)
 
 
 class Inbound:
     """Makes room for what receivers take in, for all sessions of a stream."""
 
-    def __init__(self, home: StreamContext) -> None:
-        self._home = home
+    def __init__(self, context: StreamContext) -> None:
+        self._context = context
         self._collecting: dict[tuple[int, int], tuple[Landed, int]] = {}  # (source, tag) of a piece -> who hears of it, and its rank
 
     def end_session(self) -> None:
@@ -55,9 +55,9 @@ class Inbound:
 
     def entrust_all(self) -> None:
         """Lets a worker that has just come keep the replicas that no worker keeps."""
-        for (held, _), memory in self._home.vault.memory.items():
-            if not self._home.host.owns(held):
-                self._home.custodians.entrust(memory)
+        for (held, _), memory in self._context.slot_store.memory.items():
+            if not self._context.host.owns(held):
+                self._context.custodians.entrust(memory)
 
     def worker_lost(self, rank: int) -> None:
         """Ends what a lost worker was receiving: it will not arrive, and the worker writes nowhere any more."""
@@ -71,33 +71,33 @@ class Inbound:
 
     @property
     def host_name(self) -> str:
-        return self._home.host.name
+        return self._context.host.name
 
     def log(self, text: str) -> None:
-        self._home.log(text)
+        self._context.log(text)
 
     async def make_room(self, owner: int, wanted: ShardLayout) -> None:
         """Makes slots for a peer's shard, their pages already faulted in."""
-        vault, spec = self._home.vault, self._home.spec
-        before = {memory for (of, _), memory in vault.memory.items() if of == owner}
-        shape = shape_of(self._home, owner, wanted)
+        slot_store, spec = self._context.slot_store, self._context.spec
+        before = {memory for (of, _), memory in slot_store.memory.items() if of == owner}
+        shape = shape_of(self._context, owner, wanted)
 
         def reuse() -> bool:
-            return not (may_be_written_by_another(self._home, owner) or self._is_kept_by_stranger(owner))
+            return not (may_be_written_by_another(self._context, owner) or self._is_kept_by_stranger(owner))
 
-        indices = await vault.ensure_beside(owner, shape, REPLICA_SLOTS, reuse, lambda: self._home.spec is spec)
-        fresh = [index for index in indices if vault.memory[owner, index] not in before]  # a number may be that of a slot just freed
-        await vault.prefault(owner, fresh)
+        indices = await slot_store.ensure_beside(owner, shape, REPLICA_SLOTS, reuse, lambda: self._context.spec is spec)
+        fresh = [index for index in indices if slot_store.memory[owner, index] not in before]  # a number may be that of a slot just freed
+        await slot_store.prefault(owner, fresh)
         for index in fresh:
-            if (memory := vault.memory.get((owner, index))) is not None:  # else it was freed meanwhile
-                self._home.custodians.entrust(memory)
+            if (memory := slot_store.memory.get((owner, index))) is not None:  # else it was freed meanwhile
+                self._context.custodians.entrust(memory)
 
     def keeper(self, owner: int) -> int | None:
         return next((keeper.rank for keeper in self._keepers(owner)), None)
 
     def collect(self, parcel: Parcel, memory: SlotMemory | None, landed: Landed) -> None:
         self._collecting[parcel.source, parcel.tag] = landed, parcel.target
-        worker = self._home.workers.get(parcel.target)
+        worker = self._context.workers.get(parcel.target)
         if worker is None or not worker.alive:
             self.collected(Collected(source=parcel.source, tag=parcel.tag, error=f"rank {parcel.target} is not there"))
             return
@@ -107,49 +107,49 @@ class Inbound:
         worker.send(Collect(tag=parcel.tag, source=parcel.source, key=key, position=position, nbytes=parcel.nbytes))
 
     def begin_receive(self, owner: int, iteration: int, committed: Version | None) -> SlotMemory | None:
-        host = self._home.host
+        host = self._context.host
         if host.owns(owner) or host.name not in host.holders.get(owner, ()):
             raise PeerError(f"host {host.name!r} does not hold rank {owner}'s shard")
-        slot = host.receive(owner, self._home.version(iteration), committed)
-        self._home.vault.sync_headers()
+        slot = host.receive(owner, self._context.version(iteration), committed)
+        self._context.slot_store.sync_headers()
         if slot is None:
             return None
-        memory = self._home.vault.memory[owner, slot.index]
+        memory = self._context.slot_store.memory[owner, slot.index]
         memory.clear()
         return memory
 
     def end_receive(self, end: End) -> bool:
-        version = self._home.version(end.iteration)
-        memory = self._home.vault.writing(end.owner, version)
+        version = self._context.version(end.iteration)
+        memory = self._context.slot_store.writing(end.owner, version)
         if memory is None or not memory.is_whole(end.extras_bytes):
             return False
         if not memory.finish(version, end.extras_bytes, end.root):
-            self._home.counters["damaged"] += 1
+            self._context.counters["damaged"] += 1
             text = f"rank {end.owner}'s shard of {version} arrived with another root than its owner's copy has"
             self.log(f"{text}: asking for all of it again, on another connection")
             raise PeerError(text)
-        self._home.perform(self._home.host.received(end.owner, version, end.layout, end.digest, memory.root))
+        self._context.perform(self._context.host.received(end.owner, version, end.layout, end.digest, memory.root))
         return True
 
     def fail_receive(self, owner: int, iteration: int) -> None:
-        self._home.perform(self._home.host.receive_failed(owner, self._home.version(iteration)))
+        self._context.perform(self._context.host.receive_failed(owner, self._context.version(iteration)))
 
     def receives(self, owner: int, iteration: int) -> bool:
-        return self._home.vault.writing(owner, self._home.version(iteration)) is not None
+        return self._context.slot_store.writing(owner, self._context.version(iteration)) is not None
 
     def holds(self, owner: int, iteration: int) -> bool:
-        return self._home.host.slots(owner).complete_version(self._home.version(iteration)) is not None
+        return self._context.host.slots(owner).complete_version(self._context.version(iteration)) is not None
 
     # -- inside
 
     def _keepers(self, owner: int) -> list[WorkerConnection]:
         """Workers that keep memory of a replica, and live."""
-        kept = [self._home.custodians.keeper(memory) for (of, _), memory in self._home.vault.memory.items() if of == owner]
+        kept = [self._context.custodians.keeper(memory) for (of, _), memory in self._context.slot_store.memory.items() if of == owner]
         return [keeper for keeper in kept if keeper is not None]
 
     def _is_kept_by_stranger(self, owner: int) -> bool:
         """Whether a worker of a former incarnation, which may still receive into a replica's memory, lives."""
-        spec = self._home.spec
+        spec = self._context.spec
         return any(spec is not None and keeper.incarnation != spec.incarnation for keeper in self._keepers(owner))
 
 

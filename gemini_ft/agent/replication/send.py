@@ -39,7 +39,7 @@ _PATIENCE = 2.0  # seconds a peer may take to let go of a shard that was given u
 class LinkContext:
     """The things that all links of a session share."""
 
-    home: StreamContext
+    context: StreamContext
     traffic: TrafficConfig
     gate: Gate
     pacing: Pacing
@@ -57,9 +57,9 @@ class PeerLink:
         address: Address,
         claims: Claims,
     ) -> None:
-        self._common, self._home, self._gate = common, common.home, common.gate
+        self._common, self._context, self._gate = common, common.context, common.gate
         self.peer, self._address, self._claims = peer, address, claims
-        self._log = RateLimitedLog(common.home.log)  # an attacker in between can break every connection
+        self._log = RateLimitedLog(common.context.log)  # an attacker in between can break every connection
         self._by_workers = common.traffic.transport == "collective"
         self._keepers: dict[int, int] = {}  # owner -> rank of the peer's worker that keeps its replica
         self._carrier: Carrier | None = None
@@ -112,8 +112,8 @@ class PeerLink:
 
     def on_message(self, message: PeerMessage) -> memoryview | None:
         if isinstance(message, Ready | Refused) and self._rooms.get(message.owner, (None, 0))[1] != message.call:
-            self._home.counters["late_answers"] += 1
-            self._home.log(f"host {self.peer} answered an offer of rank {message.owner}'s shard that has been replaced")
+            self._context.counters["late_answers"] += 1
+            self._context.log(f"host {self.peer} answered an offer of rank {message.owner}'s shard that has been replaced")
         elif isinstance(message, Ready):
             self._ready.add(message.owner)
             if message.rank is not None:
@@ -123,8 +123,8 @@ class PeerLink:
         elif isinstance(message, Astray):
             self.astray(message.text)
         elif isinstance(message, Refused):
-            self._home.log(f"host {self.peer} refused a replica: {message.text}")
-            self._home.tell_workers(Failed(error="MemoryBudgetError", text=f"host {self.peer}: {message.text}", fatal=True))
+            self._context.log(f"host {self.peer} refused a replica: {message.text}")
+            self._context.tell_workers(Failed(error="MemoryBudgetError", text=f"host {self.peer}: {message.text}", fatal=True))
             for out in [o for o in self._active if o.owner == message.owner]:
                 self._over(out)
         elif isinstance(message, Ack | Resend):
@@ -142,7 +142,7 @@ class PeerLink:
         """Takes note that workers cannot carry replicas to this peer: in this session its agent gets them from us."""
         if self._by_workers:
             self._by_workers = False
-            self._home.notify(f"replicas to host {self.peer} travel from agent to agent from now on: {text}")
+            self._context.notify(f"replicas to host {self.peer} travel from agent to agent from now on: {text}")
             if self._connection is not None:
                 self._connection.abort("its workers cannot receive")
 
@@ -197,15 +197,15 @@ class PeerLink:
 
     def _tell_speed(self, rate: float) -> None:
         text = f"replicas travel to host {self.peer} ({self._address[0]}) at {rate / 1e6:,.0f} MB/s"
-        self._home.log(text)
+        self._context.log(text)
         if rate < _SLOW:
-            self._home.tell_workers(Notice(text=f"{text}: is that the right network? Choose with interface (GEMINI_INTERFACE)"))
+            self._context.tell_workers(Notice(text=f"{text}: is that the right network? Choose with interface (GEMINI_INTERFACE)"))
 
     def _over(self, out: Outgoing) -> None:
         if out in self._active:
             self._active.remove(out)
-            self._home.counters["replica_bytes"] += out.sent_bytes
-            self._home.perform(self._home.host.sent(out.owner, out.slot, self.peer))
+            self._context.counters["replica_bytes"] += out.sent_bytes
+            self._context.perform(self._context.host.sent(out.owner, out.slot, self.peer))
 
     async def _run(self) -> None:
         delay = 0.05
@@ -237,7 +237,7 @@ class PeerLink:
         return ByWorkers(connection, self._common.traffic, self._common.tags, self._order, self._keepers.__getitem__, self.astray)
 
     def _order(self, owner: int, dispatch: Dispatch) -> None:
-        self._home.workers[owner].send(dispatch)
+        self._context.workers[owner].send(dispatch)
 
     async def _something_to_send(self) -> None:
         while not self._active:
@@ -277,7 +277,8 @@ class PeerLink:
         if not out.begun:
             out.begun, out.begun_at, out.sent_before = True, time.monotonic(), out.sent_bytes
             out.busy_before = carrier.meter()
-            connection.send(Begin(owner=out.owner, iteration=out.version.iteration, committed=self._home.host.slots(out.owner).committed))
+            committed = self._context.host.slots(out.owner).committed
+            connection.send(Begin(owner=out.owner, iteration=out.version.iteration, committed=committed))
         return self._send_chunk(out, connection, carrier)
 
     def _send_chunk(self, out: Outgoing, connection: Connection, carrier: Carrier) -> bool:
@@ -323,11 +324,11 @@ class PeerLink:
 class Outbound:
     """The links of one session."""
 
-    def __init__(self, home: StreamContext, spec: SessionSpec) -> None:
-        self._home, self._spec = home, spec
+    def __init__(self, context: StreamContext, spec: SessionSpec) -> None:
+        self._context, self._spec = context, spec
         self.gate = Gate(spec.traffic)
-        self.pacing = Pacing(home.host.name, spec.traffic, self.gate, spec.interval, home.report, home.tell_workers)
-        self._common = LinkContext(home, spec.traffic, self.gate, self.pacing, lambda: home.run.secret)
+        self.pacing = Pacing(context.host.name, spec.traffic, self.gate, spec.interval, context.report, context.tell_workers)
+        self._common = LinkContext(context, spec.traffic, self.gate, self.pacing, lambda: context.run.secret)
         self._links: dict[str, PeerLink] = {}
 
     def close(self) -> None:
@@ -337,7 +338,7 @@ class Outbound:
 
     def send(self, owner: int, version: Version, slot: int, memory: SlotMemory, peer: str) -> None:
         if peer not in self._links:
-            self._links[peer] = PeerLink(self._common, peer, self._spec.addresses[peer], self._home.claims("replicate", peer))
+            self._links[peer] = PeerLink(self._common, peer, self._spec.addresses[peer], self._context.claims("replicate", peer))
         end = end_of(owner, memory) if memory.version == version else None  # copied already, with an agent before this one
         self._links[peer].send(Outgoing(owner, version, slot, memory, end))
 
@@ -347,7 +348,7 @@ class Outbound:
 
     def links_of(self, owner: int) -> list[PeerLink]:
         """The links on which an owner's shard travels."""
-        return [self._links[peer] for peer in self._home.host.holders.get(owner, ())[1:] if peer in self._links]
+        return [self._links[peer] for peer in self._context.host.holders.get(owner, ())[1:] if peer in self._links]
 
     def copied(self, owner: int, version: Version, end: End) -> None:
         """Takes note that the worker has copied everything."""

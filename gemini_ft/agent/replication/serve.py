@@ -130,7 +130,7 @@ class Fetcher:
         if slot is None:
             return None
         self._held[owner, version] = slot.index
-        return self._stream.vault.memory[owner, slot.index]
+        return self._stream.slot_store.memory[owner, slot.index]
 
     def _send(self, memory: SlotMemory, fetch: Fetch) -> None:
         end = fetch.offset + fetch.nbytes
