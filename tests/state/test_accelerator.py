@@ -83,7 +83,7 @@ def snapshot(module: Any, fake: FakeAccelerator, plans: Any = copy_plan, batches
         snapshotter.plan, snapshotter.slots = plan, {0: slot}
         with fake.held() if batches == 1 else contextlib.nullcontext():  # of several, few are in the queue at a time
             weights.fill_(1.0)
-            snapshotter.submit(module.Job(iteration=1, extras=b"", digest=None, marks=plan.marks(), ready=plan.ready()))
+            snapshotter.submit(module.PendingSnapshot(iteration=1, extras=b"", digest=None, marks=plan.marks(), ready=plan.ready()))
             snapshotter.granted(1, 0)
             snapshotter.before_update()
             weights.fill_(2.0)
@@ -137,7 +137,7 @@ def one_after_the_other(module: Any, fake: FakeAccelerator) -> None:
                 weights.fill_(float(number))
                 snapshotter.make_way()
                 plan.stage()
-                snapshotter.submit(module.Job(iteration=number, extras=b"", digest=None, marks=plan.marks(), ready=plan.ready()))
+                snapshotter.submit(module.PendingSnapshot(iteration=number, extras=b"", digest=None, marks=plan.marks(), ready=plan.ready()))
                 if number == 1:
                     snapshotter.granted(1, 0)
         eventually(lambda: any(isinstance(each, Request) and each.iteration == 2 for each in told))
@@ -168,7 +168,7 @@ def lateness(module: Any, fake: FakeAccelerator) -> None:
         snapshotter = _snapshotter(module, lambda _: None, waits=False)
         snapshotter.plan, snapshotter.slots = plan, {0: slot}
         weights.fill_(1.0)
-        job = module.Job(iteration=1, extras=b"", digest=None, marks=plan.marks(), ready=plan.ready())
+        job = module.PendingSnapshot(iteration=1, extras=b"", digest=None, marks=plan.marks(), ready=plan.ready())
         fake.synchronize()
         snapshotter.submit(job)
         eventually(lambda: job.is_seen)
@@ -192,7 +192,7 @@ def agent_dies(module: Any, fake: FakeAccelerator) -> None:
         snapshotter = _snapshotter(module, tell, lambda: at_recovery.append(all(stream.query() for stream in fake.streams[1:])))
         snapshotter.plan, snapshotter.slots = plan, {0: slot}
         weights.fill_(1.0)
-        snapshotter.submit(module.Job(iteration=1, extras=b"", digest=None, marks=plan.marks(), ready=plan.ready()))
+        snapshotter.submit(module.PendingSnapshot(iteration=1, extras=b"", digest=None, marks=plan.marks(), ready=plan.ready()))
         snapshotter.granted(1, 0)
         eventually(lambda: bool(at_recovery))
         snapshotter.slots = {}
@@ -211,7 +211,7 @@ def lanes(module: Any, fake: FakeAccelerator) -> None:
         return {"weight": answer * 10}
 
     both = module.Lanes(DEVICE, lambda error, _: error)
-    job = module.Job(work(), True, taken.update)
+    job = module.GroupInFlight(work(), True, taken.update)
     with fake.held():
         gradient.fill_(3.0)
         both.submit(job)
