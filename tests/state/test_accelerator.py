@@ -207,7 +207,7 @@ def lanes(module: Any, fake: FakeAccelerator) -> None:
 
     def work() -> Any:
         sent = gradient * 2
-        answer = yield module.Call(lambda: sent + 1, sent.nbytes)
+        answer = yield module.PendingCollective(lambda: sent + 1, sent.nbytes)
         return {"weight": answer * 10}
 
     both = module.Lanes(DEVICE, lambda error, _: error)
