@@ -301,7 +301,7 @@ class TestDeadWorker:
     @pytest.mark.parametrize("end", ["say_rubbish", "ask_and_hang_up"])
     def test_whose_connection_has_ended_is_nobodys_to_kill(self, job: Job, end: str) -> None:
         """It trains on without its agent; the agent had taken its silence for a hang."""
-        lone, hanging = job.process("a", 0, start_timeout=0.5), job.process("a", 1, start_timeout=0.5)
+        lone, hanging = job.process("a", 0, start_timeout=3.0), job.process("a", 1, start_timeout=3.0)
         getattr(lone, end)()
         eventually(lambda: list(job.status("a")["workers"]) == ["0"], "the end of the worker that says nothing")
         assert not os.path.exists(f"/proc/{hanging.pid}/exe")

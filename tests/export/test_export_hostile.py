@@ -147,7 +147,7 @@ def test_a_shape_that_nothing_covers_takes_no_memory_and_no_disk(
 
 
 def test_a_step_that_is_a_path_writes_nothing_elsewhere(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
+    pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
     (tmp_path / "in").mkdir()
     counters = {**ENGINE["counters"], "global_steps": "/../../../escaped"}
     url = store(tmp_path / "store", engine_extras({**ENGINE, "counters": counters}), engine=True)

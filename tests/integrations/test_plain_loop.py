@@ -174,9 +174,9 @@ def count_dials(until: int) -> list[tuple[int, str]]:
     """Which shards a rank opened at other hosts while it resumed, and where; breaks off afterwards."""
     opened, make = list[tuple[int, str]](), readers.PeerShard.__init__
 
-    def init(self: readers.PeerShard, host: str, *args: Any) -> None:
+    def init(self: readers.PeerShard, host: str, *args: Any, **named: Any) -> None:
         opened.append((args[3], host))
-        make(self, host, *args)
+        make(self, host, *args, **named)
 
     readers.PeerShard.__init__ = init  # type: ignore[method-assign]
     gemini_ft.init_process_group("gloo")

@@ -32,6 +32,7 @@ from gemini_ft.cli import main as cli
 from gemini_ft.launch import launcher
 from gemini_ft.launch.run_id import default_run_id
 from gemini_ft.storage.checkpoints import FORMAT_VERSION, body_checksum
+from gemini_ft.wire.messages import PROTOCOL_VERSION
 from gemini_ft.wire.worker_messages import GetStatus, Leave, Ping, to_agent
 
 GEMINI_RUN = ("gemini_ft.cli.main", "run")
@@ -699,7 +700,7 @@ def test_what_another_version_has_kept_is_refused_once(launch: Callable[..., Job
             agent = stack.enter_context(subprocess.Popen([sys.executable, "-c", OTHER_AGENT]))
             stack.callback(agent.kill)
             eventually(lambda: lifecycle.status("versions", "here"), "the agent")
-            said = "the worker 14: another gemini-ft started it, and only that one can go on from its memory"
+            said = f"the worker {PROTOCOL_VERSION}: another gemini-ft started it, and only that one can go on from its memory"
         job = launch("--nproc-per-node", "1", "--max-restarts", "3", "script.py", GEMINI_RUN_ID="versions", GEMINI_HOST_ID="here")
         assert job.wait() == 70, job.err
     assert job.out.count("attempt") == 1

@@ -137,7 +137,9 @@ def one_after_the_other(module: Any, fake: FakeAccelerator) -> None:
                 weights.fill_(float(number))
                 snapshotter.make_way()
                 plan.stage()
-                snapshotter.submit(module.PendingSnapshot(iteration=number, extras=b"", digest=None, marks=plan.marks(), ready=plan.ready()))
+                snapshotter.submit(
+                    module.PendingSnapshot(iteration=number, extras=b"", digest=None, marks=plan.marks(), ready=plan.ready())
+                )
                 if number == 1:
                     snapshotter.granted(1, 0)
         eventually(lambda: any(isinstance(each, Request) and each.iteration == 2 for each in told))
