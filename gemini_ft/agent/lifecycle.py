@@ -32,7 +32,7 @@ _log = logging.getLogger("gemini_ft")
 _LOGS, _LOG_SECONDS = 100, 86400.0  # logs that are kept, and how long any of them is
 _DEATH_SECONDS = 5.0  # for the kernel to end a process that is killed
 _FAULT_SECONDS = 0.01  # that a page takes to come back from a disk or from swap, at least where one waits for it
-_PROC = Path("/proc")
+PROC = Path("/proc")
 QUEUE_SECONDS = 2.0  # that a connection waits in the agent's queue of new ones
 STACKS_SIGNAL = signal.SIGRTMIN + 11
 _stacks: list[IO[bytes]] = []  # the file of `write_stacks_on_request`, which must stay open
@@ -125,7 +125,7 @@ class AgentProcess:
 
     def work(self) -> float | None:
         """Seconds in which it has run, or waited for a processor or for memory; never less than before; None: unknown."""
-        folder, runs = _PROC / str(self.pid), 0
+        folder, runs = PROC / str(self.pid), 0
         try:
             stat = (folder / "stat").read_text().rpartition(")")[2].split()  # proc_pid_stat(5), from the third field on
             threads = [path.name for path in (folder / "task").iterdir()]
@@ -150,7 +150,7 @@ class AgentProcess:
 def _waited_for_memory(*, faults: int) -> float:
     """Seconds in which some process of this machine has waited for memory; where the kernel does not say, by the faults of one process."""
     try:
-        return int((_PROC / "pressure/memory").read_text().split()[4].removeprefix("total=")) / 1e6
+        return int((PROC / "pressure/memory").read_text().split()[4].removeprefix("total=")) / 1e6
     except (OSError, ValueError, IndexError):
         return faults * _FAULT_SECONDS
 

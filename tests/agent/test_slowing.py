@@ -127,7 +127,7 @@ def proc_without_pressure(pid: int, folder: Path, monkeypatch: pytest.MonkeyPatc
     thread.mkdir(parents=True)
     for name in ("stat", f"task/{pid}/schedstat"):
         (folder / str(pid) / name).symlink_to(f"/proc/{pid}/{name}")
-    monkeypatch.setattr(lifecycle, "_PROC", folder)
+    monkeypatch.setattr(lifecycle, "PROC", folder)
     return folder / str(pid)
 
 
