@@ -269,7 +269,7 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     return found
 
 
-_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # and a user's name, in a URL
+PASSWORD = r"(?<=://)\S+(?=@)"  # and a user's name, in a URL; a password may have any sign in it, so up to the last @
 _SECTIONS: dict[str, type[BaseModel]] = {"storage": StorageConfig, "traffic": TrafficConfig}
 
 
@@ -283,8 +283,13 @@ def _explain(error: ValidationError) -> str:
         elif item["type"] == "missing":  # its input is the whole section
             lines.append(f"{name} must be given")
         else:
-            lines.append(f"{name}={_PASSWORD.sub('...', repr(item.get('input')))}: {item['msg']}")
-    return "gemini options: " + "; ".join(lines)
+            lines.append(f"{name}={item.get('input')!r}: {item['msg']}")
+    return "gemini options: " + without_passwords("; ".join(lines))
+
+
+def without_passwords(text: str) -> str:
+    """A text as logs may show it: without users and passwords in URLs."""
+    return re.sub(PASSWORD, "...", text)
 
 
 def load_config(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> GeminiConfig:

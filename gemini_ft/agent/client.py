@@ -184,8 +184,8 @@ class AgentClient:
         """Whether something has come that the listening thread has not read yet; also where the connection is closed."""
         return self.lost or is_readable(self.sock.fileno(), 0.0)
 
-    def agent_work(self) -> float:
-        """Seconds for which the agent has been at work (`lifecycle.Listener.work`)."""
+    def agent_work(self) -> float | None:
+        """Seconds for which the agent has been at work (`lifecycle.AgentProcess.work`)."""
         return self._agent.work()
 
     def replace_agent(self, why: str) -> None:

@@ -7,7 +7,6 @@ import errno
 import faulthandler
 import hashlib
 import logging
-import math
 import os
 import re
 import resource
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -32,6 +31,8 @@ from gemini_ft.wire.worker_messages import GetStatus, Leave, Left, Status, ToAge
 _log = logging.getLogger("gemini_ft")
 _LOGS, _LOG_SECONDS = 100, 86400.0  # logs that are kept, and how long any of them is
 _DEATH_SECONDS = 5.0  # for the kernel to end a process that is killed
+_FAULT_SECONDS = 0.01  # that a page takes to come back from a disk or from swap, at least where one waits for it
+PROC = Path("/proc")
 QUEUE_SECONDS = 2.0  # that a connection waits in the agent's queue of new ones
 STACKS_SIGNAL = signal.SIGRTMIN + 11
 _stacks: list[IO[bytes]] = []  # the file of `write_stacks_on_request`, which must stay open
@@ -103,6 +104,7 @@ class AgentProcess:
 
     pid: int  # 0: of another pid namespace, out of reach
     pidfd: int = -1
+    _waited: dict[str, float] = field(default_factory=dict)  # seconds that threads have waited for a processor, also those that have ended
 
     @classmethod
     def of(cls, sock: socket.socket) -> AgentProcess:
@@ -121,13 +123,23 @@ class AgentProcess:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         return self.ended(_DEATH_SECONDS)
 
-    def work(self) -> float:
-        """Seconds in which its threads have run, or waited for a processor, or this machine has waited for memory; infinite if unknown."""
+    def work(self) -> float | None:
+        """Seconds in which it has run, or waited for a processor or for memory; never less than before; None: unknown."""
+        folder, runs = PROC / str(self.pid), 0
         try:
-            each = [path.read_text().split() for path in Path(f"/proc/{self.pid}/task").glob("*/schedstat")]
-            return sum(int(run) + int(waited) for run, waited, _ in each) / 1e9 + _waited_for_memory() if each else math.inf
-        except (OSError, ValueError):  # it has ended, or one of its threads has, or the kernel does not say
-            return math.inf
+            stat = (folder / "stat").read_text().rpartition(")")[2].split()  # proc_pid_stat(5), from the third field on
+            threads = [path.name for path in (folder / "task").iterdir()]
+        except OSError:  # it has ended, or is out of reach
+            return None
+        for thread in threads:
+            with contextlib.suppress(OSError, ValueError):  # this thread has ended, or the kernel does not say
+                _, waited, turns = map(int, (folder / "task" / thread / "schedstat").read_text().split())
+                self._waited[thread] = max(waited / 1e9, self._waited.get(thread, 0.0))
+                runs += turns
+        if not runs:  # without the time in queues, an agent whose host is busy looks like an idle one
+            return None
+        ran = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")  # threads that have ended included
+        return ran + sum(list(self._waited.values())) + _waited_for_memory(faults=int(stat[9]))
 
     def close(self) -> None:
         if self.pidfd >= 0:
@@ -135,12 +147,12 @@ class AgentProcess:
             self.pidfd = -1
 
 
-def _waited_for_memory() -> float:
-    """Seconds in which some process of this machine has waited for memory; 0 where the kernel does not say."""
+def _waited_for_memory(*, faults: int) -> float:
+    """Seconds in which some process of this machine has waited for memory; where the kernel does not say, by the faults of one process."""
     try:
-        return int(Path("/proc/pressure/memory").read_text().split()[4].removeprefix("total=")) / 1e6
+        return int((PROC / "pressure/memory").read_text().split()[4].removeprefix("total=")) / 1e6
     except (OSError, ValueError, IndexError):
-        return 0.0
+        return faults * _FAULT_SECONDS
 
 
 def is_listening(run: str, host: str) -> bool:

@@ -6,7 +6,8 @@ slow when, for as long as it might be silent, it was found owing its worker an a
 
 What is not its fault does not count. It answers a request at once, if only to say that no slot is free, so that a slow peer, network or
 storage leaves it owing nothing. What it has spent at work, on a processor or in the queue for one, excuses it, and so does memory that
-others wait for as well: another agent on such a host, or with as many bytes to hash, would be no faster.
+others wait for as well: another agent on such a host, or with as many bytes to hash, would be no faster. Where it cannot be told what it
+has spent, nothing is held against it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class _Trial:
 
     Attributes:
         began: when that was.
-        work: seconds that the agent had been at work until then.
+        work: seconds that the agent had been at work until then; None: unknown.
         looked: when the last look was.
         late: looks that count against it.
         others: looks that found it owing nothing, or not for long.
@@ -34,7 +35,7 @@ class _Trial:
     """
 
     began: float
-    work: float
+    work: float | None
     looked: float
     late: int = 0
     others: int = 0
@@ -52,7 +53,7 @@ class Diligence:
         self._first = self.patience = patience
         self._asked: float | None = None  # when the oldest request was made that has no answer yet
         self._trial: _Trial | None = None
-        self._replaced: float | None = None  # when an agent was found to be slow
+        self._replaced: float | None = None  # when an agent was replaced that was late with answers
 
     def asked(self, now: float) -> None:
         """Takes note of a request that the agent answers as soon as it comes to it."""
@@ -68,15 +69,27 @@ class Diligence:
         self._trial = None
 
     def begin(self) -> None:
-        """Takes note that another agent is there, or that nothing is asked for a while: what was seen before does not count any more."""
+        """Takes note that nothing is asked for a while: what was seen before does not count any more."""
         self._asked = self._trial = None
 
-    def look(self, now: float, work: Callable[[], float]) -> bool:
+    def replaced(self, now: float) -> None:
+        """Takes note that another agent is there. Each worker of a host does, whichever of them has found the last one slow.
+
+        Patience doubles where agents that were late are replaced one after the other: the reason may lie elsewhere, and each start takes
+        work. One that ended without having been late was no slow one.
+        """
+        if self._trial is not None:
+            is_calm = self._replaced is None or now - self._replaced >= _CALM * self._first
+            self.patience = self._first if is_calm else min(2 * self.patience, _MOST * self._first)
+            self._replaced = now
+        self.begin()
+
+    def look(self, now: float, work: Callable[[], float | None]) -> bool:
         """Looks at the agent; returns whether it is slow and must be replaced.
 
         Args:
             now: seconds of a monotonic clock.
-            work: returns the seconds for which the agent has been at work, or has waited for a processor.
+            work: returns the seconds for which the agent has been at work, or has waited for a processor; None: unknown.
         """
         asked, trial = self._asked, self._trial
         if not self.patience or (asked is None and trial is None):
@@ -92,13 +105,9 @@ class Diligence:
         if now - trial.began < self.patience:
             return False
         self._trial = None
-        if trial.late < max(_LOOKS, trial.others + 1) or work() - trial.work >= trial.owed / 2:
+        if trial.late < max(_LOOKS, trial.others + 1) or trial.work is None:
             return False
-        self._note_replaced(now)
+        if (worked := work()) is None or worked - trial.work >= trial.owed / 2:
+            return False
+        self._trial = _Trial(now, worked, now)  # of the same agent, where it cannot be replaced
         return True
-
-    def _note_replaced(self, now: float) -> None:
-        """Doubles patience where agents are found slow one after the other: the reason may lie elsewhere, and each start takes work."""
-        is_calm = self._replaced is None or now - self._replaced >= _CALM * self._first
-        self.patience = self._first if is_calm else min(2 * self.patience, _MOST * self._first)
-        self._replaced = now

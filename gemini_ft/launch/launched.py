@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from gemini_ft.config import PASSWORD
 from gemini_ft.hosts import began
 from gemini_ft.launch import ray_train
 from gemini_ft.launch.run_id import own_command
@@ -22,7 +23,7 @@ _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|PIN", re.IGNORECASE
 _PLAIN = re.compile(r"[+-]?[\d_]{0,12}\.?\d{0,12}(e[+-]?\d{1,3})?|true|false|none", re.IGNORECASE)  # values that are no secret
 _DIGEST = "sha256 "  # before the digest of a value, by which two are compared; no log shows it, since a short value can be guessed from it
 _CREDENTIALS = re.compile(
-    r"(?<=://)[^/@\s]+(?=@)|\b(hf_|sk-|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|AKIA|ASIA|eyJ)[\w.-]{8,}|(?<![\w/.+=-])[A-Za-z0-9+=_-]{32,}(?![\w/.+=-])"
+    PASSWORD + r"|\b(hf_|sk-|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|AKIA|ASIA|eyJ)[\w.-]{8,}|(?<![\w/.+=-])[A-Za-z0-9+=_-]{32,}(?![\w/.+=-])"
 )
 _HIDDEN = "..."
 # Variables that say where and by whom a process was started, and nothing of what it does.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from gemini_ft.config import without_passwords
 from gemini_ft.errors import ConfigError
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.local import LocalStorage
@@ -22,15 +23,17 @@ def open_storage(url: str, endpoint_url: str | None = None, max_bandwidth: int |
     Raises:
         ConfigError: the URL is none that this version can open, or boto3 is not installed.
     """
-    parsed = urlsplit(url)
+    parsed, shown = urlsplit(url), without_passwords(url)
+    if parsed.scheme == "s3" and "@" in parsed.netloc:
+        raise ConfigError(f"storage.url={shown!r}: give credentials to boto3 (environment, profile, instance role), not in the URL")
     if parsed.scheme == "s3" and parsed.netloc:
         try:
             from gemini_ft.storage.s3 import S3Storage
         except ModuleNotFoundError as error:
-            raise ConfigError(f"storage.url={url!r} needs {error.name}; pip install 'gemini-ft[s3]'") from None
+            raise ConfigError(f"storage.url={shown!r} needs {error.name}; pip install 'gemini-ft[s3]'") from None
         return S3Storage(parsed.netloc, parsed.path.strip("/"), endpoint_url, max_bandwidth, deletes)
     if parsed.scheme != "file" or parsed.netloc or not parsed.path.startswith("/"):
-        raise ConfigError(f"storage.url={url!r}: must be file:///folder with an absolute path, or s3://bucket/prefix")
+        raise ConfigError(f"storage.url={shown!r}: must be file:///folder with an absolute path, or s3://bucket/prefix")
     return LocalStorage(unquote(parsed.path), deletes)
 
 

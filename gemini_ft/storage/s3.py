@@ -25,6 +25,7 @@ import botocore.session
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
+from gemini_ft.config import without_passwords
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
 from gemini_ft.storage.base import SMALL, RangeReader, check_key, check_small, ignore, is_key, round_trip
 from gemini_ft.storage.s3errors import S3_ERRORS, GarbledError, explained, store_time
@@ -72,7 +73,9 @@ class S3Storage:
                 self._client: Any = session.client("s3", endpoint_url=endpoint_url, config=_config(_WRITE_SILENCE, 5))
                 self._reader: Any = session.client("s3", endpoint_url=endpoint_url, config=_config(READ_SILENCE, 3))
             except ValueError as error:  # botocore's way to refuse an endpoint
-                raise ConfigError(f"storage.endpoint_url={endpoint_url!r}: {error}; it must begin with http:// or https://") from None
+                raise ConfigError(
+                    without_passwords(f"storage.endpoint_url={endpoint_url!r}: {error}; it must begin with http:// or https://")
+                ) from None
 
     def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
         """Implements `Storage.put`. Up to one part goes in one request, more in a multipart upload that is aborted when it fails.

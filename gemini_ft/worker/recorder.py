@@ -392,7 +392,7 @@ class Recorder:
             client.close()
             raise
         session.client = client
-        self._supervision.begin()
+        self._supervision.replaced()
         # The next agent gives numbers of its own: until they have come, nothing that it grants may be taken for one of the old slots.
         self._copying.slots = {-1 - number: slot for number, slot in enumerate(self._copying.slots.values())}
         old.close()

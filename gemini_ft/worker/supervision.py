@@ -30,8 +30,12 @@ class Supervision:
         self._diligence.committed()
 
     def begin(self) -> None:
-        """Takes note that another agent is there, or that nothing is asked for a while."""
+        """Takes note that nothing is asked for a while."""
         self._diligence.begin()
+
+    def replaced(self) -> None:
+        """Takes note that another agent is there."""
+        self._diligence.replaced(time.monotonic())
 
     def look(self) -> None:
         """Looks at the agent; one that is slow has been replaced when this returns, and its connection is lost."""

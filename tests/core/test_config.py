@@ -10,6 +10,7 @@ import pytest
 from gemini_ft.config import GeminiConfig, TrafficConfig, load_config, unknown_variables
 from gemini_ft.errors import ConfigError
 from gemini_ft.events import EventLog
+from gemini_ft.storage.opening import open_storage
 
 
 def load(*, environ: dict[str, str] | None = None, **options: Any) -> GeminiConfig:
@@ -96,11 +97,23 @@ class TestTraffic:
             load(traffic={"buffer_bytes": 4 * 4096 - 1})
 
 
-def test_a_password_in_an_address_is_in_no_error() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config({"storage": {"url": "s3://bucket", "endpoint_url": "https://bob:hunter2@host"}}, {})
-    assert "'https://...@host'}: Value error, storage needs every_steps" in str(caught.value)
-    assert "hunter2" not in str(caught.value)
+@pytest.mark.parametrize("password", ["hunter2", "hun/ter2", "hun@ter2"])
+def test_a_password_in_an_address_is_in_no_error(password: str) -> None:
+    """Neither in the value that is wrong nor in the words about it, and wherever the address ends up."""
+    url = f"https://bob:{password}@host"
+    words = {
+        "'https://...@host'}: Value error, storage needs every_steps": lambda: load(storage={"url": "s3://bucket", "endpoint_url": url}),
+        "storage.url='https://...@host' must start with": lambda: load_config({}, {"GEMINI_STORAGE__URL": url}),
+        "unknown option 'https://...@host'": lambda: load_config({url: 1}, {}),
+        "storage.url='https://...@host': must be": lambda: open_storage(url),
+        "storage.url='s3://...@host': give credentials to boto3": lambda: open_storage(f"s3://key:{password.replace('/', '')}@host"),
+        "storage.endpoint_url='https://...@host': ": lambda: open_storage("s3://bucket", f"https://[bob:{password}@host"),
+    }
+    for text, call in words.items():
+        with pytest.raises(ConfigError) as caught:
+            call()
+        assert text in str(caught.value)
+        assert "ter2" not in str(caught.value)
 
 
 def test_what_process_groups_carry_is_not_said_to_be_encrypted() -> None:

@@ -82,18 +82,56 @@ def test_a_worker_that_was_stopped_itself_blames_nobody() -> None:
             assert not diligence.look(100.0 * stop + 90.0 + look, lambda: 0.0)
 
 
+@pytest.mark.parametrize(("first", "last", "is_slow"), [(None, 0.0, False), (0.0, None, False), (None, None, False), (0.0, 0.0, True)])
+def test_one_whose_work_is_unknown_is_not(first: float | None, last: float | None, is_slow: bool) -> None:
+    """Where the kernel does not say, or hides the process: an agent that is at work must not be replaced again and again."""
+    diligence = Diligence(PATIENCE)
+    diligence.asked(0.0)
+    for look in range(40):
+        assert not diligence.look(1.0 + look / 4, lambda: first)
+    assert diligence.look(1.0 + PATIENCE, lambda: last) == is_slow
+
+
 def test_patience_doubles_where_it_does_not_help_and_comes_back() -> None:
     watched, found = Watched(step=0.13, awake=0.02), list[float]()
     for _ in range(6):
         before = watched.now
-        watched.diligence.begin()
         assert watched.found_slow(1e9) is not None
+        watched.diligence.replaced(watched.now)
         found.append(watched.now - before)
     for took, factor in zip(found, (1, 1, 2, 4, 8, 8), strict=True):  # one slow agent in an hour is no reason for patience
         assert factor * PATIENCE <= took < factor * PATIENCE + 5
     watched.now += 60 * PATIENCE
-    watched.diligence.begin()
     watched.found_slow(1e9)
+    watched.diligence.replaced(watched.now)
+    assert watched.diligence.patience == PATIENCE
+
+
+def test_patience_doubles_for_all_workers_of_a_host() -> None:
+    """Whichever of them has found the agent slow."""
+    workers, found, now = [Diligence(PATIENCE) for _ in range(8)], list[float](), 0.0
+    for turn in range(6):
+        before, slow = now, False
+        while not slow:
+            now += 0.25
+            for number in range(8):  # another one is the first each time
+                worker = workers[(turn + number) % 8]
+                worker.asked(now)
+                if slow := worker.look(now, lambda: 0.0):
+                    break
+        for worker in workers:
+            worker.replaced(now)
+        found.append(now - before)
+    for took, factor in zip(found, (1, 1, 2, 4, 8, 8), strict=True):
+        assert factor * PATIENCE <= took < factor * PATIENCE + 5
+
+
+def test_an_agent_that_ends_and_owed_nothing_changes_no_patience() -> None:
+    """It was ended, by a failure or a drill, and the next one is watched like the first."""
+    watched = Watched(step=0.13, awake=1.0)
+    for _ in range(10):
+        assert watched.found_slow(watched.now + 3 * PATIENCE) is None
+        watched.diligence.replaced(watched.now)
     assert watched.diligence.patience == PATIENCE
 
 
