@@ -105,8 +105,12 @@ class Chooser:
     ) -> None:
         self._config, self._client, self._everyone, self._stream = config, client, everyone, stream
         self._reopen, self._rank, self._resizable = reopen, rank, resizable
+        own = [about for about in everyone if about.goes_on] if config.resume == "never" else []
+        self._resume = "auto" if own else config.resume  # what this launch has done itself is resumed
+        self._left = frozenset(incarnation for about in own for incarnation in about.welcome.overtaken)  # what it has begun without
         self._welcomes = [about.welcome for about in {about.welcome.info.host: about for about in everyone}.values()]
-        self._holdings = {about.welcome.info.host: Holding(about.welcome.info.host, about.inventory.slots) for about in everyone}
+        slots = {about.welcome.info.host: about.inventory.slots for about in everyone}
+        self._holdings = {h: Holding(h, [s for s in each if s.version.incarnation not in self._left]) for h, each in slots.items()}
         self._damaged: set[str] = set()  # folders in storage
         self._since: float | None = None  # when storage was first found to be away, on the monotonic clock
         self._stored = Stored()
@@ -117,6 +121,8 @@ class Chooser:
     def choose(self) -> Choice:
         """Obeys ``resume``, and leaves out versions that have led to failure after failure, unless there is nothing else.
 
+        ``never`` speaks of what was there before this launch.
+
         Raises:
             WorldSizeError: all there is was made by another number of ranks.
             RecoveryError: there is nothing to resume, and something is required.
@@ -126,7 +132,7 @@ class Chooser:
         """
         stuck = self._stuck()
         given_up = frozenset(version for about in self._everyone for version in about.inventory.given_up) | stuck.keys()
-        if self._config.resume == "never":
+        if self._resume == "never":
             self._stored = self._look(frozenset(), insist=self._config.storage is not None and self._config.storage.required)
             return self._chosen(RecoveryPlan("nothing"), given_up)
         plan = self._find(given_up)
@@ -135,9 +141,9 @@ class Chooser:
         for version, attempts in stuck.items():
             then = "it is left aside" if version != plan.version else "there is no other, so it is tried again"
             self._warn("%s was resumed %d times in a row without one step of progress: %s", version, attempts, then)
-        if self._config.resume == "require":
+        if self._resume == "require":
             require(plan)
-        if plan.version is None and self._config.resume != "found" and self._is_committed(plan):
+        if plan.version is None and self._resume != "found" and self._is_committed(plan):
             has_any = any(info.committed for info in self._holdings[self._client.welcome.info.host].slots)
             exchange_or_raise(partial(_refuse_to_begin, plan, has_any), _ABSENT_SECONDS + self._config.timeout)
         return self._chosen(plan, given_up)
@@ -246,9 +252,15 @@ class Chooser:
             look = Look(trouble=str(error))
         told = tuple((sighting.version.incarnation, sighting.descent) for sighting in look.sightings)
         present = tuple((sighting.folder, sighting.version) for sighting in look.sightings)
-        if self._config.resume == "never":  # checkpoints must be known, so that they count as older, and no more
+        if self._resume == "never":  # checkpoints must be known, so that they count as older, and no more
             return Stored(unclear=look.trouble, told=told, present=present), False
-        answer = decide(look, settings.history, self._config.resume == "found")
+        left = self._left
+        look = replace(
+            look,
+            sightings=tuple(one for one in look.sightings if one.version.incarnation not in left),
+            marks=tuple(mark for mark in look.marks if mark.incarnation not in left),
+        )
+        answer = decide(look, settings.history, self._resume == "found")
         known = Stored(told=told, aside=left_aside(look, settings.history), present=present)
         if isinstance(answer, Unclear):
             return replace(known, unclear=answer.why), answer.contested

@@ -176,6 +176,17 @@ class TestResume:
         assert [result["start"] for result in two.outcome(*run(resume="never"))] == [0, 0]
         assert [result["start"] for result in two.outcome(*run())] == [3, 3]
 
+    def test_never_says_so_of_what_was_there_before_the_launch(self, two: World, tmp_path: Path) -> None:
+        """What the launch itself has done is resumed after a failure, and what was there before it is not, however early that comes."""
+        storage = {"url": f"file://{tmp_path}/store", "every_steps": 2}
+        assert [result["start"] for result in two.outcome(*run(2, storage=storage))] == [0, 0]
+        launch = {"GEMINI_LAUNCH": "again", "GEMINI_LAUNCHER_PID": str(os.getpid())}
+        for _ in range(2):  # nothing is committed
+            attempt = two.outcome(*run(3, storage=storage, resume="never", crash_at=0), **launch)
+            assert all(isinstance(result, RuntimeError) for result in attempt), attempt
+        assert [result["start"] for result in two.outcome(*run(3, storage=storage, resume="never"), **launch)] == [0, 0]
+        assert [result["start"] for result in two.outcome(*run(4, storage=storage, resume="never"), **launch)] == [3, 3]
+
     def test_a_version_that_fails_again_and_again_is_given_up_for_an_older_one(self, two: World) -> None:
         two.outcome(*run())
         for _ in range(2):
