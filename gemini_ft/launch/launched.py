@@ -16,9 +16,7 @@ from gemini_ft.launch import ray_train
 from gemini_ft.launch.run_id import own_command
 from gemini_ft.wire.worker_messages import Launch
 
-# In the environment of workers of `gemini run`:
-LAUNCH = "GEMINI_LAUNCH"  # the name of the launch, the same on all hosts
-ABSENT = "GEMINI_ABSENT_HOSTS"  # those that have taken part in the job, and do not now, with spaces between them
+LAUNCH = "GEMINI_LAUNCH"  # in the environment of workers of `gemini run`: the name of the launch, the same on all hosts
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|PIN", re.IGNORECASE)  # names whose values no log must show
 _PLAIN = re.compile(r"[+-]?[\d_]{0,12}\.?\d{0,12}(e[+-]?\d{1,3})?|true|false|none", re.IGNORECASE)  # values that are no secret
 _DIGEST = "sha256 "  # before the digest of a value, by which two are compared; no log shows it, since a short value can be guessed from it

@@ -70,7 +70,7 @@ class LaunchingHost:
     name: str = field(default_factory=lasting_name)
     has_taken_part: bool = False
     world: str | None = None  # of the last complete round that it found its place in
-    lacks: Callable[[], int] = lambda: 0  # how often its workers had nothing of a state that is not whole without absent hosts
+    lacks: Callable[[], int] = lambda: 0  # how often its workers found the state not whole without absent hosts, and this none that had it
     lacked: int = 0  # the same, when it wished to join last
     is_fixed: Callable[[], bool] = lambda: False  # whether the state of its workers can be loaded by the same number of ranks only
 
@@ -192,12 +192,6 @@ def has_left(state: Any, name: str) -> bool:
     members = members_of(state)
     setattr(state, _MEMBERS, members - {name})
     return name in members
-
-
-def absent(state: Any) -> list[str]:
-    """The names of hosts that have taken part in a complete round, have not said that they ended, and have no place in this one."""
-    names = getattr(state, _NAMES, {})
-    return sorted(members_of(state) - {names.get(node) for node in state.participants})
 
 
 def _took_part(state: Any, nodes: Iterable[Any]) -> list[Any]:

@@ -225,7 +225,10 @@ class Standby:
 
     def _is_at_work(self, place: ReachedStore) -> bool:
         """Whether a world trains by way of another store: its round is complete, and its hosts live."""
-        found = _within(ANSWER_SECONDS, partial(_state_at, place.store, self._run))
+        try:
+            found = _within(ANSWER_SECONDS, partial(_state_at, place.store, self._run))
+        except RendezvousConnectionError:  # it was there just now
+            return False
         theirs = pickle.loads(found) if found is not None else None
         return theirs is not None and theirs.complete and self._lives(place, theirs, theirs.participants)
 

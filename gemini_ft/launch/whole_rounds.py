@@ -21,8 +21,7 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from gemini_ft.launch.launched import ABSENT, LAUNCH
-from gemini_ft.launch.spares import absent
+from gemini_ft.launch.launched import LAUNCH
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +121,4 @@ def _met(handler: Any, store: Any, this: LaunchName, clock: Callable[[], float] 
             raise RendezvousTimeoutError("some hosts have taken a place in the round and never came to it; see their launchers' output")
         time.sleep(_POLL)
     this.agree([store.get(f"{_HERE}/{size}/{other}").decode() for other in range(size)])
-    os.environ.pop(ABSENT, None)
-    if hosts := absent(handler._state_holder.state):
-        os.environ[ABSENT] = " ".join(hosts)
     return store

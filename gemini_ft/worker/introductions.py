@@ -28,6 +28,7 @@ class Introduction:
     orders: Orders
     stored: Version | None = None  # the host's note of the newest stored version
     launch: str = ""  # that opened the stream on this host last; empty: unknown
+    goes_on: bool = False  # the stream was opened here by an earlier process of this same launch
     ages: dict[Version, float] = field(default_factory=dict)  # of the newest copy of each version, in tenths of a second
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,8 +14,7 @@ from gemini_ft.config import GeminiConfig
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, ObjectGoneError, PeerError, StorageError, StorageUnclearError, WorldSizeError
 from gemini_ft.launch import notes
-from gemini_ft.launch.launched import ABSENT
-from gemini_ft.recovery.plan import Holding, RecoveryPlan, plan_recovery, require
+from gemini_ft.recovery.plan import Holding, RecoveryPlan, genuine, plan_recovery, require
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import Manifest
 from gemini_ft.storage.decisions import (
@@ -35,7 +33,7 @@ from gemini_ft.storage.decisions import (
 )
 from gemini_ft.storage.lookout import Lookout, within
 from gemini_ft.storage.retention import reading
-from gemini_ft.wire.worker_messages import Stage, Staged, Verified, Verify
+from gemini_ft.wire.worker_messages import Stage, Staged, Verified, Verify, Visit, Visited
 from gemini_ft.worker.introductions import Introduction
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise
 
@@ -105,8 +103,12 @@ class Chooser:
     ) -> None:
         self._config, self._client, self._everyone, self._stream = config, client, everyone, stream
         self._reopen, self._rank, self._resizable = reopen, rank, resizable
+        own = [about for about in everyone if about.goes_on] if config.resume == "never" else []
+        self._resume = "auto" if own else config.resume  # what this launch has done itself is resumed
+        self._left = frozenset(incarnation for about in own for incarnation in about.welcome.overtaken)  # what it has begun without
         self._welcomes = [about.welcome for about in {about.welcome.info.host: about for about in everyone}.values()]
-        self._holdings = {about.welcome.info.host: Holding(about.welcome.info.host, about.inventory.slots) for about in everyone}
+        slots = {about.welcome.info.host: about.inventory.slots for about in everyone}
+        self._holdings = {h: Holding(h, [s for s in each if s.version.incarnation not in self._left]) for h, each in slots.items()}
         self._damaged: set[str] = set()  # folders in storage
         self._since: float | None = None  # when storage was first found to be away, on the monotonic clock
         self._stored = Stored()
@@ -117,16 +119,18 @@ class Chooser:
     def choose(self) -> Choice:
         """Obeys ``resume``, and leaves out versions that have led to failure after failure, unless there is nothing else.
 
+        ``never`` speaks of what was there before this launch.
+
         Raises:
             WorldSizeError: all there is was made by another number of ranks.
             RecoveryError: there is nothing to resume, and something is required.
-            PeerError: memory is not whole, and hosts that may have the rest are absent.
+            PeerError: memory is not whole, and hosts that had the rest are absent.
             StorageUnclearError: storage cannot say what there is, and memory does not have it.
             StorageError: the newest checkpoint is of a format that cannot be read.
         """
         stuck = self._stuck()
         given_up = frozenset(version for about in self._everyone for version in about.inventory.given_up) | stuck.keys()
-        if self._config.resume == "never":
+        if self._resume == "never":
             self._stored = self._look(frozenset(), insist=self._config.storage is not None and self._config.storage.required)
             return self._chosen(RecoveryPlan("nothing"), given_up)
         plan = self._find(given_up)
@@ -135,17 +139,44 @@ class Chooser:
         for version, attempts in stuck.items():
             then = "it is left aside" if version != plan.version else "there is no other, so it is tried again"
             self._warn("%s was resumed %d times in a row without one step of progress: %s", version, attempts, then)
-        if self._config.resume == "require":
+        if self._resume == "require":
             require(plan)
-        if plan.version is None and self._config.resume != "found" and self._is_committed(plan):
-            has_any = any(info.committed for info in self._holdings[self._client.welcome.info.host].slots)
-            exchange_or_raise(partial(_refuse_to_begin, plan, has_any), _ABSENT_SECONDS + self._config.timeout)
+        if plan.version is None and self._resume != "found":
+            self._refuse_to_begin()
         return self._chosen(plan, given_up)
 
-    def _is_committed(self, plan: RecoveryPlan) -> bool:
-        """Whether something was committed, though its copies here are not whole."""
-        slots = (info for holding in self._holdings.values() for info in holding.slots)
-        return any(info.committed and info.version.iteration in plan.incomplete for info in slots)
+    def _refuse_to_begin(self) -> None:
+        """Lets nothing begin while hosts are absent that held shards of what was committed: cut off, they may be at work.
+
+        Raises:
+            PeerError: there are some; after a while.
+        """
+        slots = [(holding.host, info) for holding in self._holdings.values() for info in holding.slots]
+        committed = [(info.version, info.world_size) for _, info in slots if info.committed]
+        if not committed:
+            return
+        version, world_size = max(committed)
+        here = {info.owner for _, info in genuine([(host, info) for host, info in slots if info.version == version])}
+        lost = [owner for owner in range(world_size) if owner not in here]
+        told = exchange_or_raise(partial(self._hosts_of, version, lost), self._config.timeout)
+        if not (absent := sorted({host for _, holders in told for host in holders} - self._holdings.keys())):
+            return
+        if not any(self._client.welcome.info.host in hosts for hosts, _ in told):
+            notes.say(notes.LACKS)
+        time.sleep(_ABSENT_SECONDS)
+        raise PeerError(
+            f"step {version.iteration} was committed, and no host here has the shards of ranks {lost}; these hosts may: "
+            f"{', '.join(absent)}. Nothing is begun without them. If they are lost for good, start the command with "
+            "GEMINI_RESUME=never, or with another --run-id"
+        )
+
+    def _hosts_of(self, version: Version, owners: Sequence[int]) -> tuple[set[str], set[str]]:
+        """The hosts of the session that committed a version or resumed it last, and those that held some owners' shards, if known here."""
+        streams = self._client.call(Visit(), Visited)[0].streams
+        spec = streams[self._stream].spec if self._stream in streams else None
+        if spec is None or (spec.incarnation != version.incarnation and spec.resumed != version):
+            return set(), set()
+        return set(spec.hosts), {host for owner in owners for host in (*spec.holders.get(owner, ()), *spec.sources.get(owner, ()))}
 
     def _chosen(self, plan: RecoveryPlan, given_up: frozenset[Version]) -> Choice:
         descent = self._descent(plan.version)
@@ -246,9 +277,15 @@ class Chooser:
             look = Look(trouble=str(error))
         told = tuple((sighting.version.incarnation, sighting.descent) for sighting in look.sightings)
         present = tuple((sighting.folder, sighting.version) for sighting in look.sightings)
-        if self._config.resume == "never":  # checkpoints must be known, so that they count as older, and no more
+        if self._resume == "never":  # checkpoints must be known, so that they count as older, and no more
             return Stored(unclear=look.trouble, told=told, present=present), False
-        answer = decide(look, settings.history, self._config.resume == "found")
+        left = self._left
+        look = replace(
+            look,
+            sightings=tuple(one for one in look.sightings if one.version.incarnation not in left),
+            marks=tuple(mark for mark in look.marks if mark.incarnation not in left),
+        )
+        answer = decide(look, settings.history, self._resume == "found")
         known = Stored(told=told, aside=left_aside(look, settings.history), present=present)
         if isinstance(answer, Unclear):
             return replace(known, unclear=answer.why), answer.contested
@@ -402,20 +439,6 @@ class Chooser:
     def _warn(self, text: str, *values: object) -> None:
         if self._rank == 0:
             _log.warning(text, *values)
-
-
-def _refuse_to_begin(plan: RecoveryPlan, has_any: bool) -> None:
-    """Raises PeerError, after a while, where hosts of the job are absent: cut off, they may be at work, and have all shards."""
-    if absent := os.environ.get(ABSENT):
-        if not has_any:
-            notes.say(notes.LACKS)
-        time.sleep(_ABSENT_SECONDS)
-        newest = max(plan.incomplete)
-        raise PeerError(
-            f"step {newest} was committed, and there is no copy of the shards of ranks {list(plan.incomplete[newest])}; of the hosts that "
-            f"have taken part, these are absent: {absent}. They may have the copies, so nothing is begun without them. If they are lost "
-            "for good, start the command with GEMINI_RESUME=never, or with another --run-id"
-        )
 
 
 def _without(holding: Holding, version: Version | None, owners: set[int]) -> Holding:

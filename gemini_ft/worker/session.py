@@ -221,13 +221,15 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: s
     _warn_of_folder(config, client, run)
     inventory = client.call(GetInventory(), Inventory)[0]
     before = client.welcome.launch
-    launch = "" if before is None else now.id if before.is_same(now) else before.id
+    is_same = before is not None and before.is_same(now)
+    launch = "" if before is None else now.id if is_same else before.id
+    goes_on = is_same and before is not None and before.pid != os.getpid()  # a process that joins again was not restarted
     shared = config.model_dump_json(exclude={"domain", "secret_file", "memory_limit", "interface", "agent_cpus"})
     own = {"secret": b"", "launch": None, "memory_folder": ""}  # exchanges between ranks travel openly
     welcome = client.welcome.model_copy(update=own)
     mark = recall_on_host(config.storage.url, run, stream) if config.storage is not None else None
     stored = mark.version if mark is not None else None
-    return Introduction(run, welcome, inventory, configured_secret, shared, Orders.read(run), stored, launch)
+    return Introduction(run, welcome, inventory, configured_secret, shared, Orders.read(run), stored, launch, goes_on)
 
 
 def _agree(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_kit import end_agent
 from rank_kit import World
 from session_case import loop, overheard
 
@@ -15,11 +16,13 @@ from gemini_ft.errors import (
     GeminiError,
     LayoutMismatchError,
     MemoryBudgetError,
+    PeerError,
     RecoveryError,
     SecretError,
     StateError,
     WorldSizeError,
 )
+from gemini_ft.launch.notes import LACKS
 from gemini_ft.wire.messages import PROTOCOL_VERSION
 from gemini_ft.worker import session
 
@@ -163,6 +166,37 @@ class TestOtherJob:
         assert text == "the snapshot has state of ['scaler', 'scheduler'], this job has ['scheduler']; give the same `state` as before"
 
 
+class TestAbsentHosts:
+    def test_that_alone_may_have_what_was_committed_are_waited_for(self, tmp_path: Path) -> None:
+        """Those that held it: a host that was lost before has taken part in something older, and lets the others come first."""
+        with World(tmp_path, hosts=["host0", "host1", "host2"]) as world:
+            world.outcome(*run(3))
+            world.hosts = ["host0", "host4", "host2"]
+            assert [result["start"] for result in world.outcome(*run(3))] == [3, 3, 3]
+            for host in ("host0", "host4"):
+                end_agent(world.run, host)
+            world.hosts = ["host1", "host2", "host4"]
+            notes = [tmp_path / host for host in world.hosts]
+            attempt = world.start(*run(3), per_rank=[{"GEMINI_NOTES_FILE": str(note)} for note in notes])
+            text = same_error(attempt.results(), PeerError)
+            attempt.kill()
+            assert text.startswith("step 6 was committed, and no host here has the shards of ranks [1]; these hosts may: host0. Nothing is")
+            assert [LACKS in note.read_text().split() for note in notes] == [True, False, False]
+            world.hosts = ["host0", "host2", "host4"]
+            assert [result["start"] for result in world.outcome(*run(1))] == [0, 0, 0]
+
+    def test_have_it_still_when_they_come_back_and_need_not_come(self, two: World) -> None:
+        two.outcome(*run(replicas=1))
+        two.hosts = ["host0", "host7"]
+        text = same_error(two.outcome(*run(replicas=1)), PeerError)
+        assert "of ranks [1]; these hosts may: host1." in text
+        assert "start the command with GEMINI_RESUME=never, or with another --run-id" in text
+        two.hosts = ["host0", "host1"]
+        assert [result["start"] for result in two.outcome(*run(replicas=1))] == [3, 3]
+        two.hosts = ["host0", "host7"]
+        assert [result["start"] for result in two.outcome(*run(replicas=1, resume="never"))] == [0, 0]
+
+
 class TestResume:
     def test_auto_never_and_require(self, two: World) -> None:
         text = same_error(two.outcome(*run(resume="require")), RecoveryError)
@@ -175,6 +209,17 @@ class TestResume:
         assert any("resuming at iteration 3 from memory" in text for text in again[0]["told"])
         assert [result["start"] for result in two.outcome(*run(resume="never"))] == [0, 0]
         assert [result["start"] for result in two.outcome(*run())] == [3, 3]
+
+    def test_never_says_so_of_what_was_there_before_the_launch(self, two: World, tmp_path: Path) -> None:
+        """What the launch itself has done is resumed after a failure, and what was there before it is not, however early that comes."""
+        storage = {"url": f"file://{tmp_path}/store", "every_steps": 2}
+        assert [result["start"] for result in two.outcome(*run(2, storage=storage))] == [0, 0]
+        launch = {"GEMINI_LAUNCH": "again", "GEMINI_LAUNCHER_PID": str(os.getpid())}
+        for _ in range(2):  # nothing is committed
+            attempt = two.outcome(*run(3, storage=storage, resume="never", crash_at=0), **launch)
+            assert all(isinstance(result, RuntimeError) for result in attempt), attempt
+        assert [result["start"] for result in two.outcome(*run(3, storage=storage, resume="never"), **launch)] == [0, 0]
+        assert [result["start"] for result in two.outcome(*run(4, storage=storage, resume="never"), **launch)] == [3, 3]
 
     def test_a_version_that_fails_again_and_again_is_given_up_for_an_older_one(self, two: World) -> None:
         two.outcome(*run())

@@ -100,6 +100,7 @@ class World:
     start: int
     formed: float
     committed: int
+    holders: dict[int, set[str]]  # owner -> hosts that hold its shard, or held what was resumed of it
     is_over: bool = False
 
 
@@ -115,6 +116,7 @@ class Launcher:
     executor: Any = None
     join: Any = None
     world: str = ""  # whose round it has found complete
+    last: World | None = None  # that it was in
     is_failing: bool = False
     has_ended: bool = False
     lacks: int = 0
@@ -201,21 +203,29 @@ class Job:
         if spares.world_of(state) != one.world or one.name not in hosts or len(hosts) < self.size:
             one.is_failing = True
         elif all(self.launchers[name].world == one.world for name in hosts) and self._see_each_other(hosts):
-            self._begin(one.world, hosts, spares.absent(state))
+            self._begin(one.world, hosts)
 
-    def _begin(self, name: str, hosts: list[str], absent: list[str]) -> None:
+    def _begin(self, name: str, hosts: list[str]) -> None:
         held = {owner: max((self.launchers[host].memory.get(owner, 0) for host in hosts), default=0) for owner in range(self.size)}
         start = min(held.values())
         committed = max((world.committed for world in self.worlds.values()), default=0)
-        if max(held.values()) and not start and absent:
-            for host in hosts:  # nothing is begun without hosts that may have the rest (`_refuse_to_begin`)
+        known = [last for host in hosts if (last := self.launchers[host].last) is not None and last.committed]
+        newest = max(known, key=lambda world: world.formed, default=None)
+        if not start and newest is not None and {host for owner in held if not held[owner] for host in newest.holders[owner]} - {*hosts}:
+            for host in hosts:  # nothing is begun without hosts that may have the rest (`Chooser.choose`)
                 self.launchers[host].is_failing = True
-                self.launchers[host].lacks += not any(self.launchers[host].memory.values())
+                self.launchers[host].lacks += host not in newest.hosts
             return
         began = [world for world in self.worlds.values() if {*world.hosts} & {*hosts}]
         assert began or not self.worlds, f"{hosts} form a world, and none of them has taken part before: {self.worlds}"
         assert start or not committed, f"{hosts} begin anew, though {committed} steps were committed: {self.worlds}"
-        self.worlds[name] = World(name, hosts, start, self.network.now, start)
+        holders = {owner: {hosts[owner], hosts[(owner + 1) % self.size]} for owner in held}
+        for host in hosts if start else ():
+            for owner, iteration in self.launchers[host].memory.items():
+                holders[owner] |= {host} if iteration else set()
+        self.worlds[name] = World(name, hosts, start, self.network.now, start, holders)
+        for host in hosts:
+            self.launchers[host].last = self.worlds[name]
 
     def _see_each_other(self, hosts: list[str]) -> bool:
         return all(self.network.reaches(one, other) for one in hosts for other in hosts)

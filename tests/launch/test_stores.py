@@ -159,6 +159,21 @@ def test_a_host_that_was_cut_off_with_a_store_comes_back_to_where_the_job_is_at_
     assert seen(cut) == seen(job)
 
 
+def test_another_store_that_is_lost_while_it_is_looked_at_costs_nothing(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "LOOK_SECONDS", 0.0)
+    asked = []
+
+    def lost(store: Any, run: str) -> None:
+        asked.append(store)
+        raise RendezvousConnectionError("lost")
+
+    monkeypatch.setattr(stores, "_state_at", lost)
+    one = launcher(places.serve(), places.serve())
+    one.set_state(state(3, complete=False))
+    while not asked:  # a store that answers late counts in the next look
+        assert seen(one) == state(3, complete=False)
+
+
 @pytest.fixture
 def start_stopped() -> Iterator[Callable[[], tuple[int, Callable[[], None]]]]:
     """Starts a store in a process; returns its port, and stops it when asked to."""
