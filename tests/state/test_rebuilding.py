@@ -16,18 +16,21 @@ from gemini_ft.state.rebuilding import ModuleTree
 
 
 class Branches(nn.Module):
-    """Two branches that are applied in the order in which they stand, and an activation."""
+    """Two branches that are applied in the order in which they stand, an activation, and a number."""
+
+    count: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.branches = nn.ModuleDict({"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)})
         self.activation: nn.Module = nn.ReLU()
         self.backbone = nn.Linear(4, 4)
+        self.register_buffer("count", torch.tensor(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for branch in self.branches.values():
             x = self.activation(branch(x))
-        out: torch.Tensor = self.backbone(x)
+        out: torch.Tensor = self.backbone(x) * self.count
         return out
 
 
@@ -43,7 +46,7 @@ def job() -> tuple[Branches, torch.optim.Optimizer, PlainState]:
 def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """One step; its loss and the norm of its gradients, to the last bit."""
     model.zero_grad()
-    loss = model(torch.arange(8.0).view(2, 4)).square().sum()
+    loss = model(torch.arange(8.0, dtype=next(model.parameters()).dtype).view(2, 4)).square().sum()
     loss.backward()
     norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
     optimizer.step()
@@ -67,7 +70,15 @@ def change_groups(model: Branches, optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop())
 
 
-@pytest.mark.parametrize("change", [reorder, prune_and_make_permanent, extend_a_group, change_groups])
+def count_halves(model: Branches, _: torch.optim.Optimizer) -> None:
+    model.count = model.count + 0.5
+
+
+def double(model: Branches, _: torch.optim.Optimizer) -> None:
+    model.double()
+
+
+@pytest.mark.parametrize("change", [reorder, prune_and_make_permanent, extend_a_group, change_groups, count_halves, double])
 def test_is_followed(change: Callable[[Branches, torch.optim.Optimizer], None]) -> None:
     model, optimizer, state = job()
     update(model, optimizer)
