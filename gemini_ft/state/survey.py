@@ -187,7 +187,7 @@ def _outline_of_parts(models: Iterable[_Parts]) -> Iterator[Any]:
     for parts in models:
         for _, part in parts:
             yield [*part._parameters.keys(), *map(id, part._parameters.values())]
-            yield [*part._buffers.keys(), *map(id, part._buffers.values())]
+            yield [*part._buffers.keys(), *map(id, part._buffers.values()), *sorted(part._non_persistent_buffers_set)]
 
 
 def _outline_of_optimizers(optimizers: Mapping[str, Optimizer]) -> Iterator[Any]:

@@ -98,6 +98,8 @@ class Tied(nn.Module):
 
     current: torch.Tensor
     following: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
     apart: torch.Tensor
 
     def __init__(self) -> None:
@@ -108,7 +110,7 @@ class Tied(nn.Module):
             self.register_buffer(name, torch.rand(1), persistent=name != "apart")
         self.register_buffer("current", self.a)
         self.register_buffer("following", self.b)
-        self.active = self.one
+        self.active: nn.Module = self.one
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.following += 0.5  # in place
