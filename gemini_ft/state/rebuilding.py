@@ -65,8 +65,8 @@ class Structure:
     ties: dict[str, str] = field(default_factory=dict)
 
     def with_newcomers(self, now: Structure) -> Structure:
-        """The description with modules and names that a first iteration has made: a fresh process makes them again."""
-        ties = {name: first for name, first in now.ties.items() if name not in self.tensors}
+        """The description with modules that a first iteration has made, and ties of theirs: a fresh process makes them again."""
+        ties = {name: first for name, first in now.ties.items() if not {_parent(name), _parent(first)} <= self.order.keys()}
         return replace(self, modules={**now.modules, **self.modules}, ties={**ties, **self.ties})
 
 
@@ -321,6 +321,10 @@ def _can_become(have: list[list[str]], then: list[list[str]], now: list[list[str
 
     made = len(then)
     return bool(have) and plain(have[:made]) == plain(then) and all(group in plain(now) for group in plain(have[made:]))
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _kind(module: nn.Module) -> str:

@@ -199,6 +199,15 @@ def test_names_of_the_same_tensor_or_module_are_followed(change: Callable[[Tied]
     assert list(again.state_dict()) == list(model.state_dict())
 
 
+def test_a_name_that_comes_before_the_first_snapshot_is_followed() -> None:
+    model, _, state = tied_job()
+    model.register_buffer("third", model.b)
+    taken = take(state)
+    again, _, fresh = tied_job()
+    give(taken, fresh)
+    assert again.get_buffer("third") is again.b
+
+
 def test_a_tied_parameter_that_gets_its_own_is_refused() -> None:
     model, _, state = tied_job()
     take(state)
