@@ -141,7 +141,7 @@ class Checkpointer:
         self._has_looked = False  # for loaders whose positions are in no snapshot
         self._updates = 0
         self._blocked = 0.0
-        self._steps = OptimizerSteps(self.wait_before_update)
+        self._steps = OptimizerSteps(self._wait_for_copy)
         self._hyperparameters = Hyperparameters(self._stateful)
         if gradients is not None:
             self.attach_gradients(gradients)
@@ -411,9 +411,13 @@ class Checkpointer:
     def wait_before_update(self) -> None:
         """Returns when the copy under way has been made; call it before parameters or optimizer state are written.
 
-        Hooks of the optimizers do so by themselves, but not when a CUDA graph that has captured their step is replayed.
+        Hooks of the optimizers do so by themselves, but not when a CUDA graph that has captured their step is replayed: from the first
+        capture on, each call counts as a step.
         """
         self._steps.announced()
+        self._wait_for_copy()
+
+    def _wait_for_copy(self) -> None:
         faults.at_step(self._iteration, "before_update")
         begin = time.perf_counter()
         if self._recorder is not None:

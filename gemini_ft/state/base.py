@@ -151,8 +151,8 @@ class PlainState:
         return saved
 
     def _present_changes(self, found: Survey) -> Changes:
-        """Changes since the script built it; computed again when names, shapes, modules or groups differ."""
-        outline = found.structure, [local_shape(tensor) for tensor in found.own.values()]
+        """Changes since the script built it; computed again when names, shapes, dtypes, modules or groups differ."""
+        outline = found.structure, [(local_shape(tensor), tensor.dtype) for tensor in found.own.values()]
         if outline != self._outline:
             now = describe_all(self.models, self.optimizers)
             if self._outline is None:

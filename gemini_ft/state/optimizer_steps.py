@@ -19,7 +19,7 @@ class OptimizerSteps:
     """The steps of the optimizers of one state.
 
     Args:
-        before: called before each step; it, or whoever else announces an update, calls `announced`.
+        before: called before each step.
     """
 
     def __init__(self, before: Callable[[], None]) -> None:
@@ -29,7 +29,8 @@ class OptimizerSteps:
         self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stranger: Optimizer | None = None  # one that has stepped and was not given
         self._stepped = False
-        self._is_captured = False  # since the last update that was announced, into a graph
+        self._captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have been captured into a graph
+        self._is_unannounced = False  # one has been captured since the loop announced an update for the last time
 
     def follow(self, state: PlainState, others: Iterable[Optimizer], hooks: bool) -> None:
         """Follows the optimizers of ``state`` and the others; without ``hooks`` only gradients that wait for a step are looked at."""
@@ -52,8 +53,9 @@ class OptimizerSteps:
         self._hooked.clear()
 
     def announced(self) -> None:
-        """Takes note that state is written next: by an optimizer, or by a graph that has captured one."""
-        self._stepped, self._is_captured = True, False
+        """Takes note that the loop announces an update: a step, if it may be the replay of a graph that has captured one."""
+        self._stepped |= bool(self._captured)
+        self._is_unannounced = False
 
     def take(self) -> bool:
         """Whether an optimizer has stepped since the last call.
@@ -61,7 +63,7 @@ class OptimizerSteps:
         Raises:
             StateError: one has been captured into a graph, and replays of that are not announced.
         """
-        if self._is_captured:
+        if self._is_unannounced:
             raise StateError(
                 "an optimizer's step has been captured into a graph, whose replays would write state while it is copied, unseen; call "
                 "checkpointer.wait_before_update() before each replay, outside of the capture, for the first time before this step()"
@@ -84,13 +86,17 @@ class OptimizerSteps:
     def _hook(self, optimizer: Optimizer) -> None:
         self._hooked.add(optimizer)
         self._handles.append(optimizer.register_step_pre_hook(self._begin))
+        self._handles.append(optimizer.register_step_post_hook(self._end))
 
     def _begin(self, optimizer: Optimizer, *_: Any) -> None:
-        devices = {param.device for group in optimizer.param_groups for param in group["params"][:1]}
-        if any(map(accelerator.is_capturing, devices)):
-            self._is_captured = True  # nothing is written now, and what waits for events cannot be captured
+        if _is_being_captured(optimizer):  # nothing is written now, and what waits for events cannot be captured
+            self._captured.add(optimizer)
+            self._is_unannounced = True
         else:
             self._before()
+
+    def _end(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepped |= not _is_being_captured(optimizer)
 
     def _any_stepped(self, optimizer: Optimizer) -> None:
         """Takes note that an optimizer of this process has stepped; an unknown one writes captured state while its own is not captured."""
@@ -98,3 +104,8 @@ class OptimizerSteps:
             ours = {id(param) for model in self._state.models.values() for param in model.parameters()}
             if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
                 self._stranger = optimizer
+
+
+def _is_being_captured(optimizer: Optimizer) -> bool:
+    devices = {param.device for group in optimizer.param_groups for param in group["params"][:1]}
+    return any(map(accelerator.is_capturing, devices))

@@ -2,14 +2,15 @@
 
 The state is described when the script has made it (`describe`), and compared with that when it is another (`difference`). Each snapshot
 says what had changed by then, so that a fresh process, in which everything is as the script makes it, can follow (`build`): buffers are
-registered, resized or removed, lazy parameters made, pruned ones split, parameters resized, groups added to optimizers. What only the
-script can build (new layers, other optimizers) is refused at the moment when it is found, unless the script has given a way to do so.
+registered, resized or removed, lazy parameters made, pruned ones split, parameters resized, names tied, groups added to optimizers. What
+only the script can build (new layers, other optimizers) is refused at the moment when it is found, unless it has given a way to do so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ _WAY_OUT = (
 
 declare(
     "changes of the layout while training: buffers that come, grow or go; parameters that are pruned (torch.nn.utils.prune), resized or "
-    "lazy; groups added to optimizers",
+    "lazy; names that are tied to another tensor or module; groups added to optimizers",
     Fate.CAPTURED,
     "a new layout, committed like any other; a fresh process builds what is missing from the snapshot's description",
 )
@@ -48,11 +49,12 @@ class Structure:
     """The structure of modules and optimizers.
 
     Attributes:
-        tensors: name of each parameter and buffer -> its kind, shape, dtype, and whether it is persistent.
+        tensors: first name of each parameter and buffer -> its kind, shape, dtype, and whether it is persistent.
         groups: name of each optimizer -> for each of its groups the names of its parameters.
         classes: name of each optimizer -> its class.
         order: name of each module -> its parameters, buffers and modules, one after the other.
         modules: name of each module -> its class.
+        ties: further name of a parameter, buffer or module -> its first name.
     """
 
     tensors: dict[str, Entry] = field(default_factory=dict)
@@ -60,10 +62,12 @@ class Structure:
     classes: dict[str, str] = field(default_factory=dict)
     order: dict[str, list[str]] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
 
     def with_newcomers(self, now: Structure) -> Structure:
-        """The description with modules that a first iteration has made: a fresh process makes them again."""
-        return replace(self, modules={**now.modules, **self.modules})
+        """The description with modules that a first iteration has made, and ties of theirs: a fresh process makes them again."""
+        ties = {name: first for name, first in now.ties.items() if not {_parent(name), _parent(first)} <= self.order.keys()}
+        return replace(self, modules={**now.modules, **self.modules}, ties={**ties, **self.ties})
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class Changes:
         classes: name of an optimizer -> its class; None where there was, or is, no such optimizer.
         order: name of a module -> its parameters, buffers and modules; sums over all of a model's depend on their order.
         modules: name of a module -> its class; None where there was, or is, no such module.
+        ties: name -> the first name of the same tensor or module; None where it was, or is, the first one itself, or not there.
     """
 
     tensors: dict[str, list[Entry | None]] = field(default_factory=dict)
@@ -83,10 +88,11 @@ class Changes:
     classes: dict[str, list[str | None]] = field(default_factory=dict)
     order: dict[str, list[list[str] | None]] = field(default_factory=dict)
     modules: dict[str, list[str | None]] = field(default_factory=dict)
+    ties: dict[str, list[str | None]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         moved = any(then is not None and now is not None for then, now in self.order.values())
-        return bool(self.tensors or self.groups or self.classes or self.modules or moved)
+        return bool(self.tensors or self.groups or self.classes or self.modules or self.ties or moved)
 
 
 def modules_of(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -127,15 +133,16 @@ def _children(module: nn.Module) -> tuple[Any, ...]:
 
 def describe(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> Structure:
     """Describes how everything is built now."""
-    tensors, names, modules = dict[str, Entry](), dict[int, str](), modules_of(models)
-    for path, module in modules.items():
-        for key, param in module._parameters.items():
-            if param is not None and id(param) not in names:
-                names[id(param)] = f"{path}.{key}"
-                tensors[names[id(param)]] = ["parameter", local_shape(param), _dtype(param), True]
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                tensors[f"{path}.{key}"] = ["buffer", local_shape(buffer), _dtype(buffer), key not in module._non_persistent_buffers_set]
+    tensors, names, modules, ties = dict[str, Entry](), dict[int, str](), modules_of(models), _module_ties(models)
+    for kind, (path, module) in product(("parameter", "buffer"), modules.items()):
+        for key, tensor in (module._parameters if kind == "parameter" else module._buffers).items():
+            if tensor is None:
+                continue
+            name = f"{path}.{key}"
+            if (first := names.setdefault(id(tensor), name)) == name:
+                tensors[name] = [kind, local_shape(tensor), _dtype(tensor), key not in module._non_persistent_buffers_set]
+            else:
+                ties[name] = first
     found = every_optimizer(optimizers)
     groups = {
         name: [[names.get(id(param), "?") for param in group["params"]] for group in optimizer.param_groups]
@@ -144,13 +151,25 @@ def describe(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> Stru
     classes = {name: type(optimizer).__qualname__ for name, optimizer in found.items()}
     order = {path: [*part._parameters.keys(), *part._buffers.keys(), *part._modules.keys()] for path, part in modules.items()}
     kinds = {path: kind for path, part in modules.items() if (kind := _kind(part))}
-    return Structure(tensors, groups, classes, order, kinds)
+    return Structure(tensors, groups, classes, order, kinds, ties)
+
+
+def _module_ties(models: Mapping[str, nn.Module]) -> dict[str, str]:
+    ties: dict[str, str] = {}
+    for model, root in models.items():
+        parts = [(f"{model}.{clean(path)}".rstrip("."), part) for path, part in unwrap_model(root).named_modules()]
+        names = {id(part): name for name, part in parts}
+        for parent, part in parts:
+            for key, child in part._modules.items():
+                name = clean(f"{parent}.{key}")
+                if child is not None and _kind(child) and (first := names.get(id(child), name)) != name:
+                    ties[name] = first
+    return ties
 
 
 def difference(then: Structure, now: Structure) -> Changes:
     """The changes."""
-    parts = ("tensors", "groups", "classes", "order", "modules")
-    return Changes(**{part: _changed(getattr(then, part), getattr(now, part)) for part in parts})
+    return Changes(**{part.name: _changed(getattr(then, part.name), getattr(now, part.name)) for part in fields(Changes)})
 
 
 def _changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,14 +188,23 @@ def build(models: Mapping[str, nn.Module], optimizers: Sequence[Any], changes: C
     Raises:
         LayoutMismatchError: it was neither as the script made it then, nor as it is to be.
     """
+    ties: dict[str, str | None] = {**describe(models, ()).ties}  # all of them: a buffer that is resized is another tensor
+    for name, (first_then, first_now) in changes.ties.items():
+        if (first := ties.get(name)) not in (first_then, first_now):
+            raise LayoutMismatchError(_mismatch(f"{name}: another name of", first, first_then, first_now))
+        ties[name] = first_now
     for name in list(changes.tensors):
         fresh = describe(models, ()).tensors.get(name)
         then, now = changes.tensors[name]
-        if not _same(fresh, now):
+        if not _same(fresh, now) and not (now is None and ties.get(name)):
             if not _same(fresh, then):
                 raise LayoutMismatchError(_mismatch(name, fresh, then, now))
             parent, _, key = name.rpartition(".")
             _build_tensor(modules_of(models), parent, key, now, changes)
+    have_ties = describe(models, ()).ties
+    for name, first in ties.items():
+        if have_ties.get(name) != first:
+            _tie(modules_of(models), name, first)
     modules = modules_of(models)
     for path, (_, keys) in changes.order.items():
         part = modules.get(path)
@@ -217,7 +245,7 @@ def _reasons(changes: Changes, modules: Modules) -> Iterator[str]:
 def _is_pruning(changes: Changes, parent: str, key: str) -> bool:
     """Whether a parameter has become its ``_orig`` and a mask, or was that before."""
     base = f"{parent}.{key.removesuffix('_orig')}"
-    return all(f"{base}{end}" in changes.tensors for end in ("", "_orig", "_mask"))
+    return all(f"{base}{end}" in changes.tensors or f"{base}{end}" in changes.ties for end in ("", "_orig", "_mask"))
 
 
 def _build_tensor(modules: Modules, parent: str, key: str, now: Entry | None, changes: Changes) -> None:
@@ -226,7 +254,7 @@ def _build_tensor(modules: Modules, parent: str, key: str, now: Entry | None, ch
         raise LayoutMismatchError(f"{parent}.{key}: there is no module {parent} now; resume with the script that made the snapshot")
     base = key.removesuffix("_orig").removesuffix("_mask")
     if _is_pruning(changes, parent, base):
-        if changes.tensors[f"{parent}.{base}_orig"][1] is not None:
+        if changes.tensors[f"{parent}.{base}_mask"][1] is not None:
             prune.identity(module, base)  # type: ignore[no-untyped-call]
         else:
             prune.remove(module, base)  # type: ignore[no-untyped-call]
@@ -245,6 +273,21 @@ def _build_tensor(modules: Modules, parent: str, key: str, now: Entry | None, ch
         old = module._buffers.get(key)
         room = torch.empty(now[1], dtype=getattr(torch, now[2]), device=device if old is None else old.device)
         module.register_buffer(key, room, persistent=now[3])
+
+
+def _tie(modules: Modules, name: str, first: str | None) -> None:
+    """Gives what has the first name this one too, or takes the name away."""
+    (parent, _, key), (owner, _, label) = name.rpartition("."), (first or "").rpartition(".")
+    for part in (parent, owner):
+        if part and part not in modules:
+            raise LayoutMismatchError(f"{name}: there is no module {part} now; resume with the script that made the snapshot")
+    vars(modules[parent]).pop(key, None)
+    for table in ("_parameters", "_buffers", "_modules"):
+        entries = getattr(modules[parent], table)
+        if first is not None and getattr(modules[owner], table).get(label) is not None:
+            entries[key] = getattr(modules[owner], table)[label]
+        else:
+            entries.pop(key, None)
 
 
 def _build_groups(optimizer: Optimizer, have: list[list[str]], now: list[list[str]], parameters: Mapping[str, nn.Parameter]) -> None:
@@ -278,6 +321,10 @@ def _can_become(have: list[list[str]], then: list[list[str]], now: list[list[str
 
     made = len(then)
     return bool(have) and plain(have[:made]) == plain(then) and all(group in plain(now) for group in plain(have[made:]))
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _kind(module: nn.Module) -> str:

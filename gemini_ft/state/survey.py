@@ -38,7 +38,8 @@ class Survey:
     """Modules and optimizers between two steps.
 
     Attributes:
-        live: each tensor under all of its names, the first one first.
+        live: each parameter and buffer under its first name, and state of optimizers under all of its names.
+        ties: further name of a parameter or buffer -> its first name.
         models: name -> module, as it was given.
         modules: name as in snapshots -> module, of all modules.
         optimizers: name -> optimizer, also of those that others hold.
@@ -46,6 +47,7 @@ class Survey:
     """
 
     live: list[Live]
+    ties: dict[str, str]
     models: Models
     modules: Modules
     optimizers: dict[str, Optimizer]
@@ -63,10 +65,10 @@ class Survey:
 
     @cached_property
     def structure(self) -> object:
-        """A value that changes with modules, groups, parameters and the names of buffers, and not with optimizer state."""
+        """A value that changes with modules, groups, parameters, names of buffers and ties, and not with optimizer state."""
         groups = [[list(map(id, group["params"])) for group in optimizer.param_groups] for optimizer in self.optimizers.values()]
         params = {name: id(tensor) for name, tensor in self.parameters.items()}
-        return self.walks, list(map(id, self.optimizers.values())), groups, params, list(self.own)
+        return self.walks, list(map(id, self.optimizers.values())), groups, params, list(self.own), self.ties
 
     @cached_property
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -161,7 +163,8 @@ class Surveyor:
         optimizers = every_optimizer(self._optimizers)
         outline = [self._walks, *_outline_of_parts(self._parts), *_outline_of_optimizers(optimizers)]
         if self._found is None or outline != self._outline:
-            self._found = Survey(_live(self._parts, list(optimizers.values())), self._models, modules, optimizers, self._walks)
+            live, ties = _live(self._parts, list(optimizers.values()))
+            self._found = Survey(live, ties, self._models, modules, optimizers, self._walks)
             self._outline = outline
         return self._found
 
@@ -184,7 +187,7 @@ def _outline_of_parts(models: Iterable[_Parts]) -> Iterator[Any]:
     for parts in models:
         for _, part in parts:
             yield [*part._parameters.keys(), *map(id, part._parameters.values())]
-            yield [*part._buffers.keys(), *map(id, part._buffers.values())]
+            yield [*part._buffers.keys(), *map(id, part._buffers.values()), *sorted(part._non_persistent_buffers_set)]
 
 
 def _outline_of_optimizers(optimizers: Mapping[str, Optimizer]) -> Iterator[Any]:
@@ -202,15 +205,20 @@ def _outline_of_entry(entry: Mapping[Any, Any] | None) -> list[Any]:
     return tensors if 2 * len(entry or ()) == len(tensors) else [*tensors, id(entry)]
 
 
-def _live(models: Iterable[_Parts], optimizers: Sequence[Optimizer]) -> list[Live]:
+def _live(models: Iterable[_Parts], optimizers: Sequence[Optimizer]) -> tuple[list[Live], dict[str, str]]:
     found: list[Live] = []
     names: dict[int, str] = {}
+    ties: dict[str, str] = {}
     for parts, role in product(models, (Role.PARAMETER, Role.BUFFER)):
         for prefix, part in parts:
             for key, tensor in (part._parameters if role is Role.PARAMETER else part._buffers).items():
-                if tensor is not None and id(tensor) not in names:
-                    names[id(tensor)] = f"{prefix}.{key}"
-                    found.append(Live(names[id(tensor)], tensor, role))
+                if tensor is None:
+                    continue
+                name = f"{prefix}.{key}"
+                if (first := names.setdefault(id(tensor), name)) == name:
+                    found.append(Live(name, tensor, role))
+                else:
+                    ties[name] = first
     for index, optimizer in enumerate(optimizers):  # all parameters before any state, which may refer to one
         for place, param in _params(optimizer):
             if id(param) not in names:
@@ -228,7 +236,7 @@ def _live(models: Iterable[_Parts], optimizers: Sequence[Optimizer]) -> list[Liv
                     name = state_name(label, key)
                     first = names.setdefault(id(value), name)
                     found.append(Live(name, value, Role.STATE, param, None if first == name else first))
-    return found
+    return found, ties
 
 
 def _params(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:

@@ -139,9 +139,10 @@ class Recorder:
         written, self._copying.written = self._copying.written, []
         if self._copy_when.judge(written, iteration):
             self.events.write("copied at step", iteration=iteration, tensors=written[:5])
+        is_compared = self._is_compared(iteration)  # asked for each iteration by all ranks, those too that leave this one out
         if self._slots_lock.acquire(blocking=self._config.waits or not self._stats.snapshots):
             try:
-                self._submit(iteration, state, {"extras": extras, "given": given})
+                self._submit(iteration, state, {"extras": extras, "given": given}, is_compared)
             finally:
                 self._slots_lock.release()
         else:  # the snapshot thread is bringing another agent up
@@ -149,13 +150,13 @@ class Recorder:
             self._copying.leave_out(iteration)
         self._stats.snapshots += 1
 
-    def _submit(self, iteration: int, state: TrainingState, beside: dict[str, Any]) -> None:
+    def _submit(self, iteration: int, state: TrainingState, beside: dict[str, Any], is_compared: bool) -> None:
         live = state.survey()
         blob = codec.encode({"tensors": state.extras()} | beside, self.session.secret)
         plan = self._reservation.fit(state, live, len(blob), self._copy_when.at_step)
         self._stats.shard_bytes = plan.nbytes
         plan.stage()
-        digest_due = (self._digest_at is not None and iteration >= self._digest_at) or self._is_compared(iteration)
+        digest_due = is_compared or (self._digest_at is not None and iteration >= self._digest_at)
         self._outcomes.begin(iteration)
         digest = self._reservation.digest if digest_due else None
         job = PendingSnapshot(iteration=iteration, extras=blob, digest=digest, marks=plan.marks(), ready=plan.ready())

@@ -11,6 +11,7 @@ from rank_kit import World
 from session_case import (
     add_buffer,
     add_parameters,
+    compare_with_a_gap,
     drift,
     drift_and_compare_soon,
     growth,
@@ -69,6 +70,10 @@ class TestDrift:
     def test_is_found_without_storage(self, two: World) -> None:
         results = two.outcome(*run(50, during=drift_and_compare_soon))
         assert any(isinstance(result, ReplicaDivergedError) for result in results), results
+
+    def test_is_looked_for_at_the_same_iterations_by_all_ranks(self, two: World) -> None:
+        results = two.outcome(*run(22, during=compare_with_a_gap, on_late="skip", interval=1, pause=0.05))
+        assert [result["scalars"]["digested"] for result in results] == [[10, 20], [20]]
 
     def test_is_found_before_the_next_upload(self, two: World, tmp_path: Path) -> None:
         storage = {"url": f"file://{tmp_path}/store", "every_steps": 2}

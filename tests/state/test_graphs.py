@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,51 @@ def _train(until: int) -> tuple[list[Any], str]:
     finally:
         checkpointer.close(finished=False)
     return found, ""
+
+
+def _other_steps() -> tuple[list[list[int]], str]:
+    """Snapshots before and after a step that only waits, or fails; and what a replay leads to beside another optimizer's step."""
+    gemini_ft.init_process_group("gloo")
+    install(accelerator, 0.02)
+    models = [nn.Linear(8, 8, bias=False) for _ in range(2)]
+    graphed, eager = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for model in models:
+        model.weight.grad = torch.zeros(8, 8)
+    checkpointer = gemini_ft.Checkpointer(dict(zip("dg", models, strict=True)), [graphed, eager], replicated=False, on_late="wait")
+    checkpointer.resume()
+    counts = []
+    for update in (checkpointer.wait_before_update, lambda: _fail(eager), eager.step):
+        before = checkpointer.stats.snapshots
+        update()
+        checkpointer.step()
+        counts.append(checkpointer.stats.snapshots - before)
+    graph = Graph(models[0], graphed)
+    graph.replay()
+    eager.step()
+    try:
+        checkpointer.step()
+    except StateError as error:
+        return counts, str(error)
+    finally:
+        checkpointer.close(finished=False)
+    return counts, ""
+
+
+def _fail(optimizer: torch.optim.Optimizer) -> None:
+    """A step that raises in its closure, which the loop survives."""
+
+    def closure() -> float:
+        raise ArithmeticError
+
+    with contextlib.suppress(ArithmeticError):
+        optimizer.step(closure)
+
+
+def test_only_what_has_stepped_is_a_step_and_no_other_optimizer_announces_a_replay(tmp_path: Path) -> None:
+    with World(tmp_path, 1) as ranks:
+        ((counts, said),) = ranks.outcome(_other_steps)
+    assert counts == [0, 0, 1]
+    assert "captured into a graph" in said
 
 
 def test_replays_are_steps_that_are_announced(tmp_path: Path) -> None:

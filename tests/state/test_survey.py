@@ -79,6 +79,7 @@ CHANGES: dict[str, Callable[[Any, Any], object]] = {
     "parameter under another name": lambda model, _: model.spare.register_parameter("twice", model.a.weight),
     "parameters exchanged": lambda model, _: model.a.__setattr__("weight", model.b[0].weight),
     "buffer replaced": lambda model, _: setattr(model, "table", model.table + 1),
+    "buffer in no state dict": lambda model, _: model.register_buffer("table", model.table, persistent=False),
     "buffer added": lambda model, _: model.register_buffer("new", torch.zeros(1)),
     "module replaced": lambda model, _: setattr(model, "spare", nn.Linear(3, 3)),
     "module added": lambda model, _: model.b.append(nn.Linear(3, 3)),
