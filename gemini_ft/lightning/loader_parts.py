@@ -62,9 +62,14 @@ class LoaderParts:
         in_workers = loader.num_workers > 0 and any(path.startswith(("dataset", "collate")) for path in self.generators)
         return "skip" if method == "skip" or (loader.in_order and not in_workers) else "replay"
 
-    def generator_states(self) -> dict[str, Any]:
-        """The states of the generators, by path."""
-        return generator_states(self.generators)
+    def present(self) -> dict[str, Any]:
+        """Generators and attributes as they are, with all that others than the loader have drawn from them and set in them."""
+        return {"generators": generator_states(self.generators), "attributes": self.born.changes().kept}
+
+    def put(self, then: dict[str, Any]) -> None:
+        """Puts the result of `present` back, beside what loading batches again has made of attributes that cannot be kept."""
+        set_generator_states(self.generators, then["generators"])
+        self.born.give_back(then["attributes"], lost=False)
 
     def tell_epoch(self, epoch: int) -> None:
         """Tells the epoch to all samplers that want to know it."""
@@ -77,12 +82,7 @@ class LoaderParts:
         epoch = _sampler_epoch(self._reference())
         if epoch is None and self._epoch is not None:
             epoch = self._epoch()
-        return {
-            "random": randomness(),
-            "generators": generator_states(self.generators),
-            "epoch": epoch,
-            "attributes": self.born.changes().kept,
-        }
+        return self.present() | {"random": randomness(), "epoch": epoch}
 
     def go_back_to(self, moment: dict[str, Any], samplers_only: bool = False) -> None:
         """Puts everything back as it was at ``moment``; of attributes, with ``samplers_only``, only those of samplers."""
