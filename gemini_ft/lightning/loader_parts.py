@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -27,9 +27,12 @@ class LoaderParts:
 
     Attributes:
         generators: the private generators of the parts, by path.
-        born: attributes of all parts, compared with those at the beginning.
+        born: attributes of all parts, compared with those at the beginning. Those that another loader had changed by then count as
+            changed: a resumed script may not iterate that one first (a sanity check).
         data: attributes of the parts but samplers, compared with the iteration's start; changes of samplers are made again.
     """
+
+    _made: ClassVar[weakref.WeakSet[LoaderParts]] = weakref.WeakSet()
 
     def __init__(self, loader: Any, base: Any, epoch: Callable[[], int] | None) -> None:
         self._reference, self._base, self._epoch = reference(loader), base, epoch
@@ -41,6 +44,9 @@ class LoaderParts:
         self.generators = private_generators(**parts, sampler=_samplers(loader))
         self.born = Attributes({**parts, "sampler": _samplers(loader)}, lambda _: OF_LOADERS)
         self.data = Attributes(parts, lambda _: OF_LOADERS)
+        for other in LoaderParts._made:
+            self.born.count_from(other.born)
+        LoaderParts._made.add(self)
 
     def way(self, method: DataResume) -> Way:
         """The way that the loader gets to a position, where the user has chosen ``method``; see `gemini_ft.lightning.loader`."""

@@ -126,6 +126,14 @@ class Attributes:
                 self._watched.pop(path, None)
                 self._marked.setdefault(path, {})
 
+    def count_from(self, other: Attributes) -> None:
+        """Counts among the changes what had changed since the mark of ``other``, of objects that are in both, when it is called."""
+        paths = {id(item): path for path, item in self._objects.items()}
+        for path, values in other.changes().kept.items():
+            marked = self._marked.get(paths.get(id(other._objects[path]), ""), {})
+            for name in values:
+                marked.pop(name, None)
+
     def changes(self) -> AttributeChanges:
         """The values that differ from the mark. Objects that are new since then are lost as a whole, unless `follow` took them in."""
         kept: Values = {}

@@ -147,6 +147,35 @@ def test_the_next_epoch_finds_what_the_loop_has_set_and_drawn_in_this_one(name: 
     check_going_on(make, stop, meanwhile=meanwhile, **options)
 
 
+def test_workers_see_what_another_loader_had_left_in_the_dataset_before_theirs_was_made() -> None:
+    """As a sanity check does, which a resumed fit leaves out."""
+
+    class Counted(Leveled):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            self.level += torch.utils.data.get_worker_info() is None
+            return super().__getitem__(index)
+
+    def loaders(is_resumed: bool) -> tuple[Any, Any]:
+        dataset = Counted()
+        beside = make_resumable(DataLoader(dataset, BATCH), epoch=int, rests=True)
+        if not is_resumed:
+            next(iter(beside))
+        torch.manual_seed(5)
+        return beside, make_resumable(DataLoader(dataset, BATCH, num_workers=1), epoch=int)
+
+    def rest(loader: Any) -> list[Any]:
+        return [batch.tolist() for batch in loader]
+
+    beside, loader = loaders(is_resumed=False)
+    batches = iter(loader)
+    next(batches)
+    states = beside.state_dict(), loader.state_dict()
+    expected = rest(batches)
+    for one, state in zip(resumed := loaders(is_resumed=True), states, strict=True):
+        one.load_state_dict(state)
+    assert rest(resumed[1]) == expected
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_second_restart_right_after_the_first(seed: int) -> None:
     """The workers' states must also be known while no whole round of batches has come since the first restart."""
