@@ -44,9 +44,9 @@ class LoaderParts:
         self.generators = private_generators(**parts, sampler=_samplers(loader))
         self.born = Attributes({**parts, "sampler": _samplers(loader)}, lambda _: OF_LOADERS)
         self.data = Attributes(parts, lambda _: OF_LOADERS)
-        for other in LoaderParts._made:
+        for other in self._made:
             self.born.count_from(other.born)
-        LoaderParts._made.add(self)
+        self._made.add(self)
 
     def way(self, method: DataResume) -> Way:
         """The way that the loader gets to a position, where the user has chosen ``method``; see `gemini_ft.lightning.loader`."""
