@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from gemini_ft.lightning.loader_parts import LoaderParts, reference
 from gemini_ft.lightning.workers import WorkerStates
-from gemini_ft.state.generators import set_generator_states
+from gemini_ft.state.generators import generator_states, set_generator_states
 from gemini_ft.state.remembered import Values
 
 log = logging.getLogger(__name__)
-_OF_WORKERS = ("dataset", "collate")  # the parts that worker processes have copies of
+OF_WORKERS = ("dataset", "collate")  # the parts that worker processes have copies of
 
 
 class Between:
@@ -66,7 +66,7 @@ class Between:
                 workers = self.workers.resting(iterator)
         self._name(lost)
         return {
-            "generators": self._parts.generator_states(),
+            "generators": generator_states(self._parts.generators),
             "attributes": kept,
             "workers": workers,
             "seeded_from": self.workers.seeded_from if self.workers else None,
@@ -89,9 +89,9 @@ class Between:
         if not self.workers or not self.workers.revived or self.forked is None:
             return start()
         now = self._parts.born.changes().kept
-        self._parts.born.give_back(self.forked, _OF_WORKERS, shared=False)
+        self._parts.born.give_back(self.forked, OF_WORKERS, shared=False)
         inner = start()
-        self._parts.born.give_back(now, _OF_WORKERS, shared=False)
+        self._parts.born.give_back(now, OF_WORKERS, shared=False)
         return inner
 
     def seed_source(self) -> bytes:

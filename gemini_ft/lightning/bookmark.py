@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from gemini_ft.errors import StateError, UnsupportedStateError
-from gemini_ft.lightning.between import Between
+from gemini_ft.lightning.between import OF_WORKERS, Between
 from gemini_ft.lightning.loader_parts import (
     DataResume,
     LoaderParts,
@@ -24,8 +25,8 @@ from gemini_ft.lightning.loader_parts import (
     refuse_gone,
 )
 from gemini_ft.lightning.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates
-from gemini_ft.state.generators import generator_states, set_generator_states, unchanged_randomness
-from gemini_ft.state.rng import Randomness, randomness, set_randomness
+from gemini_ft.state.generators import set_generator_states, unchanged_randomness
+from gemini_ft.state.rng import randomness, set_randomness
 
 log = logging.getLogger(__name__)
 _END = object()
@@ -87,7 +88,7 @@ class Bookmark:
         self._drew = False  # its first batch drew random numbers in this process
         self._own_begin: Any = None
         self._taken = 0  # batches that came out of it, skipped ones included
-        self._before_last: Randomness | None = None
+        self._before_last: dict[str, Any] | None = None
         self._own_before_last: Any = None
 
     @property
@@ -105,16 +106,14 @@ class Bookmark:
             return state
         ahead = self._ahead() if self._ahead else 0
         batches = self._taken - ahead
-        here = self._parts.data.changes() if not self._num_workers else None
-        lost = sorted(self._workers.lost if self._workers else here.lost if here else ())
-        if here and lost and self._draws and self._way == "skip" and not self._insists:
+        lost = sorted(self._workers.lost if self._workers else () if self._num_workers else self._parts.data.changes().lost)
+        if lost and not self._num_workers and self._draws and self._way == "skip" and not self._insists:
             raise self._about_lost(lost)
         replayed = self._is_replayed(lost, batches)
         start = 0 if replayed else self._start_of(batches)
         # Before its first batch a dataset's state may still be that of an epoch which was left early.
         is_fresh = not batches and is_torchdata(self._base) and not self._num_workers
         own = None if self._way != "own" or replayed or is_fresh else self._own_before_last if ahead else self._own_state()
-        draws_here = self._way == "skip" and not replayed and not self._num_workers
         return state | {
             "batches": batches,
             "start": start,
@@ -124,8 +123,8 @@ class Bookmark:
             "sampler": self._sampler,
             "asks": self._asks,
             "forked": self._between.forked,
-            "generators": generator_states(self._parts.generators) if draws_here else {},
-            "attributes": here.kept if here and not ahead and self._keeps_attributes else {},
+            "ahead": ahead,
+            "now": self._parts.present(),
             "lost": lost,
             "lost_here": self.lost_here if self._active is None and not self._may_lose else [],
             "before_last": self._before_last if ahead else None,
@@ -176,9 +175,9 @@ class Bookmark:
             self._taken = already if self._way == "replay" else position["start"]
             batches = self._from_the_position(start, position)
             self._load_again(batches, position["batches"])
-        if position["attributes"] and not (self._way == "own" and position["start"]):
-            self._parts.data.give_back(position["attributes"])
-        return self._batches_after(position["before_last"], position["lost_here"], batches)
+        if not position["ahead"]:
+            self._put(position["now"], position)
+        return self._batches_after(position, batches)
 
     def hand_workers_to(self, successor: Bookmark) -> None:
         """Lets another bookmark of the same loader follow the worker processes that live on from what the loader has served before."""
@@ -222,8 +221,8 @@ class Bookmark:
         self._parts.data.mark()
         if self._between.forked is not None:
             self._parts.born.give_back(self._between.forked, shared=False)  # workers see at once what is written into shared memory
-        if self._way == "own" and position["start"]:  # the dataset's own state counts more, and may be used as late as by the first batch
-            self._parts.data.give_back(position["attributes"])
+        if self._may_use_late(position) and isinstance(self._loader, DataLoader):
+            self._parts.born.give_back((position["before_last"] or position["now"])["attributes"], OF_WORKERS)
         own, self._own_begin = position["own"], position["own_begin"]
         if (own := self._own_begin if own is None else own) is not None and self._way == "own":
             self._base.load_state_dict(self._loader, copy.deepcopy(own))
@@ -271,7 +270,7 @@ class Bookmark:
                 self._first = self._parts.moment()
             if self._takes_in_advance:
                 if not self._num_workers:  # random numbers matter only where this process makes the batch
-                    self._before_last = randomness()
+                    self._before_last = self._parts.moment()
                 if self._way == "own":
                     self._own_before_last = self._own_state()
             try:
@@ -315,11 +314,25 @@ class Bookmark:
                     "give the run the same data, or start it anew (resume='never')"
                 )
 
-    def _batches_after(self, before_last: Randomness | None, lost: list[str], batches: Iterator[Any]) -> Iterator[Any]:
+    def _batches_after(self, position: dict[str, Any], batches: Iterator[Any]) -> Iterator[Any]:
+        lost, before_last = position["lost_here"], position["before_last"]
         refuse_gone(set(lost) - set(self.lost_here if lost else ()))
         if before_last is not None:
-            set_randomness(before_last)
+            set_randomness(before_last["random"])
+            self._put(before_last, position)
+        for batch in itertools.islice(batches, position["ahead"]):
+            self._put(position["now"], position)
+            yield batch
         yield from batches
+
+    def _put(self, then: dict[str, Any], position: dict[str, Any]) -> None:
+        """Puts the loader's parts as they were, unless states of their own count more."""
+        if self._way != "own" or (isinstance(self._loader, DataLoader) and not self._may_use_late(position)):
+            self._parts.put(then)
+
+    def _may_use_late(self, position: dict[str, Any]) -> bool:
+        """Whether parts in this process have states of their own, which count more and may be used as late as by the first batch."""
+        return self._way == "own" and bool(position["start"]) and not self._num_workers
 
     def asked(self, sampler: Any) -> Iterator[Any]:
         """Takes note that the loader asks its sampler for an iterator; samplers that draw when they are asked must draw right here.
@@ -348,12 +361,12 @@ class Bookmark:
             self._sampler = self._parts.moment()
             yield from inner
             return
-        first = self._taken
+        first, present = self._taken, self._parts.present()
         with unchanged_randomness():
             self._parts.go_back_to(position["sampler"], samplers_only=bool(first or self._workers))
             drawn = [next(inner, None) for _ in range(max(first, 1))]
-        if self._way == "skip":
-            set_generator_states(self._parts.generators, position["generators"])
+        if first and not self._num_workers:
+            self._parts.put(present)
         if first == 0:
             yield from drawn  # nothing to skip, but the first index belongs to that moment
         yield from inner
@@ -439,11 +452,6 @@ class Bookmark:
             keeps_order = is_torchdata(self._base) and not isinstance(self._loader.dataset, IterableDataset)
             return not keeps_order and (self._workers.drew if self._workers else self._drew)
         return self._way == "replay" or (bool(lost) and not self._insists)
-
-    @property
-    def _keeps_attributes(self) -> bool:
-        """Whether attributes of the dataset that batches have changed come from the snapshot, and not from the way to the position."""
-        return self._way == "skip" or (self._way == "own" and isinstance(self._loader, DataLoader))
 
     def _worker_states(self, start: int, batches: int) -> dict[int, State]:
         if self._workers is None:

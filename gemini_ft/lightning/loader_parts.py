@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -27,9 +27,12 @@ class LoaderParts:
 
     Attributes:
         generators: the private generators of the parts, by path.
-        born: attributes of all parts, compared with those at the beginning.
+        born: attributes of all parts, compared with those at the beginning. Those that another loader had changed by then count as
+            changed: a resumed script may not iterate that one first (a sanity check).
         data: attributes of the parts but samplers, compared with the iteration's start; changes of samplers are made again.
     """
+
+    _made: ClassVar[weakref.WeakSet[LoaderParts]] = weakref.WeakSet()
 
     def __init__(self, loader: Any, base: Any, epoch: Callable[[], int] | None) -> None:
         self._reference, self._base, self._epoch = reference(loader), base, epoch
@@ -41,6 +44,9 @@ class LoaderParts:
         self.generators = private_generators(**parts, sampler=_samplers(loader))
         self.born = Attributes({**parts, "sampler": _samplers(loader)}, lambda _: OF_LOADERS)
         self.data = Attributes(parts, lambda _: OF_LOADERS)
+        for other in self._made:
+            self.born.count_from(other.born)
+        self._made.add(self)
 
     def way(self, method: DataResume) -> Way:
         """The way that the loader gets to a position, where the user has chosen ``method``; see `gemini_ft.lightning.loader`."""
@@ -62,9 +68,14 @@ class LoaderParts:
         in_workers = loader.num_workers > 0 and any(path.startswith(("dataset", "collate")) for path in self.generators)
         return "skip" if method == "skip" or (loader.in_order and not in_workers) else "replay"
 
-    def generator_states(self) -> dict[str, Any]:
-        """The states of the generators, by path."""
-        return generator_states(self.generators)
+    def present(self) -> dict[str, Any]:
+        """Generators and attributes as they are, with all that others than the loader have drawn from them and set in them."""
+        return {"generators": generator_states(self.generators), "attributes": self.born.changes().kept}
+
+    def put(self, then: dict[str, Any]) -> None:
+        """Puts the result of `present` back, beside what loading batches again has made of attributes that cannot be kept."""
+        set_generator_states(self.generators, then["generators"])
+        self.born.give_back(then["attributes"], lost=False)
 
     def tell_epoch(self, epoch: int) -> None:
         """Tells the epoch to all samplers that want to know it."""
@@ -77,12 +88,7 @@ class LoaderParts:
         epoch = _sampler_epoch(self._reference())
         if epoch is None and self._epoch is not None:
             epoch = self._epoch()
-        return {
-            "random": randomness(),
-            "generators": generator_states(self.generators),
-            "epoch": epoch,
-            "attributes": self.born.changes().kept,
-        }
+        return self.present() | {"random": randomness(), "epoch": epoch}
 
     def go_back_to(self, moment: dict[str, Any], samplers_only: bool = False) -> None:
         """Puts everything back as it was at ``moment``; of attributes, with ``samplers_only``, only those of samplers."""

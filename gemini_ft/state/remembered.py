@@ -126,6 +126,14 @@ class Attributes:
                 self._watched.pop(path, None)
                 self._marked.setdefault(path, {})
 
+    def count_from(self, other: Attributes) -> None:
+        """Counts among the changes what had changed since the mark of ``other``, of objects that are in both, when it is called."""
+        paths = {id(item): path for path, item in self._objects.items()}
+        for path, values in other.changes().kept.items():
+            marked = self._marked.get(paths.get(id(other._objects[path]), ""), {})
+            for name in values:
+                marked.pop(name, None)
+
     def changes(self) -> AttributeChanges:
         """The values that differ from the mark. Objects that are new since then are lost as a whole, unless `follow` took them in."""
         kept: Values = {}
@@ -156,13 +164,14 @@ class Attributes:
         first, version, stayed = self._came.get(path, (weakref.ref(value), value._version, True))
         self._came[path] = first, version, stayed and first() is value and value._version == version
 
-    def give_back(self, values: Values, below: str | tuple[str, ...] = "", shared: bool = True) -> None:
-        """Sets all plain attributes to their values at the mark, but for ``values``.
+    def give_back(self, values: Values, below: str | tuple[str, ...] = "", shared: bool = True, lost: bool = True) -> None:
+        """Sets all plain attributes to their values at the mark, but for ``values``. One that has its value stays the object it is.
 
         Args:
             values: as :class:`AttributeChanges` has them.
             below: only those of objects whose path begins with this, or with one of these.
             shared: whether values in memory that processes share are set too.
+            lost: whether those are set too that have become what cannot be kept.
         """
         for path, item in self._objects.items():
             if not path.startswith(below):
@@ -171,6 +180,9 @@ class Attributes:
             for name, then in (self._marked[path] | given).items():
                 current = now.get(name, _ABSENT)
                 if (name not in given and (type(then) is _Opaque or current is then)) or (not shared and _is_shared(current)):
+                    continue
+                present = _snapshot(current)
+                if _is_same(present, then) or (name not in given and not lost and type(present) is _Opaque):
                     continue
                 if not (_is_shared(current) and _wrote(current, then)):
                     now[name] = _copy(then)

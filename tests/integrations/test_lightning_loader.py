@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from loader_kit import BATCH, SAMPLES, Job, Noisy, Stream, check_going_on, shuffled
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
 
 from gemini_ft.errors import StateError
 from gemini_ft.lightning.loader import ResumableIterable, make_resumable
@@ -80,6 +80,100 @@ MAKERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("stop", [(0, 3), (1, 0), (1, 5)])
 def test_goes_on_with_the_next_batch(name: str, stop: tuple[int, int]) -> None:
     check_going_on(MAKERS[name], stop)
+
+
+class Leveled(Noisy):
+    """Samples that get harder as the training goes on, in an order that does, too: the loop sets the levels when it likes."""
+
+    def __init__(self) -> None:
+        self.level = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + 100 * self.level
+
+
+class Shifted(Sampler[int]):
+    """Draws from a generator that others draw from, too."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator, self.shift = generator, 0
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(SAMPLES, generator=self.generator).tolist()
+        shift = self.shift
+        yield from ((index + shift) % SAMPLES for index in order)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class LeveledStream(Stream):
+    def __init__(self) -> None:
+        self.level, self.generator = 0, torch.Generator().manual_seed(4)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        draw = torch.rand((), generator=self.generator).item()
+        yield from (sample + 100 * self.level + draw for sample in super().__iter__())
+
+
+def leveled(**options: Any) -> DataLoader[torch.Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return DataLoader(Leveled(), BATCH, sampler=Shifted(generator), generator=generator, **options)
+
+
+LEVELED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "here": (leveled, {}),
+    "workers": (lambda: leveled(num_workers=2), {}),
+    "persistent": (lambda: leveled(num_workers=2, persistent_workers=True), {}),
+    "replay": (leveled, {"method": "replay"}),
+    "replay-workers": (lambda: leveled(num_workers=2), {"method": "replay"}),
+    "in-advance": (lambda: DataLoader(LeveledStream(), BATCH), {"in_advance": True}),
+    "in-advance-workers": (lambda: DataLoader(LeveledStream(), BATCH, num_workers=2), {"in_advance": True}),
+}
+
+
+@pytest.mark.parametrize("name", LEVELED)
+@pytest.mark.parametrize("stop", [(0, 4), (1, 3)])
+def test_the_next_epoch_finds_what_the_loop_has_set_and_drawn_in_this_one(name: str, stop: tuple[int, int]) -> None:
+    """In the loader's parts, after a batch before the snapshot: attributes of dataset and sampler, and a generator that it shares."""
+
+    def meanwhile(loader: Any, place: tuple[int, int]) -> None:
+        if place in ((0, 2), (1, 1)):
+            torch.rand(1 + place[1], generator=getattr(loader, "generator", None) or loader.dataset.generator)
+            loader.dataset.level += 1
+            loader.sampler.shift = 5 + place[0]
+
+    make, options = LEVELED[name]
+    check_going_on(make, stop, meanwhile=meanwhile, **options)
+
+
+def test_workers_see_what_another_loader_had_left_in_the_dataset_before_theirs_was_made() -> None:
+    """As a sanity check does, which a resumed fit leaves out."""
+
+    class Counted(Leveled):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            self.level += torch.utils.data.get_worker_info() is None
+            return super().__getitem__(index)
+
+    def loaders(is_resumed: bool) -> tuple[Any, Any]:
+        dataset = Counted()
+        beside = make_resumable(DataLoader(dataset, BATCH), epoch=int, rests=True)
+        if not is_resumed:
+            next(iter(beside))
+        torch.manual_seed(5)
+        return beside, make_resumable(DataLoader(dataset, BATCH, num_workers=1), epoch=int)
+
+    def rest(loader: Any) -> list[Any]:
+        return [batch.tolist() for batch in loader]
+
+    beside, loader = loaders(is_resumed=False)
+    batches = iter(loader)
+    next(batches)
+    states = beside.state_dict(), loader.state_dict()
+    expected = rest(batches)
+    for one, state in zip(resumed := loaders(is_resumed=True), states, strict=True):
+        one.load_state_dict(state)
+    assert rest(resumed[1]) == expected
 
 
 @pytest.mark.parametrize("seed", range(3))

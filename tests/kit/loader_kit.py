@@ -60,6 +60,7 @@ class Job:
         seed: of this process.
         in_advance: whether one batch is taken before it is used, as Lightning does where the length is unknown.
         limit: batches of an epoch, if they are fewer than the loader has.
+        meanwhile: what the loop does with the loader after a batch (epoch, number).
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Job:
         seed: int = 1,
         in_advance: bool = False,
         limit: int | None = None,
+        meanwhile: Callable[[Any, tuple[int, int]], None] | None = None,
         **options: Any,
     ) -> None:
         torch.manual_seed(seed)
@@ -76,6 +78,7 @@ class Job:
         np.random.seed(seed)
         self.seen: list[str] = []
         self.loader = make()
+        self._meanwhile = meanwhile
         self._in_advance, self._limit, self._ready, self._epoch = in_advance, limit, list[Any](), [0]
         ready, epoch = self._ready, self._epoch  # and not this object, which refers to the loader: its workers are to end with it
         if resumable:
@@ -105,6 +108,8 @@ class Job:
                 noise = torch.rand(()).item() + random.random() + np.random.rand()
                 values = [value.hex() for value in torch.as_tensor(batch).double().flatten().tolist()]
                 self.seen.append(f"{epoch}/{index}: {values} {noise.hex()}")
+                if self._meanwhile is not None:
+                    self._meanwhile(self.loader, (epoch, index))
         return None
 
     def _fetched(self, inner: Iterator[Any]) -> Iterator[Any]:
@@ -123,7 +128,7 @@ class Job:
 
 def check_going_on(make: Callable[[], Any], stop: tuple[int, int], **options: Any) -> None:
     """Stopped at ``stop`` and taken up in a new life, the training sees what it would have seen."""
-    how = {name: value for name, value in options.items() if name in ("in_advance", "limit")}
+    how = {name: value for name, value in options.items() if name in ("in_advance", "limit", "meanwhile")}
     plain = Job(make, resumable=False, **how)
     plain.run(range(EPOCHS))
     before = Job(make, resumable=True, **options)
