@@ -226,7 +226,7 @@ class Standby:
     def _is_at_work(self, place: ReachedStore) -> bool:
         """Whether a world trains by way of another store: its round is complete, and its hosts live."""
         try:
-            found = _within(ANSWER_SECONDS, partial(_state_at, place.store, self._run))
+            found = _within(ANSWER_SECONDS, partial(state_at, place.store, self._run))
         except RendezvousConnectionError:  # it was there just now
             return False
         theirs = pickle.loads(found) if found is not None else None
@@ -236,7 +236,7 @@ class Standby:
         """Looks whether another store serves a rendezvous of this run that is complete, alive, and has come further than this one."""
         with contextlib.suppress(RendezvousConnectionError):
             for place in self._places(self._probes_beside):
-                found = _within(ANSWER_SECONDS, partial(_state_at, place.store, self._run)) if place.number != self._number else None
+                found = _within(ANSWER_SECONDS, partial(state_at, place.store, self._run)) if place.number != self._number else None
                 if found is not None and self._last is not None:
                     self._meet(place, pickle.loads(found), pickle.loads(self._last))
 
@@ -308,7 +308,7 @@ class Standby:
         return ", ".join(f"{host}:{port}" for number, (host, port) in enumerate(self.endpoints) if number not in without)
 
 
-def _state_at(store: TCPStore, run: str) -> bytes | None:
+def state_at(store: TCPStore, run: str) -> bytes | None:
     """The state of the rendezvous in a store."""
     found = C10dRendezvousBackend(store, run).get_state()
     return found[0] if found is not None else None

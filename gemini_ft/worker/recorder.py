@@ -79,7 +79,7 @@ class Recorder:
         self._observation: Observation | None = None
         self._courier: Courier | None = None
         self._suspended = 0
-        self._slots_lock = threading.RLock()  # held to replace slots or submit a snapshot, which two threads may do when the agent has died
+        self.slots_lock = threading.RLock()  # held to replace slots or submit a snapshot, which two threads may do when the agent has died
         self._digest_at: int | None = None
         self._room = threading.Event()  # the agent has room for slots that this rank could not get when it asked
         self.drain = Drain(config)
@@ -140,11 +140,11 @@ class Recorder:
         if self._copy_when.judge(written, iteration):
             self.events.write("copied at step", iteration=iteration, tensors=written[:5])
         is_compared = self._is_compared(iteration)  # asked for each iteration by all ranks, those too that leave this one out
-        if self._slots_lock.acquire(blocking=self._config.waits or not self._stats.snapshots):
+        if self.slots_lock.acquire(blocking=self._config.waits or not self._stats.snapshots):
             try:
                 self._submit(iteration, state, {"extras": extras, "given": given}, is_compared)
             finally:
-                self._slots_lock.release()
+                self.slots_lock.release()
         else:  # the snapshot thread is bringing another agent up
             self._outcomes.begin(iteration)
             self._copying.leave_out(iteration)
@@ -371,7 +371,7 @@ class Recorder:
         """Starts another agent in place of a dead one and hands it the slots that this worker holds. On the snapshot thread, or instead of
         it.
         """
-        with self._slots_lock:
+        with self.slots_lock:
             if self.client.lost:
                 self._start_another()
             self._reservation.renew()

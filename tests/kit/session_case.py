@@ -27,7 +27,7 @@ from gemini_ft.hosts import host_id
 from gemini_ft.wire.worker_messages import GetStatus, Status
 from gemini_ft.worker import recorder, rendezvous
 from gemini_ft.worker.recorder import Recorder
-from gemini_ft.worker.snapshot import Snapshotter
+from gemini_ft.worker.snapshot import PendingSnapshot, Snapshotter
 from gemini_ft.worker.stats import Stats
 
 
@@ -170,21 +170,32 @@ def drift_and_compare_soon(iteration: int, net: nn.Module, optimizer: torch.opti
 def compare_with_a_gap(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
     """Ranks are compared every 10 iterations; rank 1 has no snapshot of the 10th. What each digests is among its scalars."""
     recorder.COMPARE_EVERY = 10
-    recording: Any = checkpointer._recorder
-    if iteration == 0:
-        submit, digested = recording._copying.submit, checkpointer.scalars.setdefault("digested", [])
-        recording._copying.submit = lambda job: (digested.append(job.iteration) if job.digest else None, submit(job))
-    if os.environ["RANK"] == "1" and iteration == 8:
-        taken = threading.Event()
+    if iteration > 0:
+        return
+    submit, record, digested = Snapshotter.submit, recorder.Recorder.record, checkpointer.scalars.setdefault("digested", [])
+
+    def noted(self: Snapshotter, job: PendingSnapshot) -> None:
+        if job.digest:
+            digested.append(job.iteration)
+        submit(self, job)
+
+    def left_out(self: recorder.Recorder, iteration: int, *rest: Any, **named: Any) -> None:
+        held, over = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with recording._slots_lock:
-                taken.set()
-                while checkpointer.stats.snapshots < 10:
-                    time.sleep(0.001)
+            with self.slots_lock:
+                held.set()
+                over.wait()
 
-        threading.Thread(target=hold).start()
-        taken.wait()
+        holder = threading.Thread(target=hold)
+        if os.environ["RANK"] == "1" and iteration == 10:
+            holder.start()
+            held.wait()
+        record(self, iteration, *rest, **named)
+        over.set()
+
+    Snapshotter.submit = noted  # type: ignore[method-assign]
+    recorder.Recorder.record = left_out  # type: ignore[method-assign]
 
 
 def add_buffer(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
