@@ -164,7 +164,7 @@ class Attributes:
         first, version, stayed = self._came.get(path, (weakref.ref(value), value._version, True))
         self._came[path] = first, version, stayed and first() is value and value._version == version
 
-    def give_back(self, values: Values, below: str | tuple[str, ...] = "", shared: bool = True, lost: bool = True) -> None:
+    def give_back(self, values: Values, below: str | tuple[str, ...] = "", *, shared: bool = True, lost: bool = True) -> None:
         """Sets all plain attributes to their values at the mark, but for ``values``. One that has its value stays the object it is.
 
         Args:
