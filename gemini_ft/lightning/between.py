@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gemini_ft.lightning.loader_parts import LoaderParts, reference
+from gemini_ft.lightning.loader_parts import LoaderParts
 from gemini_ft.lightning.workers import WorkerStates
 from gemini_ft.state.generators import generator_states, set_generator_states
 from gemini_ft.state.remembered import Values
@@ -26,8 +26,7 @@ class Between:
     """A loader between two iterations.
 
     Args:
-        loader: the loader.
-        parts: its parts.
+        parts: the loader's parts.
         rests: whether it is a validation's: its iterations are over whenever its state is asked for.
         insists: whether the user has declared that changes beside the generators do not matter.
 
@@ -36,8 +35,9 @@ class Between:
         forked: attributes of the dataset that persistent workers were started with; None before that.
     """
 
-    def __init__(self, loader: Any, parts: LoaderParts, *, rests: bool, insists: bool) -> None:
-        self._reference, self._parts, self._says = reference(loader), parts, rests and not insists
+    def __init__(self, parts: LoaderParts, *, rests: bool, insists: bool) -> None:
+        self._parts, self._says = parts, rests and not insists
+        loader = parts.loader
         persistent = getattr(loader, "persistent_workers", False)
         self._workers = getattr(loader, "num_workers", 0) if persistent or not rests else 0
         self.workers = self._new_workers()
@@ -46,7 +46,7 @@ class Between:
 
     @property
     def _loader(self) -> Any:
-        return self._reference()
+        return self._parts.loader
 
     def forget_workers(self) -> None:
         """Forgets what came from the workers of an iteration that was begun too early."""

@@ -21,7 +21,6 @@ from gemini_ft.lightning.loader_parts import (
     is_sized,
     is_stateful,
     is_torchdata,
-    reference,
     refuse_gone,
 )
 from gemini_ft.lightning.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates
@@ -61,11 +60,11 @@ class Bookmark:
     ) -> None:
         self.owner: object = None  # who has made the loader resumable
         self.starting = False  # the loader is being asked for an iterator that is watched
-        self._reference, self._base, self._ahead, self._epoch, self._active = reference(loader), base, ahead, epoch, active
+        self._base, self._ahead, self._epoch, self._active = base, ahead, epoch, active
         self._rests = rests
         self._num_workers: int = getattr(loader, "num_workers", 0)
         self._parts = LoaderParts(loader, base, epoch)
-        self._between = Between(loader, self._parts, rests=rests, insists=method == "skip")
+        self._between = Between(self._parts, rests=rests, insists=method == "skip")
         self._way: Way = self._parts.way(method)
         self._before_next = before_next
         self._insists = method == "skip"  # the user has declared that changes beside the generators do not matter
@@ -93,7 +92,7 @@ class Bookmark:
 
     @property
     def _loader(self) -> Any:
-        return self._reference()
+        return self._parts.loader
 
     def state_dict(self) -> dict[str, Any]:
         """The position before the first batch that was not used, as plain data."""

@@ -48,9 +48,14 @@ class LoaderParts:
             self.born.count_from(other.born)
         self._made.add(self)
 
+    @property
+    def loader(self) -> Any:
+        """The loader, as long as there is one: see `reference`."""
+        return self._reference()
+
     def way(self, method: DataResume) -> Way:
         """The way that the loader gets to a position, where the user has chosen ``method``; see `gemini_ft.lightning.loader`."""
-        loader = self._reference()
+        loader = self.loader
         if method == "replay":
             return "replay"
         if is_stateful(self._base) and not is_torchdata(self._base):
@@ -79,13 +84,13 @@ class LoaderParts:
 
     def tell_epoch(self, epoch: int) -> None:
         """Tells the epoch to all samplers that want to know it."""
-        for sampler in _samplers(self._reference()):
+        for sampler in _samplers(self.loader):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
 
     def moment(self) -> dict[str, Any]:
         """The present state, to be gone back to; it becomes part of snapshots."""
-        epoch = _sampler_epoch(self._reference())
+        epoch = _sampler_epoch(self.loader)
         if epoch is None and self._epoch is not None:
             epoch = self._epoch()
         return self.present() | {"random": randomness(), "epoch": epoch}
