@@ -8,7 +8,7 @@ only the script can build (new layers, other optimizers) is refused at the momen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any
@@ -21,11 +21,12 @@ from torch.optim import Optimizer
 
 from gemini_ft.core.census import Fate, declare
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
-from gemini_ft.state.tensors import clean, every_optimizer, local, unwrap_model
+from gemini_ft.state.tensors import Role, clean, every_optimizer, local, unwrap_model
 
 _UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
 Entry = list[Any]  # kind, local shape (None: not known yet), dtype, whether it is persistent
 Modules = Mapping[str, nn.Module]
+Parts = list[tuple[str, nn.Module]]  # with the names as in snapshots
 _WAY_OUT = (
     "a fresh process cannot build it from a snapshot; build it before training, or give Checkpointer(rebuild=...) a function that does so, "
     "from the description that it is called with"
@@ -97,11 +98,20 @@ class Changes:
 
 def modules_of(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Name as in snapshots -> module, of all modules."""
-    return {
-        f"{model}.{clean(path)}".rstrip("."): module
-        for model, root in models.items()
-        for path, module in unwrap_model(root).named_modules()
-    }
+    return {path: module for name, model in models.items() for path, module in parts_of(name, model)}
+
+
+def parts_of(name: str, model: nn.Module) -> Parts:
+    """The modules of one model, each once."""
+    return [(f"{name}.{clean(path)}".rstrip("."), part) for path, part in unwrap_model(model).named_modules()]
+
+
+def tensors_of(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, torch.Tensor, Role, bool]]:
+    """Parameters, then buffers, of some modules under each of their names; whether the tensor belongs to state dicts."""
+    for role, (path, part) in product((Role.PARAMETER, Role.BUFFER), parts):
+        for key, tensor in (part._parameters if role is Role.PARAMETER else part._buffers).items():
+            if tensor is not None:
+                yield f"{path}.{key}", tensor, role, key not in part._non_persistent_buffers_set
 
 
 class ModuleTree:
@@ -134,15 +144,11 @@ def _children(module: nn.Module) -> tuple[Any, ...]:
 def describe(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> Structure:
     """Describes how everything is built now."""
     tensors, names, modules, ties = dict[str, Entry](), dict[int, str](), modules_of(models), _module_ties(models)
-    for kind, (path, module) in product(("parameter", "buffer"), modules.items()):
-        for key, tensor in (module._parameters if kind == "parameter" else module._buffers).items():
-            if tensor is None:
-                continue
-            name = f"{path}.{key}"
-            if (first := names.setdefault(id(tensor), name)) == name:
-                tensors[name] = [kind, local_shape(tensor), _dtype(tensor), key not in module._non_persistent_buffers_set]
-            else:
-                ties[name] = first
+    for name, tensor, role, is_persistent in tensors_of(modules.items()):
+        if (first := names.setdefault(id(tensor), name)) == name:
+            tensors[name] = [role.value, local_shape(tensor), _dtype(tensor), is_persistent]
+        else:
+            ties[name] = first
     found = every_optimizer(optimizers)
     groups = {
         name: [[names.get(id(param), "?") for param in group["params"]] for group in optimizer.param_groups]
@@ -157,7 +163,7 @@ def describe(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> Stru
 def _module_ties(models: Mapping[str, nn.Module]) -> dict[str, str]:
     ties: dict[str, str] = {}
     for model, root in models.items():
-        parts = [(f"{model}.{clean(path)}".rstrip("."), part) for path, part in unwrap_model(root).named_modules()]
+        parts = parts_of(model, root)
         names = {id(part): name for name, part in parts}
         for parent, part in parts:
             for key, child in part._modules.items():

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,12 +24,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from gemini_ft.errors import UnsupportedStateError
-from gemini_ft.state.rebuilding import Modules, ModuleTree
-from gemini_ft.state.tensors import Live, Role, captured, clean, every_optimizer, state_label, state_name, unwrap_model
+from gemini_ft.state.rebuilding import Modules, ModuleTree, Parts, parts_of, tensors_of
+from gemini_ft.state.tensors import Live, Role, captured, every_optimizer, state_label, state_name, unwrap_model
 
 Models = Mapping[str, nn.Module]
 Labelled = tuple[str, Optimizer, torch.Tensor]  # label of its state, optimizer, parameter
-_Parts = list[tuple[str, nn.Module]]  # every module of a model, with what begins the names of its tensors
 _RESERVED = re.compile(r"(optim\d+|group\d+|gradients)$")
 
 
@@ -146,7 +145,7 @@ class Surveyor:
         self._models, self._optimizers = models, optimizers
         self.tree = ModuleTree(models)
         self._walks = 0  # of the tree, when the parts were listed
-        self._parts: list[_Parts] = []  # of each model
+        self._parts: list[Parts] = []  # of each model
         self._outline: list[Any] = []  # by which a change is seen
         self._found: Survey | None = None  # keeps alive whatever has its id in the outline
 
@@ -183,7 +182,7 @@ def state_dict_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, tensor
 
 
-def _outline_of_parts(models: Iterable[_Parts]) -> Iterator[Any]:
+def _outline_of_parts(models: Iterable[Parts]) -> Iterator[Any]:
     for parts in models:
         for _, part in parts:
             yield [*part._parameters.keys(), *map(id, part._parameters.values())]
@@ -205,20 +204,15 @@ def _outline_of_entry(entry: Mapping[Any, Any] | None) -> list[Any]:
     return tensors if 2 * len(entry or ()) == len(tensors) else [*tensors, id(entry)]
 
 
-def _live(models: Iterable[_Parts], optimizers: Sequence[Optimizer]) -> tuple[list[Live], dict[str, str]]:
+def _live(models: Iterable[Parts], optimizers: Sequence[Optimizer]) -> tuple[list[Live], dict[str, str]]:
     found: list[Live] = []
     names: dict[int, str] = {}
     ties: dict[str, str] = {}
-    for parts, role in product(models, (Role.PARAMETER, Role.BUFFER)):
-        for prefix, part in parts:
-            for key, tensor in (part._parameters if role is Role.PARAMETER else part._buffers).items():
-                if tensor is None:
-                    continue
-                name = f"{prefix}.{key}"
-                if (first := names.setdefault(id(tensor), name)) == name:
-                    found.append(Live(name, tensor, role))
-                else:
-                    ties[name] = first
+    for name, tensor, role, _ in chain.from_iterable(map(tensors_of, models)):
+        if (first := names.setdefault(id(tensor), name)) == name:
+            found.append(Live(name, tensor, role))
+        else:
+            ties[name] = first
     for index, optimizer in enumerate(optimizers):  # all parameters before any state, which may refer to one
         for place, param in _params(optimizer):
             if id(param) not in names:
@@ -245,10 +239,10 @@ def _params(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"group{g}.param{j}", param
 
 
-def _parts(name: str, model: nn.Module) -> _Parts:
+def _parts(name: str, model: nn.Module) -> Parts:
     if "." in name or _RESERVED.match(name):
         raise UnsupportedStateError(f"a model cannot be named {name!r}: dots, optim<n>, group<n> and gradients are taken; use another key")
-    return [(f"{name}.{clean(path)}".rstrip("."), part) for path, part in unwrap_model(model).named_modules()]
+    return parts_of(name, model)
 
 
 def _reshard(modules: Iterable[nn.Module]) -> None:
