@@ -226,19 +226,23 @@ class Standby:
     def _is_at_work(self, place: ReachedStore) -> bool:
         """Whether a world trains by way of another store: its round is complete, and its hosts live."""
         try:
-            found = _within(ANSWER_SECONDS, partial(state_at, place.store, self._run))
+            theirs = self._state_of(place)
         except RendezvousConnectionError:  # it was there just now
             return False
-        theirs = pickle.loads(found) if found is not None else None
         return theirs is not None and theirs.complete and self._lives(place, theirs, theirs.participants)
 
     def look_beside(self) -> None:
         """Looks whether another store serves a rendezvous of this run that is complete, alive, and has come further than this one."""
         with contextlib.suppress(RendezvousConnectionError):
             for place in self._places(self._probes_beside):
-                found = _within(ANSWER_SECONDS, partial(state_at, place.store, self._run)) if place.number != self._number else None
-                if found is not None and self._last is not None:
-                    self._meet(place, pickle.loads(found), pickle.loads(self._last))
+                theirs = self._state_of(place) if place.number != self._number else None
+                if theirs is not None and self._last is not None:
+                    self._meet(place, theirs, pickle.loads(self._last))
+
+    def _state_of(self, place: ReachedStore) -> Any:
+        """The state of the rendezvous in another store; None: there is none."""
+        found = _within(ANSWER_SECONDS, partial(state_at, place.store, self._run))
+        return pickle.loads(found) if found is not None else None
 
     def _meet(self, place: ReachedStore, theirs: Any, ours: Any) -> None:
         if world_of(theirs) == world_of(ours):

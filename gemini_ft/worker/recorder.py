@@ -336,7 +336,7 @@ class Recorder:
             case Granted(iteration=iteration, slot=slot):
                 self._copying.granted(iteration, slot)
             case Queued():
-                self._copying.queued()
+                self._copying.answered()
             case StopAfterStep():
                 self.drain.announced = True
                 self.drain.begin()

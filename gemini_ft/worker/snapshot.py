@@ -280,14 +280,14 @@ class Snapshotter:
         if self._broken is not None:
             raise self._broken
 
-    def queued(self) -> None:
-        """Takes the agent's word that there is no slot yet."""
+    def answered(self) -> None:
+        """Takes note that the agent has answered a request, if only by the word that no slot is free yet."""
         if self._supervision is not None:
             self._supervision.answered()
 
     def granted(self, iteration: int, slot: int) -> None:
         """Takes the agent's grant of a slot."""
-        self.queued()
+        self.answered()
         with self._condition:
             self._impatient = False
             if self._job is not None and self._job.iteration == iteration:
@@ -296,7 +296,7 @@ class Snapshotter:
 
     def aborted(self, iteration: int) -> None:
         """Takes the agent's word that another rank has no snapshot of this iteration."""
-        self.queued()
+        self.answered()
         with self._condition:
             if self._job is not None and self._job.iteration == iteration and self._job.state is SnapshotState.WAITING:
                 self._job.cancelled = "aborted"

@@ -49,12 +49,12 @@ class MemberLink:
 
     Args:
         ways: the collectors that may take the reports, the preferred one first; after them comes the leader.
-        dial: connects to another host.
         succession: says who leads.
+        bundles: gathers what is complete here, so that it is one message per step.
+        dial: connects to another host.
         on_decision: carries decisions out on this host.
         reports: everything undecided, which a leader that is reached anew must hear; the greeting is the first.
         log: takes lines for the agent's log.
-        bundles: gathers what is complete here, so that it is one message per step.
         collector: takes the reports of other hosts; None: none come here.
         lead: makes this host the leader of an epoch, without being asked.
         changed: hears that another epoch is led.
