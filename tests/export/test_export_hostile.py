@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forging import places, put_at
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -82,21 +83,6 @@ def store(folder: Path, extras: Any, engine: bool, shape: tuple[int, ...] = (8,)
 def engine_extras(found: dict[str, Any]) -> dict[str, Any]:
     """As an engine's ranks give them: the facts for exports are encoded by themselves."""
     return {"tensors": {**found, **{name: codec.encode(found[name]) for name in ("about", "cut") if name in found}}}
-
-
-def places(body: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths to everything in nested dicts, lists and tuples."""
-    yield at
-    for key, value in body.items() if isinstance(body, dict) else enumerate(body) if isinstance(body, (list, tuple)) else ():
-        yield from places(value, (*at, key))
-
-
-def put_at(body: Any, at: tuple[Any, ...], value: Any) -> Any:
-    if not at:
-        return value
-    copy = dict(body) if isinstance(body, dict) else list(body)
-    copy[at[0]] = put_at(copy[at[0]], at[1:], value)
-    return copy
 
 
 def export(url: str, to: Path, form: str) -> int:

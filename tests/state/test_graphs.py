@@ -55,13 +55,7 @@ def _train(until: int) -> tuple[list[Any], str]:
     checkpointer.flush()
     found = [start, resumed, model.weight.unique().tolist(), checkpointer.stats.snapshots]
     Graph(model, optimizer).replay()
-    try:
-        checkpointer.step()
-    except StateError as error:
-        return found, str(error)
-    finally:
-        checkpointer.close(finished=False)
-    return found, ""
+    return found, _refusal(checkpointer)
 
 
 def _other_steps() -> tuple[list[list[int]], str]:
@@ -83,13 +77,18 @@ def _other_steps() -> tuple[list[list[int]], str]:
     graph = Graph(models[0], graphed)
     graph.replay()
     eager.step()
+    return counts, _refusal(checkpointer)
+
+
+def _refusal(checkpointer: gemini_ft.Checkpointer) -> str:
+    """Why the step that ends now is refused; empty: it is not. The last call."""
     try:
         checkpointer.step()
     except StateError as error:
-        return counts, str(error)
+        return str(error)
     finally:
         checkpointer.close(finished=False)
-    return counts, ""
+    return ""
 
 
 def _fail(optimizer: torch.optim.Optimizer) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from forging import places, put_at
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -78,21 +79,6 @@ def little_memory() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, (mapped + 2 * 2**30, hard))
     yield
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def places(body: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths to everything in nested dicts and lists."""
-    yield at
-    for key, value in body.items() if isinstance(body, dict) else enumerate(body) if isinstance(body, list) else ():
-        yield from places(value, (*at, key))
-
-
-def put_at(body: Any, at: tuple[Any, ...], value: Any) -> Any:
-    if not at:
-        return value
-    copy = dict(body) if isinstance(body, dict) else list(body)
-    copy[at[0]] = put_at(copy[at[0]], at[1:], value)
-    return copy
 
 
 nested = st.recursive(
