@@ -65,7 +65,7 @@ class Failure(Exception):
 
 @dataclass
 class Round:
-    """What was done, and what came of it."""
+    """One round: its cut and its outcome."""
 
     seed: int
     hosts: int
@@ -205,7 +205,7 @@ class Campaign:
         return max((info.iteration for info in list_checkpoints(storage)), default=0)
 
     def _courses(self) -> dict[World, Course]:
-        """What each world has done, in the order in which they were formed."""
+        """The steps of each world, in the order in which the worlds were formed."""
         of: dict[int, World] = {}
         courses: dict[World, Course] = {}
         for event in self.job.events("joined", "committed"):

@@ -59,7 +59,7 @@ def exponents(packets: Array) -> Array:
 
 
 def factors(exponent: Array, world: int) -> Array:
-    """What values are multiplied by, float32 [k, 1]."""
+    """The factors of the values, float32 [k, 1]."""
     factor: Array = _MOST_INTEGER / (world * np.exp2(exponent.astype(np.float64)))
     rounded: Array = factor.astype(np.float32)[:, None]
     return rounded

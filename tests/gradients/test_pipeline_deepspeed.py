@@ -65,7 +65,7 @@ CASES = {
 
 
 class Ran(dict[str, Any]):
-    """What came of each case on one rank. Who asks for a case first has many run in one world; of more, it would be taken for hung."""
+    """The results of all cases on one rank. Who asks for a case first has many run in one world; of more, it would be taken for hung."""
 
     def __init__(self, run: Callable[[str], None]) -> None:
         self._run = run

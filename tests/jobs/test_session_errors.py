@@ -168,7 +168,7 @@ class TestOtherJob:
 
 class TestAbsentHosts:
     def test_that_alone_may_have_what_was_committed_are_waited_for(self, tmp_path: Path) -> None:
-        """Those that held it: a host that was lost before has taken part in something older, and lets the others come first."""
+        """A host lost earlier, which held only something older, is no absent one, and lets those that held this come first."""
         with World(tmp_path, hosts=["host0", "host1", "host2"]) as world:
             world.outcome(*run(3))
             world.hosts = ["host0", "host4", "host2"]
@@ -211,7 +211,7 @@ class TestResume:
         assert [result["start"] for result in two.outcome(*run())] == [3, 3]
 
     def test_never_says_so_of_what_was_there_before_the_launch(self, two: World, tmp_path: Path) -> None:
-        """What the launch itself has done is resumed after a failure, and what was there before it is not, however early that comes."""
+        """`never` leaves aside what was there before the launch, however early a failure comes; its own steps are resumed."""
         storage = {"url": f"file://{tmp_path}/store", "every_steps": 2}
         assert [result["start"] for result in two.outcome(*run(2, storage=storage))] == [0, 0]
         launch = {"GEMINI_LAUNCH": "again", "GEMINI_LAUNCHER_PID": str(os.getpid())}
