@@ -119,7 +119,7 @@ class OwnShards:
                 self._chunk(owner, message)
             case Landed():
                 self._landed(owner, message)
-            case Copied() if owner in self._hashing and not message.root:
+            case Copied() if owner in self._hashing:
                 self._hashing[owner].then(partial(self._copied_at_last, owner, context.version(message.iteration), message))
             case Copied():
                 self._copied(owner, context.version(message.iteration), message)

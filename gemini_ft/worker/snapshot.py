@@ -317,7 +317,10 @@ class Snapshotter:
         """Compares the copy with the live state; only then is it declared copied."""
         assert self.plan is not None
         assert job.slot is not None
-        slot = self.slots[job.slot]
+        slot, step = self.slots[job.slot], self.plan.chunk_bytes
+        if job.ready is not None:  # formed before the comparison, so that those of the agent are of what has been compared, or differ
+            starts = range(0, self.plan.nbytes, step)
+            job.checksums[:0] = [checksum(slot.view[start : min(start + step, self.plan.nbytes)]) for start in starts]
         if slot.view.nbytes and (different := [c.name for c in self.plan.background if not same_bytes(slot, c)]):
             text = f"iteration {job.iteration}: {', '.join(different[:5])} changed between the snapshot and the next update"
             self._discard(job, text)
@@ -520,7 +523,7 @@ class Snapshotter:
     def _declare(self, job: PendingSnapshot) -> None:
         job.finished = True
         digest = job.digest() if job.digest is not None else ""
-        root = self._root(job) if job.ready is None else ""  # from a device the agent forms it
+        root = self._root(job) if job.ready is None or self._verify else ""  # else the agent alone forms it
         self._tell(Copied(iteration=job.iteration, extras_bytes=len(job.extras), digest=digest, root=root))
 
     def _discard(self, job: PendingSnapshot, reason: str) -> None:

@@ -6,7 +6,7 @@ Every scenario says how the real code is used and what must be seen, whatever th
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import os
 import re
 import types
@@ -19,6 +19,7 @@ import pytest
 import torch
 from agent_kit import eventually
 from capture_kit import slot_of
+from device_waits import WAITS, source_without
 from fake_accelerator import DEVICE, FakeAccelerator, installed
 
 import gemini_ft
@@ -323,38 +324,8 @@ SCENARIOS: dict[str, tuple[str, Scenario]] = {
     "courier": ("gemini_ft.worker.courier", courier),
 }
 
-# A wait, as the source has it, what stands in its place in the mutant, and the scenario that must fail.
+# Calls that wait or order.
 _WAIT = re.compile(r"\.(?:wait_event|wait_stream|synchronize|record_event)\(|\bmodule\.stream\(")
-WAITS = [
-    ("snapshot", "accelerator.stream_of(device).wait_event(job.copied)", "pass"),
-    ("one after the other", "if self._job is not None:\n            self._let_write(self._job)", "pass"),
-    (
-        "snapshot",
-        "            if job.copied is not None:\n                self._judge(job)\n",
-        "",
-    ),  # no wait, but asked when the wait is queued
-    ("snapshot", "stream.wait_event(job.ready)", "pass"),
-    ("snapshot", "with accelerator.module_of(device).stream(stream):", "if True:"),
-    ("several batches", "        event.synchronize()\n", ""),
-    ("lateness", "        now.synchronize()\n", ""),
-    ("events", "return stream.record_event(module_of(device).Event(**options))", "return module_of(device).Event(**options)"),
-    (
-        "readiness",
-        "accelerator.event_on(accelerator.stream_of(self.device), self.device, timed=True)",
-        "accelerator.module_of(self.device).Event()",
-    ),
-    ("staging", "torch._foreach_copy_(self._staged, [copy.view for copy in self._mutable])", "self._staged = self._staged"),
-    ("agent dies", "self._stream.synchronize()", "pass"),
-    ("lanes", "self._module.current_stream(self._device).record_event()", "self._module.Event()"),
-    ("lanes", "self._stream.wait_event(job.ready)", "pass"),
-    ("lanes", "self._stream.record_event()", "self._module.Event()"),
-    ("lanes", "self._module.current_stream(self._device).wait_event(job.finished)", "pass"),
-    ("turns", "stream.synchronize()", "pass"),
-    ("turns", "with module.stream(stream):", "if True:"),
-    ("measuring", "module.synchronize(device)", "pass"),
-    ("courier", "module.current_stream(self._device).synchronize()", "pass"),
-    ("courier", "module.stream(module.Stream(self._device))", "contextlib.nullcontext()"),
-]
 
 
 def _module(name: str, wait: str = "", instead: str = "") -> Any:
@@ -362,13 +333,8 @@ def _module(name: str, wait: str = "", instead: str = "") -> Any:
     real = importlib.import_module(name)
     if not wait:
         return real
-    spec = importlib.util.find_spec(name)
-    assert spec is not None
-    assert spec.origin is not None
-    source = Path(spec.origin).read_text()
-    assert source.count(wait) == 1
     mutant = types.ModuleType(name)
-    exec(compile(source.replace(wait, instead), spec.origin, "exec"), mutant.__dict__)
+    exec(compile(source_without(real, wait, instead), real.__file__, "exec"), mutant.__dict__)
     return mutant
 
 
