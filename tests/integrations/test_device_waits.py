@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from agent_kit import preload
-from device_case import SAVED, Case, Missing, train, undisturbed
+from device_case import OPTIMIZERS, SAVED, Case, Missing, train, undisturbed
 from device_waits import WAITS
 from rank_kit import World
 
@@ -21,6 +23,7 @@ JOBS = {
     "skips": Case(lag=0.05),
     "couriers": Case(CARRIED, lag=0.05),
     "verified": Case(WAIT | {"verify": True}),
+    **{name: Case(WAIT, name, training_lag=0.02) for name in OPTIMIZERS if name != "momentum"},
     "hit": Case(WAIT | {"verify": True}, is_hit=True),
 }
 # Scenario of a wait (`device_waits`): its module, and the jobs of which one misses it. Two are missed by their units alone: when an agent
@@ -39,14 +42,19 @@ TAKEN_AWAY = [each for each in WAITS if each[0] in SCENARIOS and each[1] != "mod
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The state before each iteration, where nothing disturbs the job."""
-    with World(tmp_path_factory.mktemp("undisturbed"), 1) as ranks:
-        (found,) = ranks.outcome(undisturbed)
-    return list(found)
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
+    """Optimizer -> the state before each iteration, where nothing disturbs the job."""
+
+    @functools.cache
+    def states(optimizer: str) -> list[str]:
+        with World(tmp_path_factory.mktemp("undisturbed"), 1) as ranks:
+            (found,) = ranks.outcome(undisturbed, optimizer)
+        return list(found)
+
+    return states
 
 
-def check(folder: Path, expected: list[str], job: str, missing: Missing | None = None) -> None:
+def check(folder: Path, expected: Callable[[str], list[str]], job: str, missing: Missing | None = None) -> None:
     """Trains, resumes what was committed last, and compares its bits with those of the undisturbed job."""
     case = replace(JOBS[job], missing=missing)
     with World(folder, 1 + ("replicas" in case.options)) as ranks:
@@ -56,19 +64,21 @@ def check(folder: Path, expected: list[str], job: str, missing: Missing | None =
             raise result
     for first, second in zip(results, results[len(results) // 2 :], strict=False):
         assert second["start"] == first["committed"]
-        assert second["state"] == expected[second["start"]]
+        assert second["state"] == expected(case.optimizer)[second["start"]]
         if case.options:
             assert (first["committed"], first["skipped"]) == (SAVED - case.is_hit, case.is_hit)
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_snapshots_have_the_state_of_their_steps(tmp_path: Path, expected: list[str], job: str) -> None:
+def test_snapshots_have_the_state_of_their_steps(tmp_path: Path, expected: Callable[[str], list[str]], job: str) -> None:
     check(tmp_path, expected, job)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("scenario", "wait", "instead"), TAKEN_AWAY, ids=[f"{name}: {wait.strip()}" for name, wait, _ in TAKEN_AWAY])
-def test_a_wait_that_is_missing_is_found(tmp_path: Path, expected: list[str], scenario: str, wait: str, instead: str) -> None:
+def test_a_wait_that_is_missing_is_found(
+    tmp_path: Path, expected: Callable[[str], list[str]], scenario: str, wait: str, instead: str
+) -> None:
     module, jobs = SCENARIOS[scenario]
     found: list[Exception] = []  # other bits, a commit that never came, or the end of a process
     for job in jobs:

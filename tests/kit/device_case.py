@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from device_waits import take_away
+from eight_bits import Blockwise
 from lagging_device import delay_training, install
 from torch import nn
 
@@ -30,6 +31,7 @@ class Case:
 
     Attributes:
         options: of its Checkpointer.
+        optimizer: one of `OPTIMIZERS`.
         lag: seconds for which copies beside the training are late.
         training_lag: seconds for which the training's own writes are.
         is_hit: the last snapshot's slot is written to by a stray pointer, between the copy and the checksums that the agent forms.
@@ -37,40 +39,60 @@ class Case:
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: str = "momentum"
     lag: float = 0.005
     training_lag: float = 0.0
     is_hit: bool = False
     missing: Missing | None = None
 
 
-def _build() -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False),
+    "foreach": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "scaled": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "scaled, fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "eight bits": lambda params: Blockwise(params, lr=0.1),
+}
 
 
-def _train(model: nn.Sequential, optimizer: torch.optim.Optimizer, iteration: int) -> None:
-    """One iteration; the second one updates nothing, and writes buffers without a look at them."""
-    if iteration == 1:
-        model[1].running_mean.mul_(0.5)
-        return
-    inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(iteration))
-    model(inputs).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+class Loop:
+    """The objects of the loop, and its iterations."""
+
+    def __init__(self, optimizer: str) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64))
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2, enabled="scaled" in optimizer)
+
+    def train(self, iteration: int) -> None:
+        """The second iteration updates nothing, and writes buffers without a look at them; a scaler skips the third one's update."""
+        if iteration == 1:
+            self.model[1].running_mean.mul_(0.5)
+            return
+        inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(iteration))
+        loss = self.model(inputs).square().mean()
+        if self.scaler.is_enabled():
+            self.scaler.scale(loss * torch.inf if iteration == 2 else loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            loss.backward()
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> str:
+        """A digest of it all."""
+        parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()["state"], "scaler": self.scaler.state_dict()}
+        return digest(parts)
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    return digest({"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]})
-
-
-def undisturbed() -> list[str]:
+def undisturbed(optimizer: str) -> list[str]:
     """The state before each iteration, of a loop without snapshots on the CPU."""
-    model, optimizer = _build()
-    found = []
+    loop, found = Loop(optimizer), []
     for iteration in range(SAVED + 1):
-        found.append(_state(model, optimizer))
-        _train(model, optimizer, iteration)
+        found.append(loop.state())
+        loop.train(iteration)
     return found
 
 
@@ -102,18 +124,20 @@ def train(case: Case) -> dict[str, Any]:
         _hit()
     if case.missing is not None:
         take_away(*case.missing)
-    model, optimizer = _build()
-    checkpointer = gemini_ft.Checkpointer(model, optimizer, replicated=False, **case.options)
-    start, state = 0, _state(model, optimizer)
+    loop = Loop(case.optimizer)
+    checkpointer = gemini_ft.Checkpointer(loop.model, loop.optimizer, replicated=False, **case.options)
+    start = 0
     if (found := checkpointer.open()) is not None:
         checkpointer.load_tensors()
-        start, state = found.iteration, _state(model, optimizer)
+        loop.scaler.load_state_dict(found.extras)
+        start = found.iteration
+    state = loop.state()
     if case.training_lag:
         delay_training(accelerator, case.training_lag)
     for iteration in range(start, SAVED + 1):
-        _train(model, optimizer, iteration)
+        loop.train(iteration)
         if iteration < SAVED:
-            checkpointer.save(iteration + 1, {})
+            checkpointer.save(iteration + 1, loop.scaler.state_dict())
     checkpointer.flush()
     stats = checkpointer.stats
     checkpointer.close(finished=False)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from capture_kit import SAM, give, take
+from eight_bits import Blockwise, Wrapped
 from torch import nn
 from torch.optim import Optimizer
 
@@ -89,6 +90,7 @@ OURS: dict[str, Make] = {
     "SAM over SGD": lambda params: SAM(params, torch.optim.SGD, lr=0.1, momentum=0.9),
     "SAM over Adam": lambda params: SAM(params, torch.optim.Adam, lr=0.1),
     "attributes": Averaging,
+    "eight bits in blocks": lambda params: Blockwise(params, lr=0.1),
 }
 TORCH = dict(torch_optimizers())
 
@@ -145,6 +147,10 @@ def plain(value: Any) -> Any:
 @pytest.mark.parametrize("name", OURS)
 def test_what_optimizers_hold_is_captured(name: str) -> None:
     assert check(OURS[name]) == "captured"
+
+
+def test_state_in_tensors_of_another_class_is_refused_by_name() -> None:
+    assert "weight.momentum is a eight_bits.State8bit, a tensor type whose memory" in check(lambda params: Wrapped(params, lr=0.1))
 
 
 @pytest.mark.parametrize("name", TORCH)
