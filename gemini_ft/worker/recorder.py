@@ -158,7 +158,7 @@ class Recorder:
         plan.stage()
         digest_due = is_compared or (self._digest_at is not None and iteration >= self._digest_at)
         self._outcomes.begin(iteration)
-        digest = self._reservation.digest if digest_due else None
+        digest = self._reservation.digest() if digest_due else None
         job = PendingSnapshot(iteration=iteration, extras=blob, digest=digest, marks=plan.marks(), ready=plan.ready())
         self._copy_when.follow(plan, job.marks)
         self._copying.submit(job)

@@ -21,7 +21,7 @@ from gemini_ft.errors import AgentError, MemoryBudgetError
 from gemini_ft.ordered import Ordered
 from gemini_ft.state.base import TrainingState
 from gemini_ft.state.copy_plan import CopyPlan, MappedSlot, map_slots
-from gemini_ft.state.divergence import check_replicas, replicated_digest
+from gemini_ft.state.divergence import begin_digest, check_replicas, replicated_digest
 from gemini_ft.state.tensors import Live, Source, fingerprint
 from gemini_ft.wire.worker_messages import Reserve, Reserved
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise
@@ -96,9 +96,10 @@ class Reservation:
         sizes = layout.nbytes, len(job.extras), session.spec.chunk_bytes
         return shard_root(session.rank, version, self._layout_digest, sizes, job.checksums)
 
-    def digest(self) -> str:
-        """The digest of the state that all ranks hold alike."""
-        return replicated_digest(self._sources) or "none"
+    def digest(self) -> Callable[[], str]:
+        """Gives the digest of the state that all ranks hold alike; to be asked for before the next update, or begun on the device."""
+        assert self._snapshotter.plan is not None
+        return partial(replicated_digest, self._sources) if self._snapshotter.plan.device is None else begin_digest(self._sources)
 
     def _plan(self, sources: list[Source], extras_bytes: int, at_step: bool) -> None:
         """Lays the state out; at the first time compares it across ranks and checks that every host has room for its part."""

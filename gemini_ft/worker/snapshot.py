@@ -53,7 +53,7 @@ class PendingSnapshot:
     Attributes:
         iteration: what it is a snapshot of.
         extras: the encoded small state.
-        digest: computes the digest of the replicated state, where one is due.
+        digest: gives the digest of the replicated state, where one is due.
         marks: version counter and address of each source when the snapshot was taken.
         ready: the device's event that the state is final from here on; None: nothing is copied beside the training's own queue.
         begun, copied: the device's events around all copies, once they are queued.
@@ -219,7 +219,7 @@ class Snapshotter:
 
     def _device_beside(self, job: PendingSnapshot) -> torch.device | None:
         """The device whose queue keeps a snapshot and the update apart; None: the host does, which has to see the copy made."""
-        if job.ready is None or job.digest is not None or self._verify:
+        if job.ready is None or self._verify:
             return None
         assert self.plan is not None
         return self.plan.device
@@ -522,9 +522,17 @@ class Snapshotter:
 
     def _declare(self, job: PendingSnapshot) -> None:
         job.finished = True
-        digest = job.digest() if job.digest is not None else ""
+        digest = self._digest(job) if job.digest is not None else ""
         root = self._root(job) if job.ready is None or self._verify else ""  # else the agent alone forms it
         self._tell(Copied(iteration=job.iteration, extras_bytes=len(job.extras), digest=digest, root=root))
+
+    def _digest(self, job: PendingSnapshot) -> str:
+        assert job.digest is not None
+        if job.ready is None:
+            return job.digest()
+        device, queue = self._queue()
+        with accelerator.module_of(device).stream(queue):  # in the training's it would stand behind the next pass
+            return job.digest()
 
     def _discard(self, job: PendingSnapshot, reason: str) -> None:
         job.cancelled = job.cancelled or reason

@@ -17,6 +17,7 @@ import gemini_ft
 from gemini_ft import accelerator
 from gemini_ft.testing import digest
 from gemini_ft.wire.worker_messages import Landed
+from gemini_ft.worker import recorder
 from gemini_ft.worker.snapshot import PendingSnapshot, Snapshotter
 
 SAVED = 4  # iterations whose state is saved; one more is trained, and lost
@@ -34,6 +35,7 @@ class Case:
         optimizer: one of `OPTIMIZERS`.
         lag: seconds for which copies beside the training are late.
         training_lag: seconds for which the training's own writes are.
+        compared: ranks compare their state at each snapshot.
         is_hit: the last snapshot's slot is written to by a stray pointer, between the copy and the checksums that the agent forms.
         missing: the wait that it lacks.
     """
@@ -42,6 +44,7 @@ class Case:
     optimizer: str = "momentum"
     lag: float = 0.005
     training_lag: float = 0.0
+    compared: bool = False
     is_hit: bool = False
     missing: Missing | None = None
 
@@ -120,12 +123,14 @@ def train(case: Case) -> dict[str, Any]:
     if int(os.environ["WORLD_SIZE"]) > 1:
         gemini_ft.init_process_group("gloo")
     install(accelerator, case.lag)
+    if case.compared:
+        recorder.COMPARE_EVERY = 1
     if case.is_hit:
         _hit()
     if case.missing is not None:
         take_away(*case.missing)
     loop = Loop(case.optimizer)
-    checkpointer = gemini_ft.Checkpointer(loop.model, loop.optimizer, replicated=False, **case.options)
+    checkpointer = gemini_ft.Checkpointer(loop.model, loop.optimizer, **{"replicated": False} | case.options)
     start = 0
     if (found := checkpointer.open()) is not None:
         checkpointer.load_tensors()

@@ -139,7 +139,7 @@ class _Behind(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returns, kwargs = func._schema.returns, kwargs or {}
-        is_alias = all(each.alias_info is not None for each in returns) and "out" not in kwargs
+        is_alias = all(each.alias_info is not None for each in returns) and not ("out" in kwargs or torch.Tag.inplace_view in func.tags)
         if not is_alias or not func._schema.is_mutable:
             if not is_alias and func.namespace != "profiler":
                 self._stream.synchronize()

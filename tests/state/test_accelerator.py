@@ -12,6 +12,7 @@ import re
 import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,10 @@ from gemini_ft.core.roots import checksum
 from gemini_ft.errors import AgentError
 from gemini_ft.state import copy_plan
 from gemini_ft.state.copy_plan import MappedSlot
+from gemini_ft.state.divergence import begin_digest
 from gemini_ft.state.tensors import Source
 from gemini_ft.wire.worker_messages import Collect, Copied, Dispatch, GiveUp, Landed, Request
+from gemini_ft.worker.snapshot import PendingSnapshot
 
 SEEDS = range(12)
 COUNT, CHUNK = 256, 256  # elements, and bytes of a chunk: four of them
@@ -100,6 +103,31 @@ def snapshot(module: Any, fake: FakeAccelerator, plans: Any = copy_plan, batches
         assert isinstance(told[-1], Copied)
         assert torch.equal(slot.tensor, expected)
     assert all_are(2.0, weights.cpu())
+
+
+def compared(module: Any, fake: FakeAccelerator) -> None:
+    """The digest that ranks compare is of the snapshot's own step, and neither the host nor the update waits for it."""
+    weights, plan, layout = _plan(fake)
+    sources = [replace(source, spec=replace(source.spec, group=(0, 1))) for source in plan.sources]
+    told: list[Any] = []
+    with slot_of(layout) as slot:
+        snapshotter = _snapshotter(gemini_ft.worker.snapshot, told.append)
+        snapshotter.plan, snapshotter.slots = plan, {0: slot}
+        with fake.held():
+            weights.fill_(1.0)
+            job = PendingSnapshot(iteration=1, extras=b"", digest=module.begin_digest(sources), marks=plan.marks(), ready=plan.ready())
+            snapshotter.submit(job)
+            snapshotter.granted(1, 0)
+            snapshotter.before_update()
+            weights.fill_(2.0)
+        snapshotter.settle()
+        snapshotter.slots = {}
+        snapshotter.stop()
+        fake.synchronize()
+        expected = module.begin_digest(sources)
+        assert told[-1].digest != expected()
+        weights.fill_(1.0)
+        assert told[-1].digest == module.begin_digest(sources)()
 
 
 def several_batches(module: Any, fake: FakeAccelerator) -> None:
@@ -312,6 +340,7 @@ def courier(module: Any, fake: FakeAccelerator) -> None:
 SCENARIOS: dict[str, tuple[str, Scenario]] = {
     "snapshot": ("gemini_ft.worker.snapshot", snapshot),
     "several batches": ("gemini_ft.worker.snapshot", several_batches),
+    "compared": ("gemini_ft.state.divergence", compared),
     "readiness": ("gemini_ft.state.copy_plan", readiness),
     "staging": ("gemini_ft.state.copy_plan", staging),
     "one after the other": ("gemini_ft.worker.snapshot", one_after_the_other),
@@ -392,3 +421,21 @@ def test_every_wait_of_the_package_is_among_them() -> None:
             stem = SCENARIOS[name][0].rpartition(".")[2]
             told[stem] = told.get(stem, 0) + 1
     assert told == found
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "signs of zeros, in pairs": lambda values: values[1:8:2].neg_(),
+    "other places": lambda values: values[8:12].copy_(values[12:16].clone()),
+    "one bit": lambda values: values[15].add_(5e-7),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_digests_of_a_device_tell_states_apart(change: str) -> None:
+    values = torch.cat([torch.zeros(8), torch.arange(8).float()])
+    changed = values.clone()
+    CHANGES[change](changed)
+    spec = TensorSpec("weights", "float32", (16,), (0, 1))
+    with installed(0) as fake:
+        digests = {begin_digest([Source(spec, fake.tensor(each), False)])() for each in (values, values.clone(), changed)}
+    assert len(digests) == 2
