@@ -68,7 +68,8 @@ QUICK = [ROWS[0], ROWS[4]]
 def expected(row: Row, steps: int = 200) -> tuple[float, float]:
     """By the model: mean step over an undisturbed one, and the share of the snapshots that is committed.
 
-    Two slots, of which one always holds the last committed snapshot. A copy begins only where it can be over before the update.
+    Two slots, of which one always holds the last committed snapshot. A copy begins only where it can be over before the update. One
+    thread forms the checksum of the last chunk when all of it has come.
     """
     if not row.threads:
         return 1.0, 0.0
@@ -80,7 +81,7 @@ def expected(row: Row, steps: int = 200) -> tuple[float, float]:
         start = max(now, free)
         if start <= max(window - row.copy, now + 0.1 * (STEP - UPDATE)):
             copied = start + row.copy
-            hashed = max(copied, max(hashed, start) + HASH / row.threads)
+            hashed = max(copied + HASH * CHUNK / (4 * NUMBERS), max(hashed, start) + HASH / row.threads)
             free = hashed + COMMIT
             commits += 1
         now = max(window, copied) + UPDATE

@@ -113,6 +113,10 @@ class Observer:
         """How many collectives of this process are being polled, since they do not tell when they are over."""
         return self._traffic.polled
 
+    def look(self, look: Callable[[], _Seen]) -> _Seen | None:
+        """Returns what a look at the observed does; see `CollectiveTraffic.observed`."""
+        return self._traffic.observed(look)
+
     # -- told by the traffic, which holds its lock
 
     def begun(self, flight: _Flight) -> None:
@@ -186,7 +190,7 @@ class CollectiveTraffic:
         name = operator.name().removeprefix("c10d::")
 
         def kernel(keys: Any, *arguments: Any) -> Any:
-            flight = None if getattr(_private, "on", False) else self._observed(lambda: self.begin(name, arguments))
+            flight = None if getattr(_private, "on", False) else self.observed(lambda: self.begin(name, arguments))
             try:
                 result = operator.redispatch(keys & _BELOW, *arguments)
             except BaseException:
@@ -195,13 +199,13 @@ class CollectiveTraffic:
                 raise
             if flight is None:
                 return result
-            followed = self._observed(lambda: self.follow(flight, result))
+            followed = self.observed(lambda: self.follow(flight, result))
             return result if followed is None else followed
 
         return kernel
 
-    def _observed(self, look: Callable[[], _Seen]) -> _Seen | None:
-        """Returns what a look at a collective does; None where it fails, which ends observing: it must never cost the training."""
+    def observed(self, look: Callable[[], _Seen]) -> _Seen | None:
+        """Returns what a look at collectives does; None where it fails, which ends observing: it must never cost the training."""
         if self._broken:
             return None
         try:
@@ -382,7 +386,7 @@ class Observation:
 
     def step_over(self) -> None:
         """Takes note that a step has ended."""
-        if self._profiler.add(self._observer.step_over()):
+        if self._observer.look(lambda: self._profiler.add(self._observer.step_over())):
             self._report()
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:

@@ -154,6 +154,32 @@ def staging(module: Any, fake: FakeAccelerator) -> None:
         assert torch.equal(slot.tensor, torch.ones(COUNT).view(torch.uint8))
 
 
+def neighbours(module: Any, fake: FakeAccelerator) -> None:
+    """Small tensors that lie beside each other in the slot are there, each with the values of its own step, after a few copies."""
+    dtypes = [torch.float32, torch.uint8, torch.bfloat16, torch.float32, torch.int64]
+    tensors = [fake.tensor(torch.zeros(3, 5, dtype=dtype)) for dtype in dtypes]
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    specs = [TensorSpec(f"t{number}", name, (3, 5), (0,)) for number, name in enumerate(names)]
+    layout = build_layout(specs, 0, 1)
+    sources = [Source(spec, tensor, mutable=number == 2) for number, (spec, tensor) in enumerate(zip(specs, tensors, strict=True))]
+    plan = module.CopyPlan(sources, layout, CHUNK)
+    assert sum(len(batch.small) for batch in plan.batches) == len(plan.batches)
+    side = fake.Stream()
+    with slot_of(layout) as slot:
+        for value in (1, 2):
+            for tensor in tensors:
+                tensor.fill_(value)
+            plan.stage()
+            side.wait_event(plan.ready())
+            with fake.stream(side):
+                for number, batch in enumerate(plan.batches):
+                    slot.write(number, batch)
+            fake.current_stream().wait_stream(side)
+        fake.synchronize()
+        for piece, tensor in zip(layout.pieces, tensors, strict=True):
+            assert all_are(2, slot.tensor[piece.offset : piece.offset + piece.nbytes].view(tensor.dtype))
+
+
 def one_after_the_other(module: Any, fake: FakeAccelerator) -> None:
     """The second snapshot is staged while the first is still being copied, and each has the values of its own step."""
     weights, plan, layout = _plan(fake, mutable=True)
@@ -342,6 +368,7 @@ SCENARIOS: dict[str, tuple[str, Scenario]] = {
     "several batches": ("gemini_ft.worker.snapshot", several_batches),
     "compared": ("gemini_ft.state.divergence", compared),
     "readiness": ("gemini_ft.state.copy_plan", readiness),
+    "neighbours": ("gemini_ft.state.copy_plan", neighbours),
     "staging": ("gemini_ft.state.copy_plan", staging),
     "one after the other": ("gemini_ft.worker.snapshot", one_after_the_other),
     "lateness": ("gemini_ft.worker.snapshot", lateness),

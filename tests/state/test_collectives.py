@@ -80,29 +80,33 @@ def _one_way() -> None:
     dist.send(ones(), 1) if rank() == 0 else dist.recv(torch.empty(4), 0)
 
 
-OPERATIONS: dict[str, Callable[[], Any]] = {
-    "allreduce_": lambda: dist.all_reduce(ones()),
-    "broadcast_": lambda: dist.broadcast(ones(), 0),
-    "reduce_": lambda: dist.reduce(ones(), 0),
-    "allgather_": lambda: dist.all_gather([ones(), ones()], ones()),
-    "_allgather_base_": lambda: dist.all_gather_into_tensor(ones(8), ones()),
-    "gather_": lambda: dist.gather(ones(), [ones(), ones()] if rank() == 0 else None, 0),
-    "scatter_": lambda: dist.scatter(ones(), [ones(), ones()] if rank() == 0 else None, 0),
-    "reduce_scatter_": lambda: dist.reduce_scatter(ones(), [ones(), ones()]),
-    "_reduce_scatter_base_": lambda: dist.reduce_scatter_tensor(ones(), ones(8)),
-    "alltoall_base_": lambda: dist.all_to_all_single(ones(), ones()),
-    "barrier": lambda: dist.barrier(),
-    "monitored_barrier_": lambda: dist.monitored_barrier(),
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "allreduce_": lambda **how: dist.all_reduce(ones(), **how),
+    "broadcast_": lambda **how: dist.broadcast(ones(), 0, **how),
+    "reduce_": lambda **how: dist.reduce(ones(), 0, **how),
+    "allgather_": lambda **how: dist.all_gather([ones(), ones()], ones(), **how),
+    "_allgather_base_": lambda **how: dist.all_gather_into_tensor(ones(8), ones(), **how),
+    "gather_": lambda **how: dist.gather(ones(), [ones(), ones()] if rank() == 0 else None, 0, **how),
+    "scatter_": lambda **how: dist.scatter(ones(), [ones(), ones()] if rank() == 0 else None, 0, **how),
+    "reduce_scatter_": lambda **how: dist.reduce_scatter(ones(), [ones(), ones()], **how),
+    "_reduce_scatter_base_": lambda **how: dist.reduce_scatter_tensor(ones(), ones(8), **how),
+    "alltoall_base_": lambda **how: dist.all_to_all_single(ones(), ones(), **how),
+    "barrier": lambda **how: dist.barrier(**how),
+    "monitored_barrier_": lambda **how: None if how else dist.monitored_barrier(),
 }
 
 
 @case
-def every_operation_is_seen_once() -> None:
+def every_operation_is_seen_once_and_to_its_end() -> None:
     for name, operation in OPERATIONS.items():
         with observe() as observer:
             operation()
             assert names(observer) == [name]
             assert observer.page.read() == Moment(0, 0, 1, observer.page.read().since)
+            if (work := operation(async_op=True)) is not None:
+                work.wait()
+                idle(observer)
+                assert names(observer) == [name]
 
 
 def _coalesced(operation: Callable[[], Any]) -> None:
@@ -162,6 +166,10 @@ def bytes_are_counted() -> None:
 def point_to_point_is_seen() -> None:
     with observe() as observer:
         _exchange()
+        assert sorted(names(observer)) == ["recv_", "send"]
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, ones(), 1 - rank()), dist.P2POp(dist.irecv, ones(), 1 - rank())]):
+            work.wait()
+        idle(observer)
         assert sorted(names(observer)) == ["recv_", "send"]
         _one_way()
         assert names(observer) == [("send", "recv_")[rank()]]

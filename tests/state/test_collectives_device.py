@@ -144,3 +144,16 @@ def test_an_observer_that_fails_says_so_once_and_stops(
     assert in_flight(observer) == 0
     with pytest.raises(ValueError, match="the training's own"):
         backend(lambda: (_ for _ in ()).throw(ValueError("the training's own")))
+
+
+def test_a_profile_that_fails_ends_observing_and_not_the_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(CollectiveTraffic, "listen", lambda _: SimpleNamespace(_destroy=lambda: None))
+    observation = collectives.Observation(lambda *_: None, 4)
+    monkeypatch.setattr(collectives.Profiler, "add", lambda *_: 1 / 0)
+    with caplog.at_level(logging.WARNING, "gemini_ft"):
+        observation.step_over()
+        observation.step_over()
+    observation.close()
+    assert len([record for record in caplog.records if "cannot be observed" in record.message]) == 1
