@@ -18,8 +18,8 @@ preload("gemini_ft.worker.recorder", "gemini_ft.worker.courier")
 WAIT = {"on_late": "wait"}
 CARRIED = WAIT | {"replicas": 2, "traffic": {"transport": "collective", "buffer_bytes": 16384, "sub_buffers": 4}}
 JOBS = {
-    "late training": Case(WAIT, training_lag=0.2),
-    "late copies": Case(WAIT, lag=0.1, training_lag=0.01),
+    "late training": Case(WAIT, training_lag=0.4),
+    "late copies": Case(WAIT, lag=0.3, training_lag=0.01),
     "skips": Case(lag=0.05),
     "couriers": Case(CARRIED, lag=0.05),
     "verified": Case(WAIT | {"verify": True}),
