@@ -59,7 +59,7 @@ class MappedSlot:
     def write(self, number: int, batch: Batch) -> None:
         """Lays down one batch of a plan, always the same one; from an accelerator, queues that on the current stream."""
         if batch.gathered[0]:
-            torch._foreach_copy_(*batch.gathered)
+            torch._foreach_copy_(*batch.gathered, non_blocking=True)
         if batch.small:
             if number not in self._targets:
                 self._targets[number] = [self._target(offset, source) for offset, source in batch.small]
