@@ -64,7 +64,7 @@ def check(folder: Path, expected: Callable[[str], list[str]], job: str, missing:
         if isinstance(result, Exception):
             raise result
     for first, second in zip(results, results[len(results) // 2 :], strict=False):
-        assert second["start"] == first["committed"]
+        assert second["start"] >= (first["committed"] or 0)  # where some are skipped, an older one may be committed a little later
         assert second["state"] == expected(case.optimizer)[second["start"]]
         if case.options:
             assert (first["committed"], first["skipped"]) == (SAVED - case.is_hit, case.is_hit)

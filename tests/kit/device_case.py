@@ -71,7 +71,7 @@ class Loop:
     def train(self, iteration: int) -> None:
         """The second iteration updates nothing, and writes buffers without a look at them; a scaler skips the third one's update."""
         if iteration == 1:
-            self.model[1].running_mean.mul_(0.5)
+            self.model.get_buffer("1.running_mean").mul_(0.5)
             return
         inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(iteration))
         loss = self.model(inputs).square().mean()
@@ -130,7 +130,7 @@ def train(case: Case) -> dict[str, Any]:
     if case.missing is not None:
         take_away(*case.missing)
     loop = Loop(case.optimizer)
-    checkpointer = gemini_ft.Checkpointer(loop.model, loop.optimizer, **{"replicated": False} | case.options)
+    checkpointer = gemini_ft.Checkpointer(loop.model, loop.optimizer, **{"replicated": False, **case.options})
     start = 0
     if (found := checkpointer.open()) is not None:
         checkpointer.load_tensors()

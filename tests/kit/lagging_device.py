@@ -79,7 +79,8 @@ class LateStream(Stream):
         self._queue.put((time.monotonic() + self._lag, work))
 
     def wait_event(self, event: Event) -> None:
-        self.put(lambda: (event.wanted.set(), event.synchronize())[1])
+        self.put(event.wanted.set)
+        self.put(event.synchronize)
 
     def _run(self) -> None:
         while True:
@@ -230,7 +231,7 @@ def install(accelerator: Any, lag: float) -> None:
 def delay_training(accelerator: Any, lag: float) -> None:
     """Lets what this thread writes in place from now on be late by so many seconds, on the device that is installed."""
     accelerator.module_of(torch.device("cpu")).default = stream = TrainingStream(lag)
-    _Behind(stream).__enter__()
+    _Behind(stream).__enter__()  # type: ignore[no-untyped-call]
 
 
 def on_device(lag: float, function: Callable[..., Any], *arguments: Any) -> Any:
