@@ -15,10 +15,12 @@ from torch import nn
 
 import gemini_ft
 from gemini_ft import accelerator
+from gemini_ft.agent.client import AgentClient
+from gemini_ft.state.copy_plan import MappedSlot
 from gemini_ft.testing import digest
-from gemini_ft.wire.worker_messages import Landed
+from gemini_ft.wire.worker_messages import Copied, Landed
 from gemini_ft.worker import recorder
-from gemini_ft.worker.snapshot import PendingSnapshot, Snapshotter
+from gemini_ft.worker.snapshot import Snapshotter
 
 SAVED = 4  # iterations whose state is saved; one more is trained, and lost
 
@@ -101,21 +103,23 @@ def undisturbed(optimizer: str) -> list[str]:
 
 def _hit() -> None:
     """Lets this process's last snapshot be hit: its agent is busy meanwhile, and begins with the checksums when all is copied."""
-    declare, landed = Snapshotter._declare, list[int]()
+    granted, tell, slots, landed = Snapshotter.granted, AgentClient.tell, dict[int, MappedSlot](), list[Landed]()
 
-    def land(_self: Snapshotter, _job: PendingSnapshot, upto: int, event: accelerator.Event) -> None:
-        event.synchronize()
-        landed.append(upto)
+    def note(self: Snapshotter, iteration: int, slot: int) -> None:
+        slots[iteration] = self.slots[slot]
+        granted(self, iteration, slot)
 
-    def hit(self: Snapshotter, job: PendingSnapshot) -> None:
-        assert job.slot is not None
-        if job.iteration == SAVED:
-            self.slots[job.slot].view[100] ^= 1
-        self._tell(Landed(iteration=job.iteration, upto=landed[-1]))
-        declare(self, job)
+    def late(self: AgentClient, message: Any, fds: Any = ()) -> None:
+        if isinstance(message, Landed):
+            landed.append(message)
+            return
+        if isinstance(message, Copied):
+            slots[message.iteration].view[100] ^= message.iteration == SAVED
+            tell(self, landed.pop())
+        tell(self, message, fds)
 
-    vars_of: Any = Snapshotter
-    vars_of._land, vars_of._declare = land, hit
+    Snapshotter.granted = note  # type: ignore[method-assign]
+    AgentClient.tell = late  # type: ignore[method-assign]
 
 
 def train(case: Case) -> dict[str, Any]:
