@@ -1,8 +1,9 @@
 """The nemesis of partitions: a network that falls apart under a job and heals again, at every moment and in every way.
 
 Each round is a job of two or three hosts with spares and one to three stores of the rendezvous, every one of them in a network namespace
-of its own, with or without storage that all can reach. By a seed the network is cut into two or three sides, silenced in one direction,
-or flaps, while the hosts come together, train, or restart; perhaps workers are killed meanwhile; after a while it heals. A round fails if
+of its own, with or without storage that all can reach. By a seed the network is cut into two or three sides, or into halves of which
+each could be the job (a host that takes part, a spare, a store), is silenced in one direction, or flaps, while the hosts come together,
+train, or restart; perhaps workers are killed meanwhile; after a while it heals. A round fails if
 
 - two jobs of the run still go on a minute after the network has healed, or none does,
 - the job that is left has gone back behind what was committed before the cut (behind what was stored, where one side alone
@@ -54,9 +55,10 @@ SETTINGS = {
     "GEMINI_MAX_RETRIES": "1000",
     "GEMINI_STATE_DIR": "",  # of each round
 }
-KINDS = ("two sides", "three sides", "one way", "flapping")
+KINDS = ("two sides", "three sides", "halves", "one way", "flapping")
 PHASES = ("coming together", "training", "restarting")
 WAITS = (0.5, 3.0, 8.0, 15.0, 30.0, 45.0)  # seconds until the network heals
+HALVES_WAIT = 75.0  # seconds in which each half of a job has found that the other is lost, and trains
 
 
 class Failure(Exception):
@@ -164,6 +166,8 @@ class Campaign:
             sides = 3 if this.kind == "three sides" and len(places) > 3 else 2
             borders = sorted(dice.sample(range(1, len(places)), sides - 1))
             split = [places[start:stop] for start, stop in zip([0, *borders], [*borders, len(places)], strict=True)]
+            if this.kind == "halves":
+                split = [sorted(places)[start::2] for start in range(2)]
             this.sides += [sorted(side) for side in split]
             if this.kind == "one way":
                 for place in split[0]:
@@ -271,7 +275,7 @@ class Campaign:
 def draw(dice: random.Random, quick: bool) -> Round:
     if quick:
         return Round(dice.randrange(2**31), 2, 1, 2, True, "two sides", "training", 8.0)
-    return Round(
+    this = Round(
         seed=dice.randrange(2**31),
         hosts=dice.choice([2, 2, 3]),
         spares=dice.randint(0, 2),
@@ -281,6 +285,10 @@ def draw(dice: random.Random, quick: bool) -> Round:
         phase=dice.choice(PHASES),
         wait=dice.choice(WAITS),
     )
+    if this.kind == "halves":
+        this.hosts, this.spares, this.stores, this.wait = 2, 2, dice.randint(2, 3), HALVES_WAIT
+        this.phase = dice.choice(PHASES[1:])
+    return this
 
 
 def campaign(options: argparse.Namespace) -> list[Round]:
