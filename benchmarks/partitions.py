@@ -10,7 +10,8 @@ train, or restart; perhaps workers are killed meanwhile; after a while it heals.
   has not all shards),
 - the bits it ends with are not those of an undisturbed job,
 - a launcher ends with a status that is not documented for it, or not at all,
-- storage has anything newer than what the job has ended with, or not that.
+- storage has anything newer than what the job has ended with, or not that; where both halves of a job have stored something, neither may
+  store more, and the launchers must say so by their status.
 
 Linux, root and iproute2 are needed. See benchmarks/README.md.
 """
@@ -39,7 +40,7 @@ import common
 sys.path.append(str(common.HERE.parent / "tests" / "kit"))  # the job is that of the tests
 from weights_kit import assert_same_bits, job, reached
 
-from gemini_ft.launch.endings import ENDED_ELSEWHERE, OVERTAKEN
+from gemini_ft.launch.endings import ENDED_ELSEWHERE, NOT_STORED, OVERTAKEN
 from gemini_ft.storage.checkpoints import list_checkpoints
 from gemini_ft.storage.lookout import newest_whole
 from gemini_ft.storage.opening import open_storage
@@ -83,6 +84,7 @@ class Round:
     stored: int = 0
     worlds: int = 0  # that were formed after the cut
     overtaken: int = 0  # launchers that ended so
+    has_two_lines: bool = False  # in storage, so that the job could not store its end
     back: float | None = None  # seconds from the healing to one job that goes on
     seconds: float = 0.0
     problem: str = ""
@@ -234,7 +236,9 @@ class Campaign:
             time.sleep(0.1)
         status = {f"host{number}": self.job.status(f"host{number}") for number in range(self.this.hosts + self.this.spares)}
         self.this.overtaken = sum(each == OVERTAKEN for each in status.values())
-        if any(each not in (0, OVERTAKEN, ENDED_ELSEWHERE) for each in status.values()) or 0 not in status.values():
+        ended = {each for each in status.values() if each not in (OVERTAKEN, ENDED_ELSEWHERE)}
+        self.this.has_two_lines = NOT_STORED in ended and self.this.kind == "halves" and self.this.has_storage
+        if not ended or ended - {0, NOT_STORED} or (NOT_STORED in ended and not self.this.has_two_lines):
             raise Failure(f"launchers ended with {status}")
 
     def _check_line(self, courses: dict[World, Course], cut: float) -> None:
@@ -261,6 +265,10 @@ class Campaign:
         ended = int(torch.load(self.folder / "weights")["steps"])
         if self.this.has_storage:
             storage = open_storage(f"file://{self.folder}/store")
+            if self.this.has_two_lines:
+                if len({info.version.incarnation for info in list_checkpoints(storage, self.job.run)}) < 2:
+                    raise Failure(f"the job could not store its end, though it alone has stored anything: {self._state()}")
+                return
             newest, stream = max((info.iteration, info.stream) for info in list_checkpoints(storage, self.job.run))
             found = newest_whole(storage, self.job.run, stream)
             if found is None or found.iteration != ended or newest > ended:
