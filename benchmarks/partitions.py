@@ -118,7 +118,7 @@ class Campaign:
         self._stores = [f"store{number}" for number in range(this.stores)]
         env = SETTINGS | {"GEMINI_STATE_DIR": str(folder / "state")}
         if this.has_storage:
-            env |= {"GEMINI_STORAGE__URL": f"file://{folder}/store", "GEMINI_STORAGE__EVERY_STEPS": "20"}
+            env |= {"GEMINI_STORAGE__URL": f"file://{folder}/store", "GEMINI_STORAGE__EVERY_STEPS": "20", "GEMINI_STORAGE__PATIENCE": "20"}
         self.job = job(folder, this.hosts, self._stores, network, **env)
 
     def run(self) -> None:

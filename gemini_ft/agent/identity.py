@@ -39,5 +39,9 @@ class AgentIdentity:
             secret, known, specs = msgpack.unpackb(raw[4 : 4 + int.from_bytes(raw[:4], "big")])
             read = {str(stream): SessionSpec.model_validate_json(text) for stream, text in specs.items()}
             return Past(bytes(secret), Incarnation(*known) if known is not None else None, read)
-        except (ValueError, TypeError, AttributeError):  # its writer was killed, or is of another release: the slots repeat what matters most
+        except (
+            ValueError,
+            TypeError,
+            AttributeError,
+        ):  # its writer was killed, or is of another release: the slots repeat what matters most
             return Past()
