@@ -21,6 +21,7 @@ from gemini_ft.errors import ConfigError
 LEADER_TIMEOUT = 1.25  # seconds
 _MOST_PROCESSORS = 2**16
 _MOST = 1e9  # of any number that is not whole; seconds beyond what the kernel's clocks count would end a wait with an error
+_LONGEST_NAME = 100  # of a host; with that of its run it makes the name of a file
 _SHOWN = 400  # characters of a value, or of the words about it, in an error
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12}
 _UNITS |= {"tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -327,6 +328,8 @@ def load_config(overrides: Mapping[str, Any] | None = None, environ: Mapping[str
         ConfigError: an option is unknown or has a wrong value; all faults are listed at once.
     """
     env = os.environ if environ is None else environ
+    if (host := env.get("GEMINI_HOST_ID", "")) and (not host.isprintable() or len(host) > _LONGEST_NAME):
+        raise ConfigError(f"GEMINI_HOST_ID={_shown(repr(host))}: must be a name of up to {_LONGEST_NAME} letters, digits and signs")
     merged: dict[str, Any] = _from_file(env["GEMINI_CONFIG"]) if env.get("GEMINI_CONFIG") else {}
     for layer in (_from_environment(env), dict(overrides or {})):
         for key, value in layer.items():

@@ -49,7 +49,10 @@ def log_path(run: str, host: str) -> Path:
     """Path of the agent's log: in GEMINI_LOG_DIR, or in this user's own folder (`gemini_ft.wire.private.runtime_folder`)."""
     if chosen := os.environ.get("GEMINI_LOG_DIR"):
         folder = Path(chosen)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"GEMINI_LOG_DIR={chosen}: {error.strerror}; name a folder, or one that can be made") from None
     else:
         folder = runtime_folder()
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in f"{run}-{host}")

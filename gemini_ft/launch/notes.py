@@ -44,7 +44,7 @@ def hosts_of_commits(run: str, stream: str) -> frozenset[str]:
     """The hosts of which this host's workers of this launch have said last that they have something of a stream; none: nobody has."""
     try:
         lines = Path(os.environ[NOTES]).read_text().splitlines()
-    except (KeyError, OSError):
+    except (KeyError, OSError, ValueError):
         return frozenset()
     about = [line.split(",")[1:] for line in lines if line.startswith(f"{_HOSTS}{_name(run, stream)},")]
     return frozenset(map(unquote, about[-1])) if about else frozenset()

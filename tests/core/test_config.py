@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from gemini_ft.agent.lifecycle import log_path
 from gemini_ft.config import GeminiConfig, MemoryConfig, StorageConfig, TrafficConfig, load_config, unknown_variables
 from gemini_ft.errors import ConfigError
 from gemini_ft.events import EventLog
 from gemini_ft.storage.opening import open_storage
+from gemini_ft.wire.trust import read_secret
 
 
 def load(*, environ: dict[str, str] | None = None, **options: Any) -> GeminiConfig:
@@ -163,6 +165,27 @@ def test_a_file_with_anything_in_it_is_refused_in_one_line(tmp_path: Path, suffi
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 2000
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[31m", "\udcff", "x" * 101])
+def test_a_host_has_a_name_that_logs_and_files_can_have(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^GEMINI_HOST_ID=.*: must be a name of up to 100 letters") as caught:
+        load_config(None, {"GEMINI_HOST_ID": name})
+    assert str(caught.value).isprintable()
+    assert load_config(None, {"GEMINI_HOST_ID": "host 1, rack/2"})
+
+
+def test_a_secret_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMINI_SECRET", "\udcff secret")
+    assert read_secret(load()) == b"\xff secret"
+
+
+def test_a_folder_for_logs_that_cannot_be_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "logs"):
+        monkeypatch.setenv("GEMINI_LOG_DIR", str(folder))
+        with pytest.raises(ConfigError, match=rf"^GEMINI_LOG_DIR={folder}: (File exists|Not a directory); name a folder"):
+            log_path("run", "a")
 
 
 def test_a_file_that_is_named_with_a_password_is_not_shown_with_it() -> None:
