@@ -181,7 +181,7 @@ def test_a_folder_in_whose_place_another_user_can_put_an_old_one_is_refused(root
 def test_a_folder_without_any_room_is_refused_before_an_agent_begins(tmp_path: Path) -> None:
     with small_disk(tmp_path / "memory", "1m") as root:
         with pytest.raises(OSError, match="No space left"):
-            (root / "others").write_bytes(bytes(2**20))
+            (root / "others").write_bytes(bytes(2**21))
         with pytest.raises(ConfigError, match=rf"memory.folder='{root}': No space left on device; make room there"):
             SlotFiles(root, "run", "a")
         (root / "others").unlink()
