@@ -3,7 +3,8 @@
 One job of two emulated hosts, with an S3 server, a rendezvous store and a name server of its own, trains all the while. One process after
 the other gets a share of each second only (SIGSTOP and SIGCONT in turns): the agent of a host, that of the leader, a launcher, the store,
 the S3 server, the name server. A second job has four hosts, of which no more than two may report to the leader: there it is the agent of a
-host that collects the reports of others. Where the fault can only be felt at a restart, a worker is killed meanwhile. See benchmarks/README.md.
+host that collects the reports of others. Where the fault can only be felt at a restart, a worker is killed meanwhile. See
+benchmarks/README.md.
 """
 
 from __future__ import annotations

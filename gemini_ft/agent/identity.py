@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgpack
+import xxhash
 
 from gemini_ft.core.versions import Incarnation
 from gemini_ft.wire.worker_messages import SessionSpec
@@ -27,8 +29,12 @@ class AgentIdentity:
         self._fd = os.memfd_create("gemini-agent", os.MFD_CLOEXEC)
 
     def write(self, past: Past) -> None:
+        """Writes it over what was there before, which stays where a full tmpfs has no room for more."""
         body = msgpack.packb([past.secret, past.known, {stream: spec.model_dump_json() for stream, spec in past.specs.items()}])
-        os.pwrite(self._fd, len(body).to_bytes(4, "big") + body, 0)
+        written = len(body).to_bytes(4, "big") + xxhash.xxh3_64_digest(body) + body
+        with contextlib.suppress(OSError):
+            os.posix_fallocate(self._fd, 0, len(written))
+            os.pwrite(self._fd, written, 0)
 
     def take_over(self, fd: int) -> Past:
         """Continues a predecessor's identity; returns what it left, or nothing if it died before it knew anything."""
@@ -36,12 +42,11 @@ class AgentIdentity:
         self._fd = fd
         raw = os.pread(fd, os.fstat(fd).st_size, 0)
         try:
-            secret, known, specs = msgpack.unpackb(raw[4 : 4 + int.from_bytes(raw[:4], "big")])
+            body = raw[12 : 12 + int.from_bytes(raw[:4], "big")]
+            if raw[4:12] != xxhash.xxh3_64_digest(body):
+                return Past()  # its writer was killed in the middle, or had written nothing
+            secret, known, specs = msgpack.unpackb(body)
             read = {str(stream): SessionSpec.model_validate_json(text) for stream, text in specs.items()}
             return Past(bytes(secret), Incarnation(*known) if known is not None else None, read)
-        except (
-            ValueError,
-            TypeError,
-            AttributeError,
-        ):  # its writer was killed, or is of another release: the slots repeat what matters most
+        except (ValueError, TypeError, AttributeError):  # of another release: the slots repeat what matters most
             return Past()

@@ -352,16 +352,16 @@ def job_finished(run: str) -> str:
     Returns:
         Why that failed for good; empty: it did not.
     """
-    host, said = host_id(), False
+    host, unclear = host_id(), ""
     with contextlib.suppress(AgentError):
         while True:
             try:
                 answer = ask(run, host, Leave(run=run, finished=True))
-                return answer.unstored if isinstance(answer, Left) else ""
+                return answer.unstored if isinstance(answer, Left) else unclear
             except AgentTimeoutError:
+                if not unclear:
+                    _log.warning("the job has finished; waiting for its last upload (storage.patience)")
+                unclear = f"the agent of host {host!r} ended while it was waited for, and whether it has been stored is not known"
                 if status(run, host) is None:
                     break
-                if not said:
-                    _log.warning("the job has finished; waiting for its last upload (storage.patience)")
-                    said = True
-    return ""
+    return unclear

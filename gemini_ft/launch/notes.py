@@ -36,7 +36,9 @@ def say_total(steps: int) -> None:
 
 
 def say_committed(run: str, stream: str, hosts: Collection[str]) -> None:
-    """Tells ``gemini run`` that something of a stream was committed, or resumed, and which hosts have it."""
+    """Tells ``gemini run``, if it does not know yet, that something of a stream was committed, or resumed, and which hosts have it."""
+    if {*hosts} == hosts_of_commits(run, stream):
+        return
     say(",".join([_HOSTS + _name(run, stream), *map(quote, sorted(hosts))]))
 
 
