@@ -347,7 +347,7 @@ def scenario(seed: int, networks: list[Network]) -> None:
     assert last.committed > before, told
 
 
-@pytest.mark.parametrize("seed", [*range(8), 1085])
+@pytest.mark.parametrize("seed", [*range(8), 1085, 2127])
 def test_one_world_is_left_with_all_that_was_committed(seed: int, played: list[Network]) -> None:
     scenario(seed, played)
 
