@@ -159,7 +159,7 @@ class GeminiConfig(_Model):
     interval: Annotated[int | Literal["auto"], _number_or("auto", "steps")] = Field("auto", description="Take a snapshot every this many optimizer steps; auto: every step, or as often as the idle network can carry.")
     storage: StorageConfig | None = Field(None, description="The slow tier, for when every copy in memory is gone.")
     run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=64, description="Name of the run (letters, digits and . _ -); default: a hash of uid, working directory and command.")
-    resume: Literal["auto", "never", "require", "found"] = Field("auto", description="Whether to resume a snapshot; found: the newest that can be found, even if a newer one was reported as stored.")
+    resume: Literal["auto", "never", "require", "found"] = Field("auto", description="Whether to resume a snapshot; found: the newest that can be found, even if a newer one was reported as stored, or absent hosts may have it.")
     memory_limit: Bytes | None = Field(None, description="The most bytes that one host's agent may hold; default: 60 % of the memory available to it.")
     memory: MemoryConfig = Field(DEFAULT_MEMORY, description="Where the agents' memory is.")
     agent_cpus: Annotated[tuple[int, ...] | None, BeforeValidator(_processors)] = Field(None, description="Processors that agents run on, as taskset takes them (0-3,8), for example away from those that train; default: those of whatever starts them. Set it as a variable, where agents start.")
