@@ -65,7 +65,7 @@ def _starter() -> int:
     """Process id of what restarts this process: its launcher, or itself."""
     if "GEMINI_LAUNCHER_PID" in os.environ:
         if not (given := os.environ["GEMINI_LAUNCHER_PID"]).isdecimal() or len(given) > _DIGITS:
-            raise ConfigError(f"GEMINI_LAUNCHER_PID={given[:_DIGITS]!r}: must be the number of a process; `gemini run` sets it, so unset it")
+            raise ConfigError(f"GEMINI_LAUNCHER_PID={given[:_DIGITS]!r}: must be the number of a process; unset it, `gemini run` sets it")
         return int(given)
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
 
