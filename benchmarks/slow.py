@@ -122,6 +122,10 @@ class Scene:
         """When rank 0 heard of each."""
         return sorted(self._events.read().commits)
 
+    def has_begun(self) -> bool:
+        """Whether there have been some."""
+        return len(self.commits) > 10
+
     @property
     def steps(self) -> list[float]:
         """When a rank ended one."""
@@ -264,7 +268,7 @@ def main() -> int:
     wanted = [each for each in FAULTS if options.rows is None or each.name.split()[0].rstrip(",") in options.rows]
     for hosts in sorted({each.hosts for each in wanted}):
         with tempfile.TemporaryDirectory(prefix="slow-") as folder, scene_in(Path(folder), hosts) as scene:
-            scene.job.wait_for(lambda scene=scene: len(scene.commits) > 10)
+            scene.job.wait_for(scene.has_begun)
             for fault in (each for each in wanted if each.hosts == hosts):
                 for share in options.shares:
                     found.append(measure(scene, fault, share, options.seconds))
