@@ -225,8 +225,9 @@ class Campaign:
 
     def _is_one(self, target: int) -> bool:
         """Whether one world alone has committed lately, and has come as far as that."""
-        active = [course for course in self._courses().values() if course.last > time.time() - SETTLED]
-        return len(active) == 1 and active[0].committed >= target and time.time() - active[0].at > SETTLED
+        now = time.time()  # before all events are read, which takes seconds on a busy machine
+        active = [course for course in self._courses().values() if course.last > now - SETTLED]
+        return len(active) == 1 and active[0].committed >= target and now - active[0].at > SETTLED
 
     def _await_ends(self) -> None:
         end = time.monotonic() + PATIENCE
