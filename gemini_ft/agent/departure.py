@@ -100,9 +100,8 @@ class Departure:
         self._asked_to_leave = True
         if finished:
             self._askers.append(asker)
-            patience = max((stream.patience for stream in self._streams.values()), default=0.0)
             # Askers ask again and again: the first one counts, or a stream that nobody ends would keep them for ever.
-            self._waits_until = self._waits_until or time.monotonic() + _PARTING + patience
+            self._waits_until = self._waits_until or time.monotonic() + self._patience
 
     def follow(self) -> None:
         """Has the agent leave once its workers, which are told to end after their step, have done so."""
@@ -123,6 +122,11 @@ class Departure:
         self._interrupted.add(worker)
 
     @property
+    def _patience(self) -> float:
+        """Seconds for which the leader's word on the last upload may take."""
+        return _PARTING + max((stream.patience for stream in self._streams.values()), default=0.0)
+
+    @property
     def is_followed(self) -> bool:
         """Whether there are workers that the user has not interrupted: they start another agent when this one leaves."""
         return any(worker.alive and worker.rank >= 0 for worker in self._workers - self._interrupted)
@@ -134,7 +138,8 @@ class Departure:
         if self.is_followed:
             self.idle_since = now
             return self._asked_to_leave and not uploading
-        if now - self.idle_since > self.linger:
+        is_storing = uploading or any(stream.finishing or stream.unstored for stream in streams)
+        if now - self.idle_since > self.linger + (self._patience if is_storing else 0.0):
             return True
         finished = bool(streams) and all(stream.finished for stream in streams) and not self._finished
         if any(stream.finishing for stream in streams) and now < self._waits_until:

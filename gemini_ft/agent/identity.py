@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgpack
+import xxhash
 
-from gemini_ft.core.versions import Incarnation, Version
-
-
-class Origin(NamedTuple):
-    """The last incarnation of a stream on this host, and its descent; see `SessionSpec`."""
-
-    incarnation: Incarnation
-    lineage: list[Version]
-    overtaken: list[Incarnation]
-    aside: list[Incarnation]
+from gemini_ft.core.versions import Incarnation
+from gemini_ft.wire.worker_messages import SessionSpec
 
 
 class Past(NamedTuple):
@@ -25,7 +19,7 @@ class Past(NamedTuple):
 
     secret: bytes = b""
     known: Incarnation | None = None
-    origins: Mapping[str, Origin] = {}  # by stream
+    specs: Mapping[str, SessionSpec] = {}  # of the last session of each stream
 
 
 class AgentIdentity:
@@ -35,23 +29,24 @@ class AgentIdentity:
         self._fd = os.memfd_create("gemini-agent", os.MFD_CLOEXEC)
 
     def write(self, past: Past) -> None:
-        body = msgpack.packb([past.secret, past.known, {stream: [*origin] for stream, origin in past.origins.items()}])
-        os.pwrite(self._fd, len(body).to_bytes(4, "big") + body, 0)
+        """Writes it over what was there before, which stays where a full tmpfs has no room for more."""
+        body = msgpack.packb([past.secret, past.known, {stream: spec.model_dump_json() for stream, spec in past.specs.items()}])
+        written = len(body).to_bytes(4, "big") + xxhash.xxh3_64_digest(body) + body
+        with contextlib.suppress(OSError):
+            os.posix_fallocate(self._fd, 0, len(written))
+            os.pwrite(self._fd, written, 0)
 
     def take_over(self, fd: int) -> Past:
         """Continues a predecessor's identity; returns what it left, or nothing if it died before it knew anything."""
         os.close(self._fd)
         self._fd = fd
         raw = os.pread(fd, os.fstat(fd).st_size, 0)
-        if len(raw) < 4:
-            return Past()
         try:
-            secret, known, origins = msgpack.unpackb(raw[4 : 4 + int.from_bytes(raw[:4], "big")])
-        except ValueError:  # its writer was killed, or is of another release: the slots repeat the most important part
+            body = raw[12 : 12 + int.from_bytes(raw[:4], "big")]
+            if raw[4:12] != xxhash.xxh3_64_digest(body):
+                return Past()  # its writer was killed in the middle, or had written nothing
+            secret, known, specs = msgpack.unpackb(body)
+            read = {str(stream): SessionSpec.model_validate_json(text) for stream, text in specs.items()}
+            return Past(bytes(secret), Incarnation(*known) if known is not None else None, read)
+        except (ValueError, TypeError, AttributeError):  # of another release: the slots repeat what matters most
             return Past()
-        return Past(secret, Incarnation(*known) if known is not None else None, {stream: _origin(*of) for stream, of in origins.items()})
-
-
-def _origin(incarnation: Any, lineage: Any, overtaken: Any, aside: Any) -> Origin:
-    ancestors = [Version(Incarnation(*of), iteration) for of, iteration in lineage]
-    return Origin(Incarnation(*incarnation), ancestors, [Incarnation(*one) for one in overtaken], [Incarnation(*one) for one in aside])

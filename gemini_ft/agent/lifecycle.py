@@ -49,7 +49,10 @@ def log_path(run: str, host: str) -> Path:
     """Path of the agent's log: in GEMINI_LOG_DIR, or in this user's own folder (`gemini_ft.wire.private.runtime_folder`)."""
     if chosen := os.environ.get("GEMINI_LOG_DIR"):
         folder = Path(chosen)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"GEMINI_LOG_DIR={chosen}: {error.strerror}; name a folder, or one that can be made") from None
     else:
         folder = runtime_folder()
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in f"{run}-{host}")
@@ -349,16 +352,16 @@ def job_finished(run: str) -> str:
     Returns:
         Why that failed for good; empty: it did not.
     """
-    host, said = host_id(), False
+    host, unclear = host_id(), ""
     with contextlib.suppress(AgentError):
         while True:
             try:
                 answer = ask(run, host, Leave(run=run, finished=True))
-                return answer.unstored if isinstance(answer, Left) else ""
+                return answer.unstored if isinstance(answer, Left) else unclear
             except AgentTimeoutError:
+                if not unclear:
+                    _log.warning("the job has finished; waiting for its last upload (storage.patience)")
+                unclear = f"the agent of host {host!r} ended while it was waited for, and whether it has been stored is not known"
                 if status(run, host) is None:
                     break
-                if not said:
-                    _log.warning("the job has finished; waiting for its last upload (storage.patience)")
-                    said = True
-    return ""
+    return unclear

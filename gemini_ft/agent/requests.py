@@ -238,6 +238,7 @@ class Requests:
             domain=self._domain,
         )
         stream = self._stream(worker)
+        last = stream.last_spec
         worker.send(
             Welcome(
                 call=hello.call,
@@ -249,7 +250,7 @@ class Requests:
                 finished=stream.finished,
                 launch=stream.launch,
                 memory_folder=str(self._run.files.root.absolute()) if self._run.files is not None else "",
-                **(stream.origin._asdict() if stream.origin is not None else {}),
+                **({name: getattr(last, name) for name in ("incarnation", "lineage", "overtaken", "aside")} if last is not None else {}),
             )
         )
 
@@ -291,7 +292,7 @@ class Requests:
             name: StreamInfo(
                 slots=stream.context.slot_store.inventory(),
                 committed=stream.context.host.committed,
-                spec=stream.context.spec,
+                spec=stream.last_spec,
                 leader=stream.leader,
             )
             for name, stream in self._streams.by_name.items()

@@ -8,7 +8,6 @@ from __future__ import annotations
 from functools import partial
 
 from gemini_ft.agent.context import RunContext, StreamContext
-from gemini_ft.agent.identity import Origin
 from gemini_ft.agent.incoming import Incoming
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.memory.slot_store import SlotDonor
@@ -47,7 +46,7 @@ class Stream:
     def __init__(self, name: str, run: RunContext) -> None:
         self.context = StreamContext(name, run, self.perform, self.report)
         self.launch: Launch | None = None  # that opened the last session
-        self.inherited: Origin | None = None  # of the last session of an agent before this one
+        self.inherited: SessionSpec | None = None  # of the last session of an agent before this one
         self.encrypt = True  # payloads between hosts; as the job that runs has it, which may not be the one that started this agent
         self.finished = False
         self.finishing = False  # a rank of this host has, and of the others and the last upload it is not known
@@ -77,10 +76,9 @@ class Stream:
         return self._session
 
     @property
-    def origin(self) -> Origin | None:
-        """The origin of the last session."""
-        spec = self.context.spec
-        return Origin(spec.incarnation, spec.lineage, spec.overtaken, spec.aside) if spec is not None else self.inherited
+    def last_spec(self) -> SessionSpec | None:
+        """The last session, perhaps of an agent before this one."""
+        return self.context.spec or self.inherited
 
     @property
     def stuck_at(self) -> Version | None:

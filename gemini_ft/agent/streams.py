@@ -51,8 +51,8 @@ class Streams:
 
     def remember(self) -> None:
         """Notes the secret and all sessions for a successor."""
-        origins = {name: stream.origin for name, stream in self.by_name.items() if stream.origin is not None}
-        self._identity.write(Past(self._run.secret, self.known, origins))
+        specs = {name: stream.last_spec for name, stream in self.by_name.items() if stream.last_spec is not None}
+        self._identity.write(Past(self._run.secret, self.known, specs))
 
     def adopt(self, fds: Sequence[int], shared: Sequence[bool] = (), donor: SlotDonor | None = None) -> None:
         """Takes over slots that another agent has made; ``shared``: those that a process other than the giver may still write to."""
@@ -76,8 +76,8 @@ class Streams:
         if identity >= 0:
             past = self._identity.take_over(identity)
             self._run.secret, self.known = past.secret, past.known
-            for name, origin in past.origins.items():
-                self.named(name).inherited = origin
+            for name, spec in past.specs.items():
+                self.named(name).inherited = spec
         self._run.log(f"begins with {len(fds)} slots of {former}")
 
     # -- peers

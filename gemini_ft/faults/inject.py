@@ -349,7 +349,11 @@ def check_room(url: str | None) -> None:
     folder = _storage_folder(url)
     folder.mkdir(parents=True, exist_ok=True)
     room = shutil.disk_usage(folder).free
-    limit = parse_bytes(os.environ.get("GEMINI_FAULTS_FILL_LIMIT", _FILL_LIMIT))
+    given = os.environ.get("GEMINI_FAULTS_FILL_LIMIT", _FILL_LIMIT)
+    try:
+        limit = parse_bytes(given)
+    except ValueError as error:
+        raise ConfigError(f"GEMINI_FAULTS_FILL_LIMIT={given!r}: {error}; give a size, for example {_FILL_LIMIT}") from None
     assert isinstance(limit, int)
     if room > limit:
         raise ConfigError(

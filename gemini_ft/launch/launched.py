@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gemini_ft.config import PASSWORD
+from gemini_ft.errors import ConfigError
 from gemini_ft.hosts import began
 from gemini_ft.launch import ray_train
 from gemini_ft.launch.run_id import own_command
@@ -24,6 +25,7 @@ _CREDENTIALS = re.compile(
     PASSWORD + r"|\b(hf_|sk-|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|AKIA|ASIA|eyJ)[\w.-]{8,}|(?<![\w/.+=-])[A-Za-z0-9+=_-]{32,}(?![\w/.+=-])"
 )
 _HIDDEN = "..."
+_DIGITS = 10  # of the number of a process, at most
 # Variables that say where and by whom a process was started, and nothing of what it does.
 _OF_THE_START = re.compile(
     "_|PATH|LANG|LC_.*|PWD|OLDPWD|SHLVL|SHELL|HOME|USER|LOGNAME|MAIL|TERM.*|COLORTERM|COLUMNS|LINES|LS_COLORS|PS[1-4]|DISPLAY|HOSTNAME|TMPDIR|TMUX.*|STY"
@@ -62,7 +64,9 @@ def this_launch(name: str) -> Launch:
 def _starter() -> int:
     """Process id of what restarts this process: its launcher, or itself."""
     if "GEMINI_LAUNCHER_PID" in os.environ:
-        return int(os.environ["GEMINI_LAUNCHER_PID"])
+        if not (given := os.environ["GEMINI_LAUNCHER_PID"]).isdecimal() or len(given) > _DIGITS:
+            raise ConfigError(f"GEMINI_LAUNCHER_PID={given[:_DIGITS]!r}: must be the number of a process; unset it, `gemini run` sets it")
+        return int(given)
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote, unquote
 
 NOTES = "GEMINI_NOTES_FILE"  # names the file in the worker's environment
 FIXED = "fixed"  # the job's state can be loaded by the same number of ranks only
@@ -16,6 +18,7 @@ DRAINED = "drained"  # this worker has left after a step that is committed, beca
 DRAINED_STATUS = 85  # ERESTART; with which a worker leaves then, and its launcher
 
 _TOTAL = "total="  # and the number of optimizer steps of the whole job
+_HOSTS = "hosts="  # and a stream, and the names of the hosts that took part when something of it was committed, all as in URLs
 
 step: int | None = None  # iterations that this worker's newest stream has done; None: it has none
 
@@ -30,6 +33,27 @@ def say(word: str) -> None:
 def say_total(steps: int) -> None:
     """Tells ``gemini run`` how many optimizer steps the whole job has; what is said last counts."""
     say(f"{_TOTAL}{steps}")
+
+
+def say_committed(run: str, stream: str, hosts: Collection[str]) -> None:
+    """Tells ``gemini run``, if it does not know yet, that something of a stream was committed, or resumed, and which hosts have it."""
+    if {*hosts} == hosts_of_commits(run, stream):
+        return
+    say(",".join([_HOSTS + _name(run, stream), *map(quote, sorted(hosts))]))
+
+
+def hosts_of_commits(run: str, stream: str) -> frozenset[str]:
+    """The hosts of which this host's workers of this launch have said last that they have something of a stream; none: nobody has."""
+    try:
+        lines = Path(os.environ[NOTES]).read_text().splitlines()
+    except (KeyError, OSError, ValueError):
+        return frozenset()
+    about = [line.split(",")[1:] for line in lines if line.startswith(f"{_HOSTS}{_name(run, stream)},")]
+    return frozenset(map(unquote, about[-1])) if about else frozenset()
+
+
+def _name(run: str, stream: str) -> str:
+    return quote(f"{run}/{stream}")
 
 
 class Notes:

@@ -36,7 +36,7 @@ def read_secret(config: GeminiConfig) -> bytes:
         SecretError: the file is missing, empty, or readable by others.
     """
     if config.secret_file is None:
-        return os.environ.get("GEMINI_SECRET", "").encode()
+        return os.fsencode(os.environ.get("GEMINI_SECRET", ""))
     path = Path(config.secret_file)
     try:
         mode, secret = path.stat().st_mode, path.read_bytes().strip()

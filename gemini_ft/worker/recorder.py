@@ -21,7 +21,7 @@ from gemini_ft.errors import AgentError, GeminiError
 from gemini_ft.events import EventLog
 from gemini_ft.faults import inject as faults
 from gemini_ft.faults.plan import World
-from gemini_ft.launch import ray_train
+from gemini_ft.launch import notes, ray_train
 from gemini_ft.state import codec
 from gemini_ft.state.base import TrainingState
 from gemini_ft.state.writes import CopyWhen
@@ -76,6 +76,7 @@ class Recorder:
         self._at = 0  # iteration that ended last
         self._recorded = 0  # iteration of the last snapshot, committed or not
         self._paces = [(0, config.fixed_interval or 1)]  # (from iteration, steps between snapshots)
+        self._has_noted_commit = False
         self._observation: Observation | None = None
         self._courier: Courier | None = None
         self._suspended = 0
@@ -287,11 +288,20 @@ class Recorder:
         number, version = session.spec.incarnation.number, session.plan.version
         iteration = version.iteration if version is not None else 0
         self.events.write("joined", incarnation=number, hosts=session.spec.hosts, resuming=session.plan.kind, iteration=iteration)
+        if version is not None:
+            self._note_commit()
         if session.orders.text:
             world = World(session.spec.hosts, session.spec.holders)
             url = self._config.storage.url if self._config.storage is not None else None
             scene = faults.Scene(session.run, self.has_past, session.rank, world, url, lambda: self.client, self.events)
             exchange_or_raise(lambda: faults.arm(session.orders, scene), self._config.timeout)
+
+    def _note_commit(self) -> None:
+        """Tells the launcher, which outlives this host's agent and its memory, once which hosts have what is committed."""
+        if not self._has_noted_commit:
+            self._has_noted_commit = True
+            session = self.session
+            notes.say_committed(session.run, session.spec.stream, {*session.spec.hosts})
 
     def _observe(self) -> None:
         """Shows the agent when the network is idle, where replicas travel at all."""
@@ -342,6 +352,7 @@ class Recorder:
                 self.drain.begin()
             case Commit(Version(iteration=iteration), freeze=freeze, digest_at=digest_at):
                 self._stats.committed = iteration
+                self._note_commit()
                 self._supervision.committed()
                 self.drain.committed(iteration, freeze)
                 self._digest_at = digest_at

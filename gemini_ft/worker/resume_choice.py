@@ -124,7 +124,7 @@ class Chooser:
         Raises:
             WorldSizeError: all there is was made by another number of ranks.
             RecoveryError: there is nothing to resume, and something is required.
-            PeerError: memory is not whole, and hosts that had the rest are absent.
+            PeerError: what was committed is not whole in memory, and hosts that had the rest are absent.
             StorageUnclearError: storage cannot say what there is, and memory does not have it.
             StorageError: the newest checkpoint is of a format that cannot be read.
         """
@@ -141,37 +141,50 @@ class Chooser:
             self._warn("%s was resumed %d times in a row without one step of progress: %s", version, attempts, then)
         if self._resume == "require":
             require(plan)
-        if plan.version is None and self._resume != "found":
-            self._refuse_to_begin()
+        if self._resume != "found" and (plan.version is None or (plan.kind == "memory" and self._stored.manifest is None)):
+            self._refuse_to_lose(plan.version, given_up)
         return self._chosen(plan, given_up)
 
-    def _refuse_to_begin(self) -> None:
-        """Lets nothing begin while hosts are absent that held shards of what was committed: cut off, they may be at work.
+    def _refuse_to_lose(self, instead: Version | None, given_up: frozenset[Version]) -> None:
+        """Lets nothing begin, and nothing older go on, while hosts are absent that held what was committed: cut off, they may be at work.
+
+        Args:
+            instead: the version that would be resumed; None: nothing.
+            given_up: versions that led to failure after failure: older ones are resumed in place of them.
 
         Raises:
             PeerError: there are some; after a while.
         """
         slots = [(holding.host, info) for holding in self._holdings.values() for info in holding.slots]
-        committed = [(info.version, info.world_size) for _, info in slots if info.committed]
-        if not committed:
+        sizes = {info.version: info.world_size for _, info in slots if info.committed}
+        newer = [version for version in sizes if instead is None or (version > instead and version not in given_up)]
+        if instead is not None and not newer:
             return
-        version, world_size = max(committed)
+        version = max(newer, default=None)
         here = {info.owner for _, info in genuine([(host, info) for host, info in slots if info.version == version])}
-        lost = [owner for owner in range(world_size) if owner not in here]
+        lost = [owner for owner in range(sizes[version]) if owner not in here] if version is not None else []
         told = exchange_or_raise(partial(self._hosts_of, version, lost), self._config.timeout)
         if not (absent := sorted({host for _, holders in told for host in holders} - self._holdings.keys())):
             return
         if not any(self._client.welcome.info.host in hosts for hosts, _ in told):
             notes.say(notes.LACKS)
         time.sleep(_ABSENT_SECONDS)
-        raise PeerError(
-            f"step {version.iteration} was committed, and no host here has the shards of ranks {lost}; these hosts may: "
-            f"{', '.join(absent)}. Nothing is begun without them. If they are lost for good, start the command with "
-            "GEMINI_RESUME=never, or with another --run-id"
-        )
+        what = "something was committed, and no host here has any of it"
+        if version is not None:
+            what = f"step {version.iteration} was committed, and no host here has the shards of ranks {lost}"
+        then, way = "Nothing is begun", "start the command with GEMINI_RESUME=never, or with another --run-id"
+        if instead is not None:
+            then, way = "Nothing older is resumed", f"GEMINI_RESUME=found goes on from step {instead.iteration}"
+        raise PeerError(f"{what}; these hosts may: {', '.join(absent)}. {then} without them. If they are lost for good, {way}")
 
-    def _hosts_of(self, version: Version, owners: Sequence[int]) -> tuple[set[str], set[str]]:
-        """The hosts of the session that committed a version or resumed it last, and those that held some owners' shards, if known here."""
+    def _hosts_of(self, version: Version | None, owners: Sequence[int]) -> tuple[set[str], set[str]]:
+        """The hosts of the session that committed a version or resumed it last, and those that held some owners' shards, if known here.
+
+        Without a version: those of which this launch knows that they had something.
+        """
+        if version is None:
+            hosts = {*notes.hosts_of_commits(self._everyone[0].run, self._stream)}
+            return hosts, hosts
         streams = self._client.call(Visit(), Visited)[0].streams
         spec = streams[self._stream].spec if self._stream in streams else None
         if spec is None or (spec.incarnation != version.incarnation and spec.resumed != version):

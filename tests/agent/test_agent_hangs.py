@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from agent_kit import Job, agent_pid, eventually
+from agent_kit import Job, agent_pid, end_agent, eventually
 from rank_kit import World
 from session_case import loop, stop_the_agent_for_good
 
@@ -300,3 +300,23 @@ def test_training_commits_again_soon_after_an_agent_has_hung(tmp_path: Path, vic
             assert result["committed"] == 150
             assert result["longest"] < 30, "an update waited for the whole timeout"
         assert "of an agent that hung" in world.log(world.hosts[victim])
+
+
+def test_an_agent_that_dies_while_its_last_upload_is_waited_for_has_not_stored_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it has is not known, and that is no success."""
+    ask = lifecycle.ask
+    monkeypatch.setattr(lifecycle, "ask", lambda run, host, message: ask(run, host, message, 0.5))
+    monkeypatch.setattr(lifecycle, "host_id", lambda: "a")
+    ranks = [job.process("a", 0), job.rank("b", 1)]
+    job.open(ranks)
+    job.commit(ranks, 1)
+    ranks[0].goodbye()  # and the other rank has not finished
+    ranks[0].kill()
+    said: list[str] = []
+    launcher = threading.Thread(target=lambda: said.append(lifecycle.job_finished(job.run)))
+    launcher.start()
+    time.sleep(1.5)
+    assert launcher.is_alive()
+    end_agent(job.run, "a")
+    launcher.join(30)
+    assert said == ["the agent of host 'a' ended while it was waited for, and whether it has been stored is not known"]

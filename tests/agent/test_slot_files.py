@@ -37,6 +37,7 @@ from gemini_ft.core.roots import checksum
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import ConfigError, CorruptDataError, MemoryBudgetError, SupersededError
 from gemini_ft.hosts import host_id
+from gemini_ft.wire.worker_messages import SessionSpec
 
 SHAPE = SlotShape("run", "main", 0, 1, "0" * 16, b"layout", 64, 8, 32)
 VERSION = Version(Incarnation(1, "nonce"), 7)
@@ -82,6 +83,40 @@ def test_the_next_agent_finds_what_was_complete_and_the_secret(root: Path) -> No
     found.close()
     again.clear()
     assert not again.folder.exists()
+
+
+def spec_of(*hosts: str) -> SessionSpec:
+    ranks = {rank: [host] for rank, host in enumerate(hosts)}
+    common = {"stream": "main", "incarnation": VERSION.incarnation, "leader": hosts[0], "resumed": None, "addresses": {}}
+    return SessionSpec(world_size=len(hosts), hosts=list(hosts), holders=ranks, **common)
+
+
+def test_what_an_agent_knew_is_found_as_a_whole_or_not_at_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may end a write in the middle when it kills the writer; both halves could be read together."""
+    fd, identity = SlotFiles(root, "run", "a").identity(), AgentIdentity()
+    identity.take_over(os.dup(fd))
+    before, after = (Past(b"secret", VERSION.incarnation, {"main": spec_of("a", other)}) for other in "bc")
+    identity.write(before)
+    old = os.pread(fd, 2**16, 0)
+    identity.write(after)
+    new = os.pread(fd, 2**16, 0)
+    assert AgentIdentity().take_over(os.dup(fd)) == after
+    for cut in range(0, 1000, 7):
+        os.pwrite(fd, new[:cut] + old[cut:], 0)
+        assert AgentIdentity().take_over(os.dup(fd)) in (before, after, Past())
+    os.pwrite(fd, old, 0)
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    identity.write(Past(b"other", None, {"main": spec_of(*("x" * 999 + str(number) for number in range(2000)))}))
+    assert AgentIdentity().take_over(fd) == before
+
+
+@pytest.mark.parametrize("body", [5, [1, 2, 3], [b"s", [1], {}], [b"s", None, {"main": "{}"}], [b"s", None, {"main": 5}], [b"s", None, []]])
+def test_what_no_agent_of_this_release_has_written_is_nothing(root: Path, body: object) -> None:
+    fd, packed = SlotFiles(root, "run", "a").identity(), msgpack.packb(body)
+    for digest in (b"", xxhash.xxh3_64_digest(packed)):
+        os.pwrite(fd, len(packed).to_bytes(4, "big") + digest + packed, 0)
+        assert AgentIdentity().take_over(os.dup(fd)) == Past()
+    os.close(fd)
 
 
 def test_a_folder_has_one_agent_and_an_agent_that_leaves_takes_nothing_from_the_next(root: Path) -> None:
@@ -179,9 +214,9 @@ def test_a_folder_in_whose_place_another_user_can_put_an_old_one_is_refused(root
 
 
 def test_a_folder_without_any_room_is_refused_before_an_agent_begins(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "memory", "64k") as root:
+    with small_disk(tmp_path / "memory", "1m") as root:
         with pytest.raises(OSError, match="No space left"):
-            (root / "others").write_bytes(bytes(2**20))
+            (root / "others").write_bytes(bytes(2**21))
         with pytest.raises(ConfigError, match=rf"memory.folder='{root}': No space left on device; make room there"):
             SlotFiles(root, "run", "a")
         (root / "others").unlink()

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from gemini_ft.config import GeminiConfig, TrafficConfig, load_config, unknown_variables
+from gemini_ft.agent.lifecycle import log_path
+from gemini_ft.config import GeminiConfig, MemoryConfig, StorageConfig, TrafficConfig, load_config, unknown_variables
 from gemini_ft.errors import ConfigError
 from gemini_ft.events import EventLog
 from gemini_ft.storage.opening import open_storage
+from gemini_ft.wire.trust import read_secret
 
 
 def load(*, environ: dict[str, str] | None = None, **options: Any) -> GeminiConfig:
@@ -114,6 +116,81 @@ def test_a_password_in_an_address_is_in_no_error(password: str) -> None:
             call()
         assert text in str(caught.value)
         assert "ter2" not in str(caught.value)
+
+
+VALUES = ["{", "{" * 9999, '{"a":' * 99999, f'{{"a": {"9" * 5000}}}', "9" * 5000, "\udcff", "nan", "inf", "1e99", "a\nb", "x" * 9999]
+OPTIONS = [f"GEMINI_{name.upper()}" for name in GeminiConfig.model_fields] + [
+    f"GEMINI_{section.upper()}__{name.upper()}"
+    for section, model in (("storage", StorageConfig), ("traffic", TrafficConfig), ("memory", MemoryConfig))
+    for name in model.model_fields
+]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_variable_with_anything_in_it_is_taken_or_refused_in_one_line_that_is_not_long(option: str) -> None:
+    password = ["https://bob:hunter2@host", '{"url": "https://bob:hunter2@host"', '{"a": "https://bob:hunter2@host"}']
+    for value in [*VALUES, *password]:
+        try:
+            load_config(None, {option: value})
+        except ConfigError as error:
+            text = str(error)
+            assert text.isprintable(), value[:40]
+            assert len(text) < 2000, value[:40]
+            assert "hunter2" not in text
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "1e99"])
+def test_a_time_that_no_clock_can_count_is_refused(value: str) -> None:
+    for name, field in GeminiConfig.model_fields.items():
+        if "float" in str(field.annotation):
+            with pytest.raises(ConfigError, match=f"{name}="):
+                load_config(None, {f"GEMINI_{name.upper()}": value})
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"{", b"\xff\xfe", b"\0", b"null", b"[1]", b'{"gemini": 5}', b'{"gemini": "ab"}', b'{"gemini": null}', b"1: 2"),
+        *(b"traffic: &a {x: *a}", b'{"a":' * 9999, b"!!python/object/apply:os.system ['id']"),
+        *(b'{"storage": "s3://bob:hunter2@x", "a":', b"- //bob:hunter2@h\n: :"),
+    ],
+    ids=lambda content: repr(content[:12]),
+)
+def test_a_file_with_anything_in_it_is_refused_in_one_line(tmp_path: Path, suffix: str, content: bytes) -> None:
+    path = tmp_path / f"options.{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"^(GEMINI_CONFIG=.*options\.{suffix}|gemini options): ") as caught:
+        load_config(None, {"GEMINI_CONFIG": str(path)})
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 2000
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[31m", "\udcff", "x" * 101])
+def test_a_host_has_a_name_that_logs_and_files_can_have(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^GEMINI_HOST_ID=.*: must be a name of up to 100 letters") as caught:
+        load_config(None, {"GEMINI_HOST_ID": name})
+    assert str(caught.value).isprintable()
+    assert load_config(None, {"GEMINI_HOST_ID": "host 1, rack/2"})
+
+
+def test_a_secret_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMINI_SECRET", "\udcff secret")
+    assert read_secret(load()) == b"\xff secret"
+
+
+def test_a_folder_for_logs_that_cannot_be_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "logs"):
+        monkeypatch.setenv("GEMINI_LOG_DIR", str(folder))
+        with pytest.raises(ConfigError, match=rf"^GEMINI_LOG_DIR={folder}: (File exists|Not a directory); name a folder"):
+            log_path("run", "a")
+
+
+def test_a_file_that_is_named_with_a_password_is_not_shown_with_it() -> None:
+    with pytest.raises(ConfigError, match=r"^GEMINI_CONFIG=https://...@host/x: cannot be read"):
+        load_config(None, {"GEMINI_CONFIG": "https://bob:hunter2@host/x"})
 
 
 def test_what_process_groups_carry_is_not_said_to_be_encrypted() -> None:

@@ -356,6 +356,10 @@ def test_a_disk_that_others_need_is_not_filled(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("GEMINI_FAULTS_FILL_LIMIT", "4KiB")
     with pytest.raises(ConfigError, match=r"at most 4,096 are written for a drill .*mount -t tmpfs"):
         faults.check_room(tmp_path.as_uri())
+    for wrong in ("much", "4 KIB OF", "1e999"):
+        monkeypatch.setenv("GEMINI_FAULTS_FILL_LIMIT", wrong)
+        with pytest.raises(ConfigError, match=r"^GEMINI_FAULTS_FILL_LIMIT=.*; give a size, for example 256MiB"):
+            faults.check_room(tmp_path.as_uri())
 
 
 @pytest.mark.parametrize("url", [None, "s3://bucket/run"])

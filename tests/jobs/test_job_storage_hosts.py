@@ -32,7 +32,7 @@ gemini_ft.init_process_group("gloo")
 torch.set_num_threads(1)
 model = DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-storage = {"url": store.as_uri(), "every_steps": 2, "patience": 0.5}
+storage = {"url": store.as_uri(), "every_steps": 2, "patience": 2.0}
 checkpointer = gemini_ft.Checkpointer(model, optimizer, on_late="wait", storage=storage)
 for iteration in range(checkpointer.resume(), 4):
     optimizer.zero_grad()
@@ -52,8 +52,10 @@ checkpointer.close()
 
 
 def test_a_job_that_is_finished_and_not_stored_says_so_on_every_host_by_its_exit_status(tmp_path: Path) -> None:
+    """Agents stay for as long as it is tried, even if they would leave sooner after a crash."""
     (tmp_path / "train.py").write_text(SCRIPT)
     environ = {"STORE": str(tmp_path / "store"), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "GEMINI_STATE_DIR": str(tmp_path)}
+    environ["GEMINI_LINGER"] = "0.5"
     with EmulatedHosts(2, [str(tmp_path / "train.py")], tmp_path, env=environ) as hosts:
         with pytest.raises(DrillError) as failure:
             hosts.finish(120)

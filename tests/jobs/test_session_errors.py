@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agent_kit import end_agent
 from rank_kit import World
-from session_case import loop, overheard
+from session_case import loop, overheard, wait_for_upload
 
+from gemini_ft.agent.memory.slot_files import folder_of
+from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.errors import (
     ConfigError,
     GeminiError,
@@ -166,6 +171,24 @@ class TestOtherJob:
         assert text == "the snapshot has state of ['scaler', 'scheduler'], this job has ['scheduler']; give the same `state` as before"
 
 
+@pytest.fixture
+def slots_folder() -> Iterator[Path]:
+    """A folder for slots, which outlive their agents there."""
+    root = Path("/dev/shm", f"gemini-test-{secrets.token_hex(6)}")
+    root.mkdir(mode=0o700)
+    yield root
+    shutil.rmtree(root)
+
+
+def damage_newest(folder: Path, owner: int) -> None:
+    """Flips a bit in the newest copy of a shard among the slots of a host."""
+    copies = [SlotMemory.adopt(os.open(path, os.O_RDWR)) for path in folder.glob("gemini-slot-*")]
+    newest = max((copy for copy in copies if copy.shape.owner == owner and copy.version is not None), key=lambda copy: copy.version)
+    newest.data(0, 1)[0] ^= 1
+    for copy in copies:
+        copy.close()
+
+
 class TestAbsentHosts:
     def test_that_alone_may_have_what_was_committed_are_waited_for(self, tmp_path: Path) -> None:
         """A host lost earlier, which held only something older, is no absent one, and lets those that held this come first."""
@@ -195,6 +218,40 @@ class TestAbsentHosts:
         assert [result["start"] for result in two.outcome(*run(replicas=1))] == [3, 3]
         two.hosts = ["host0", "host7"]
         assert [result["start"] for result in two.outcome(*run(replicas=1, resume="never"))] == [0, 0]
+
+    def test_are_known_to_an_agent_that_has_been_started_anew(self, two: World, slots_folder: Path) -> None:
+        """Its slots are files, and so is the rest that it has to know."""
+        options = {"GEMINI_MEMORY__FOLDER": str(slots_folder)}
+        two.outcome(*run(replicas=1), **options)
+        for host in two.hosts:
+            end_agent(two.run, host)
+        two.hosts = ["host0", "host7"]
+        text = same_error(two.outcome(*run(replicas=1), **options), PeerError)
+        assert text.startswith("step 3 was committed, and no host here has the shards of ranks [1]; these hosts may: host1. Nothing is")
+        two.hosts = ["host0", "host1"]
+        assert [result["start"] for result in two.outcome(*run(replicas=1), **options)] == [3, 3]
+
+    def test_are_known_to_a_launcher_whose_agent_is_lost_with_its_memory(self, two: World, tmp_path: Path) -> None:
+        notes = [{"GEMINI_NOTES_FILE": str(tmp_path / f"notes{number}")} for number in range(2)]
+        two.start(*run(), per_rank=notes).results()
+        end_agent(two.run, "host0")
+        two.hosts = ["host0", "host7"]
+        text = same_error(two.start(*run(), per_rank=[notes[0], {}]).results(), PeerError)
+        assert text.startswith("something was committed, and no host here has any of it; these hosts may: host1. Nothing is begun without")
+        two.hosts = ["host0", "host1"]
+        assert [result["start"] for result in two.start(*run(), per_rank=notes).results()] == [3, 3]
+
+    def test_have_what_is_newer_than_what_is_whole_here(self, two: World, slots_folder: Path, tmp_path: Path) -> None:
+        """One copy of the newest step is damaged here, and its owner's host is cut off: without storage nothing older is resumed."""
+        options = {"GEMINI_MEMORY__FOLDER": str(slots_folder)}
+        storage = {"url": f"file://{tmp_path}/store", "every_steps": 2}
+        two.outcome(*run(during=wait_for_upload, storage=storage), **options)
+        damage_newest(folder_of(slots_folder, two.run, "host1"), owner=0)
+        two.hosts = ["host1", "host7"]
+        text = same_error(two.outcome(*run(), **options), PeerError)
+        assert text.startswith("step 3 was committed, and no host here has the shards of ranks [0]; these hosts may: host0. Nothing older")
+        assert "GEMINI_RESUME=found goes on from step 2" in text
+        assert [result["start"] for result in two.outcome(*run(0, storage=storage), **options)] == [2, 2]
 
 
 class TestResume:

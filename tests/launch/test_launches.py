@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gemini_ft.agent.departure import Launches, began
-from gemini_ft.errors import RunAliveError
+from gemini_ft.errors import ConfigError, RunAliveError
 from gemini_ft.launch.launched import changes, relevant, this_launch, without_secrets
 from gemini_ft.launch.whole_rounds import LaunchName
 from gemini_ft.wire.worker_messages import Launch
@@ -44,6 +44,14 @@ class TestAlive:
     def test_a_worker_that_its_launcher_has_left_behind_counts(self) -> None:
         with pytest.raises(RunAliveError):
             Launches().refuse_second("run", "here", launch("second", 1), [(os.getpid(), launch("first", 2))])
+
+
+@pytest.mark.parametrize("given", ["abc", "-1", "", "9" * 30, "1\n"])
+def test_a_number_of_a_launcher_that_is_none_is_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMINI_LAUNCHER_PID", given)
+    with pytest.raises(ConfigError, match=r"^GEMINI_LAUNCHER_PID=.*: must be the number of a process") as caught:
+        this_launch("run")
+    assert str(caught.value).isprintable()
 
 
 class TestChanges:

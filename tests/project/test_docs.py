@@ -125,6 +125,33 @@ def test_each_row_of_the_table_of_ends_has_a_test() -> None:
     assert [name for name in ENDS.values() if f"def {name}(" not in tests] == []
 
 
+_TESTS = r"`(test_[a-z0-9_]+)`"
+# Page, the beginning of its part, and what stands at the beginning of each promise there.
+PROMISES = {
+    "what is tolerated": ("failure_model.md", "| failure | seen by", r"^\| (?!failure)(.*)\|$"),
+    "what a shortage does": ("failure_model.md", "| what is short |", r"^\| (?!what is short)(.*)\|$"),
+    "storage": ("failure_model.md", "## Storage: what is promised", r"(?s)^(\*\*.*?)\n\n"),
+    "another user": ("security.md", "## Another user on the same host", r"(?s)^(- \*\*(?!He connects to the agent's TCP).*?)(?=^- |^$)"),
+    "the network": ("security.md", "| he can | and then |", r"^\| (?!he can|cut or delay|open more of)(.*)\|$"),
+}
+
+
+@pytest.mark.parametrize("part", PROMISES)
+def test_each_promise_names_its_test(part: str) -> None:
+    page, beginning, promise = PROMISES[part]
+    text = (ROOT / "docs" / page).read_text().partition(beginning)[2]
+    text = text.partition("\n\n" if beginning.startswith("|") else "\n## ")[0] + "\n\n"
+    found = [match[1] for match in re.finditer(promise, text, re.MULTILINE) if set(match[1]) - {*"-| "}]
+    assert len(found) >= 6
+    assert [each for each in found if not re.search(_TESTS, each)] == []
+
+
+@pages
+def test_tests_that_are_named_exist(page: Path) -> None:
+    tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("*.py"))
+    assert [name for name in re.findall(_TESTS, page.read_text()) if f"def {name}(" not in tests] == []
+
+
 def test_survival_table_of_the_failure_model() -> None:
     """GEMINI, Corollary 1, gives bounds; the page has the exact values."""
     hosts = [f"host{index:02}" for index in range(16)]

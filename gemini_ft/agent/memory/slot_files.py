@@ -21,7 +21,7 @@ from gemini_ft.errors import ConfigError
 from gemini_ft.wire.private import check_way, own_folder
 
 SLOT, IDENTITY = "/gemini-slot-", "/gemini-identity"  # in the names of files, by which a process's mappings are known
-KNOWLEDGE = 2**16  # bytes for an agent's own knowledge
+KNOWLEDGE = 2**20  # bytes for an agent's own knowledge
 _TMPFS = 0x01021994  # TMPFS_MAGIC
 
 _libc = ctypes.CDLL(None, use_errno=True)

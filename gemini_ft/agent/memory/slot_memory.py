@@ -2,7 +2,8 @@
 
 A slot's memfd, front to back:
 
-    header    4096 bytes   magic, length, msgpack map with the identity, xxh3_64 of the map
+    header    4096 bytes   magic, length, msgpack map with the identity, xxh3_64 of the map; in its last 8 bytes this once more,
+                           when the version is known to be committed
     digests   8 bytes per chunk, little endian xxh3_64, in chunk order
     layout    the shard's layout, as gemini_ft.core.layout writes it
     data      page aligned; the shard's tensor bytes, then its extras
@@ -39,6 +40,7 @@ _MAGIC = b"GEMINIFT"
 FORMAT = 4  # of a slot's header, and of all that lies behind it
 EXTRAS_ROOM = 2**20  # bytes of small state a slot has room for at least
 _HEADER_BYTES = 4096
+_MARK_AT = _HEADER_BYTES - 8  # of a committed version
 _PAGE = 2 * 2**20  # data starts on a huge-page border, so that the kernel may use huge pages for it
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MADV_POPULATE_WRITE = 23
@@ -141,6 +143,8 @@ class SlotMemory:
         self._view = memoryview(self.memory)
         self.version: Version | None = None
         self.root = ""  # of the copy that is here; empty exactly when there is no version
+        self.committed = False  # the version is known to be
+        self._digest = b""  # of the header
         self.extras_bytes = 0
         self.chunks: dict[int, tuple[int, int, int]] = {}  # index -> (offset, nbytes, digest) of each chunk that is laid down
         self.unchanged: set[int] = set()  # those that equal the bytes that the slot held there before
@@ -182,6 +186,7 @@ class SlotMemory:
             (number, nonce), iteration = fields["version"]
             slot.version, slot.root = Version(Incarnation(number, nonce), iteration), fields["root"]
             slot.extras_bytes, slot.completed_at = fields["extras_bytes"], fields["completed_at"]
+            slot.committed, slot._digest = fields["committed"], fields["digest"]
             cuts = slot.cuts(slot.extras_bytes)
             slot.chunks = {i: (*cut, digest) for i, (cut, digest) in enumerate(zip(cuts, slot._checksums(), strict=True))}
             if not slot.is_genuine:
@@ -270,6 +275,11 @@ class SlotMemory:
         self._write_header()
         return True
 
+    def note_commit(self) -> None:
+        """Marks the version as committed, for an agent after this one."""
+        self.committed = True
+        self._view[_MARK_AT:_HEADER_BYTES] = self._digest
+
     def damaged(self) -> list[int]:
         """Checks every chunk against its digest; returns the indices that do not match."""
         return [i for i, (at, n, digest) in self.chunks.items() if checksum(self.data(at, n)) != digest]
@@ -294,7 +304,8 @@ class SlotMemory:
             "completed_at": self.completed_at,
         }
         body = msgpack.packb(fields)
-        head = _MAGIC + struct.pack("<I", len(body)) + body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+        self.committed, self._digest = False, struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+        head = _MAGIC + struct.pack("<I", len(body)) + body + self._digest
         self._view[: len(head)] = head
 
     @property
@@ -337,10 +348,10 @@ def _read_header(raw: bytes) -> dict[str, Any]:
     if raw[:8] != _MAGIC:
         raise CorruptDataError("a slot's header has no magic number; it was not made by gemini-ft")
     (length,) = struct.unpack_from("<I", raw, 8)
-    body, digest = raw[12 : 12 + length], raw[12 + length : 20 + length]
+    body, digest, mark = raw[12 : 12 + length], raw[12 + length : 20 + length], raw[_MARK_AT:]
     if len(digest) != 8 or xxhash.xxh3_64_intdigest(body) != struct.unpack("<Q", digest)[0]:
         raise CorruptDataError("a slot's header does not match its checksum; the slot is ignored")
     fields: dict[str, Any] = msgpack.unpackb(body)
     if fields["format"] != FORMAT:
         raise FormatError(f"a slot has format {fields['format']}, this gemini-ft reads format {FORMAT}; use the version that wrote it")
-    return fields
+    return fields | {"committed": mark == digest, "digest": digest}

@@ -68,7 +68,7 @@ class SlotStore:
                 extras_bytes=memory.extras_bytes,
                 age=memory.age,
                 root=memory.root,
-                committed=version == self._host.committed,
+                committed=version == self._host.committed or memory.committed,
             )
             for owner, memory, version in complete
         ]
@@ -332,11 +332,13 @@ class SlotStore:
             memory.forget()
 
     def sync_headers(self) -> None:
-        """Clears in memory, too, the slots that the protocol has cleared, before anything is written to them."""
+        """Clears in memory, too, the slots that the protocol has cleared, before anything is written to them; marks what is committed."""
         for (owner, index), memory in self.memory.items():
             slot = self._host.slots(owner).slots.get(index)
             if memory.version is not None and (slot is None or slot.state is not SlotState.COMPLETE):
                 memory.clear()
+            elif memory.version is not None and memory.version == self._host.committed and not memory.committed:
+                memory.note_commit()
 
     def damage(self, owner: int) -> int:
         """Flips a bit in every copy of a shard, as a failing memory module would: fault injection. Returns how many."""
