@@ -40,7 +40,7 @@ _METHODS: dict[str, dict[str, Any]] = {
         "seed": (Seed, 0),
     },
     "terngrad": {
-        "clip": (Annotated[float | None, Field(gt=0, description="standard deviations to clip to, above 0; null: unbiased")], 2.5),
+        "clip": (Annotated[float | None, Field(gt=0, description="standard deviations about 0 to clip to, above 0; null: unbiased")], 2.5),
         "seed": (Seed, 0),
     },
     "natural": {"seed": (Seed, 0)},

@@ -81,7 +81,8 @@ class TernGrad(Compressor):
 
     Args:
         clip: magnitudes above this many standard deviations of the tensor are clipped to it, which bounds the variance and is
-            a bias. None: unbiased.
+            a bias. They are taken about zero: about the mean, elements that are nearly alike would all be clipped to nearly nothing.
+            None: unbiased.
         seed: of the rounding.
     """
 
@@ -96,7 +97,8 @@ class TernGrad(Compressor):
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         scales = magnitudes(bundle)
         if self.clip is not None:
-            scales = torch.minimum(scales, self.clip * deviations(bundle))
+            sizes = torch.tensor(bundle.layout.sizes, device=scales.device)
+            scales = torch.minimum(scales, self.clip * norms(bundle.views) / sizes.sqrt())
         scales = divisible(scales)
         codes = kernels.stochastic_round(bundle.flat, bundle.layout, inverse(scales), 1, self.seed, turn)
         return Payload(bundle.layout, join(scales, kernels.pack_small((codes + 1).view(torch.uint8), 2)))
@@ -109,16 +111,6 @@ class TernGrad(Compressor):
 
     def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         return layout.total // 4 + 4 * len(layout.names)
-
-
-def deviations(bundle: Bundle) -> Tensor:
-    """Standard deviation of each tensor, float32 (tensors,); of a single element, its magnitude, so that it is not clipped away."""
-    lengths, sums = norms(bundle.views), torch.stack([view.sum() for view in bundle.views])
-    sizes = torch.tensor(bundle.layout.sizes, device=sums.device)
-    root_mean_square = lengths / sizes.sqrt()
-    share = 1 - (sums / sizes / root_mean_square).square()  # of the mean square that the variance is
-    # The variance of equal elements would be nothing but rounding errors, so their magnitude is taken as the scale.
-    return torch.where(share > 1e-6, root_mean_square * share.sqrt(), lengths)
 
 
 class GlobalInt8(Reducer):
