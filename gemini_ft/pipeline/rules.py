@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -54,6 +55,7 @@ SCHEME_OPTIONS: dict[str, type[BaseModel]] = {
 SYNCS = (*SCHEMES, "auto", "hierarchical", *LOSSY_SCHEMES, *SWITCH_SCHEMES)
 PLANNED = ("cupcake", "espresso", "auto")  # fusions for which training is observed first
 MOST_OF_INT8 = 127  # ranks, whose integers must have a sum of eight bits
+_CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}  # methods that are all-reduces in a narrower dtype
 _OURS = ("feedback", "two_phase")  # options of compress that are not the method's own
 _PLACES = ("switch", "patience", "compare_every")  # options of sync that make no difference to averages
 
@@ -227,7 +229,13 @@ class Rule(_RuleModel):
     @property
     def is_plain(self) -> bool:
         """Whether an all-reduce is all that the rule asks for."""
-        return self.compress is None and self.sync.scheme == "dense"
+        return self.sync.scheme == "dense" and (self.compress is None or self.cast is not None)
+
+    @property
+    def cast(self) -> torch.dtype | None:
+        """The dtype in which gradients travel and backends add them up, if compression is nothing but that."""
+        given = self.compress
+        return _CASTS.get(given.method) if given is not None and not given.feedback else None
 
     def matches(self, name: str) -> bool:
         """Whether the rule is for a parameter of that name."""
