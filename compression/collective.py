@@ -172,7 +172,7 @@ def _carry_out(request: CollectiveRequest, group: ProcessGroup | None) -> list[T
         case "gather_v":
             return _gather_v(request.tensor, group)
         case "max":
-            return [_max(_gather(request.tensor, group))]
+            return [_largest(request.tensor, group)]
         case "sum":
             return [_sum(request.tensor, group)]
         case "reduce":
@@ -252,6 +252,13 @@ def _sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
         dist.all_reduce(tensor, group=group)
         return tensor
     return torch.cat(_gather(_share_of_sum(tensor, group), group))[: tensor.numel()]
+
+
+def _largest(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    if tensor.is_floating_point():  # backends do not agree on what is above a NaN
+        return _max(_gather(tensor, group))
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    return tensor
 
 
 def _reduce(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:

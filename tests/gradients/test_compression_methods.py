@@ -354,6 +354,22 @@ def test_the_bins_of_a_sketch_are_even_wherever_values_lie() -> None:
         assert counts.max() < 4 * values.numel() / 64
 
 
+@pytest.mark.parametrize(("world", "relative"), [(2, 0.025), (8, 0.1)])
+def test_integers_of_all_ranks_are_as_fine_as_their_bucket(world: int, relative: float) -> None:
+    """Values whose size differs from place to place, as rows of a gradient do: no large one makes the others coarse."""
+    stream, size, bucket = torch.Generator().manual_seed(world), 128 * 300, 128
+    unit = 10.0 ** (3 * torch.rand(size // bucket, 1, generator=stream))
+    ranks = [torch.randn(size // bucket, bucket, generator=stream) * unit for _ in range(world)]
+    mean, found = torch.stack(ranks).mean(0), together([GlobalInt8() for _ in ranks], [{"w": each} for each in ranks], 0)["w"]
+    largest = torch.stack(ranks).abs().amax((0, 2)).unsqueeze(1)
+    assert ((found - mean).abs() <= largest / (127 // world)).all()
+    assert float((found - mean).norm() / mean.norm()) < relative
+    errors = ((found - mean) / largest * (127 // world)).square().mean().sqrt()
+    assert float(errors) <= 0.5 / world**0.5
+    rows = ((found - mean).norm(dim=1) / mean.norm(dim=1)).median()
+    assert float(rows) < relative
+
+
 def test_integers_of_all_ranks_fit() -> None:
     """Also when all ranks have the largest value everywhere, where rounding up once too often would wrap around."""
     for world in (1, 2, 3, 4, 31, 127):
