@@ -317,7 +317,13 @@ class Reducer(ABC):
 
 
 class Compressor(Reducer):
-    """A reducer whose payload can be made and read alone, without other ranks."""
+    """A reducer whose payload can be made and read alone, without other ranks.
+
+    Attributes:
+        in_parts: whether a run of a tensor's elements gets smaller as the tensor does, which has a shape.
+    """
+
+    in_parts: bool = True
 
     @abstractmethod
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:

@@ -316,9 +316,11 @@ def steerable(reducer: Reducer) -> ErrorFeedback | MomentumCorrection | None:
 
 
 def payload_of_one_length(reducer: Reducer) -> Compressor | None:
-    """The compressor inside a method, if any rank can make, send and add its payloads: what Espresso's options need."""
+    """The compressor inside a method, if any rank can make, send and add its payloads, of parts too: what Espresso's options need."""
     inner = getattr(reducer, "inner", reducer)
-    return inner if isinstance(inner, Compressor) and inner.primitive.value in ("all-gather", "all-reduce") else None
+    if not isinstance(inner, Compressor) or not inner.in_parts:
+        return None
+    return inner if inner.primitive.value in ("all-gather", "all-reduce") else None
 
 
 def _read(path: Path) -> Any:
