@@ -170,7 +170,10 @@ class Rule(_RuleModel):
         DEFAULT_FUSION,
         description="Which gradients travel together: layer-wise, {bucket: 25MB}, {groups: 4}, or planned by cupcake, espresso, or auto.",
     )
-
+    quality: Literal["equal", "any"] = Field(
+        "equal",
+        description="What fusion auto chooses among: equal, all-reduces in the gradients' dtype and in 16 bits; any, compress too.",
+    )
     control: Annotated[Control | None, _named("method")] = Field(
         None, description="Whether the ratio of compress follows the network: dc2; default: it stays."
     )
@@ -198,9 +201,20 @@ class Rule(_RuleModel):
             )
         if self.control is not None:
             self._check_control()
-        if self.fusion in ("espresso", "auto") and self.compress is None:
-            raise ValueError(f"fusion {self.fusion} chooses between compressing and not; add compress")
+        if self.fusion == "espresso" and self.compress is None:
+            raise ValueError("fusion espresso chooses between compressing and not; add compress")
+        self._check_quality()
         return self
+
+    def _check_quality(self) -> None:
+        lossy = self.compress.method if self.compress is not None and self.cast is None and self.fusion == "auto" else None
+        if lossy and self.quality == "equal":
+            raise ValueError(
+                f"fusion auto chooses by seconds, and {lossy} does not train as all-reduce does: leave compress out, take fusion cupcake, "
+                "or add quality: any once you have compared the loss with that method and your optimizer"
+            )
+        if self.quality == "any" and not lossy:
+            raise ValueError("quality any lets fusion auto choose the method of compress: give both, or leave quality out")
 
     def _check_control(self) -> None:
         if self.compress is None or steerable(self.compress.make()) is None:

@@ -154,7 +154,7 @@ class TestSynchronizer:
             synchronizer.averager.ready("weight", torch.ones(2, 2), lambda mean: None)
 
     def test_a_rule_for_no_tensor_plans_nothing(self) -> None:
-        rules = [{"params": "*weight"}, {"params": "*bias"}, {"params": "*", "compress": "topk", "fusion": "auto"}]
+        rules = [{"params": "*weight"}, {"params": "*bias"}, {"params": "*", "fusion": "auto"}]
         model = nn.Linear(2, 2)
         synchronizer = GradientSynchronizer(model, rules, profile_steps=2)
         for _ in range(3):

@@ -551,7 +551,7 @@ def planned(fusion: str, ddp: bool, snapshots: bool) -> list[str]:
     join()
     wrong = []
     shapes = {f"t{number:02}": (30, 40 + number) for number in range(12)}
-    pipeline = [{"params": "t0*", "compress": compress("topk"), "fusion": fusion}]
+    pipeline = [{"params": "t0*", "compress": compress("topk"), "fusion": fusion, **({"quality": "any"} if fusion == "auto" else {})}]
     with closing(Loop(pipeline, ddp, Leaves(shapes), profile_steps=3)) as loop:
         labels: list[str] = []
         for step in range(1000):
