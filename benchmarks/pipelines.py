@@ -40,7 +40,9 @@ def rows_of(model: str, methods: Sequence[str], buckets: Sequence[str], fusions:
         compress = METHODS[name]
         rows.append(_row(f"{name}, layer-wise", "*", {"compress": compress, "fusion": "layer-wise"}))
         rows += [_row(f"{name}, buckets of {size}", "*", {"compress": compress, "fusion": {"bucket": size}}) for size in buckets]
-        rows += [_row(f"{name}, {fusion}", "*", {"compress": compress, "fusion": fusion}) for fusion in fusions]
+        for fusion in fusions:
+            quality = {"quality": "any"} if fusion == "auto" else {}
+            rows.append(_row(f"{name}, {fusion}", "*", {"compress": compress, "fusion": fusion, **quality}))
     if model == "transformer":
         for name in methods:
             rest = {"params": "*", "compress": METHODS[name], "fusion": "cupcake"}

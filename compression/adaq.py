@@ -12,7 +12,7 @@ from torch import Tensor
 from . import kernels
 from .base import Bundle, Compressor, FlatLayout, Payload, Primitive, Turn, cut, join
 from .buffers import BUFFERS
-from .sparse import WithRatio, kept
+from .sparse import WithRatio, kept, within
 
 _SAMPLE = 65536  # elements of a tensor that are looked at for a border
 _LEAST = 2.0**-126  # the smallest normal float32: zeros and nearly zero elements are on neither side
@@ -38,15 +38,17 @@ class AdaQ(WithRatio, Compressor):
         return Payload(layout, join(means, counts, torch.cat(indices).int()))
 
     def _sides(self, view: Tensor, at: int) -> list[tuple[Tensor, Tensor]]:
-        sample = view[:: max(1, view.numel() // _SAMPLE)]
-        above = kernels.not_below(view, self._border(sample))
-        below = kernels.not_below(-view, self._border(-sample))
-        return [(picked + at, view.index_select(0, picked).sum() / max(1, picked.numel())) for picked in (above, below)]
+        sides = [self._largest(view), self._largest(-view)]
+        return [(picked + at, view.index_select(0, picked).sum() / max(1, picked.numel())) for picked in sides]
 
-    def _border(self, sample: Tensor) -> float:
-        """The magnitude that ``ratio`` of the sample's positive elements reach."""
-        positive = kept(int((sample > 0).sum()), self.ratio)
-        return max(_LEAST, float(sample.topk(positive).values[-1])) if positive else _LEAST
+    def _largest(self, signed: Tensor) -> Tensor:
+        """Indices of about ``ratio`` of the positive elements."""
+        stride = max(1, signed.numel() // _SAMPLE)
+        sample = signed[::stride]
+        target = kept(int((sample > 0).sum()), self.ratio)
+        border = max(_LEAST, float(sample.topk(target).values[-1])) if target else _LEAST
+        found = kernels.not_below(signed, border)
+        return within(signed, found, max(1, target * stride)) if found.numel() else found
 
     def decompress(self, payload: Payload) -> Bundle:
         layout = payload.layout

@@ -28,6 +28,7 @@ class Atomo(Compressor):
 
     primitive = Primitive.ALL_GATHER
     unbiased = True
+    in_parts = False
 
     def __init__(self, atoms: int = 3, seed: int = 0) -> None:
         if atoms < 1:

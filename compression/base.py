@@ -62,7 +62,8 @@ class Turn:
 class CollectiveRequest:
     """A collective that is asked for.
 
-    sum, max: over ranks, elementwise, in rank order; the answer is one tensor. Floats are added in float32 and rounded once.
+    sum, max: over ranks, elementwise, in rank order; the answer is one tensor. Floats are added in float32 and rounded once. The answer may
+    be formed in ``tensor`` itself, which the asker gives away.
     gather: tensors of one length; gather_v: of lengths that differ. The answer has every rank's.
     all_to_all: ``lengths[i]`` elements for rank i follow each other in ``tensor``; the answer has what each rank sent to this one,
     ``received`` elements from each.
@@ -316,7 +317,13 @@ class Reducer(ABC):
 
 
 class Compressor(Reducer):
-    """A reducer whose payload can be made and read alone, without other ranks."""
+    """A reducer whose payload can be made and read alone, without other ranks.
+
+    Attributes:
+        in_parts: whether a run of a tensor's elements gets smaller as the tensor does, which has a shape.
+    """
+
+    in_parts: bool = True
 
     @abstractmethod
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:

@@ -5,9 +5,10 @@
 
 An exchange that goes within machines and between them (`CollectiveRequest.scope`) runs on `ScopedGroups` in place of a group.
 
-Sums are not left to the backend's all-reduce, whose order of addition depends on where in a buffer an element lies: every rank
-owns a part of the elements, is sent that part by all (all-to-all), adds in rank order, and the sums are gathered. As many bytes as
-a ring, two rounds in place of 2 (p - 1), the same bits on all ranks and however tensors are grouped.
+Sums whose order of addition makes no difference, those of integers and those of two ranks, are the backend's all-reduce. Others are not
+left to it, since its order depends on where in a buffer an element lies: every rank owns a part of the elements, is sent that part by all
+(all-to-all), adds in rank order, and the sums are gathered. As many bytes as a ring, two rounds in place of 2 (p - 1), the same bits on all
+ranks and however tensors are grouped; measured, 1.3 times the all-reduce's time.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def _carry_out(request: CollectiveRequest, group: ProcessGroup | None) -> list[T
         case "gather_v":
             return _gather_v(request.tensor, group)
         case "max":
-            return [_max(_gather(request.tensor, group))]
+            return [_largest(request.tensor, group)]
         case "sum":
             return [_sum(request.tensor, group)]
         case "reduce":
@@ -247,7 +248,17 @@ def _gather_v(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
 def _sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     if tensor.nbytes <= _SMALL:
         return added(_gather(tensor, group))
+    if dist.get_world_size(group) == 2 or not tensor.is_floating_point():
+        dist.all_reduce(tensor, group=group)
+        return tensor
     return torch.cat(_gather(_share_of_sum(tensor, group), group))[: tensor.numel()]
+
+
+def _largest(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    if tensor.is_floating_point():  # backends do not agree on what is above a NaN
+        return _max(_gather(tensor, group))
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    return tensor
 
 
 def _reduce(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:

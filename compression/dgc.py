@@ -20,7 +20,7 @@ from .buffers import BUFFERS
 from .feedback import WHOLE
 from .memory import Memory, non_finite, put_back
 from .norms import norms
-from .sparse import Sparsifier, WithRatio, above, check_ratio, kept, largest
+from .sparse import Sparsifier, WithRatio, above, check_ratio, kept, largest, within
 
 _WARMUP_STAGES, _WARMUP_RATIO = 4, 0.25
 _ADAPTATIONS = 10
@@ -60,10 +60,8 @@ class SampledThreshold(WithRatio, Sparsifier):
         threshold = self._estimate(magnitudes, ratio)
         for _ in range(_ADAPTATIONS):
             found = above(magnitudes, threshold)
-            if found.numel() > self.high * target:
-                return found[largest(magnitudes.index_select(0, found), target)]
             if found.numel() >= self.low * target:
-                return found
+                return within(magnitudes, found, target, self.high)
             threshold *= self.low
         return largest(magnitudes, target)
 

@@ -50,10 +50,10 @@ class OptionExecutor(Reducer):
     primitive = Primitive.SCOPED
 
     def __init__(self, inner: Reducer, options: Option | Mapping[str, Option], topology: Topology, error_feedback: bool = True) -> None:
-        if not isinstance(inner, Compressor) or inner.primitive not in (Primitive.ALL_GATHER, Primitive.ALL_REDUCE):
+        if not isinstance(inner, Compressor) or inner.primitive not in (Primitive.ALL_GATHER, Primitive.ALL_REDUCE) or not inner.in_parts:
             raise ValueError(
-                f"OptionExecutor({type(inner).__name__}): needs a compressor alone, with payloads of one length, such as TopK, "
-                "ScaledSign or QSGD; choose error feedback by error_feedback="
+                f"OptionExecutor({type(inner).__name__}): needs a compressor alone, with payloads of one length that parts of a tensor "
+                "have too, such as TopK, ScaledSign or QSGD; choose error feedback by error_feedback="
             )
         self.inner, self.options, self.topology, self.error_feedback = inner, options, topology, error_feedback
         self.unbiased = inner.unbiased and not error_feedback

@@ -13,6 +13,7 @@ Ratio = Annotated[float, Field(gt=0, le=1, description="part of each tensor that
 Sample = Annotated[float, Field(gt=0, le=1, description="part of each tensor that is looked at for a threshold, above 0 and at most 1")]
 Warmup = Annotated[int, Field(ge=0, description="steps in which the ratio falls to its target, 0 or more")]
 Momentum = Annotated[float, Field(ge=0, lt=1, description="of the method, at least 0 and below 1; the optimizer's own is apart from it")]
+Bucket = Annotated[int, Field(ge=8, multiple_of=8, description="elements that share a scale, a multiple of 8")]
 _SAMPLED = {"ratio": (Ratio, 0.001), "sample": (Sample, 0.01), "warmup_steps": (Warmup, 0)}
 
 _METHODS: dict[str, dict[str, Any]] = {
@@ -36,11 +37,11 @@ _METHODS: dict[str, dict[str, Any]] = {
     "onebit": {},
     "qsgd": {
         "levels": (Annotated[int, Field(ge=1, le=127, description="from 1 to 127; up to 7 take half the bytes")], 127),
-        "bucket": (Annotated[int, Field(ge=8, multiple_of=8, description="elements that share a norm, a multiple of 8")], 128),
+        "bucket": (Bucket, 128),
         "seed": (Seed, 0),
     },
     "terngrad": {
-        "clip": (Annotated[float | None, Field(gt=0, description="standard deviations to clip to, above 0; null: unbiased")], 2.5),
+        "clip": (Annotated[float | None, Field(gt=0, description="standard deviations about 0 to clip to, above 0; null: unbiased")], 2.5),
         "seed": (Seed, 0),
     },
     "natural": {"seed": (Seed, 0)},
@@ -67,6 +68,6 @@ _METHODS: dict[str, dict[str, Any]] = {
         "error_feedback": (Annotated[Flag, Field(description="keep what the factors leave out")], True),
         "seed": (Seed, 0),
     },
-    "int8": {"seed": (Seed, 0)},
+    "int8": {"bucket": (Bucket, 128), "seed": (Seed, 0)},
 }
 METHOD_OPTIONS: dict[str, type[BaseModel]] = {name: options_model(name, **fields) for name, fields in _METHODS.items()}

@@ -29,6 +29,12 @@ def divisible(scales: Tensor, levels: float = 1.0) -> Tensor:
     return torch.where(scales > 0, scales.clamp(min=levels * _LEAST), scales)
 
 
+def check_bucket(bucket: int) -> int:
+    if bucket < 8 or bucket % 8:
+        raise ValueError(f"bucket={bucket}: must be a multiple of 8")
+    return bucket
+
+
 class QSGD(Compressor):
     """Sends each bucket's L2 norm and, per element, one of ``2 levels + 1`` multiples of a fraction of it. Alistarh et al., NeurIPS 2017.
 
@@ -47,9 +53,7 @@ class QSGD(Compressor):
     def __init__(self, levels: int = 127, bucket: int = 128, seed: int = 0) -> None:
         if not 1 <= levels <= 127:
             raise ValueError(f"levels={levels}: must be from 1 to 127; up to 7 take half the bytes")
-        if bucket < 8 or bucket % 8:
-            raise ValueError(f"bucket={bucket}: must be a multiple of 8")
-        self.levels, self.align, self.seed = levels, bucket, seed
+        self.levels, self.align, self.seed = levels, check_bucket(bucket), seed
         self._bits = 4 if levels <= 7 else 8
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
@@ -81,7 +85,8 @@ class TernGrad(Compressor):
 
     Args:
         clip: magnitudes above this many standard deviations of the tensor are clipped to it, which bounds the variance and is
-            a bias. None: unbiased.
+            a bias. They are taken about zero: about the mean, elements that are nearly alike would all be clipped to nearly nothing.
+            None: unbiased.
         seed: of the rounding.
     """
 
@@ -96,7 +101,8 @@ class TernGrad(Compressor):
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         scales = magnitudes(bundle)
         if self.clip is not None:
-            scales = torch.minimum(scales, self.clip * deviations(bundle))
+            sizes = torch.tensor(bundle.layout.sizes, device=scales.device)
+            scales = torch.minimum(scales, self.clip * norms(bundle.views) / sizes.sqrt())
         scales = divisible(scales)
         codes = kernels.stochastic_round(bundle.flat, bundle.layout, inverse(scales), 1, self.seed, turn)
         return Payload(bundle.layout, join(scales, kernels.pack_small((codes + 1).view(torch.uint8), 2)))
@@ -111,41 +117,39 @@ class TernGrad(Compressor):
         return layout.total // 4 + 4 * len(layout.names)
 
 
-def deviations(bundle: Bundle) -> Tensor:
-    """Standard deviation of each tensor, float32 (tensors,); of a single element, its magnitude, so that it is not clipped away."""
-    lengths, sums = norms(bundle.views), torch.stack([view.sum() for view in bundle.views])
-    sizes = torch.tensor(bundle.layout.sizes, device=sums.device)
-    root_mean_square = lengths / sizes.sqrt()
-    share = 1 - (sums / sizes / root_mean_square).square()  # of the mean square that the variance is
-    # The variance of equal elements would be nothing but rounding errors, so their magnitude is taken as the scale.
-    return torch.where(share > 1e-6, root_mean_square * share.sqrt(), lengths)
-
-
 class GlobalInt8(Reducer):
-    """Integers that add up under way: all ranks share each tensor's scale, and round so finely that the sum of all fits int8.
+    """Integers that add up under way: all ranks share each bucket's scale, and round so finely that the sum of all fits int8.
 
     The cleanest path to a quarter of the bytes of an all-reduce: unbiased, no error feedback. After Global-QSGD (Xin et al., 2023).
-    A first all-reduce (max) agrees on the scales, a second (sum) adds the integers: exactly, in any order.
+    A first all-reduce (max) agrees on the scales, a second (sum) adds the integers: exactly, in any order. With p ranks an element of
+    the mean is off by less than 1 / (127 // p) of the largest magnitude that any rank has in its bucket, and as a root mean square
+    by 0.5 / sqrt(p) of that at most.
+
+    Args:
+        bucket: elements that share a scale, a multiple of 8; tensors begin with a bucket of their own.
+        seed: of the rounding.
     """
 
     primitive = Primitive.TWO_ALL_REDUCES
     unbiased = True
 
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = seed
+    def __init__(self, bucket: int = 128, seed: int = 0) -> None:
+        self.align, self.seed = check_bucket(bucket), seed
 
     def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
         layout = bundle.layout
         levels = 127 // turn.world
         if levels == 0:
             raise ValueError(f"GlobalInt8 on {turn.world} ranks: their sum fits int8 on at most 127; reduce hierarchically or use QSGD")
-        (largest,) = yield CollectiveRequest("max", magnitudes(bundle))
-        scales = divisible(largest, levels)
-        codes = kernels.stochastic_round(bundle.flat, layout, inverse(scales, levels), levels, self.seed, turn)
+        # The bits of magnitudes are in the order of the magnitudes, with NaN above all: as integers they have a maximum in any order.
+        ends = torch.aminmax(bundle.flat.view(-1, self.align), dim=1)
+        (largest,) = yield CollectiveRequest("max", torch.maximum(-ends.min, ends.max).abs_().view(torch.int32))
+        scales = divisible(largest.view(torch.float32), levels)
+        codes = kernels.stochastic_round(bundle.flat, layout, inverse(scales, levels), levels, self.seed, turn, bucket=self.align)
         (total,) = yield CollectiveRequest("sum", codes)
         flat = BUFFERS.empty(layout.total, device=total.device).copy_(total)
-        torch._foreach_mul_(layout.views(flat), list((scales / levels).unbind()))
+        flat.view(-1, self.align).mul_((scales / levels).unsqueeze(1))
         return divided(Bundle(layout, flat), turn.world)
 
     def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
-        return layout.total + 4 * len(layout.names)
+        return layout.total + 4 * (layout.total // self.align)

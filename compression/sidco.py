@@ -17,7 +17,7 @@ from torch import Tensor
 from . import kernels
 from .base import Bundle, State, Turn
 from .norms import moderate
-from .sparse import Sparsifier, WithRatio, above, kept
+from .sparse import Sparsifier, WithRatio, above, kept, within
 
 Fit: TypeAlias = Callable[[Tensor, float, float], float]
 
@@ -127,6 +127,8 @@ class Stages:
 class SIDCo(WithRatio, Sparsifier):
     """Sends about ``ratio`` of each tensor, above a threshold fitted in O(d).
 
+    Where nothing or more than twice the target is above it, since the values are not distributed like that, exactly the largest are taken.
+
     Args:
         ratio: the target.
         distribution: of the magnitudes; "gamma" fits generalized Pareto distributions from the second stage on.
@@ -146,8 +148,9 @@ class SIDCo(WithRatio, Sparsifier):
         for name, view, at in zip(layout.names, magnitudes, layout.starts, strict=True):
             control = self.stages.setdefault(name, Stages())
             found = above(view, self.threshold(view, control.stages))
-            control.observe(found.numel() / kept(view.numel(), self.ratio), most)
-            picked.append(found + at)
+            target = kept(view.numel(), self.ratio)
+            control.observe(found.numel() / target, most)
+            picked.append(within(view, found, target) + at)
         return torch.cat(picked).int()
 
     def threshold(self, magnitudes: Tensor, stages: int) -> float:

@@ -101,6 +101,20 @@ def above(magnitudes: Tensor, threshold: float) -> Tensor:
     return kernels.not_below(magnitudes, threshold) if threshold >= _LEAST else kernels.indices(magnitudes.ne(0))
 
 
+def within(magnitudes: Tensor, found: Tensor, target: int, most: float = 2.0) -> Tensor:
+    """``found``, if these are some indices and at most ``most`` times ``target``; else the indices of the ``target`` largest magnitudes.
+
+    A threshold that is estimated may be above every element, as it is where all are alike: without this they would never be sent. It may
+    also be that of so many that a ratio means nothing. Zeros are left out, so that only of a tensor of zeros nothing is sent.
+    """
+    if 0 < found.numel() <= most * target:
+        return found
+    if found.numel():
+        return found[largest(magnitudes.index_select(0, found), target)]
+    picked = largest(magnitudes, target)
+    return picked[magnitudes.index_select(0, picked).ne(0)]
+
+
 class WithRatio:
     """A method of which an option says what part of each tensor travels."""
 

@@ -36,6 +36,11 @@ class TwoPhase(Reducer):
     def __init__(self, inner: Compressor, error_feedback: bool = True) -> None:
         if inner.primitive is not Primitive.ALL_GATHER:
             raise ValueError(f"TwoPhase({type(inner).__name__}): needs payloads of one length, such as those of ScaledSign, QSGD or TopK")
+        if not inner.in_parts:
+            raise ValueError(
+                f"TwoPhase({type(inner).__name__}): a rank owns a run of a tensor's elements, which is no matrix and would travel "
+                "whole, twice: leave two_phase out, or take powersgd, whose bytes do not grow with the number of ranks"
+            )
         self.inner, self.error_feedback = inner, error_feedback
         self.unbiased = inner.unbiased and not error_feedback
         self.align = inner.align

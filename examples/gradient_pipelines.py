@@ -36,7 +36,7 @@ PIPELINES: dict[str, list[dict[str, Any]]] = {
     ],
     "topk, layer-wise": [{"params": "*", "compress": {"method": "topk", "ratio": 0.01}, "fusion": "layer-wise"}],
     "topk, cupcake": [{"params": "*", "compress": {"method": "topk", "ratio": 0.01}, "fusion": "cupcake"}],
-    "auto": [{"params": "pairs.*", "sync": "auto"}, {"params": "*", "compress": "int8", "fusion": "auto"}],
+    "auto": [{"params": "pairs.*", "sync": "auto"}, {"params": "*", "fusion": "auto"}],
 }
 NAMES = ("DDP", *PIPELINES)
 

@@ -37,32 +37,35 @@ class Accuracy:
         sums: calls that went through the switch.
         values: compared.
         mean: error of those that are numbers.
+        bias: the same with signs: below zero where sums come out too small.
         worst: largest error; infinite where a sum is no number.
-        beyond: values whose error is above FPISA's bound: a unit in the last place of the magnitudes' sum per rank.
+        beyond: values whose error is above FPISA's bound: half a unit in the last place of the magnitudes' sum per rank.
         lost: of these, sums that came out as a NaN or an infinity and should not have.
     """
 
     sums: int = 0
     values: int = 0
     mean: float = 0.0
+    bias: float = 0.0
     worst: float = 0.0
     beyond: int = 0
     lost: int = 0
 
     def __str__(self) -> str:
-        off = f"off by {self.mean:.1e} of the sum of magnitudes on average, {self.worst:.1e} at most"
+        off = f"off by {self.mean:.1e} of the sum of magnitudes on average, {self.worst:.1e} at most, {self.bias:+.1e} with signs"
         lost = f", {self.lost} of them no numbers" if self.lost else ""
         return f"{self.values} values compared with their exact sums: {off}; {self.beyond} beyond the bound{lost}"
 
     def note(self, errors: torch.Tensor, allowed: torch.Tensor) -> None:
-        """Takes in relative errors, float64 [n], and the most that each may be."""
+        """Takes in relative errors with their signs, float64 [n], and the magnitude that each may have."""
         finite = errors[errors.isfinite()]
         self.values += len(errors)
         self.lost += len(errors) - len(finite)
         if len(finite):
-            self.mean += float((finite - self.mean).sum()) / (self.values - self.lost)
-        self.worst = math.inf if self.lost else max(self.worst, float(errors.max()))
-        self.beyond += int((~(errors <= allowed)).sum())  # a NaN is above nothing
+            self.mean += float((finite.abs() - self.mean).sum()) / (self.values - self.lost)
+            self.bias += float((finite - self.bias).sum()) / (self.values - self.lost)
+        self.worst = math.inf if self.lost else max(self.worst, float(errors.abs().max()))
+        self.beyond += int((~(errors.abs() <= allowed)).sum())  # a NaN is above nothing
 
     def look(self, packets: torch.Tensor, sums: torch.Tensor, special: torch.Tensor, every: int, exchange: Exchange) -> None:
         """Counts a call; compares one packet that went through the switch of the first and of each ``every``-th (0: none). Collective.
@@ -88,7 +91,7 @@ class Accuracy:
             return
         said, beyond = self.values > 0, self.beyond
         smallest = fits.tiny * fits.eps / magnitudes[compared]
-        self.note(((found - total).abs() / magnitudes)[compared], exchange.size * (fits.eps + smallest))
+        self.note(((found - total) / magnitudes)[compared], exchange.size / 2 * (fits.eps + smallest))
         if exchange.rank == 0 and (not said or (self.beyond and not beyond)):
             _log.log(logging.WARNING if self.beyond else logging.INFO, "fpisa in %s: %s", str(packets.dtype).removeprefix("torch."), self)
 
@@ -100,8 +103,9 @@ class FPISA(DenseSwitchScheme):
     same on all ranks. float64 is rounded to float32 first. Packets with a NaN or an infinity go by the backend's all-reduce.
 
     Args:
-        mode: fpisa, whose error is one unit in the last place of the largest value per addition at most; or fpisa-a, for switches
-            of today, which loses a sum where a value is more than 128 times as large: for ranks whose values are alike.
+        mode: fpisa, whose error is half a unit in the last place of the sum, and per addition a quarter of one of the largest value (in
+            16 bits a 2^15th or less), at most; or fpisa-a, for switches of today, which loses a sum where a value is more than 128 times
+            as large: for ranks whose values are alike.
         compare_every: sums from one of which a packet is compared with its exact sum to the next, see `accuracy`; 0: never. That takes
             a short all-reduce.
     """

@@ -25,8 +25,8 @@ class Zen(SparseScheme):
     equally long, every link carries every byte once and no link waits for another.
 
     Args:
-        hashing: "rotation" needs no memory and is the faster one; "hierarchical" is the paper's, with its tables, for at most
-            2**31 units. The same sum.
+        hashing: "rotation" groups by counting, needs no memory and is the faster one, on CPUs and on devices; "hierarchical" is the
+            paper's, with its tables and its kernel, for at most 2**31 units, and stays for comparison. The same sum.
         seed: of the hash that picks servers; the same on all ranks.
     """
 

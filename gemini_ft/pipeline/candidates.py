@@ -75,7 +75,7 @@ class Candidates:
         rule = self._averager.rules[number]
         own = [tensor for tensor in self._tensors if tensor.rule == number and not tensor.sparse]
         found: list[Candidate] = []
-        if rule.fusion in ("cupcake", "auto"):
+        if rule.fusion == "cupcake" or (rule.fusion == "auto" and rule.compress is not None and rule.cast is not torch.bfloat16):
             found += self._by_cupcake(number, own, "rule", "cupcake")
         if rule.fusion == "espresso":
             found.append(self._by_espresso(number, own))

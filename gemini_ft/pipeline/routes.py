@@ -84,7 +84,7 @@ class Plain(Route):
     """An all-reduce as DDP does it: divided first, because in 16 bits the sum may be too large.
 
     Args:
-        dtype: that travels and is added up, as by torch's hooks; None: the gradients' own.
+        dtype: that travels and is added up, as by torch's hooks; sparse tensors are refused then. None: the gradients' own.
         scheme: adds up in place of the backend's all-reduce.
     """
 
@@ -93,6 +93,8 @@ class Plain(Route):
         self.buffers: dict[tuple[str, ...], tuple[int, list[Tensor]]] = {}  # by names: when it was used last, and buffers
 
     def average(self, gradients: Gradients, turn: Turn, group: Any, scale: float) -> Work:
+        if self._dtype is not None:
+            _refuse_sparse(gradients)
         by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
         for name, gradient in gradients.items():
             real = as_real(gradient.to_dense() if gradient.is_sparse else gradient)  # a sparse one was not known beforehand
@@ -246,11 +248,7 @@ class Compressed(Route):
         self.reducer.ratio, self.reducer.dense = control.ratio, control.dense
 
     def average(self, gradients: Gradients, turn: Turn, group: Any, scale: float) -> Work:
-        if sparse := next((name for name, gradient in gradients.items() if gradient.is_sparse), None):
-            raise ConfigError(
-                f"the gradient of {sparse} is a sparse tensor, which cannot be compressed; give the parameter a rule with sync: zen "
-                "(or agsparse, auto, ...) and without compress, before the one that matches it now"
-            )
+        _refuse_sparse(gradients)
         bundle = Bundle.of(gradients, self.reducer.align)
         if scale != 1:
             bundle = Bundle(bundle.layout, bundle.flat / scale, own=True)
@@ -296,13 +294,23 @@ class Compressed(Route):
             self.scheme.load_state_dict(state["scheme"])
 
 
+def _refuse_sparse(gradients: Gradients) -> None:
+    if sparse := next((name for name, gradient in gradients.items() if gradient.is_sparse), None):
+        raise ConfigError(
+            f"the gradient of {sparse} is a sparse tensor, which cannot be compressed; give the parameter a rule with sync: zen "
+            "(or agsparse, auto, ...) and without compress, before the one that matches it now"
+        )
+
+
 def route_of(rule: Rule, make_scheme: Callable[[], Scheme]) -> Route:
     """A fresh route for a rule, whose schemes `scheme_maker` makes."""
+    if rule.is_plain:
+        return Plain(rule.cast)
     if rule.compress is not None:
         return Compressed(rule.compress.make(), make_scheme() if rule.is_sparse else None)
     if rule.is_whole:
         return Plain(scheme=make_scheme())
-    return Sparse(make_scheme) if rule.is_sparse else Plain()
+    return Sparse(make_scheme)
 
 
 def scheme_maker(rule: Rule) -> Callable[[], Scheme]:

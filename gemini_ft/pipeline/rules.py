@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -54,6 +55,7 @@ SCHEME_OPTIONS: dict[str, type[BaseModel]] = {
 SYNCS = (*SCHEMES, "auto", "hierarchical", *LOSSY_SCHEMES, *SWITCH_SCHEMES)
 PLANNED = ("cupcake", "espresso", "auto")  # fusions for which training is observed first
 MOST_OF_INT8 = 127  # ranks, whose integers must have a sum of eight bits
+_CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}  # methods that are all-reduces in a narrower dtype
 _OURS = ("feedback", "two_phase")  # options of compress that are not the method's own
 _PLACES = ("switch", "patience", "compare_every")  # options of sync that make no difference to averages
 
@@ -168,7 +170,10 @@ class Rule(_RuleModel):
         DEFAULT_FUSION,
         description="Which gradients travel together: layer-wise, {bucket: 25MB}, {groups: 4}, or planned by cupcake, espresso, or auto.",
     )
-
+    quality: Literal["equal", "any"] = Field(
+        "equal",
+        description="What fusion auto chooses among: equal, all-reduces in the gradients' dtype and in 16 bits; any, compress too.",
+    )
     control: Annotated[Control | None, _named("method")] = Field(
         None, description="Whether the ratio of compress follows the network: dc2; default: it stays."
     )
@@ -196,9 +201,20 @@ class Rule(_RuleModel):
             )
         if self.control is not None:
             self._check_control()
-        if self.fusion in ("espresso", "auto") and self.compress is None:
-            raise ValueError(f"fusion {self.fusion} chooses between compressing and not; add compress")
+        if self.fusion == "espresso" and self.compress is None:
+            raise ValueError("fusion espresso chooses between compressing and not; add compress")
+        self._check_quality()
         return self
+
+    def _check_quality(self) -> None:
+        lossy = self.compress.method if self.compress is not None and self.cast is None and self.fusion == "auto" else None
+        if lossy and self.quality == "equal":
+            raise ValueError(
+                f"fusion auto chooses by seconds, and {lossy} does not train as all-reduce does: leave compress out, take fusion cupcake, "
+                "or add quality: any once you have compared the loss with that method and your optimizer"
+            )
+        if self.quality == "any" and not lossy:
+            raise ValueError("quality any lets fusion auto choose the method of compress: give both, or leave quality out")
 
     def _check_control(self) -> None:
         if self.compress is None or steerable(self.compress.make()) is None:
@@ -227,7 +243,13 @@ class Rule(_RuleModel):
     @property
     def is_plain(self) -> bool:
         """Whether an all-reduce is all that the rule asks for."""
-        return self.compress is None and self.sync.scheme == "dense"
+        return self.sync.scheme == "dense" and (self.compress is None or self.cast is not None)
+
+    @property
+    def cast(self) -> torch.dtype | None:
+        """The dtype in which gradients travel and backends add them up, if compression is nothing but that."""
+        given = self.compress
+        return _CASTS.get(given.method) if given is not None and not given.feedback else None
 
     def matches(self, name: str) -> bool:
         """Whether the rule is for a parameter of that name."""
@@ -308,9 +330,11 @@ def steerable(reducer: Reducer) -> ErrorFeedback | MomentumCorrection | None:
 
 
 def payload_of_one_length(reducer: Reducer) -> Compressor | None:
-    """The compressor inside a method, if any rank can make, send and add its payloads: what Espresso's options need."""
+    """The compressor inside a method, if any rank can make, send and add its payloads, of parts too: what Espresso's options need."""
     inner = getattr(reducer, "inner", reducer)
-    return inner if isinstance(inner, Compressor) and inner.primitive.value in ("all-gather", "all-reduce") else None
+    if not isinstance(inner, Compressor) or not inner.in_parts:
+        return None
+    return inner if inner.primitive.value in ("all-gather", "all-reduce") else None
 
 
 def _read(path: Path) -> Any:

@@ -133,6 +133,55 @@ def test_residuals_can_follow_the_learning_rate() -> None:
         reduce(each, given, 9)
 
 
+# -- liveness
+
+ALIKE: dict[str, tuple[tuple[int, ...], float]] = {  # by name: shape, and how much elements differ from each other
+    "zero_d": ((), 0.0),
+    "one": ((1,), 0.0),
+    "few": ((7,), 0.0),
+    "equal": ((200,), 0.0),
+    "nearly": ((200,), 1e-4),
+    "spread": ((50,), 0.03),
+    "matrix": ((10, 20), 0.03),
+}
+
+
+@every
+def test_every_element_arrives_however_alike_the_others_are(name: str) -> None:
+    """Logit scales, gates and layer scales: a gradient that stays as it is reaches the optimizer within some steps."""
+    stream, each, steps = torch.Generator().manual_seed(7), method(name), 150
+    given = {key: 0.3 * (1 + spread * torch.randn(shape, generator=stream)) for key, (shape, spread) in ALIKE.items()}
+    sent = {key: torch.zeros_like(value) for key, value in given.items()}
+    for step in range(steps):
+        torch._foreach_add_(list(sent.values()), list(reduce(each, given, step).values()))
+    for key, value in given.items():
+        part = sent[key] / steps / (value.sign() if isinstance(each, MajorityVote) else value)
+        most = 10.0 if isinstance(each, MomentumCorrection) else 1.0  # momentum of 0.9 makes ten of one, where none is masked
+        assert 0.3 <= float(part.min()) <= float(part.max()) <= 1.25 * most, (key, part)
+
+
+BUDGETED = ["topk", "sampled_threshold", "sidco_e", "sidco_p", "sidco_gp", "adaq"]
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+@pytest.mark.parametrize("kind", ["alike", "nearly alike", "nearly empty", "skewed"])
+def test_a_ratio_is_kept_whatever_the_values_are(name: str, kind: str) -> None:
+    """At most twice as many elements as the ratio says, of each tensor and in each step."""
+    stream, size, ratio = torch.Generator().manual_seed(3), 20000, 0.001
+    normal = torch.randn(size, generator=stream)
+    value = {
+        "alike": torch.full((size,), 0.3),
+        "nearly alike": 0.3 + 1e-4 * normal,
+        "nearly empty": torch.where(torch.rand(size, generator=stream) < 0.01, normal, 0.0),
+        "skewed": normal**9,
+    }[kind]
+    each = COMPRESSORS[name](ratio=ratio)
+    for step in range(12):
+        sent = each.compress(Bundle.of({"w": value}, each.align), Turn(step))
+        found = int(torch.count_nonzero(each.decompress(sent).flat))
+        assert 1 <= found <= 2 * ratio * size, step
+
+
 # -- expectation
 
 UNBIASED = [("none", {}), ("qsgd", {}), ("qsgd", {"levels": 3}), ("terngrad", {"clip": None}), ("natural", {}), ("natural8", {})]

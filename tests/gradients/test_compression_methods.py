@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from compression_kit import gradients, same, together
+from compression_kit import OPTIONS, gradients, same, together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,7 +17,7 @@ from gemini_ft.compression import atomo, cast, kernels, powersgd, sign, threelc
 from gemini_ft.compression.base import Bundle, FlatLayout, Payload, Turn, layout_of
 from gemini_ft.compression.collective import reduce
 from gemini_ft.compression.dgc import MomentumCorrection, SampledThreshold
-from gemini_ft.compression.methods import create
+from gemini_ft.compression.methods import COMPRESSORS, create
 from gemini_ft.compression.norms import row_norms
 from gemini_ft.compression.quantise import QSGD, GlobalInt8, TernGrad
 from gemini_ft.compression.sidco import SIDCo, Stages, gamma_quantile
@@ -354,6 +354,22 @@ def test_the_bins_of_a_sketch_are_even_wherever_values_lie() -> None:
         assert counts.max() < 4 * values.numel() / 64
 
 
+@pytest.mark.parametrize(("world", "relative"), [(2, 0.025), (8, 0.1)])
+def test_integers_of_all_ranks_are_as_fine_as_their_bucket(world: int, relative: float) -> None:
+    """Values whose size differs from place to place, as rows of a gradient do: no large one makes the others coarse."""
+    stream, size, bucket = torch.Generator().manual_seed(world), 128 * 300, 128
+    unit = 10.0 ** (3 * torch.rand(size // bucket, 1, generator=stream))
+    ranks = [torch.randn(size // bucket, bucket, generator=stream) * unit for _ in range(world)]
+    mean, found = torch.stack(ranks).mean(0), together([GlobalInt8() for _ in ranks], [{"w": each} for each in ranks], 0)["w"]
+    largest = torch.stack(ranks).abs().amax((0, 2)).unsqueeze(1)
+    assert ((found - mean).abs() <= largest / (127 // world)).all()
+    assert float((found - mean).norm() / mean.norm()) < relative
+    errors = ((found - mean) / largest * (127 // world)).square().mean().sqrt()
+    assert float(errors) <= 0.5 / world**0.5
+    rows = ((found - mean).norm(dim=1) / mean.norm(dim=1)).median()
+    assert float(rows) < relative
+
+
 def test_integers_of_all_ranks_fit() -> None:
     """Also when all ranks have the largest value everywhere, where rounding up once too often would wrap around."""
     for world in (1, 2, 3, 4, 31, 127):
@@ -464,6 +480,7 @@ def test_zeros_are_not_picked_where_subnormals_are_flushed(name: str) -> None:
         ({"name": "topk", "ratio": 0.0}, "ratio=0.0: must be a number"),
         ({"name": "threshold", "two_phase": True}, r"TwoPhase\(Threshold\): needs payloads of one length"),
         ({"name": "topk", "feedback": 0.5, "two_phase": True}, "must be 0 or 1"),
+        ({"name": "atomo", "two_phase": True}, r"TwoPhase\(Atomo\): a rank owns a run .* leave two_phase out, or take powersgd"),
         ({"name": "qsgd", "bucket": 20}, "multiple of 8"),
         ({"name": "sidco_e", "ratio": 2}, "ratio=2"),
         ({"name": "dgc", "clip_norm": -1}, "clip_norm=-1: must be a number"),
@@ -480,6 +497,22 @@ def test_zeros_are_not_picked_where_subnormals_are_flushed(name: str) -> None:
 def test_what_makes_no_sense_is_refused(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         create(**arguments)  # type: ignore[arg-type]
+
+
+def _takes_two_phases(name: str) -> bool:
+    try:
+        return bool(create(name, two_phase=True, **OPTIONS.get(name, {})))
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize("name", [name for name in COMPRESSORS if _takes_two_phases(name)])
+def test_two_phases_send_less_than_everything(name: str) -> None:
+    """Also of a matrix, whose parts are no matrices."""
+    methods = [create(name, two_phase=True, **OPTIONS.get(name, {})) for _ in range(4)]
+    sent: list[list[Tensor]] = [[] for _ in methods]
+    together(methods, [gradients(rank, {"w": (64, 64)}) for rank in range(4)], 0, sent=sent)
+    assert sum(tensor.nbytes for tensor in sent[0]) < 4 * 64 * 64
 
 
 @pytest.mark.parametrize("name", ["topk", "topk+two_phase", "randomk", "sampled_threshold", "sidco_p", "adaq", "dgc"])

@@ -358,7 +358,7 @@ def test_ranks_on_process_groups(tmp_path: Path) -> None:
 # -- what is refused
 
 
-@pytest.mark.parametrize("name", ["threshold", "threelc", "inceptionn", "powersgd", "int8", "topk"])
+@pytest.mark.parametrize("name", ["threshold", "threelc", "inceptionn", "powersgd", "int8", "atomo", "topk"])
 def test_payloads_of_other_kinds_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"OptionExecutor\(\w+\): needs a compressor alone, with payloads of one length"):
         OptionExecutor(create(name), UNCOMPRESSED, Topology(1, 2))  # topk: with its error feedback around it

@@ -20,7 +20,7 @@ RULES = load_rules(
         {"params": "c", "compress": "topk", "fusion": {"bucket": 100}},
         {"params": "d", "sync": "zen"},
         {"params": "e", "sync": "zen", "compress": "topk", "fusion": "cupcake"},
-        {"params": "f", "compress": "topk", "fusion": "auto"},
+        {"params": "f", "fusion": "auto"},
         {"params": "g"},
     ]
 )
@@ -50,7 +50,7 @@ def test_bytes_of_a_tensor() -> None:
     ],
 )
 def test_fusions(fusion: Any, ends: tuple[int, ...]) -> None:
-    [rule] = load_rules([{"params": "*", "compress": "topk", "fusion": fusion}])
+    [rule] = load_rules([{"params": "*", "fusion": fusion, **({} if fusion == "auto" else {"compress": "topk"})}])
     assert fallback(tensors([10, 10, 30, 10, 1]), rule.fusion).ends == ends
 
 

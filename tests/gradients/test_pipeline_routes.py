@@ -15,10 +15,11 @@ from gemini_ft.compression.base import Bundle, Turn
 from gemini_ft.compression.dgc import SampledThreshold
 from gemini_ft.compression.methods import create
 from gemini_ft.compression.sparse import entries
-from gemini_ft.errors import StateError
+from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.pipeline import GradientSynchronizer
 from gemini_ft.pipeline.assignment import trained
 from gemini_ft.pipeline.lanes import GroupInFlight
+from gemini_ft.pipeline.plan import Group
 from gemini_ft.pipeline.route_table import Routes
 from gemini_ft.pipeline.routes import Compressed, Plain, Sparse
 from gemini_ft.pipeline.rules import load_rules
@@ -64,6 +65,34 @@ class TestPlain:
         means = averaged(Plain(dtype), gradients)
         for name, gradient in gradients.items():
             assert torch.equal(means[name].float(), gradient.float())
+
+
+@pytest.mark.parametrize(
+    ("rule", "itemsize"),
+    [
+        ({}, 4),
+        ({"compress": "bf16"}, 2),
+        ({"compress": {"method": "fp16", "feedback": 0}}, 2),
+        ({"compress": {"method": "bf16", "feedback": 1}}, None),
+        ({"compress": "none"}, None),
+    ],
+)
+def test_a_cast_is_one_all_reduce_of_the_backend(rule: dict[str, Any], itemsize: int | None) -> None:
+    """Where nothing is kept, with no thread of ours between gradients and network."""
+    routes = Routes(load_rules([{"params": "*", **rule}]), None)
+    group = Group(0, ("a", "b"))
+    route = routes.of(group)
+    assert isinstance(route, Plain) == routes.all_plain([group]) == (itemsize is not None)
+    if itemsize is not None:
+        call = next(route.average({"a": torch.ones(30), "b": torch.ones(12)}, Turn(0, 0, 2), None, 1.0))
+        assert call.nbytes == 42 * itemsize
+        assert call.begin is not None
+
+
+def test_a_cast_refuses_sparse_tensors() -> None:
+    route = Routes(load_rules([{"params": "*", "compress": "bf16"}]), None).fresh(0, "rule")
+    with pytest.raises(ConfigError, match="the gradient of a is a sparse tensor, which cannot be compressed; give the parameter a rule"):
+        averaged(route, {"a": torch.ones(3).to_sparse()})
 
 
 def test_averages_are_not_kept_after_they_were_taken() -> None:
@@ -125,7 +154,7 @@ class TestSynchronizer:
             synchronizer.averager.ready("weight", torch.ones(2, 2), lambda mean: None)
 
     def test_a_rule_for_no_tensor_plans_nothing(self) -> None:
-        rules = [{"params": "*weight"}, {"params": "*bias"}, {"params": "*", "compress": "topk", "fusion": "auto"}]
+        rules = [{"params": "*weight"}, {"params": "*bias"}, {"params": "*", "fusion": "auto"}]
         model = nn.Linear(2, 2)
         synchronizer = GradientSynchronizer(model, rules, profile_steps=2)
         for _ in range(3):

@@ -150,7 +150,13 @@ class TestRefusals:
             ({"fusion": "bucket"}, "fusion='bucket': must be layer-wise, cupcake, espresso, auto, {bucket: bytes} or {groups: number}"),
             ({"fusion": {"bucket": "25XB"}}, "fusion={'bucket': '25XB'}: must be layer-wise"),
             ({"fusion": {"groups": 0}}, "fusion={'groups': 0}: must be layer-wise"),
-            ({"fusion": "auto"}, "fusion auto chooses between compressing and not; add compress"),
+            (
+                {"fusion": "auto", "compress": "efsignsgd"},
+                "efsignsgd does not train as all-reduce does: leave compress out, ",
+            ),
+            ({"fusion": "auto", "quality": "any"}, "quality any lets fusion auto choose the method of compress: give both"),
+            ({"fusion": "cupcake", "compress": "topk", "quality": "any"}, "quality any lets fusion auto choose the method of compress"),
+            ({"fusion": "auto", "compress": "bf16", "quality": "any"}, "quality any lets fusion auto choose the method of compress"),
             ({"fusion": "espresso"}, "fusion espresso chooses between compressing and not; add compress"),
             ({"sync": "zen", "fusion": "cupcake"}, "sync zen takes gradients one by one; leave fusion out, or add compress"),
             (

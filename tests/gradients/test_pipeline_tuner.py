@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -54,7 +55,9 @@ class Training:
     def __init__(self, fusion: str, clock: Clock, seconds: Callable[[str], float]) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS)))
-        rules = [{"params": "*", "compress": {"method": "topk", "ratio": 0.25}, "fusion": fusion}]
+        fusion, _, quality = fusion.partition(" ")
+        rule = {"params": "*", "fusion": fusion, **({"quality": quality} if quality else {})}
+        rules = [rule | ({"compress": {"method": "topk", "ratio": 0.25}} if rule["fusion"] != "auto" or quality else {})]
         self.synchronizer = GradientSynchronizer(self.model, rules, profile_steps=2)
         self._clock, self._seconds = clock, seconds
         self.seen: list[str] = []
@@ -99,22 +102,32 @@ def test_what_is_measured_decides_and_not_what_is_predicted(clock: Clock, make: 
 @pytest.mark.usefixtures("all_tried")
 @pytest.mark.parametrize("fast", ["bf16", "all-reduce", "cupcake", "even"])
 def test_auto_keeps_the_fastest(clock: Clock, make: Callable[..., Training], fast: str) -> None:
-    training = make("auto", clock, lambda label: 1.0 if label.startswith(fast) else 2.0)
+    training = make("auto any", clock, lambda label: 1.0 if label.startswith(fast) else 2.0)
     training.until_settled()
     tried = {label.partition(",")[0] for label in training.seen}
     assert fast in tried
     assert training.label.startswith(fast)
 
 
+@pytest.mark.usefixtures("all_tried")
+def test_auto_compares_what_trains_alike(clock: Clock, make: Callable[..., Training], caplog: pytest.LogCaptureFixture) -> None:
+    """Without being told otherwise; and says what was predicted beside what was measured."""
+    training = make("auto", clock, lambda label: 2.0)
+    with caplog.at_level("INFO", "gemini_ft"):
+        training.until_settled()
+    assert {label.partition(",")[0].removesuffix(" even") for label in training.seen[2:]} == {"all-reduce", "bf16"}
+    assert re.search(r"chose [^;]+; tried: .* 2000.0 ms a step \([\d.]+ of the [\d.]+ ms predicted\)", caplog.text)
+
+
 def test_bfloat16_is_always_tried(clock: Clock, make: Callable[..., Training], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "CLOSE", 1.0)
-    training = make("auto", clock, lambda label: 1.0)
+    training = make("auto any", clock, lambda label: 1.0)
     training.until_settled()
     assert any(label.startswith("bf16") for label in [*training.seen, training.label])
 
 
 def test_a_compression_that_is_slower_than_bfloat16_is_not_kept(clock: Clock, make: Callable[..., Training]) -> None:
-    training = make("auto", clock, lambda label: 1.0 if label.startswith("bf16") else 1.01)
+    training = make("auto any", clock, lambda label: 1.0 if label.startswith("bf16") else 1.01)
     training.until_settled()
     assert training.label.startswith("bf16")
 
@@ -126,15 +139,15 @@ def test_one_slow_step_does_not_decide(clock: Clock, make: Callable[..., Trainin
         calls[label] = calls.get(label, 0) + 1
         return 9.0 if label.startswith("bf16") and calls[label] == 4 else 1.0 if label.startswith("bf16") else 1.2
 
-    training = make("auto", clock, seconds)
+    training = make("auto any", clock, seconds)
     training.until_settled()
     assert training.label.startswith("bf16")
 
 
 def test_a_settled_plan_is_restored_and_stays(clock: Clock, make: Callable[..., Training]) -> None:
-    training = make("auto", clock, lambda label: 1.0)
+    training = make("auto any", clock, lambda label: 1.0)
     training.until_settled()
-    other = make("auto", clock, lambda label: 1.0)
+    other = make("auto any", clock, lambda label: 1.0)
     other.synchronizer.load_state_dict(training.synchronizer.state_dict())
     assert other.synchronizer.settled
     assert other.synchronizer.averager.plan == training.synchronizer.averager.plan
@@ -149,11 +162,11 @@ def test_trials_go_on_where_they_were(clock: Clock, make: Callable[..., Training
     def seconds(label: str) -> float:
         return 1.0 + 0.001 * len(label)
 
-    training = make("auto", clock, seconds)
+    training = make("auto any", clock, seconds)
     for _ in range(7):
         training.step()
     assert not training.synchronizer.settled
-    other = make("auto", clock, seconds)
+    other = make("auto any", clock, seconds)
     other.synchronizer.load_state_dict(copy.deepcopy(training.synchronizer.state_dict()))
     assert other.synchronizer.state_dict()["tuner"] == training.synchronizer.state_dict()["tuner"]
     before = len(training.seen)

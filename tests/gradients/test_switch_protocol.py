@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from gemini_ft.sync import fpisa_registers
 from gemini_ft.sync.fpisa import Accuracy
@@ -327,26 +328,72 @@ def test_streams_of_blocks_add_up_what_any_worker_has(
 
 
 def fpisa(mode: str, values: Sequence[float]) -> tuple[float, dict[str, int]]:
-    adder = ADDERS[f"{mode}-float32"](1, 4)
-    for number, value in enumerate(values):
-        (adder.add if number else adder.store)(np.array([0]), np.array([[value]], np.float32).view(np.uint8))
-    return float(adder.read(np.array([0])).view(np.float32)[0, 0]), adder.counts
+    sums, counts = fpisa_sums(f"{mode}-float32", torch.tensor(values).unsqueeze(1))
+    return float(sums), counts
 
 
-@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=64))
-def test_fpisa_loses_a_unit_of_the_largest_value_per_addition(values: list[float]) -> None:
-    total, _ = fpisa("fpisa", values)
-    largest = float(np.spacing(np.float32(max(map(abs, values)))))
-    assert abs(total - sum(values)) <= len(values) * largest + abs(sum(values)) * 2.0**-22
+def fpisa_sums(name: str, values: Tensor) -> tuple[Tensor, dict[str, int]]:
+    """Sums over the first dimension of ``values``, of one worker each."""
+    adder = ADDERS[name](1, values[0].nbytes)
+    for number, each in enumerate(values):
+        (adder.add if number else adder.store)(np.array([0]), each.view(torch.uint8).numpy()[None])
+    return torch.from_numpy(adder.read(np.array([0]))).view(values.dtype)[0], adder.counts
+
+
+FORMATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(
+    values=st.lists(st.floats(-(2.0**9), 2.0**9, width=16) | st.floats(-(2.0**-9), 2.0**-9, width=16), min_size=1, max_size=64),
+    mode=st.sampled_from(["fpisa", "fpisa-a"]),
+)
+def test_fpisa_stays_within_its_bound(name: str, mode: str, values: list[float]) -> None:
+    """Half a unit in the last place of the sum, and per addition half a unit of the registers, which have guard bits below the largest."""
+    given = torch.tensor(values).to(FORMATS[name]).unsqueeze(1)
+    total, counts = fpisa_sums(f"{mode}-{name}", given)
+    exact, eps = given.double().sum(), torch.finfo(given.dtype).eps
+    if counts["overwritten"] or counts["overflowed"] or exact.abs() > torch.finfo(given.dtype).max:
+        return
+    guards = {"float32": 1, "float16": 14, "bfloat16": 17}[name] if mode == "fpisa" else 0
+    least = torch.finfo(given.dtype).tiny
+    per_addition = 2.0**-guards / 2 * eps * given.double().abs().max().clamp(min=least)
+    assert (total.double() - exact).abs() <= (len(values) - 1) * per_addition + eps / 2 * exact.abs().clamp(min=least) * (1 + eps)
+
+
+@pytest.mark.parametrize("mode", ["fpisa", "fpisa-a"])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_fpisa_has_no_bias(mode: str, name: str, ranks: int) -> None:
+    """Neither downwards, as by shifts that round down, nor towards zero, as by cutting the fraction."""
+    values = torch.randn(ranks, 20_000, generator=torch.Generator().manual_seed(ranks))
+    if mode == "fpisa-a":
+        values[0] = 2 * values[0].sign()  # its exponent leaves room for the others
+    values = values.to(FORMATS[name])
+    sums, counts = fpisa_sums(f"{mode}-{name}", values)
+    assert not any(counts.values())
+    exact = values.double().sum(0)
+    errors = sums.double() - exact
+    for signed in (errors, errors * exact.sign()):
+        assert abs(float(signed.mean())) <= 5 * float(signed.std()) / len(signed) ** 0.5
+
+
+def test_fpisa_is_not_moved_by_next_to_nothing() -> None:
+    for name, dtype in FORMATS.items():
+        for least in (1e-30, -1e-30, torch.finfo(dtype).tiny, -torch.finfo(dtype).tiny):
+            for values in ([1.0, least], [least, 1.0], [-1.0, least]):
+                total, _ = fpisa_sums(f"fpisa-{name}", torch.tensor(values).to(dtype).unsqueeze(1))
+                assert float(total) == round(sum(values)), (name, values)
 
 
 def test_sums_that_are_no_numbers_are_beyond_the_bound_and_spoil_no_mean() -> None:
     accuracy = Accuracy()
     bound = torch.full((4,), 1e-6, dtype=torch.float64)
     for _ in range(2):
-        accuracy.note(torch.tensor([0.0, math.nan, 2e-6, math.inf], dtype=torch.float64), bound)
+        accuracy.note(torch.tensor([0.0, math.nan, -2e-6, math.inf], dtype=torch.float64), bound)
     assert (accuracy.values, accuracy.beyond, accuracy.lost, accuracy.worst) == (8, 6, 4, math.inf)
-    assert accuracy.mean == pytest.approx(1e-6)
+    assert accuracy.mean == -accuracy.bias == pytest.approx(1e-6)
+    assert "-1.0e-06 with signs" in str(accuracy)
     assert "4 of them no numbers" in str(accuracy)
     nothing = Accuracy()
     nothing.note(torch.tensor([math.nan], dtype=torch.float64), bound[:1])
@@ -354,10 +401,11 @@ def test_sums_that_are_no_numbers_are_beyond_the_bound_and_spoil_no_mean() -> No
 
 
 def test_fpisa_has_room_for_as_many_workers_as_a_job_may_have() -> None:
-    most = float(np.nextafter(np.float32(2), np.float32(0)))
-    assert fpisa("fpisa", [most] * 64)[0] == 64 * most
-    assert fpisa("fpisa", [-most] * 128)[0] == -128 * most
-    assert fpisa("fpisa", [most] * 129)[0] != 129 * most, "one more than fits in 32 bits"
+    for dtype, name in ((dtype, name) for name, dtype in FORMATS.items()):
+        most = torch.nextafter(torch.tensor(2.0, dtype=dtype), torch.tensor(0.0, dtype=dtype))
+        for value in (most, -most):
+            assert fpisa_sums(f"fpisa-{name}", value.expand(64, 1).contiguous())[0] == 64 * value
+    assert fpisa("fpisa", [2 - 2.0**-23] * 65)[0] != 65 * (2 - 2.0**-23), "one more than fits in 32 bits"
 
 
 def test_registers_without_head_room_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:

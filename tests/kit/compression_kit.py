@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gemini_ft.compression.base import Bundle, Exchange, Reducer, Turn
-from gemini_ft.compression.collective import answer, reduce, simulate, turn
+from gemini_ft.compression.base import Bundle, CollectiveRequest, Exchange, Reducer, Turn
+from gemini_ft.compression.collective import added, answer, reduce, simulate, turn
 from gemini_ft.compression.methods import COMPRESSORS, METHODS, create
 from gemini_ft.compression.topology import Topology
 
@@ -138,6 +138,12 @@ def run_every(steps: int, world: int) -> dict[str, str]:
             time.sleep(pauses.random() * 0.01)
             means = reduce(each, gradients(1000 * step + dist.get_rank()), step)
         found[name] = "".join(bits(tensor).hex() for tensor in means.values())
+    for number, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int32)):
+        # Long enough for more than a gather, not to be divided by ranks, and as float16 with sums that it cannot hold.
+        scale = 20.0 / world if dtype == torch.int8 else 20.0 * 1000 ** (number == 1)
+        parts = [torch.randn(20_001, generator=torch.Generator().manual_seed(rank)).mul_(scale).to(dtype) for rank in range(world)]
+        (total,) = answer(CollectiveRequest("sum", parts[dist.get_rank()].clone()), None)
+        assert same({"": total}, {"": added(parts)}), dtype
     nothing = reduce(create("threshold"), {"w": torch.zeros(9)}, 0)["w"]  # payloads of no bytes, from all ranks
     assert torch.equal(nothing, torch.zeros(9))
     assert turn(0).world == world

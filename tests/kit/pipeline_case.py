@@ -155,7 +155,9 @@ def every_method(ddp: bool, fusions: Iterable[int]) -> list[str]:
             for step in range(4):
                 given = own(step)
                 means, expected = loop.step(given), reduce(by_hand, given, step)
-                if not same(means, expected):
+                # More than two ranks' casts are added by the backend, in an order and with roundings of its own.
+                added = name in ("fp16", "bf16") and dist.get_world_size() > 2
+                if not (_nearly(means, expected, given) if added else same(means, expected)):
                     wrong.append(f"{name}, {fusion}, step {step}: not what averaging by hand gives")
                 if not alike(hexed(means)):
                     wrong.append(f"{name}, {fusion}, step {step}: ranks differ")
@@ -164,6 +166,12 @@ def every_method(ddp: bool, fusions: Iterable[int]) -> list[str]:
             if fusion != "cupcake" and not alike(loop.synchronizer.averager.plan.pack()):
                 wrong.append(f"{name}, {fusion}: plans differ")
     return wrong
+
+
+def _nearly(means: Given, expected: Given, given: Given) -> bool:
+    """Whether all differ by some roundings of bfloat16 at most: of the gradients, of the sums and of the means."""
+    sizes = exact({name: gradient.abs() for name, gradient in given.items()})
+    return all(bool(((means[name] - mean).abs() <= 2.0**-6 * sizes[name]).all()) for name, mean in expected.items())
 
 
 def default_methods() -> list[str]:
@@ -551,7 +559,7 @@ def planned(fusion: str, ddp: bool, snapshots: bool) -> list[str]:
     join()
     wrong = []
     shapes = {f"t{number:02}": (30, 40 + number) for number in range(12)}
-    pipeline = [{"params": "t0*", "compress": compress("topk"), "fusion": fusion}]
+    pipeline = [{"params": "t0*", "compress": compress("topk"), "fusion": fusion, **({"quality": "any"} if fusion == "auto" else {})}]
     with closing(Loop(pipeline, ddp, Leaves(shapes), profile_steps=3)) as loop:
         labels: list[str] = []
         for step in range(1000):
