@@ -37,6 +37,7 @@ _DEPTH, _OBJECTS = 6, 2000
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)  # `randomness` keeps their states
 _Number = (Synchronized, ctypes._SimpleCData)  # of multiprocessing.Value and RawValue
 _Numbers = (SynchronizedArray, ctypes.Array)
+_CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
 _CLOSED = (str, bytes, type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, nn.Module, *_GENERATORS)
 # Objects of these packages have ways of their own to keep their state, or none worth keeping (open files, loggers, locks).
 _FOREIGN = frozenset(
@@ -171,7 +172,8 @@ class Attributes:
             values: as :class:`AttributeChanges` has them.
             below: only those of objects whose path begins with this, or with one of these.
             shared: whether values in memory that processes share are set too.
-            lost: whether those are set too that have become what cannot be kept.
+            lost: whether those are set too that have become what cannot be kept. Functions stay: the script, or Lightning, gives them in
+                every process (``worker_init_fn``), and no snapshot says that they were there.
         """
         for path, item in self._objects.items():
             if not path.startswith(below):
@@ -182,7 +184,7 @@ class Attributes:
                 if (name not in given and (type(then) is _Opaque or current is then)) or (not shared and _is_shared(current)):
                     continue
                 present = _snapshot(current)
-                if _is_same(present, then) or (name not in given and not lost and type(present) is _Opaque):
+                if _is_same(present, then) or (name not in given and type(present) is _Opaque and (not lost or isinstance(current, _CODE))):
                     continue
                 if not (_is_shared(current) and _wrote(current, then)):
                     now[name] = _copy(then)
@@ -387,7 +389,7 @@ def _is_harmless(value: Any, caches: bool) -> bool:
         return False
     if not caches and (isinstance(value, nn.Module) or any(isinstance(part, torch.Tensor) for part in _values(value))):
         return False
-    return _is_closed(value) or isinstance(value, (dict, MethodType)) or not hasattr(value, "__dict__")
+    return _is_closed(value) or isinstance(value, (dict, *_CODE)) or not hasattr(value, "__dict__")
 
 
 # ZeRO 3 notes in the last one, in a forward pass, which parameters of other modules that has used.
