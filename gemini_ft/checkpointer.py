@@ -38,7 +38,7 @@ from gemini_ft.state.base import PlainState, TrainingState
 from gemini_ft.state.ddp import ddp_state, findings, first_tensors, refuse_hooks, restore_buckets, restore_sync, send_first
 from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence
 from gemini_ft.state.hyperparameters import Given, Hyperparameters, warn
-from gemini_ft.state.iterators import is_plain_loader, unkept
+from gemini_ft.state.iterators import check_epochs, is_plain_loader, unkept
 from gemini_ft.state.optimizer_steps import OptimizerSteps
 from gemini_ft.state.rebuilding import Changes
 from gemini_ft.state.rng import rng_state, set_rng_state
@@ -200,6 +200,7 @@ class Checkpointer:
         begin = time.perf_counter()
         self._iteration += 1
         if not self._has_looked:
+            check_epochs(self._stateful.values(), then=self.scalars, now=scalars)
             self._look_for_loaders()
         self._steps.refuse_stranger()
         self._end_of_step()

@@ -41,6 +41,7 @@ CALLBACKS = {"callbacks": ["best", "often", "all", "patient", "inheriting"]}
 SUITE = {
     "asks-for-steps": Cell({"early": "steps@configure_optimizers"} | every(2), ["1:0:3", "0:2:2"]),
     "reloads": Cell(every(2), ["0:1:3"]),
+    "reloads-a-drawing-one": Cell({"kind": "drawing"} | PERSISTENT | every(1, max_epochs=2), ["1:1:1"]),
     "cursor": Cell({"kind": "stateful-cursor", "workers": "2"}, ["1:1:1"]),
     "cursor-here": Cell({"kind": "stateful-cursor", "trainer": {"limit_train_batches": 4, "max_epochs": 2}}, ["0:0:3", "0:1:0"]),
     "one-loader-with-a-sampler": Cell(
@@ -49,7 +50,7 @@ SUITE = {
     "shared-epoch": Cell({"kind": "stream"} | PERSISTENT, ["0:0:2"]),
     "one-loader": Cell({"one_loader": True, "kind": "stream"} | PERSISTENT | {"trainer": {"num_sanity_val_steps": 2}}, ["0:1:1"]),
     "callbacks": Cell(CALLBACKS, ["0:1:2:end"]),
-    "validations": Cell({"validation": ["shuffled", "noise", "private", "iterator"]} | PERSISTENT, ["1:1:2"]),
+    "validations": Cell({"validation": ["shuffled", "noise", "private", "iterator", "private-there"]} | PERSISTENT, ["1:1:2"]),
 }
 EARLY = {
     "steps-in-setup": Cell({"early": "steps@setup"} | PERSISTENT, ["0:0:3"]),
@@ -104,7 +105,7 @@ def drawn(seed: int) -> dict[str, Cell]:
             trainer |= {"val_check_interval": 1.0}
             options[sharing] = True
         elif rng.random() < 0.8:
-            options["validation"] = rng.sample(["table", "shuffled", "noise", "private"], rng.choice([1, 2]))
+            options["validation"] = rng.sample(["table", "shuffled", "noise", "private", "private-there"], rng.choice([1, 2]))
             if isinstance(trainer["limit_val_batches"], int) and rng.random() < 0.3:
                 options["validation"].append("iterator")
         if rng.random() < 0.2:

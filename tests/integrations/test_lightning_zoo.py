@@ -175,6 +175,16 @@ class Lazy(Noisy):
         return torch.tensor([float(index), self.generator.random()], dtype=torch.float64)
 
 
+class Private(Noisy):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = random.Random(5)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) * self.generator.random()
+
+
 class Buffer(Noisy):
     """Mixes with what it has of the last samples, which is too much to be kept."""
 
@@ -221,6 +231,7 @@ REMEMBERING: dict[str, tuple[Maker, dict[str, Any]]] = {
     "endless": (Endless, {}),
     "endless-in-advance": (Endless, {"in_advance": True}),
     "lazy-generator-in-workers": (lambda: shuffled(Lazy(), num_workers=2), {}),
+    "private-generator-persistent": (lambda: shuffled(Private(), num_workers=2, persistent_workers=True), {}),
     "cached": (lambda: shuffled(Cached()), {}),
     "iterator": (Once, {"limit": 6}),
     "stream-persistent": (lambda: DataLoader(Stream(), BATCH, num_workers=2, persistent_workers=True), {}),
