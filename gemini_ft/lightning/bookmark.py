@@ -234,8 +234,8 @@ class Bookmark:
         self._parts.data.mark()
         if self._between.forked is not None:
             self._parts.born.give_back(self._between.forked, shared=False)  # workers see at once what is written into shared memory
-        if self._may_use_late(position) and isinstance(self._loader, DataLoader):
-            self._parts.born.give_back((position["before_last"] or position["now"])["attributes"], OF_WORKERS)
+        if self._may_use_late(position):  # what the dataset then loads of its own counts more
+            self._parts.put(position["before_last"] or position["now"], OF_WORKERS)
         own, self._own_begin = position["own"], position["own_begin"]
         if (own := self._own_begin if own is None else own) is not None and self._way == "own":
             self._base.load_state_dict(self._loader, copy.deepcopy(own))
@@ -336,6 +336,8 @@ class Bookmark:
             self._put(before_last, position)
         for batch in itertools.islice(batches, position["ahead"]):
             self._put(position["now"], position)
+            if self._may_use_late(position):  # and it has been used by now
+                self._parts.put(position["now"], OF_WORKERS)
             yield batch
         yield from batches
         self.was_empty = self._taken == position["batches"]
@@ -347,7 +349,8 @@ class Bookmark:
 
     def _may_use_late(self, position: dict[str, Any]) -> bool:
         """Whether parts in this process have states of their own, which count more and may be used as late as by the first batch."""
-        return self._way == "own" and bool(position["start"]) and not self._num_workers
+        is_dataset = isinstance(self._loader, DataLoader)
+        return is_dataset and self._way == "own" and bool(position["start"]) and not self._num_workers
 
     def asked(self, sampler: Any) -> Iterator[Any]:
         """Takes note that the loader asks its sampler for an iterator; samplers that draw when they are asked must draw right here.

@@ -485,6 +485,37 @@ def test_stateful_data_loader(name: str, stop: tuple[int, int]) -> None:
     check_going_on(make, stop, **options)
 
 
+class Leveled(Remembering):
+    """The loop sets its level, and draws from its generator, when it likes; neither is in its own state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level, self.generator = 1.0, random.Random(8)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) * self.level + self.generator.random()
+
+
+class LeveledStream(Ordered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.level, self.generator = 1.0, random.Random(8)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from (sample * self.level + self.generator.random() for sample in super().__iter__())
+
+
+@pytest.mark.skipif(StatefulDataLoader is None, reason="needs torchdata: pip install torchdata")
+@pytest.mark.parametrize(("data", "in_advance"), [(Leveled, False), (LeveledStream, False), (LeveledStream, True)])
+def test_beside_the_own_state_of_a_dataset_there_is_what_the_loop_has_set_and_drawn(data: Any, in_advance: bool) -> None:
+    def meanwhile(loader: Any, place: tuple[int, int]) -> None:
+        loader.dataset.level += place[1]
+        loader.dataset.generator.random()
+
+    for stop in ((0, 2), (1, 1)):
+        check_going_on(lambda: torchdata(data()), stop, in_advance=in_advance, meanwhile=meanwhile)
+
+
 def test_states_of_files_go_to_the_loader_itself() -> None:
     loader = make_resumable(Sized(), epoch=int)
     loader.load_state_dict({"position": 5, "epochs": 2})
