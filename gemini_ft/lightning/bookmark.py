@@ -420,6 +420,11 @@ class Bookmark:
         """The way in which the next iteration gets to the position; see `gemini_ft.lightning.loader`."""
         return self._way
 
+    @property
+    def own_objects(self) -> list[Any]:
+        """The objects of data in this process that has a state of its own: after a restart it may use that as late as by the next batch."""
+        return self._parts.born.objects(OF_WORKERS) if self._way == "own" and not self._num_workers else []
+
     def changed(self) -> tuple[list[str], list[str]]:
         """Paths of attributes of the data that have changed since the first epoch began: those that are kept, and the others."""
         kept = self._parts.born.changes().kept

@@ -15,7 +15,7 @@ import operator
 import random
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -165,7 +165,19 @@ class Attributes:
         first, version, stayed = self._came.get(path, (weakref.ref(value), value._version, True))
         self._came[path] = first, version, stayed and first() is value and value._version == version
 
-    def give_back(self, values: Values, below: str | tuple[str, ...] = "", *, shared: bool = True, lost: bool = True) -> None:
+    def objects(self, below: tuple[str, ...]) -> list[Any]:
+        """The objects that are watched and whose path begins with one of these."""
+        return [item for path, item in self._objects.items() if path.startswith(below)]
+
+    def give_back(
+        self,
+        values: Values,
+        below: str | tuple[str, ...] = "",
+        *,
+        shared: bool = True,
+        lost: bool = True,
+        but: Iterable[Any] = (),
+    ) -> None:
         """Sets all plain attributes to their values at the mark, but for ``values``. One that has its value stays the object it is.
 
         Args:
@@ -174,9 +186,11 @@ class Attributes:
             shared: whether values in memory that processes share are set too.
             lost: whether those are set too that have become what cannot be kept. Functions stay: the script, or Lightning, gives them in
                 every process (``worker_init_fn``), and no snapshot says that they were there.
+            but: objects to leave as they are.
         """
+        left = set(map(id, but))
         for path, item in self._objects.items():
-            if not path.startswith(below):
+            if not path.startswith(below) or id(item) in left:
                 continue
             now, given = vars(item), values.get(path, {})
             for name, then in (self._marked[path] | given).items():

@@ -47,6 +47,9 @@ SUITE = {
     "one-loader-with-a-sampler": Cell(
         {"one_loader": True, "kind": "stateful-table", "workers": "2", "trainer": {"max_epochs": 2}}, ["0:0:2"]
     ),
+    "one-cursor": Cell(
+        {"kind": "stateful-cursor", "one_loader": True, "trainer": {"max_epochs": 2, "limit_train_batches": 3}}, ["1:1:1:end"]
+    ),
     "shared-epoch": Cell({"kind": "stream"} | PERSISTENT, ["0:0:2"]),
     "one-loader": Cell({"one_loader": True, "kind": "stream"} | PERSISTENT | {"trainer": {"num_sanity_val_steps": 2}}, ["0:1:1"]),
     "callbacks": Cell(CALLBACKS, ["0:1:2:end"]),
