@@ -83,7 +83,7 @@ class Bookmark:
         # The following describes the iteration that is under way.
         self._running = False
         self._over = False  # it has come to its end, or was left before that, but may be what a loop goes on with
-        self._steps_before = 0  # the loop's count of steps when it began
+        self._steps_before: int | None = 0  # the loop's count of steps when it began
         self._stepped = False  # there were steps between its beginning and its end
         self._position: dict[str, Any] | None = None  # where it is to start; None: at its beginning
         self._facts: dict[str, Any] = {}  # the data that the position refers to
