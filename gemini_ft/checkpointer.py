@@ -38,7 +38,7 @@ from gemini_ft.state.base import PlainState, TrainingState
 from gemini_ft.state.ddp import ddp_state, findings, first_tensors, refuse_hooks, restore_buckets, restore_sync, send_first
 from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence
 from gemini_ft.state.hyperparameters import Given, Hyperparameters, warn
-from gemini_ft.state.iterators import is_plain_loader, unkept
+from gemini_ft.state.iterators import check_epochs, is_plain_loader, unkept
 from gemini_ft.state.optimizer_steps import OptimizerSteps
 from gemini_ft.state.rebuilding import Changes
 from gemini_ft.state.rng import rng_state, set_rng_state
@@ -200,7 +200,9 @@ class Checkpointer:
         begin = time.perf_counter()
         self._iteration += 1
         if not self._has_looked:
+            check_epochs(self._stateful.values(), then=self.scalars, now=scalars)
             self._look_for_loaders()
+            self._look_for_uneven_steps()
         self._steps.refuse_stranger()
         self._end_of_step()
         self.scalars.update(scalars)
@@ -473,6 +475,16 @@ class Checkpointer:
                 "this loop iterates a DataLoader (of a %s) that is not in `state`: after a failure its epoch begins anew, and other random "
                 "numbers are drawn. Iterate loader = gemini_ft.resumable(loader), and give it as state={'loader': loader}",
                 ", ".join(found),
+            )
+
+    def _look_for_uneven_steps(self) -> None:
+        """Warns of ranks that may make unequal numbers of steps, at the first of them."""
+        if self._joined.session.rank == 0 and any(model._join_config.enable for model in self._wrapped.values()):
+            waits = ", and each waits for one in vain (on_late='wait')" if self.config.waits else ""
+            _log.warning(
+                "this loop is inside join(): steps that a rank makes after another has made its last one have no snapshots%s. After a "
+                "failure there the job cannot go on. Give all ranks the same number of steps (drop_last=True, DistributedSampler)",
+                waits,
             )
 
     def _end_with_process(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from gemini_ft.errors import StateError, UnsupportedStateError
+from gemini_ft.launch import notes
 from gemini_ft.lightning.between import OF_WORKERS, Between
 from gemini_ft.lightning.loader_parts import (
     DataResume,
@@ -41,9 +42,13 @@ class Bookmark:
 
     Attributes:
         gone_on: how many iterations of all loaders have gone on in this process where they stood before it.
+        to_go_on: how many have a position to go on at, and have not begun.
+        began_anew: whether the first iteration after a restart began at the first batch, because a whole one had been the step.
+        was_empty: whether the first iteration after a restart has ended without a batch.
     """
 
     gone_on: ClassVar[int] = 0
+    to_go_on: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -74,9 +79,12 @@ class Bookmark:
         self._iterations = 0
         self._gone_on_before = 0
         self._asks_in_vain = 0  # that follow from a restart
+        self.began_anew = self.was_empty = False
         # The following describes the iteration that is under way.
         self._running = False
         self._over = False  # it has come to its end, or was left before that, but may be what a loop goes on with
+        self._steps_before: int | None = 0  # the loop's count of steps when it began
+        self._stepped = False  # there were steps between its beginning and its end
         self._position: dict[str, Any] | None = None  # where it is to start; None: at its beginning
         self._facts: dict[str, Any] = {}  # the data that the position refers to
         self._begin: dict[str, Any] = {}  # the moment it was started
@@ -100,7 +108,7 @@ class Bookmark:
             return self._resume
         state: dict[str, Any] = {"gemini": 1, "iterations": self._iterations}
         if not self._is_iterator and (self._over or self._rests or not self._running):
-            state["left"] = self._between.state()
+            state |= {"left": self._between.state(), "stepped": self._stepped}
         if not self._running or (self._rests and not self._is_iterator):
             return state
         ahead = self._ahead() if self._ahead else 0
@@ -143,6 +151,7 @@ class Bookmark:
         self._over = False
         self._iterations = state["iterations"] - under_way
         self._resume = state if under_way else None
+        Bookmark.to_go_on += under_way and "left" not in state
         if "left" in state:
             self._between.restore(state["left"])
             self._gone_on_before = Bookmark.gone_on
@@ -155,17 +164,22 @@ class Bookmark:
         if self._active is not None and not self._active():
             return self._beside(start)
         position, self._resume = self._resume, None
-        if position is not None and "left" in position and Bookmark.gone_on > self._gone_on_before:
-            position, self._iterations = None, self._iterations + 1  # that iteration was over when those that go on had begun
+        if position is not None and "left" in position:
+            others_began = Bookmark.gone_on > self._gone_on_before  # that iteration was over by then
+            self.began_anew = not (others_began or Bookmark.to_go_on or position.get("stepped", True))
+            if others_began or self.began_anew:
+                position, self._iterations = None, self._iterations + 1
         if self._epoch is None:
             self._parts.tell_epoch(self._iterations)
         self._iterations += 1
         self._running, self._over = True, False
+        self._steps_before = notes.step
         if position is None:
             return self._from_the_beginning(start)
-        Bookmark.gone_on += "left" not in position
         if "left" in position:
             log.info("the snapshot was taken after an iteration of the data had ended, at batch %d: it goes on there", position["batches"])
+        else:
+            Bookmark.gone_on, Bookmark.to_go_on = Bookmark.gone_on + 1, Bookmark.to_go_on - 1
         if self._workers:
             self._workers.revived = False
         with unchanged_randomness():
@@ -220,8 +234,8 @@ class Bookmark:
         self._parts.data.mark()
         if self._between.forked is not None:
             self._parts.born.give_back(self._between.forked, shared=False)  # workers see at once what is written into shared memory
-        if self._may_use_late(position) and isinstance(self._loader, DataLoader):
-            self._parts.born.give_back((position["before_last"] or position["now"])["attributes"], OF_WORKERS)
+        if self._may_use_late(position):  # what the dataset then loads of its own counts more
+            self._parts.put(position["before_last"] or position["now"], OF_WORKERS)
         own, self._own_begin = position["own"], position["own_begin"]
         if (own := self._own_begin if own is None else own) is not None and self._way == "own":
             self._base.load_state_dict(self._loader, copy.deepcopy(own))
@@ -256,7 +270,8 @@ class Bookmark:
         try:
             yield from batches
         finally:  # it is closed as well, when a loop that was left early forgets it
-            self._over = self._over or (number == self._iterations and self._active is None)
+            if not self._over and number == self._iterations and self._active is None:
+                self._over, self._stepped = True, notes.step != self._steps_before
 
     def _watched(self, inner: Iterator[Any]) -> Iterator[Any]:
         while True:
@@ -321,8 +336,11 @@ class Bookmark:
             self._put(before_last, position)
         for batch in itertools.islice(batches, position["ahead"]):
             self._put(position["now"], position)
+            if self._may_use_late(position):  # and it has been used by now
+                self._parts.put(position["now"], OF_WORKERS)
             yield batch
         yield from batches
+        self.was_empty = self._taken == position["batches"]
 
     def _put(self, then: dict[str, Any], position: dict[str, Any]) -> None:
         """Puts the loader's parts as they were, unless states of their own count more."""
@@ -331,7 +349,8 @@ class Bookmark:
 
     def _may_use_late(self, position: dict[str, Any]) -> bool:
         """Whether parts in this process have states of their own, which count more and may be used as late as by the first batch."""
-        return self._way == "own" and bool(position["start"]) and not self._num_workers
+        is_dataset = isinstance(self._loader, DataLoader)
+        return is_dataset and self._way == "own" and bool(position["start"]) and not self._num_workers
 
     def asked(self, sampler: Any) -> Iterator[Any]:
         """Takes note that the loader asks its sampler for an iterator; samplers that draw when they are asked must draw right here.
@@ -400,6 +419,11 @@ class Bookmark:
     def way(self) -> Way:
         """The way in which the next iteration gets to the position; see `gemini_ft.lightning.loader`."""
         return self._way
+
+    @property
+    def own_objects(self) -> list[Any]:
+        """The objects of data in this process that has a state of its own: after a restart it may use that as late as by the next batch."""
+        return self._parts.born.objects(OF_WORKERS) if self._way == "own" and not self._num_workers else []
 
     def changed(self) -> tuple[list[str], list[str]]:
         """Paths of attributes of the data that have changed since the first epoch began: those that are kept, and the others."""

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -193,9 +193,9 @@ class Fit:
     def _present_modes(self) -> dict[str, Any] | None:
         return self._modes.collect(self._tree.modules()) if self._modes is not None else None
 
-    def _restore_modes(self, state: dict[str, Any]) -> None:
+    def _restore_modes(self, state: dict[str, Any], but: Iterable[Any] = ()) -> None:
         assert self._modes is not None
-        self._modes.restore(state, self._tree.modules())
+        self._modes.restore(state, self._tree.modules(), but=but)
 
     def _follow_optimizers(self) -> None:
         """Captures, from now on, optimizers that training has replaced, if a restart can do the same."""
@@ -226,7 +226,8 @@ class Fit:
             restore(self._trainer, self._package, found)
             if self._ddp is not None:
                 restore_sync(self._ddp, found["ddp"])
-            self._restore_modes(found["modes"])
+            loaders = map(bookmark_of, trainer_loops.training_loaders(self._trainer))
+            self._restore_modes(found["modes"], but=[item for mark in loaders if mark is not None for item in mark.own_objects])
             self._refuse_lost(found.get("lost", []))  # snapshots in storage may be older
         elif self._last_step is None:
             self._begin_files(None)

@@ -77,10 +77,15 @@ class LoaderParts:
         """Generators and attributes as they are, with all that others than the loader have drawn from them and set in them."""
         return {"generators": generator_states(self.generators), "attributes": self.born.changes().kept}
 
-    def put(self, then: dict[str, Any]) -> None:
-        """Puts the result of `present` back, beside what loading batches again has made of attributes that cannot be kept."""
-        set_generator_states(self.generators, then["generators"])
-        self.born.give_back(then["attributes"], lost=False)
+    def put(self, then: dict[str, Any], below: str | tuple[str, ...] = "") -> None:
+        """Puts the result of `present` back, beside what loading batches again has made of attributes that cannot be kept.
+
+        Args:
+            then: the result.
+            below: the parts, as beginnings of paths.
+        """
+        set_generator_states({path: one for path, one in self.generators.items() if path.startswith(below)}, then["generators"])
+        self.born.give_back(then["attributes"], below, lost=False)
 
     def tell_epoch(self, epoch: int) -> None:
         """Tells the epoch to all samplers that want to know it."""

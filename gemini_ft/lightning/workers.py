@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.worker import _IterableDatasetStopIteration
 
-from gemini_ft.state.generators import private_generators
+from gemini_ft.state.generators import generator_states, private_generators, set_generator_states
 from gemini_ft.state.remembered import Attributes, Values
 from gemini_ft.state.rng import Randomness, randomness, set_randomness
 
-State = tuple[Randomness, Values]  # of one worker: its generators, and attributes that differ from those it was started with
+# Of one worker: its process's generators; attributes that differ from those it was started with; private generators, by path.
+State = tuple[Randomness, Values, dict[str, Any]]
 
 
 class Stamped(NamedTuple):
@@ -38,7 +39,7 @@ class StampingCollate:
         self._collate = collate
         self._last: State | None = None
         self._attributes: Attributes | None = None
-        self._generators: set[str] = set()
+        self._generators: dict[str, Any] = {}
         self._roots: dict[str, Any] = {}
         self._at_begin: Randomness | None = None
         self._drew: bool | None = None
@@ -46,20 +47,22 @@ class StampingCollate:
     def begin(self, dataset: Any, state: State | None) -> None:
         """Restores ``state`` in the worker, before its first sample."""
         self._roots = {"dataset": dataset, "collate": self._collate}
-        self._generators = set(private_generators(**self._roots))
+        self._generators = private_generators(**self._roots)
         self._attributes = Attributes(self._roots, shared=False)
         if state is not None:
             set_randomness(state[0])
             self._attributes.give_back(state[1])
+            set_generator_states(self._generators, dict(*state[2:]))  # snapshots in storage may be older
         self._at_begin = randomness()
 
     def __call__(self, samples: Any) -> Stamped:
         batch = self._collate(samples)
         info, now = get_worker_info(), randomness()
         kept, lost = self._attributes.changes() if self._attributes is not None else ({}, [])
-        lost += [f"{path} (a generator)" for path in private_generators(**self._roots).keys() - self._generators if path not in lost]
-        changed = bool(kept) or self._last is None or bool(self._last[1]) or now != self._last[0]
-        self._last = (now, kept)
+        lost += [f"{path} (a generator)" for path in private_generators(**self._roots).keys() - self._generators.keys() if path not in lost]
+        private = generator_states(self._generators)
+        changed = bool(kept) or self._last is None or bool(self._last[1]) or (now, private) != (self._last[0], self._last[2])
+        self._last = (now, kept, private)
         if self._drew is None:
             self._drew = now != self._at_begin
         return Stamped(batch, info.id if info else 0, self._last if changed else None, lost, self._drew)

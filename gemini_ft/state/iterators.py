@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as torch_loaders
+
+from gemini_ft.errors import StateError
+
+_log = logging.getLogger("gemini_ft")
 
 
 def is_plain_loader(value: Any) -> bool:
@@ -24,6 +29,32 @@ def unkept(state: Iterable[Any]) -> list[str]:
     kinds = torch_loaders._SingleProcessDataLoaderIter, torch_loaders._MultiProcessingDataLoaderIter
     iterators: list[Any] = [item for item in gc.get_referrers(*kinds) if isinstance(item, kinds)]
     return sorted({type(each._dataset).__qualname__ for each in iterators if id(each._dataset) not in known and not _has_generator(each)})
+
+
+def check_epochs(state: Iterable[Any], *, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Compares the epoch that a resumed loop counts, at its first step, with the one in which its loaders have gone on.
+
+    Args:
+        state: what the loop has given as ``state=``, its loaders among it.
+        then: the scalars of the snapshot.
+        now: those of the first step after it.
+
+    Raises:
+        StateError: the loop has gone through an epoch again that was over.
+    """
+    marks = [mark for value in state if (mark := getattr(value, "_gemini", None)) is not None]
+    epochs = [name for name in then if "epoch" in name]
+    if any(mark.began_anew for mark in marks) and (same := [name for name in epochs if name in now and now[name] == then[name]]):
+        raise StateError(
+            f"the snapshot was taken after a whole epoch, by step({same[0]}={then[same[0]]!r}), and the resumed loop has gone through that "
+            f"epoch again; where step() comes once after each epoch, give it the next one's number, step({same[0]}=epoch + 1)"
+        )
+    if any(mark.was_empty for mark in marks) and not epochs:
+        _log.warning(
+            "the snapshot was taken at the last batch of an epoch, so that the first iteration of the data had no batches, for what a loop "
+            "does after an epoch. A loop that counts its epochs from the number of steps has an epoch less now: give step(epoch=epoch), "
+            "and begin with range(checkpointer.scalars.get('epoch', 0), epochs)"
+        )
 
 
 def _has_generator(iterator: Any) -> bool:

@@ -11,7 +11,7 @@ kept, so that a script may change its constants between two runs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -109,10 +109,16 @@ class Modes:
             },
         }
 
-    def restore(self, state: Mapping[str, Any], modules: Modules) -> None:
-        """Puts back the result of `collect`; all else is as the script has made it. Modules that are gone are passed over."""
+    def restore(self, state: Mapping[str, Any], modules: Modules, *, but: Iterable[Any] = ()) -> None:
+        """Puts back the result of `collect`; all else is as the script has made it. Modules that are gone are passed over.
+
+        Args:
+            state: the result.
+            modules: name -> module.
+            but: objects whose attributes are put back by others.
+        """
         self._follow(modules)
-        self._attributes.give_back(state["attributes"])
+        self._attributes.give_back(state["attributes"], but=but)
         self._named.update(state.get("named", ()))  # snapshots in storage may be older
         set_generator_states(self._generators, state["generators"])
         for path, value in state.get("masked", {}).items():

@@ -15,7 +15,7 @@ import operator
 import random
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -37,6 +37,7 @@ _DEPTH, _OBJECTS = 6, 2000
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)  # `randomness` keeps their states
 _Number = (Synchronized, ctypes._SimpleCData)  # of multiprocessing.Value and RawValue
 _Numbers = (SynchronizedArray, ctypes.Array)
+_CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
 _CLOSED = (str, bytes, type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, nn.Module, *_GENERATORS)
 # Objects of these packages have ways of their own to keep their state, or none worth keeping (open files, loggers, locks).
 _FOREIGN = frozenset(
@@ -164,17 +165,32 @@ class Attributes:
         first, version, stayed = self._came.get(path, (weakref.ref(value), value._version, True))
         self._came[path] = first, version, stayed and first() is value and value._version == version
 
-    def give_back(self, values: Values, below: str | tuple[str, ...] = "", *, shared: bool = True, lost: bool = True) -> None:
+    def objects(self, below: tuple[str, ...]) -> list[Any]:
+        """The objects that are watched and whose path begins with one of these."""
+        return [item for path, item in self._objects.items() if path.startswith(below)]
+
+    def give_back(
+        self,
+        values: Values,
+        below: str | tuple[str, ...] = "",
+        *,
+        shared: bool = True,
+        lost: bool = True,
+        but: Iterable[Any] = (),
+    ) -> None:
         """Sets all plain attributes to their values at the mark, but for ``values``. One that has its value stays the object it is.
 
         Args:
             values: as :class:`AttributeChanges` has them.
             below: only those of objects whose path begins with this, or with one of these.
             shared: whether values in memory that processes share are set too.
-            lost: whether those are set too that have become what cannot be kept.
+            lost: whether those are set too that have become what cannot be kept. Functions stay: the script, or Lightning, gives them in
+                every process (``worker_init_fn``), and no snapshot says that they were there.
+            but: objects to leave as they are.
         """
+        left = set(map(id, but))
         for path, item in self._objects.items():
-            if not path.startswith(below):
+            if not path.startswith(below) or id(item) in left:
                 continue
             now, given = vars(item), values.get(path, {})
             for name, then in (self._marked[path] | given).items():
@@ -182,7 +198,7 @@ class Attributes:
                 if (name not in given and (type(then) is _Opaque or current is then)) or (not shared and _is_shared(current)):
                     continue
                 present = _snapshot(current)
-                if _is_same(present, then) or (name not in given and not lost and type(present) is _Opaque):
+                if _is_same(present, then) or (name not in given and type(present) is _Opaque and (not lost or isinstance(current, _CODE))):
                     continue
                 if not (_is_shared(current) and _wrote(current, then)):
                     now[name] = _copy(then)
@@ -387,7 +403,7 @@ def _is_harmless(value: Any, caches: bool) -> bool:
         return False
     if not caches and (isinstance(value, nn.Module) or any(isinstance(part, torch.Tensor) for part in _values(value))):
         return False
-    return _is_closed(value) or isinstance(value, (dict, MethodType)) or not hasattr(value, "__dict__")
+    return _is_closed(value) or isinstance(value, (dict, *_CODE)) or not hasattr(value, "__dict__")
 
 
 # ZeRO 3 notes in the last one, in a forward pass, which parameters of other modules that has used.

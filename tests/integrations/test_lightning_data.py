@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import Callback
 from test_lightning_hooks import Case, fit, table
 from three_ways import WAYS, Cell, differing, run
+from torch.utils.data import DataLoader
 
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.state.remembered import Attributes
@@ -40,12 +41,19 @@ CALLBACKS = {"callbacks": ["best", "often", "all", "patient", "inheriting"]}
 SUITE = {
     "asks-for-steps": Cell({"early": "steps@configure_optimizers"} | every(2), ["1:0:3", "0:2:2"]),
     "reloads": Cell(every(2), ["0:1:3"]),
+    "reloads-a-drawing-one": Cell({"kind": "drawing"} | PERSISTENT | every(1, max_epochs=2), ["1:1:1"]),
     "cursor": Cell({"kind": "stateful-cursor", "workers": "2"}, ["1:1:1"]),
     "cursor-here": Cell({"kind": "stateful-cursor", "trainer": {"limit_train_batches": 4, "max_epochs": 2}}, ["0:0:3", "0:1:0"]),
+    "one-loader-with-a-sampler": Cell(
+        {"one_loader": True, "kind": "stateful-table", "workers": "2", "trainer": {"max_epochs": 2}}, ["0:0:2"]
+    ),
+    "one-cursor": Cell(
+        {"kind": "stateful-cursor", "one_loader": True, "trainer": {"max_epochs": 2, "limit_train_batches": 3}}, ["1:1:1:end"]
+    ),
     "shared-epoch": Cell({"kind": "stream"} | PERSISTENT, ["0:0:2"]),
     "one-loader": Cell({"one_loader": True, "kind": "stream"} | PERSISTENT | {"trainer": {"num_sanity_val_steps": 2}}, ["0:1:1"]),
     "callbacks": Cell(CALLBACKS, ["0:1:2:end"]),
-    "validations": Cell({"validation": ["shuffled", "noise", "private", "iterator"]} | PERSISTENT, ["1:1:2"]),
+    "validations": Cell({"validation": ["shuffled", "noise", "private", "iterator", "private-there"]} | PERSISTENT, ["1:1:2"]),
 }
 EARLY = {
     "steps-in-setup": Cell({"early": "steps@setup"} | PERSISTENT, ["0:0:3"]),
@@ -96,11 +104,11 @@ def drawn(seed: int) -> dict[str, Cell]:
         }
         options: dict[str, Any] = {"kind": kind, "workers": rng.choice(WORKERS), "trainer": trainer}
         sharing = "one_dataset" if kind == "drawing" and options["workers"] == "0" else "one_loader"
-        if rng.random() < 0.2 and kind not in ("iterator", "stateful-table"):  # the latter is the user's (docs/lightning.md)
+        if rng.random() < 0.2 and kind != "iterator":
             trainer |= {"val_check_interval": 1.0}
             options[sharing] = True
         elif rng.random() < 0.8:
-            options["validation"] = rng.sample(["table", "shuffled", "noise", "private"], rng.choice([1, 2]))
+            options["validation"] = rng.sample(["table", "shuffled", "noise", "private", "private-there"], rng.choice([1, 2]))
             if isinstance(trainer["limit_val_batches"], int) and rng.random() < 0.3:
                 options["validation"].append("iterator")
         if rng.random() < 0.2:
@@ -188,3 +196,13 @@ def test_shared_memory_is_written_where_it_is() -> None:
     assert sharing.told() == [[7, 7], 7, 7, 7, [7, 7]]
     assert all(vars(sharing)[name] is before[name] for name in ("tensor", "value", "raw", "array"))
     assert not Attributes({"data": sharing}, shared=False).changes().kept
+
+
+def test_a_function_that_came_later_stays() -> None:
+    """Lightning gives loaders a worker_init_fn; no snapshot says so, and a fresh process has had it given again."""
+    loader = DataLoader([0])  # type: ignore[arg-type]
+    attributes = Attributes({"data": loader})
+    loader.worker_init_fn = function = functools.partial(print, "seeds worker")
+    assert attributes.changes() == ({}, [])
+    attributes.give_back({})
+    assert loader.worker_init_fn is function

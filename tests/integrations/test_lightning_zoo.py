@@ -175,6 +175,16 @@ class Lazy(Noisy):
         return torch.tensor([float(index), self.generator.random()], dtype=torch.float64)
 
 
+class Private(Noisy):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = random.Random(5)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) * self.generator.random()
+
+
 class Buffer(Noisy):
     """Mixes with what it has of the last samples, which is too much to be kept."""
 
@@ -221,6 +231,7 @@ REMEMBERING: dict[str, tuple[Maker, dict[str, Any]]] = {
     "endless": (Endless, {}),
     "endless-in-advance": (Endless, {"in_advance": True}),
     "lazy-generator-in-workers": (lambda: shuffled(Lazy(), num_workers=2), {}),
+    "private-generator-persistent": (lambda: shuffled(Private(), num_workers=2, persistent_workers=True), {}),
     "cached": (lambda: shuffled(Cached()), {}),
     "iterator": (Once, {"limit": 6}),
     "stream-persistent": (lambda: DataLoader(Stream(), BATCH, num_workers=2, persistent_workers=True), {}),
@@ -472,6 +483,37 @@ TORCHDATA: dict[str, tuple[Maker, dict[str, Any]]] = {
 def test_stateful_data_loader(name: str, stop: tuple[int, int]) -> None:
     make, options = TORCHDATA[name]
     check_going_on(make, stop, **options)
+
+
+class Leveled(Remembering):
+    """The loop sets its level, and draws from its generator, when it likes; neither is in its own state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level, self.generator = 1.0, random.Random(8)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) * self.level + self.generator.random()
+
+
+class LeveledStream(Ordered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.level, self.generator = 1.0, random.Random(8)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from (sample * self.level + self.generator.random() for sample in super().__iter__())
+
+
+@pytest.mark.skipif(StatefulDataLoader is None, reason="needs torchdata: pip install torchdata")
+@pytest.mark.parametrize(("data", "in_advance"), [(Leveled, False), (LeveledStream, False), (LeveledStream, True)])
+def test_beside_the_own_state_of_a_dataset_there_is_what_the_loop_has_set_and_drawn(data: Any, in_advance: bool) -> None:
+    def meanwhile(loader: Any, place: tuple[int, int]) -> None:
+        loader.dataset.level += place[1]
+        loader.dataset.generator.random()
+
+    for stop in ((0, 2), (1, 1)):
+        check_going_on(lambda: torchdata(data()), stop, in_advance=in_advance, meanwhile=meanwhile)
 
 
 def test_states_of_files_go_to_the_loader_itself() -> None:

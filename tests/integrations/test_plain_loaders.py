@@ -48,7 +48,49 @@ def loader_of(kind):
     sampler = DistributedSampler(data, seed=3)
     return DataLoader(data, batch_size=4, sampler=sampler, num_workers=2 * (kind == "workers"))
 
+def kill(kind, steps, kill_at, checkpointer):
+    done = pathlib.Path(f"killed-{kind}-{steps}")
+    if steps in kill_at and rank == 0 and not done.exists():
+        done.touch()
+        checkpointer.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def end(kind, is_protected, model, *values):
+    weights = [param.detach().double().sum().item().hex() for param in model.parameters()]
+    path = pathlib.Path(f"end-{sys.argv[1]}-{rank}-{kind}-{'gemini' if is_protected else 'plain'}")
+    path.write_text(f"{values} {weights} {torch.rand(()).item().hex()}")
+
+def train_epochs(kind, is_protected, kill_at=()):
+    "Calls step() once after each epoch, with the number of the next one; or, wrongly, with its own ('again')."
+    torch.manual_seed(rank)
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    loader, beside = DataLoader(data, batch_size=8, shuffle=True), DataLoader(data, batch_size=16)
+    checkpointer, first, seen = None, 0, 0.0
+    with contextlib.ExitStack() as stack:
+        if is_protected:
+            loader, beside = gemini_ft.resumable(loader), gemini_ft.resumable(beside)
+            state = {"loader": loader, "validation": beside, "scheduler": scheduler}
+            checkpointer = stack.enter_context(gemini_ft.Checkpointer(model, optimizer, state=state, name=kind, on_late="wait"))
+            checkpointer.resume()
+            first, seen = checkpointer.scalars.get("epoch", 0), checkpointer.scalars.get("seen", 0.0)
+        for epoch in range(first, 3):
+            for batch, in loader:
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen = seen / 2 + batch.sum().item()
+            scheduler.step()
+            assert len(list(beside)) == 2
+            if checkpointer is not None:
+                checkpointer.step(epoch=epoch + (kind == "epochs"), seen=seen)
+                kill(kind, epoch, kill_at, checkpointer)
+    end(kind, is_protected, model, seen, scheduler.get_last_lr())
+
 def train(kind, is_protected, kill_at=()):
+    if kind in ("epochs", "again"):
+        return train_epochs(kind, is_protected, kill_at and [1])
     torch.manual_seed(rank)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -73,17 +115,11 @@ def train(kind, is_protected, kill_at=()):
                 steps += 1
                 if checkpointer is not None:
                     checkpointer.step(epoch=epoch, seen=seen)
-                    done = pathlib.Path(f"killed-{kind}-{steps}")
-                    if steps in kill_at and rank == 0 and not done.exists():
-                        done.touch()
-                        checkpointer.flush()
-                        os.kill(os.getpid(), signal.SIGKILL)
+                    kill(kind, steps, kill_at, checkpointer)
             for one, limit in beside:
                 for batch in itertools.islice(one, limit):
                     seen = seen / 2 + batch.sum().item()
-    weights = [param.detach().double().sum().item().hex() for param in model.parameters()]
-    end = pathlib.Path(f"end-{sys.argv[1]}-{rank}-{kind}-{'gemini' if is_protected else 'plain'}")
-    end.write_text(f"{steps} {seen} {weights} {torch.rand(()).item().hex()}")
+    end(kind, is_protected, model, steps, seen)
 
 for kind in sys.argv[2].split(","):
     if sys.argv[1] == "undisturbed":
@@ -94,27 +130,28 @@ for kind in sys.argv[2].split(","):
 """
 
 
-def run(folder: Path, *arguments: str) -> tuple[dict[tuple[str, str, str], str], str]:
+def run(folder: Path, *arguments: str, status: int = 0) -> tuple[dict[tuple[str, str, str], str], str]:
     """The ends of all trainings of a job, by rank, kind and way; and its output."""
     (folder / "train.py").write_text(SCRIPT)
     ours = {"GEMINI_RUN_ID": f"loaders-{os.getpid()}-{folder.name}-{arguments[0]}", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "gemini_ft.cli.main", "run", "--standalone", "--nproc-per-node", "2", "train.py", *arguments]
     environ = {**os.environ, "GEMINI_LOG_DIR": str(folder), **ours}
     done = subprocess.run(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == status, done.stdout
     ends = {tuple(path.name.split("-")[2:]): path.read_text() for path in folder.glob(f"end-{arguments[0]}-*")}
     return ends, done.stdout  # type: ignore[return-value]
 
 
 def test_every_kind_of_loader_goes_on_with_the_same_bits_and_one_that_cannot_is_named(tmp_path: Path) -> None:
-    kinds = ["shuffle", "sampler", "workers", "iterable", "validated"]
+    kinds = ["shuffle", "sampler", "workers", "iterable", "validated", "epochs"]
     expected, output = run(tmp_path, "undisturbed", ",".join(["raw", *kinds]))
     for rank in "01":
         for kind in [*kinds, "raw"]:
             assert expected[rank, kind, "gemini"] == expected[rank, kind, "plain"], kind
     assert output.count("this loop iterates a DataLoader (of a TensorDataset) that is not in `state`") == 1
-    found, output = run(tmp_path, "killed", ",".join(kinds))
-    assert (output.count("resuming at iteration 6 "), output.count("resuming at iteration 8 ")) == (len(kinds), 1), output
+    found, output = run(tmp_path, "killed", ",".join([*kinds, "again"]), status=70)
+    assert (output.count("resuming at iteration 6 "), output.count("resuming at iteration 8 ")) == (len(kinds) - 1, 1), output
+    assert "by step(epoch=1), and the resumed loop has gone through that epoch again" in output
     assert found == {place: end for place, end in expected.items() if place[2] == "gemini" and place[1] in kinds}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -67,8 +68,12 @@ class TestSameBits:
         check(tmp_path, case, 2, KILLED, 3)
 
 
-def train_unevenly(steps: int) -> float:
-    """Each rank makes one step more than the one before it; returns how long the farewell took, in seconds."""
+def train_unevenly(steps: int) -> tuple[float, list[str]]:
+    """Each rank makes one step more than the one before it; returns how long the farewell took, in seconds, and what was said."""
+    said: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gemini_ft").addHandler(listener)
     gemini_ft.init_process_group("gloo")
     model = DistributedDataParallel(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -85,12 +90,14 @@ def train_unevenly(steps: int) -> float:
                 else:
                     time.sleep(0.5)  # the copy is whole before the end of `join` writes to the weights
         begin = time.monotonic()
-    return time.monotonic() - begin
+    return time.monotonic() - begin, [message for message in said if "inside join()" in message]
 
 
 def test_with_uneven_inputs_nobody_waits_for_a_rank_that_has_finished(tmp_path: Path) -> None:
     with World(tmp_path, 2) as ranks:
-        assert max(ranks.outcome(train_unevenly, 4)) < 10  # less than the timeout, after which a snapshot is given up
+        (one, said), (another, unsaid) = ranks.outcome(train_unevenly, 4)
+    assert max(one, another) < 10  # less than the timeout, after which a snapshot is given up
+    assert (len(said), len(unsaid)) == (1, 0)  # by the first rank
 
 
 # -- what does not change

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
+from gemini_ft.launch import notes
 from gemini_ft.lightning.loader import make_resumable
 from gemini_ft.state import codec
 from gemini_ft.state.rng import randomness, set_randomness
@@ -108,6 +109,7 @@ class Job:
                 noise = torch.rand(()).item() + random.random() + np.random.rand()
                 values = [value.hex() for value in torch.as_tensor(batch).double().flatten().tolist()]
                 self.seen.append(f"{epoch}/{index}: {values} {noise.hex()}")
+                notes.step = (notes.step or 0) + 1  # as a Checkpointer counts them
                 if self._meanwhile is not None:
                     self._meanwhile(self.loader, (epoch, index))
         return None

@@ -138,6 +138,7 @@ def remembering(workers: dict[str, Any]) -> dict[str, Any]:
         "noise": DataLoader(Noise(0.5), BATCH, **workers),
         "private": DataLoader(Private(0.5), BATCH, shuffle=True, generator=torch.Generator().manual_seed(3)),
         "iterator": Endless(Stream(0.5), BATCH),
+        "private-there": DataLoader(Private(0.5), BATCH, **workers),
     }
 
 
