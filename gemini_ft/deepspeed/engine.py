@@ -24,11 +24,13 @@ from gemini_ft.core.fates import LOADERS
 from gemini_ft.deepspeed.border import Border
 from gemini_ft.deepspeed.data import EngineData, initialize_protected
 from gemini_ft.deepspeed.gradients import EngineGradients, install
+from gemini_ft.deepspeed.masters import base_optimizer
 from gemini_ft.deepspeed.state import EngineState
 from gemini_ft.errors import ConfigError
 from gemini_ft.launch import deepspeed_hook as wrapping
 from gemini_ft.state.gradients import GradientState
 from gemini_ft.state.iterators import unkept
+from gemini_ft.state.left_out import left_out
 from gemini_ft.state.rng import branch_randomness, rng_state, set_rng_state
 
 _log = logging.getLogger("gemini_ft")
@@ -167,7 +169,7 @@ class Protection:
         if not self._updated:
             return
         self._updated = False
-        self._look_for_loaders()
+        self._look_for_what_is_left_out()
         before, self._iteration = self._iteration, max(self._engine.global_steps, self._iteration + 1)
         if self.checkpointer.due(before, self._iteration):
             extras = {"client_state": self.client_state, "late": self._border.is_late}
@@ -175,12 +177,21 @@ class Protection:
         else:
             self.checkpointer.alive(self._iteration)
 
-    def _look_for_loaders(self) -> None:
-        """Warns, at the first step, of data that would not go on where it was."""
+    def _look_for_what_is_left_out(self) -> None:
+        """Warns, at the first step, of data and other parts that would not go on where they were."""
         if self._has_looked:
             return
         self._has_looked = True
-        if self.moves_data and dist.get_rank() == 0 and (found := unkept(self._data.objects.values())):
+        if not self.moves_data or dist.get_rank():
+            return
+        kept, optimizer = [*self._data.objects.values()], self._engine.optimizer
+        if others := left_out([self._engine.module, self._engine.lr_scheduler, *kept], [optimizer, base_optimizer(optimizer)]):
+            _log.warning(
+                "this script has a %s that is in no snapshot: after a failure it begins anew. Give schedulers to deepspeed.initialize, or "
+                "anything to engine.gemini.keep(name=...) before the loop (docs/deepspeed.md)",
+                ", a ".join(others),
+            )
+        if found := unkept(kept):
             _log.warning(
                 "this loop iterates a DataLoader (of a %s) whose position is in no snapshot: after a failure its epoch begins anew, and "
                 "other random numbers are drawn. Iterate loader = gemini_ft.resumable(loader), and call engine.gemini.keep(loader=loader) "
