@@ -89,7 +89,8 @@ def _data_loader_of(loader: DeepSpeedDataLoader) -> DataLoader[Any]:
 def initialize_protected(initialize: Callable[..., Any], protect: Callable[[Any], None], *arguments: Any, **named: Any) -> Any:
     """Calls ``deepspeed.initialize``, and ``protect`` with its engine.
 
-    A `PipelineEngine` begins to iterate its training data when it is made, so it is given them when it is protected.
+    A `PipelineEngine` begins to iterate its training data when it is made, which draws the seed of its workers; so it is given them when it
+    is protected.
 
     Returns:
         The results of ``deepspeed.initialize``.

@@ -28,6 +28,7 @@ from gemini_ft.deepspeed.masters import base_optimizer
 from gemini_ft.deepspeed.state import EngineState
 from gemini_ft.errors import ConfigError
 from gemini_ft.launch import deepspeed_hook as wrapping
+from gemini_ft.state.generators import unchanged_randomness
 from gemini_ft.state.gradients import GradientState
 from gemini_ft.state.iterators import unkept
 from gemini_ft.state.left_out import left_out
@@ -341,7 +342,10 @@ def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
     engine.__class__ = type(
         f"Gemini{kind.__name__}", (extension, kind), {"__module__": kind.__module__, **{name: _told(name) for name in _COUNTERS}}
     )
-    if engine.training_dataloader is not None:
+    if extension is _ProtectedPipeline and engine.training_data is not None:
+        with unchanged_randomness():  # an iteration has begun with the engine, and is begun again; its workers draw other numbers
+            engine._build_data_iter(engine.training_data)
+    elif engine.training_dataloader is not None:
         engine.gemini.follow(engine.training_dataloader)
     wrapping.protected = True
     return engine
