@@ -217,7 +217,7 @@ class Noisy(torch.utils.data.Dataset[Any]):
     """Samples with noise that the loader's workers draw."""
 
     def __len__(self) -> int:
-        return 24
+        return 48
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return index + torch.randn(8), torch.tensor([float(index)])
@@ -238,7 +238,7 @@ def train_data(case: Case, out: str) -> Any:
     torch.manual_seed(rank)
     engine = start(case, net, training_data=Noisy())
     theirs = iter(RepeatingLoader(engine.training_dataloader))
-    own: Any = torch.utils.data.DataLoader(Noisy(), batch_size=4, shuffle=True)
+    own: Any = torch.utils.data.DataLoader(torch.utils.data.Subset(Noisy(), range(24)), batch_size=4, shuffle=True)
     kept = vars(engine).get("gemini")
     if kept:
         own = gemini_ft.resumable(own)
