@@ -39,9 +39,11 @@ from gemini_ft.state.ddp import ddp_state, findings, first_tensors, refuse_hooks
 from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence
 from gemini_ft.state.hyperparameters import Given, Hyperparameters, warn
 from gemini_ft.state.iterators import check_epochs, is_plain_loader, unkept
+from gemini_ft.state.left_out import left_out
 from gemini_ft.state.optimizer_steps import OptimizerSteps
 from gemini_ft.state.rebuilding import Changes
 from gemini_ft.state.rng import rng_state, set_rng_state
+from gemini_ft.state.tensors import every_optimizer
 from gemini_ft.storage.base import WORD
 from gemini_ft.torch_versions import buffers_are_broadcast
 from gemini_ft.worker.recorder import Recorder
@@ -201,7 +203,7 @@ class Checkpointer:
         self._iteration += 1
         if not self._has_looked:
             check_epochs(self._stateful.values(), then=self.scalars, now=scalars)
-            self._look_for_loaders()
+            self._look_for_what_is_left_out()
             self._look_for_uneven_steps()
         self._steps.refuse_stranger()
         self._end_of_step()
@@ -467,10 +469,20 @@ class Checkpointer:
         if not self._is_replicated:
             raise ConfigError("init_sync=True is for ranks that hold the same, and replicated=False was given; leave one of them out")
 
-    def _look_for_loaders(self) -> None:
-        """Warns, at the first step and not after a failure, of data that would not go on where it was."""
+    def _look_for_what_is_left_out(self) -> None:
+        """Warns, at the first step and not after a failure, of data and other parts that would not go on where they were."""
         self._has_looked = True
-        if self._joined.session.rank == 0 and (found := unkept(self._stateful.values())):
+        if self._joined.session.rank != 0:
+            return
+        if isinstance(self._bound, PlainState) and (
+            others := left_out([*self._models.values(), *self._stateful.values()], every_optimizer(self._bound.optimizers).values())
+        ):
+            _log.warning(
+                "this script has a %s that is in no snapshot: after a failure it begins anew. Give it as state={'scheduler': scheduler}, a "
+                "model beside the others",
+                ", a ".join(others),
+            )
+        if found := unkept(self._stateful.values()):
             _log.warning(
                 "this loop iterates a DataLoader (of a %s) that is not in `state`: after a failure its epoch begins anew, and other random "
                 "numbers are drawn. Iterate loader = gemini_ft.resumable(loader), and give it as state={'loader': loader}",

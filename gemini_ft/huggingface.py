@@ -299,7 +299,7 @@ def _protect(trainer: Any, options: Mapping[str, Any]) -> Any:
             attach(engine)
         return None
     protection = attach(engine).gemini  # under `gemini run` it is already
-    protection.deferred = True
+    protection.deferred, protection.moves_data = True, False
     protection.checkpointer.census.register("transformers' Trainer", lambda: _findings(trainer))
     return protection
 

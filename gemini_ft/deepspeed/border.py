@@ -2,7 +2,7 @@
 
 A snapshot at the end of ``step()`` lacks what the script does afterwards (an average of weights), which a restart would not do again. So
 the captured state is compared when the next forward pass begins. Where the script has written tensors in between, snapshots are taken then
-from there on, with the random generators as they were at the end of ``step()``, since the next batch may have been drawn already.
+from there on, with random generators and loaders as they were at the end of ``step()``, since the next batch may have been drawn already.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gemini_ft.errors import StateError
-from gemini_ft.state.rng import rng_state
 
 if TYPE_CHECKING:
     from gemini_ft.deepspeed.engine import Protection
@@ -33,7 +32,7 @@ class Border:
     def __init__(self, protection: Protection, module: torch.nn.Module) -> None:
         self.is_late = False
         self._protection = protection
-        self._rng: Any = None  # while a step's state is still to be saved
+        self._moment: Any = None  # of the end of a step whose state is still to be saved
         self._values: dict[str, Any] = {}  # of client_state, at the end of the step
         self._marks: dict[str, Any] | None = None  # marks of the tensors captured at the end of the step
         self._has_warned = False
@@ -42,7 +41,7 @@ class Border:
     def stepped(self) -> None:
         """Takes note that ``engine.step()`` is over."""
         if self.is_late:
-            self._rng, self._values = rng_state(), dict(_values(self._protection.client_state))
+            self._moment, self._values = self._protection.moment(), dict(_values(self._protection.client_state))
         else:
             self._protection.save()
             self._marks, self._values = self._look(), dict(_values(self._protection.client_state))
@@ -53,11 +52,11 @@ class Border:
         Raises:
             StateError: where the iteration ends cannot be told.
         """
-        if self._rng is not None:
-            rng, self._rng = self._rng, None
+        if self._moment is not None:
+            moment, self._moment = self._moment, None
             if changed := self._changed_values():
                 raise StateError(f"client_state[{changed}] has changed after engine.step(), and so have captured tensors; {_WAY_OUT}")
-            self._protection.save(rng)
+            self._protection.save(moment)
         elif self._marks is not None:
             before, self._marks = self._marks, None
             now = self._look()

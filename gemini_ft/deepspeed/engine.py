@@ -18,14 +18,20 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 
-from gemini_ft.checkpointer import Checkpointer
+from gemini_ft.checkpointer import Checkpointer, Snapshot
 from gemini_ft.config import load_config
+from gemini_ft.core.fates import LOADERS
 from gemini_ft.deepspeed.border import Border
+from gemini_ft.deepspeed.data import EngineData, initialize_protected
 from gemini_ft.deepspeed.gradients import EngineGradients, install
+from gemini_ft.deepspeed.masters import base_optimizer
 from gemini_ft.deepspeed.state import EngineState
 from gemini_ft.errors import ConfigError
 from gemini_ft.launch import deepspeed_hook as wrapping
+from gemini_ft.state.generators import unchanged_randomness
 from gemini_ft.state.gradients import GradientState
+from gemini_ft.state.iterators import unkept
+from gemini_ft.state.left_out import left_out
 from gemini_ft.state.rng import branch_randomness, rng_state, set_rng_state
 
 _log = logging.getLogger("gemini_ft")
@@ -42,9 +48,10 @@ class Protection:
     Attributes:
         checkpointer: records and resumes.
         resumed: optimizer steps (``engine.global_steps``) that were resumed; None at a first start.
-        client_state: values of the user's own, saved with every step and restored: the position in the data, for example.
+        client_state: values of the user's own, saved with every step and restored: an epoch's number, for example.
         deferred: True: the state after a step is saved when `save` is called, not at the end of ``engine.step()``. For loops
             that do more than that in a step: schedulers of their own, evaluation, logs.
+        moves_data: False: the caller puts the position in the data back by itself.
 
     Args:
         engine: as ``deepspeed.initialize`` returned it.
@@ -62,14 +69,17 @@ class Protection:
         )
         self.client_state = {}
         self.deferred = False
+        self.moves_data = True
         self.is_followed = False  # the script has asked how far the resumed engine has come
         self._resumed: int | None = None
-        self._updated = self._closed = False
+        self._updated = self._closed = self._has_looked = False
         self._border = Border(self, engine.module)
         _open.add(self)
         bound_collectives(engine, self.checkpointer.config.hang_timeout)
         self._iteration = 0  # of the last update that counted; it never goes back, whatever is loaded into the engine
         found = self.checkpointer.open()
+        self._data = EngineData(_positions(found))
+        self.checkpointer.census.register("data", lambda: (LOADERS.found(name) for name in self._data.objects))
         self.checkpointer.bind_state(state)
         if found is not None:
             self.checkpointer.load_tensors()
@@ -95,6 +105,24 @@ class Protection:
     def client_state(self, values: dict[str, Any]) -> None:
         self._client_state = values
 
+    def keep(self, **objects: Any) -> None:
+        """Makes objects part of every snapshot, as the loop's loaders; where the engine was resumed, their state is loaded at once.
+
+        Args:
+            **objects: what has ``state_dict`` and ``load_state_dict``: loaders made by `gemini_ft.resumable`, schedulers, metrics. Loaders
+                that DeepSpeed makes of ``training_data`` are kept already.
+
+        Raises:
+            ConfigError: an object has no state, or its name is taken.
+        """
+        for name, item in objects.items():
+            self._data.add(name, item)
+
+    def follow(self, loader: Any) -> Any:
+        """Keeps a loader that the engine has made for training, and returns it."""
+        self._data.follow(loader)
+        return loader
+
     def tell_who_does_not_follow(self) -> None:
         """Warn of a loop that begins again although the engine has been resumed, once, at its first step."""
         kind = type(self._engine)
@@ -103,7 +131,8 @@ class Protection:
         if self._resumed and not self.is_followed and dist.get_rank() == 0:
             _log.warning(
                 "THE LOOP HAS BEGUN AGAIN, and the engine was resumed at step %d: nothing has read engine.global_steps before the first "
-                "step, so that a loop of N steps makes %d too many. Write `for step in range(engine.global_steps, N)` (docs/deepspeed.md)",
+                "step, so that a loop of N steps makes %d too many. Write `for step in range(engine.global_steps, N)` (docs/deepspeed.md). "
+                "Only a loop over one epoch of its loader ends where it should",
                 self._resumed,
                 self._resumed,
             )
@@ -128,21 +157,48 @@ class Protection:
         if not self.deferred:
             self._border.passed()
 
-    def save(self, rng: Any = None) -> None:
+    def moment(self) -> dict[str, Any]:
+        """The random generators and the position in the data, which the next batch may change."""
+        return {"rng": rng_state(), "data": self._data.state()}
+
+    def save(self, moment: dict[str, Any] | None = None) -> None:
         """Takes a snapshot, if there was an update since the last one and the interval says so.
 
         Args:
-            rng: the random generators as they were when the iteration ended; default: as they are.
+            moment: the result of `moment` when the iteration ended; default: that of now.
         """
         if not self._updated:
             return
         self._updated = False
+        self._look_for_what_is_left_out()
         before, self._iteration = self._iteration, max(self._engine.global_steps, self._iteration + 1)
         if self.checkpointer.due(before, self._iteration):
-            extras = {"client_state": self.client_state, "rng": rng_state() if rng is None else rng, "late": self._border.is_late}
-            self.checkpointer.save(self._iteration, extras)
+            extras = {"client_state": self.client_state, "late": self._border.is_late}
+            self.checkpointer.save(self._iteration, extras | (self.moment() if moment is None else moment))
         else:
             self.checkpointer.alive(self._iteration)
+
+    def _look_for_what_is_left_out(self) -> None:
+        """Warns, at the first step, of data and other parts that would not go on where they were."""
+        if self._has_looked:
+            return
+        self._has_looked = True
+        if not self.moves_data or dist.get_rank():
+            return
+        kept, optimizer = [*self._data.objects.values()], self._engine.optimizer
+        if others := left_out([self._engine.module, self._engine.lr_scheduler, *kept], [optimizer, base_optimizer(optimizer)]):
+            _log.warning(
+                "this script has a %s that is in no snapshot: after a failure it begins anew. Give schedulers to deepspeed.initialize, or "
+                "anything to engine.gemini.keep(name=...) before the loop (docs/deepspeed.md)",
+                ", a ".join(others),
+            )
+        if found := unkept(kept):
+            _log.warning(
+                "this loop iterates a DataLoader (of a %s) whose position is in no snapshot: after a failure its epoch begins anew, and "
+                "other random numbers are drawn. Iterate loader = gemini_ft.resumable(loader), and call engine.gemini.keep(loader=loader) "
+                "before the loop (docs/deepspeed.md)",
+                ", ".join(found),
+            )
 
     def close(self, finished: bool = True) -> None:
         """Leaves the run; after a finished one the agents leave too."""
@@ -189,6 +245,21 @@ def _told(name: str) -> property:
     return property(read, write)
 
 
+def _positions(found: Snapshot | None) -> dict[str, Any]:
+    """The positions in the data that a snapshot has for this rank; those of another number of ranks are dropped."""
+    positions: dict[str, Any] = found.extras["data"] if found is not None else {}
+    if found is None or found.world_size == dist.get_world_size():
+        return positions
+    if positions and dist.get_rank() == 0:
+        _log.warning(
+            "the snapshot is of %d ranks: the positions in %s do not fit %d, and these data begin anew",
+            found.world_size,
+            ", ".join(sorted(positions)),
+            dist.get_world_size(),
+        )
+    return {}
+
+
 class _Protected:
     """The mixin that extends a protected engine's class."""
 
@@ -204,6 +275,10 @@ class _Protected:
     def load_checkpoint(self, *arguments: Any, **named: Any) -> Any:
         with self.gemini.checkpointer.mutate():
             return super().load_checkpoint(*arguments, **named)  # type: ignore[misc]
+
+    def deepspeed_io(self, dataset: Any, *arguments: Any, **named: Any) -> Any:
+        loader = super().deepspeed_io(dataset, *arguments, **named)  # type: ignore[misc]
+        return self.gemini.follow(loader) if loader.tput_timer is not None else loader  # evaluations have no timer
 
     def destroy(self) -> Any:
         """Ends the training, unless this is the way out of an exception."""
@@ -267,6 +342,11 @@ def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
     engine.__class__ = type(
         f"Gemini{kind.__name__}", (extension, kind), {"__module__": kind.__module__, **{name: _told(name) for name in _COUNTERS}}
     )
+    if extension is _ProtectedPipeline and engine.training_data is not None:
+        with unchanged_randomness():  # an iteration has begun with the engine, and is begun again; its workers draw other numbers
+            engine._build_data_iter(engine.training_data)
+    elif engine.training_dataloader is not None:
+        engine.gemini.follow(engine.training_dataloader)
     wrapping.protected = True
     return engine
 
@@ -277,9 +357,11 @@ def initialize(*arguments: Any, **named: Any) -> tuple[Any, Any, Any, Any]:
     Raises:
         GeminiError: see `attach`.
     """
-    engine, optimizer, loader, scheduler = deepspeed.initialize(*arguments, **named)
+    return initialize_protected(deepspeed.initialize, _attach_or_warn, *arguments, **named)  # type: ignore[no-any-return]
+
+
+def _attach_or_warn(engine: Any) -> None:
     if isinstance(engine.config, dict) and not engine.config.keys().isdisjoint(wrapping.SECTIONS):
         attach(engine)
     else:
         _log.warning('the DeepSpeed configuration has no "gemini" section: nothing is protected')
-    return engine, optimizer, loader, scheduler

@@ -38,19 +38,25 @@ def _wrap(module: ModuleType) -> None:
 def _protecting(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def initialize(*arguments: Any, **named: Any) -> Any:
+        model = named.get("model", arguments[1] if len(arguments) > 1 else None)
+        if any(kind.__name__ == "PipelineModule" for kind in type(model).__mro__):
+            return importlib.import_module("gemini_ft.deepspeed.data").initialize_protected(original, _protect, *arguments, **named)
         results = original(*arguments, **named)
-        engine = results[0]
-        config: Any = getattr(engine, "config", None)
-        # Engines without an optimizer only infer: ZeRO 3 evaluates with the configuration of the training.
-        ours = isinstance(config, dict) and not config.keys().isdisjoint(SECTIONS)
-        if ours and getattr(engine, "basic_optimizer", None) is not None:
-            if "gemini" in config and any(kind.__name__ == "LightningModule" for kind in type(getattr(engine, "module", None)).__mro__):
-                raise ConfigError(
-                    'this strategy of Lightning does not know the "gemini" section of its DeepSpeed configuration, so its loops would '
-                    "start over; use strategy='gemini_deepspeed_stage_1', _2 or _3, or gemini_ft.lightning.GeminiDeepSpeedStrategy"
-                )
-            importlib.import_module("gemini_ft.deepspeed").attach(engine)
+        _protect(results[0])
         return results
 
     initialize._gemini_original = original  # type: ignore[attr-defined]
     return initialize
+
+
+def _protect(engine: Any) -> None:
+    config: Any = getattr(engine, "config", None)
+    # Engines without an optimizer only infer: ZeRO 3 evaluates with the configuration of the training.
+    ours = isinstance(config, dict) and not config.keys().isdisjoint(SECTIONS)
+    if ours and getattr(engine, "basic_optimizer", None) is not None:
+        if "gemini" in config and any(kind.__name__ == "LightningModule" for kind in type(getattr(engine, "module", None)).__mro__):
+            raise ConfigError(
+                'this strategy of Lightning does not know the "gemini" section of its DeepSpeed configuration, so its loops would '
+                "start over; use strategy='gemini_deepspeed_stage_1', _2 or _3, or gemini_ft.lightning.GeminiDeepSpeedStrategy"
+            )
+        importlib.import_module("gemini_ft.deepspeed").attach(engine)

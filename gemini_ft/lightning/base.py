@@ -16,8 +16,8 @@ import torch.distributed as dist
 from gemini_ft.config import GeminiConfig
 from gemini_ft.errors import ConfigError
 from gemini_ft.lightning import compat
-from gemini_ft.lightning.loader_parts import DataResume
 from gemini_ft.lightning.options import EpochHooks, refuse_platform, signature_of, sort_options
+from gemini_ft.loaders.parts import DataResume
 from gemini_ft.pipeline.rules import Rules
 from gemini_ft.worker.rendezvous import init_process_group
 

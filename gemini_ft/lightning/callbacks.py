@@ -28,9 +28,9 @@ from gemini_ft.core.fates import (
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.faults import inject as faults
 from gemini_ft.lightning import trainer_callbacks, trainer_loops, trainer_metrics
-from gemini_ft.lightning.loader import bookmark_of
-from gemini_ft.lightning.loader_parts import facts
 from gemini_ft.lightning.trainer_loggers import is_followed
+from gemini_ft.loaders.loader import bookmark_of
+from gemini_ft.loaders.parts import facts
 
 _REFUSED = {
     "BatchSizeFinder": "trains by itself when the fit starts, and would do so again at each restart",

@@ -37,10 +37,10 @@ from gemini_ft.core.fates import LOADERS
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.lightning import compat
 from gemini_ft.lightning.base import Gemini, join_group, make_class
-from gemini_ft.lightning.bookmark import Bookmark
 from gemini_ft.lightning.fit import log
 from gemini_ft.lightning.gradients import synchronizer_of
-from gemini_ft.lightning.loader import bookmark_of, make_resumable
+from gemini_ft.loaders.bookmark import Bookmark
+from gemini_ft.loaders.loader import bookmark_of, make_resumable
 from gemini_ft.state.ddp import ddp_state, first_tensors, frozen_at_first, restore_buckets, restore_sync, send_first
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.worker.rendezvous import exchange

@@ -27,11 +27,11 @@ from gemini_ft.launch import notes
 from gemini_ft.lightning import trainer_callbacks, trainer_checkpoints, trainer_loops
 from gemini_ft.lightning.callbacks import findings, fingerprint, refuse_callbacks, save_config_again, watch
 from gemini_ft.lightning.capture import capture, checkpoint_of, complete, restore
-from gemini_ft.lightning.loader import bookmark_of
-from gemini_ft.lightning.loader_parts import refuse_gone
 from gemini_ft.lightning.options import EpochHooks
 from gemini_ft.lightning.trainer_data import Loading
 from gemini_ft.lightning.trainer_loggers import Logs
+from gemini_ft.loaders.loader import bookmark_of
+from gemini_ft.loaders.parts import refuse_gone
 from gemini_ft.state.ddp import ddp_state, frozen_at_first, restore_buckets, restore_sync
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.rebuilding import ModuleTree

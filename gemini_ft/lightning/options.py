@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gemini_ft.config import GeminiConfig, load_config
 from gemini_ft.errors import ConfigError
-from gemini_ft.lightning.loader_parts import DataResume
+from gemini_ft.loaders.parts import DataResume
 from gemini_ft.pipeline.rules import Rules, load_rules
 
 _BUCKET_CAP_MB = 1  # the pipeline chooses the groups; small buckets tell it sooner that gradients are ready

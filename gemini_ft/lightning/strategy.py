@@ -13,7 +13,7 @@ from gemini_ft.lightning import compat, trainer_callbacks, trainer_checkpoints, 
 from gemini_ft.lightning.base import Gemini, heeding_signals, join_group
 from gemini_ft.lightning.fit import Fit
 from gemini_ft.lightning.gradients import FiguresLog, synchronizer_of
-from gemini_ft.lightning.loader import make_resumable
+from gemini_ft.loaders.loader import make_resumable
 from gemini_ft.state.ddp import first_tensors, send_first
 from gemini_ft.worker.rendezvous import exchange
 

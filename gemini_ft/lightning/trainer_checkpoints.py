@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from gemini_ft.lightning.around import Around
-from gemini_ft.lightning.bookmark import is_position
-from gemini_ft.lightning.loader import bookmark_of
 from gemini_ft.lightning.trainer_callbacks import shipped_names
+from gemini_ft.loaders.bookmark import is_position
+from gemini_ft.loaders.loader import bookmark_of
 from gemini_ft.state.hyperparameters import Given, of_mapping, of_scheduler
 
 log = logging.getLogger("gemini_ft")

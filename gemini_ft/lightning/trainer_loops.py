@@ -9,8 +9,8 @@ from typing import Any
 
 from gemini_ft.errors import StateError
 from gemini_ft.lightning.around import Around
-from gemini_ft.lightning.bookmark import Bookmark
-from gemini_ft.lightning.loader import bookmark_of
+from gemini_ft.loaders.bookmark import Bookmark
+from gemini_ft.loaders.loader import bookmark_of
 
 
 def before_each_batch(trainer: Any, hook: Callable[[], None]) -> Callable[[], None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +16,13 @@ from deepspeed_case import (
     check,
     destroyed_in_finally,
     hang,
+    history,
     refusals,
     train,
     train_average,
+    train_data,
     train_pipeline,
+    train_pipeline_data,
     train_resized,
     with_gradients,
 )
@@ -70,6 +75,21 @@ def test_what_a_loop_writes_after_the_step_is_kept(tmp_path: Path) -> None:
     faults = "step=3:rank=0:sigkill; step=6:rank=0:sigkill:moment=in_copy"
     results = check(tmp_path, Case(0), 1, faults, 2, train_average)
     assert results[0]["start"] >= 5
+
+
+@pytest.mark.parametrize("job", [train_data, train_pipeline_data])
+def test_data_go_on_with_the_next_batch(tmp_path: Path, job: Callable[[Case, str], Any]) -> None:
+    """Those of DeepSpeed's own loader, which nothing in a script moves, and those of the script's; beside a run without protection."""
+    case = Case(1, accumulate=2, schedule=False, steps=8)
+    with World(tmp_path / "plain", 2) as ranks:
+        plain = ranks.outcome(job, Case(**{**vars(case), "config": {"gemini": None}}), str(tmp_path / "unprotected"))
+    with World(tmp_path / "gemini", 2) as ranks:
+        faults = "step=3:rank=0:sigkill:moment=before_update; step=5:rank=1:sigkill:moment=before_update"
+        protected = ranks.finish(job, case, str(tmp_path / "protected"), GEMINI_FAULTS=faults)
+        assert ranks.restarts == 2
+    assert protected == plain
+    for rank in range(2):
+        assert history(tmp_path / "protected", rank) == history(tmp_path / "unprotected", rank)
 
 
 def test_pipeline(tmp_path: Path) -> None:

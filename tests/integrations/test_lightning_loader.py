@@ -14,7 +14,7 @@ from loader_kit import BATCH, SAMPLES, Job, Noisy, Stream, check_going_on, shuff
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
 
 from gemini_ft.errors import StateError
-from gemini_ft.lightning.loader import ResumableIterable, make_resumable
+from gemini_ft.loaders.loader import ResumableIterable, make_resumable
 
 # Three workers are what the arithmetic of rounds needs, whatever the machine has.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")

@@ -30,7 +30,7 @@ from torch.utils.data import (
 )
 
 from gemini_ft.errors import StateError, UnsupportedStateError
-from gemini_ft.lightning.loader import make_resumable
+from gemini_ft.loaders.loader import make_resumable
 
 try:
     from torchdata.stateful_dataloader import StatefulDataLoader

@@ -94,6 +94,7 @@ def train(kind, is_protected, kill_at=()):
     torch.manual_seed(rank)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    forgotten = torch.optim.lr_scheduler.StepLR(optimizer, 100) if kind == "raw" else None
     loader, beside, epoch, checkpointer, steps, seen = loader_of(kind), validations(kind), 0, None, 0, 0.0
     with contextlib.ExitStack() as stack:
         if is_protected:
@@ -149,6 +150,7 @@ def test_every_kind_of_loader_goes_on_with_the_same_bits_and_one_that_cannot_is_
         for kind in [*kinds, "raw"]:
             assert expected[rank, kind, "gemini"] == expected[rank, kind, "plain"], kind
     assert output.count("this loop iterates a DataLoader (of a TensorDataset) that is not in `state`") == 1
+    assert output.count("this script has a StepLR that is in no snapshot") == 1
     found, output = run(tmp_path, "killed", ",".join([*kinds, "again"]), status=70)
     assert (output.count("resuming at iteration 6 "), output.count("resuming at iteration 8 ")) == (len(kinds) - 1, 1), output
     assert "by step(epoch=1), and the resumed loop has gone through that epoch again" in output

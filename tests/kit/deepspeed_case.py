@@ -92,13 +92,13 @@ def configuration(case: Case, micro_batch: int = 4) -> dict[str, Any]:
     return {key: value for key, value in merged.items() if value is not None}
 
 
-def start(case: Case, net: nn.Module, micro_batch: int = 4) -> Any:
-    """A protected engine."""
+def start(case: Case, net: nn.Module, micro_batch: int = 4, **named: Any) -> Any:
+    """A protected engine; what else is ``named`` goes to ``deepspeed.initialize``."""
     import gemini_ft.deepspeed
 
     params = [param for param in net.parameters() if param.requires_grad]
     parts = [{"params": params[i :: case.groups], "lr": 1e-2 / (i + 1)} for i in range(case.groups)]
-    named: dict[str, Any] = {"optimizer": torch.optim.AdamW(parts, lr=1e-2)} if case.optimizer == "torch" else {"model_parameters": parts}
+    named |= {"optimizer": torch.optim.AdamW(parts, lr=1e-2)} if case.optimizer == "torch" else {"model_parameters": parts}
     if case.schedule:
         named["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
     engine, *_ = gemini_ft.deepspeed.initialize(model=net, config=configuration(case, micro_batch), **named)
@@ -211,6 +211,74 @@ def train_pipeline(case: Case, out: str) -> dict[str, Any]:
             loss = engine.train_batch(data_iter=batches(step))
             trace.write(f"{step} {loss.item().hex()}\n")
     return result_of(engine, first)
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Samples with noise that the loader's workers draw."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return index + torch.randn(8), torch.tensor([float(index)])
+
+
+def train_data(case: Case, out: str) -> Any:
+    """Trains on the loader that DeepSpeed makes, over and over, and on one of its own, by epochs. A digest of the final weights."""
+    from deepspeed.utils import RepeatingLoader
+
+    import gemini_ft
+    from gemini_ft.testing import digest
+
+    gemini_ft.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    net = Smooth()
+    net.register_buffer("average", torch.zeros(8))
+    torch.manual_seed(rank)
+    engine = start(case, net, training_data=Noisy())
+    theirs = iter(RepeatingLoader(engine.training_dataloader))
+    own: Any = torch.utils.data.DataLoader(torch.utils.data.Subset(Noisy(), range(24)), batch_size=4, shuffle=True)
+    kept = vars(engine).get("gemini")
+    if kept:
+        own = gemini_ft.resumable(own)
+        kept.keep(own=own)
+    with open(f"{out}.{rank}", "a", buffering=1) as trace:
+        for epoch in range(kept.client_state.get("epoch", 0) if kept else 0, 2):
+            for x, y in own:
+                more, _ = next(theirs)
+                loss = (engine(torch.cat([x, more])) - torch.cat([y, y])).square().mean() + engine.module.average.sum() * 0
+                trace.write(f"{engine.micro_steps} {loss.item().hex()}\n")
+                engine.backward(loss)
+                if kept:
+                    kept.client_state["epoch"] = epoch
+                engine.step()
+                engine.module.average.add_(x.mean(0))  # so that snapshots are taken when the next batch has been drawn
+    weights = torch.cat([param.detach().flatten() for param in net.parameters()])
+    engine.destroy()
+    return digest({"weights": weights})
+
+
+def train_pipeline_data(case: Case, out: str) -> Any:
+    """Trains a pipeline on the data that the engine was given. A digest of the rank's final weights."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    import gemini_ft
+    from gemini_ft.testing import digest
+
+    gemini_ft.init_process_group("gloo")
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 24), nn.ReLU(), nn.Dropout(0.2), nn.Linear(24, 1)]
+    net = PipelineModule(layers=layers, num_stages=2, loss_fn=lambda out, y: (out - y).square().mean())
+    torch.manual_seed(dist.get_rank())
+    engine = start(case, net, training_data=Noisy())
+    with open(f"{out}.{dist.get_rank()}", "a", buffering=1) as trace:
+        trace.writelines(f"{step} {engine.train_batch().item().hex()}\n" for step in range(engine.global_steps, case.steps))
+    weights = torch.cat([param.detach().flatten() for param in net.parameters()])
+    engine.destroy()
+    return digest({"weights": weights})
 
 
 def train_resized(case: Case, out: str, until: int, universal: str = "") -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from gemini_ft.launch import notes
-from gemini_ft.lightning.loader import make_resumable
+from gemini_ft.loaders.loader import make_resumable
 from gemini_ft.state import codec
 from gemini_ft.state.rng import randomness, set_randomness
 

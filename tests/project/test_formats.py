@@ -23,14 +23,15 @@ from gemini_ft.wire import messages, peer_messages, worker_messages
 # The functions whose dicts and tuples are the small state.
 SMALL_STATE = [
     "checkpointer:Checkpointer.step",
+    "deepspeed.engine:Protection.moment",
     "deepspeed.engine:Protection.save",
     "deepspeed.partitions:about",
     "deepspeed.reshard:Cut.pack",
     "deepspeed.state:EngineState.__init__",
     "deepspeed.state:EngineState.extras",
     "huggingface:_Protection.save",
-    "lightning.between:Between.state",
-    "lightning.bookmark:Bookmark.state_dict",
+    "loaders.between:Between.state",
+    "loaders.bookmark:Bookmark.state_dict",
     "lightning.capture:capture",
     "lightning.fabric:GeminiFabricMixin._gemini_save",
     "lightning.trainer_callbacks:averaging_state",
@@ -61,10 +62,10 @@ class Kept(NamedTuple):
 
 KEPT = {
     "storage.checkpoints.FORMAT_VERSION": Kept(
-        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, marks.Mark, LAYOUT, *SMALL_STATE], "9a8216c7643b38dd"
+        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, marks.Mark, LAYOUT, *SMALL_STATE], "43b2aa94dfaf6f63"
     ),
     "agent.memory.slot_memory.FORMAT": Kept(
-        slot_memory.FORMAT, ["agent.memory.slot_memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "d535203b6ae5476a"
+        slot_memory.FORMAT, ["agent.memory.slot_memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "08919e8778a738f2"
     ),
     "wire.messages.PROTOCOL_VERSION": Kept(
         messages.PROTOCOL_VERSION,

@@ -82,7 +82,7 @@ def test_sync_and_compression_are_found_and_hide_nothing(tmp_path: Path) -> None
 
 def test_lightnings_private_names_are_used_in_few_modules() -> None:
     """Methods that our strategies and loaders override are another matter: they are called by ``super()``."""
-    files = [*Path(gemini_ft.__file__).with_name("lightning").glob("*.py")]
+    files = [file for folder in ("lightning", "loaders") for file in Path(gemini_ft.__file__).with_name(folder).glob("*.py")]
     nodes = [(file.stem, node) for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)]
     used = {(name, node.attr) for name, node in nodes if ast.unparse(node.value) not in ("self", "cls", "super()")}
     private = {use for use in used if use[1].startswith("_") and not use[1].startswith(("__", "_gemini"))}

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.launch import notes
-from gemini_ft.lightning.between import OF_WORKERS, Between
-from gemini_ft.lightning.loader_parts import (
+from gemini_ft.loaders.between import OF_WORKERS, Between
+from gemini_ft.loaders.parts import (
     DataResume,
     LoaderParts,
     Way,
@@ -24,7 +24,7 @@ from gemini_ft.lightning.loader_parts import (
     is_torchdata,
     refuse_gone,
 )
-from gemini_ft.lightning.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates
+from gemini_ft.loaders.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates
 from gemini_ft.state.generators import set_generator_states, unchanged_randomness
 from gemini_ft.state.rng import randomness, set_randomness
 
@@ -38,7 +38,7 @@ class Bookmark:
     Args:
         loader: the loader.
         base: its class as the user made it.
-        method: as of `gemini_ft.lightning.loader.make_resumable`; so are the others.
+        method: as of `gemini_ft.loaders.loader.make_resumable`; so are the others.
 
     Attributes:
         gone_on: how many iterations of all loaders have gone on in this process where they stood before it.
@@ -417,7 +417,7 @@ class Bookmark:
 
     @property
     def way(self) -> Way:
-        """The way in which the next iteration gets to the position; see `gemini_ft.lightning.loader`."""
+        """The way in which the next iteration gets to the position; see `gemini_ft.loaders.loader`."""
         return self._way
 
     @property

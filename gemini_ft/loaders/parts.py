@@ -54,7 +54,7 @@ class LoaderParts:
         return self._reference()
 
     def way(self, method: DataResume) -> Way:
-        """The way that the loader gets to a position, where the user has chosen ``method``; see `gemini_ft.lightning.loader`."""
+        """The way that the loader gets to a position, where the user has chosen ``method``; see `gemini_ft.loaders.loader`."""
         loader = self.loader
         if method == "replay":
             return "replay"

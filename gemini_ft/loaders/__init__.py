@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemini_ft.lightning.loader import make_resumable
-from gemini_ft.lightning.loader_parts import DataResume
+from gemini_ft.loaders.loader import make_resumable
+from gemini_ft.loaders.parts import DataResume
 
 
 def resumable(loader: Any, data_resume: DataResume = "auto") -> Any:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gemini_ft.lightning.loader_parts import LoaderParts
-from gemini_ft.lightning.workers import WorkerStates
+from gemini_ft.loaders.parts import LoaderParts
+from gemini_ft.loaders.workers import WorkerStates
 from gemini_ft.state.generators import generator_states, set_generator_states
 from gemini_ft.state.remembered import Values
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from gemini_ft.lightning.bookmark import Bookmark
-from gemini_ft.lightning.loader_parts import DataResume
+from gemini_ft.loaders.bookmark import Bookmark
+from gemini_ft.loaders.parts import DataResume
 
 
 def make_resumable(
