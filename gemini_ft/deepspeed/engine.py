@@ -24,7 +24,7 @@ from gemini_ft.deepspeed.border import Border
 from gemini_ft.deepspeed.gradients import EngineGradients, install
 from gemini_ft.deepspeed.state import EngineState
 from gemini_ft.errors import ConfigError
-from gemini_ft.launch import deepspeed_hook as wrapping
+from gemini_ft.launch import autoprotect
 from gemini_ft.state.gradients import GradientState
 from gemini_ft.state.rng import branch_randomness, rng_state, set_rng_state
 
@@ -240,7 +240,7 @@ def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
     Returns:
         The same engine. ``engine.global_steps`` says how many steps are done, ``engine.gemini`` is its `Protection`.
 
-    In workers of ``gemini run`` an engine with such a section is protected already (`gemini_ft.launch.deepspeed_hook`); that is no error.
+    In workers of ``gemini run`` an engine with such a section is protected already (`gemini_ft.launch.autoprotect`); that is no error.
     An engine whose configuration has a "gradient_pipeline" section and no "gemini" section gets the pipeline alone.
 
     Raises:
@@ -267,7 +267,7 @@ def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
     engine.__class__ = type(
         f"Gemini{kind.__name__}", (extension, kind), {"__module__": kind.__module__, **{name: _told(name) for name in _COUNTERS}}
     )
-    wrapping.protected = True
+    autoprotect.at_end[finish] = None
     return engine
 
 
@@ -278,7 +278,7 @@ def initialize(*arguments: Any, **named: Any) -> tuple[Any, Any, Any, Any]:
         GeminiError: see `attach`.
     """
     engine, optimizer, loader, scheduler = deepspeed.initialize(*arguments, **named)
-    if isinstance(engine.config, dict) and not engine.config.keys().isdisjoint(wrapping.SECTIONS):
+    if isinstance(engine.config, dict) and not engine.config.keys().isdisjoint(autoprotect.DEEPSPEED_SECTIONS):
         attach(engine)
     else:
         _log.warning('the DeepSpeed configuration has no "gemini" section: nothing is protected')
