@@ -49,12 +49,11 @@ class Protection:
     Args:
         engine: as ``deepspeed.initialize`` returned it.
         options: fields of `GeminiConfig`.
-        gradients: state of what synchronises the engine's gradients; default: the engine's own attribute ``gradients``, if it has one.
     """
 
-    def __init__(self, engine: Any, options: Mapping[str, Any], gradients: GradientState | None = None) -> None:
+    def __init__(self, engine: Any, options: Mapping[str, Any]) -> None:
         self._engine = engine
-        gradients = gradients if gradients is not None else vars(engine).get("gradients")  # getattr would find the module's too
+        gradients: GradientState | None = vars(engine).get("gradients")  # of its pipeline; getattr would find the module's too
         state = EngineState(engine)
         name = f"deepspeed-{next(_ordinals)}"
         self.checkpointer = Checkpointer(
