@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection as Pipe
+from types import SimpleNamespace
+from typing import cast
 
 from gemini_ft.agent.commit.collector import Collector
 from gemini_ft.agent.commit.leader import Leader
-from gemini_ft.agent.commit.member import MemberLink
+from gemini_ft.agent.commit.member import MemberLink, MemberParty
 from gemini_ft.agent.lifecycle import raise_descriptor_limit
 from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.decisions import Commit
@@ -104,10 +106,8 @@ class Hosts:
             up = job.ways[name][0]
             ways, told, order = [up] * (up != job.names[0]), partial(self._on_decision, name), first_leads(name, job.names[0])
             bundles = Bundles(name, {owner: job.holders[owner] for owner in job.copies[name]})
-            dial, collector = partial(connect, addresses, name), self.there.get(name)
-            self._links[name] = MemberLink(
-                ways, order, bundles, dial=dial, on_decision=told, reports=rejoin, log=print, collector=collector
-            )
+            party = SimpleNamespace(dial=partial(connect, addresses, name), decide=told, undecided=rejoin, log=print)
+            self._links[name] = MemberLink(ways, order, bundles, cast(MemberParty, party), self.there.get(name))
         async with asyncio.timeout(_TIMEOUT):
             while not all(link.reaches_leader for link in self._links.values()):
                 await asyncio.sleep(0.1)

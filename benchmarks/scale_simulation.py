@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from gemini_ft.agent.commit import collector, failover, leader, member
-from gemini_ft.agent.commit.failover import Failover
+from gemini_ft.agent.commit.failover import Failover, LeaderParty
 from gemini_ft.agent.commit.leader import Leader
 from gemini_ft.config import LEADER_TIMEOUT
 from gemini_ft.core.decisions import Abort, Commit
@@ -114,16 +114,15 @@ class Crowd:
         """A host's place in the commit; ``goes_on``: its agent was restarted."""
         succession = Succession(name, self._order, len(self.names), self._loop.time(), LEADER_TIMEOUT, goes_on)
         knows = self.collectors.get(name) or {owner: self.holders[owner] for owner in self.copies[name]}
-        return Failover(
-            succession,
-            self._ways,
-            knows,
+        party = SimpleNamespace(
             dial=partial(self._connect, name),
             make_leader=partial(self._lead, name),
-            on_decision=partial(self._on_decision, name),
+            decide=partial(self._on_decision, name),
             undecided=partial(self._words, name),
+            led=lambda: None,
             log=lambda line: None,
         )
+        return Failover(succession, self._ways, knows, cast(LeaderParty, party))
 
     def _lead(self, name: str, epoch: int, on_decision: Callable[[PeerMessage], None]) -> Leader:
         book = Ledger(self.holders, self._committed, PATIENCE)

@@ -45,9 +45,9 @@ class SparseRows:
         """The same units with values of another dtype."""
         return SparseRows(self.rows, self.indices, self.values.to(dtype))
 
-    def dense(self, rows: int | None = None) -> torch.Tensor:
-        """The matrix, [rows, width], with zeros where units are absent; ``rows`` may ask for more of them."""
-        matrix = self.values.new_zeros(self.rows if rows is None else rows, self.width)
+    def dense(self) -> torch.Tensor:
+        """The matrix, [rows, width], with zeros where units are absent."""
+        matrix = self.values.new_zeros(self.rows, self.width)
         return matrix.index_copy_(0, self.indices, self.values)
 
 

@@ -35,27 +35,15 @@ class AgentSession:
         self, context: StreamContext, spec: SessionSpec, on_decision: Callable[[PeerMessage], None], goes_on: bool = False
     ) -> None:
         self._context, self._spec = context, spec
+        self.decide, self.log = on_decision, context.log
         self._is_drained = False  # whether this host leaves: a leader must hear that the next version is due for storage
         self._began = time.monotonic()
         self.outbound = Outbound(context, spec)
-        self.storing = Storing(context, spec) if spec.storage is not None else None
+        self.storing = Storing(context, spec, self) if spec.storage is not None else None
         self._ways = ways_up(spec.hosts, spec.leader, spec.fan_in)
         order, size = candidates(spec.hosts, spec.leader, self._ways), len(set(spec.hosts))
         self.succession = Succession(context.host.name, order, size, self._began, spec.leader_timeout, goes_on)
-        self.failover = Failover(
-            self.succession,
-            self._ways,
-            context.host.holders,
-            dial=self._dial,
-            make_leader=self._leader,
-            on_decision=on_decision,
-            undecided=self._undecided,
-            log=context.log,
-            told=self._led,
-        )
-        if self.storing is not None:
-            self.storing.uploader.leads = lambda: self.succession.epoch if self.failover.leader is not None else None
-            self.storing.uploader.is_obeyed = lambda: self.failover.leader is not None and self.failover.leader.is_obeyed
+        self.failover = Failover(self.succession, self._ways, context.host.holders, self)
 
     def close(self) -> None:
         for part in (self.outbound, self.failover, self.storing.uploader if self.storing is not None else None):
@@ -64,17 +52,25 @@ class AgentSession:
 
     # -- the leader, on whichever host that is
 
-    def _leader(self, epoch: int, on_decision: Callable[[PeerMessage], None]) -> Leader:
+    def make_leader(self, epoch: int, on_decision: Callable[[PeerMessage], None]) -> Leader:
         book = _book(self._context, self._spec, self.storing, self._began)
         ranks, patience = self._spec.world_size, self.patience
         return Leader(self._context.host.name, book, ranks, self.storing, on_decision, patience=patience, ways=self._ways, epoch=epoch)
 
-    async def _dial(self, host: str, epoch: int, handler: Handler) -> Connection:
+    async def dial(self, host: str, epoch: int, handler: Handler) -> Connection:
         claims = self._context.claims("report", host).model_copy(update={"epoch": epoch, "promised": self.succession.epoch})
         return await dial(self._spec.addresses[host], claims, self._context.run.secret, handler)
 
-    def _led(self) -> None:
+    def led(self) -> None:
         self._context.led(self.succession.epoch, self.succession.leader)
+
+    @property
+    def leads_in(self) -> int | None:
+        return self.succession.epoch if self.failover.leader is not None else None
+
+    @property
+    def is_obeyed(self) -> bool:
+        return self.failover.leader is not None and self.failover.leader.is_obeyed
 
     def join(self, connection: Connection, claims: Claims) -> MemberPort | CollectorPort | Refusal:
         """Takes in a host that reports to this one."""
@@ -113,7 +109,7 @@ class AgentSession:
         """Whether a version is on its way to storage."""
         return self.storing is not None and self.storing.uploader.version is not None
 
-    def _undecided(self) -> list[PeerMessage]:
+    def undecided(self) -> list[PeerMessage]:
         """Everything that a leader must hear that has been restarted, or could not be reached for a while."""
         host, need = self._context.host, self.outbound.pacing.need
         uploading, said = (self.storing.uploader.version, self.storing.said) if self.storing is not None else (None, [])

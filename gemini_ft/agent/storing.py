@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from gemini_ft.agent.context import StreamContext
 from gemini_ft.agent.memory.staging import StoredCopy, hang_up
-from gemini_ft.agent.uploads import Uploader
+from gemini_ft.agent.uploads import Term, Uploader
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError
 from gemini_ft.wire.messages import Notice
@@ -18,9 +18,9 @@ from gemini_ft.wire.worker_messages import SessionSpec, Stage
 class Storing:
     """Pins slots while they are uploaded, and tells the leader and the user."""
 
-    def __init__(self, context: StreamContext, spec: SessionSpec) -> None:
+    def __init__(self, context: StreamContext, spec: SessionSpec, term: Term) -> None:
         self._context = context
-        self.uploader = Uploader(spec, context.run.run_id, context.log)
+        self.uploader = Uploader(spec, context.run.run_id, context.log, term)
         self.said: list[ReportUploaded] = []  # until the upload is over, in case the leader has not heard
 
     def upload(self, owner: int, slot: int, version: Version) -> None:

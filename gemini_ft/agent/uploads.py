@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.progress import Outage, TransferProgress
@@ -48,13 +48,25 @@ class UnclearUploadError(StorageError):
     """An upload has failed, and its manifest may exist, or come to exist, all the same."""
 
 
+class Term(Protocol):
+    """The time for which a host leads, if it does."""
+
+    @property
+    def leads_in(self) -> int | None:
+        """The epoch in which this host decides what is stored and deleted; None: it does not."""
+
+    @property
+    def is_obeyed(self) -> bool:
+        """Whether it is certain that no other host does by now."""
+
+
 class Uploader:
     """Uploads the frozen slots of this host's shards; on the leader's host, writes the manifest."""
 
-    def __init__(self, spec: SessionSpec, run: str, log: Callable[[str], None]) -> None:
+    def __init__(self, spec: SessionSpec, run: str, log: Callable[[str], None], term: Term) -> None:
         self.config = StorageConfig.model_validate(spec.storage)
         self.version: Version | None = None
-        self._spec, self._run, self._log = spec, run, log
+        self._spec, self._run, self._log, self._term = spec, run, log, term
         deletes = self.config.kept is not None
         self._reopen = partial(open_storage, self.config.url, self.config.endpoint_url, self.config.max_bandwidth, deletes)
         self._storage: Storage = self._reopen()
@@ -66,7 +78,7 @@ class Uploader:
             spec.stream,
             *keep,
             damaged=frozenset(spec.damaged),
-            may_delete=lambda: self.leads() is not None,
+            may_delete=lambda: self._term.leads_in is not None,
             present=spec.present,
         )
         self._tasks, self.background = Tasks(), Tasks()
@@ -77,8 +89,6 @@ class Uploader:
         self._orphans: set[str] = set()  # and of those whose manifest may be written by a leader that was lost
         self._clearing = threading.Lock()
         self._newest: tuple[Version, float] | None = None  # stored, and when
-        self.leads: Callable[[], int | None] = lambda: 0  # epoch in which this host decides what is stored and deleted; None: it does not
-        self.is_obeyed: Callable[[], bool] = lambda: True  # whether it is certain that no other host does by now
         self._tidied = False
         self._failures: dict[str, Outage] = {}  # operation that does not work -> what is known of that
 
@@ -251,7 +261,7 @@ class Uploader:
             StorageError: the manifest could not be written, or another job has taken this one's run id over.
             UnclearUploadError: the same, and it is not certain that there is none.
         """
-        epoch = self.leads()
+        epoch = self._term.leads_in
         manifest = Manifest(
             run=self._run,
             stream=self._spec.stream,
@@ -282,7 +292,7 @@ class Uploader:
         try:
             await self._insist("the manifest", write)
         except StorageError as error:
-            if not self.is_obeyed() or not await asyncio.to_thread(self._delete_manifest, manifest):
+            if not self._term.is_obeyed or not await asyncio.to_thread(self._delete_manifest, manifest):
                 raise UnclearUploadError(str(error)) from None
             raise
         self._retention.stored(manifest)
@@ -297,7 +307,7 @@ class Uploader:
         Raises:
             StorageError: another one leads, or has led.
         """
-        if epoch is None or self.leads() != epoch:
+        if epoch is None or self._term.leads_in != epoch:
             raise StorageError("another host leads the commits by now, and decides what is stored")
 
     def _withdraw_late(self, manifest: Manifest, epoch: int | None) -> None:

@@ -27,7 +27,7 @@ from gemini_ft.deepspeed.gradients import EngineGradients, install
 from gemini_ft.deepspeed.masters import base_optimizer
 from gemini_ft.deepspeed.state import EngineState
 from gemini_ft.errors import ConfigError
-from gemini_ft.launch import deepspeed_hook as wrapping
+from gemini_ft.launch import autoprotect
 from gemini_ft.state.generators import unchanged_randomness
 from gemini_ft.state.gradients import GradientState
 from gemini_ft.state.iterators import unkept
@@ -56,12 +56,11 @@ class Protection:
     Args:
         engine: as ``deepspeed.initialize`` returned it.
         options: fields of `GeminiConfig`.
-        gradients: state of what synchronises the engine's gradients; default: the engine's own attribute ``gradients``, if it has one.
     """
 
-    def __init__(self, engine: Any, options: Mapping[str, Any], gradients: GradientState | None = None) -> None:
+    def __init__(self, engine: Any, options: Mapping[str, Any]) -> None:
         self._engine = engine
-        gradients = gradients if gradients is not None else vars(engine).get("gradients")  # getattr would find the module's too
+        gradients: GradientState | None = vars(engine).get("gradients")  # of its pipeline; getattr would find the module's too
         state = EngineState(engine)
         name = f"deepspeed-{next(_ordinals)}"
         self.checkpointer = Checkpointer(
@@ -315,7 +314,7 @@ def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
     Returns:
         The same engine. ``engine.global_steps`` says how many steps are done, ``engine.gemini`` is its `Protection`.
 
-    In workers of ``gemini run`` an engine with such a section is protected already (`gemini_ft.launch.deepspeed_hook`); that is no error.
+    In workers of ``gemini run`` an engine with such a section is protected already (`gemini_ft.launch.autoprotect`); that is no error.
     An engine whose configuration has a "gradient_pipeline" section and no "gemini" section gets the pipeline alone.
 
     Raises:
@@ -347,7 +346,7 @@ def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
             engine._build_data_iter(engine.training_data)
     elif engine.training_dataloader is not None:
         engine.gemini.follow(engine.training_dataloader)
-    wrapping.protected = True
+    autoprotect.at_end[finish] = None
     return engine
 
 
@@ -361,7 +360,7 @@ def initialize(*arguments: Any, **named: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _attach_or_warn(engine: Any) -> None:
-    if isinstance(engine.config, dict) and not engine.config.keys().isdisjoint(wrapping.SECTIONS):
+    if isinstance(engine.config, dict) and not engine.config.keys().isdisjoint(autoprotect.DEEPSPEED_SECTIONS):
         attach(engine)
     else:
         _log.warning('the DeepSpeed configuration has no "gemini" section: nothing is protected')

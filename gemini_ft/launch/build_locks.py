@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from gemini_ft.hosts import began, machine_id
-from gemini_ft.launch.import_hook import once_imported
+from gemini_ft.launch.autoprotect import extend
 
 _log = logging.getLogger("gemini_ft")
 _OLD_SECONDS = 60.0  # most builds have ended by then
@@ -30,27 +28,15 @@ _OLD_SECONDS = 60.0  # most builds have ended by then
 
 def install() -> None:
     """Extends torch's lock as soon as it is there. May be called any number of times."""
-    once_imported("torch.utils.file_baton", _wrap)
+    extend("torch.utils.file_baton", "FileBaton.try_acquire", _acquire)
 
 
-def _wrap(module: ModuleType) -> None:
-    kind = getattr(module, "FileBaton", None)
-    original = getattr(kind, "try_acquire", None)
-    if kind is not None and original is not None and not hasattr(original, "_gemini_original"):
-        kind.try_acquire = _signing(original)
-
-
-def _signing(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    @functools.wraps(original)
-    def try_acquire(baton: Any) -> bool:
-        path = Path(baton.lock_file_path).absolute()
-        is_ours = original(baton) or (_took_away(path) and original(baton))
-        if is_ours:
-            _sign(path)
-        return is_ours
-
-    try_acquire._gemini_original = original  # type: ignore[attr-defined]
-    return try_acquire
+def _acquire(original: Callable[[Any], bool], baton: Any) -> bool:
+    path = Path(baton.lock_file_path).absolute()
+    is_ours = original(baton) or (_took_away(path) and original(baton))
+    if is_ours:
+        _sign(path)
+    return is_ours
 
 
 def _sign(path: Path) -> None:

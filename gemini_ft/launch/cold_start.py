@@ -1,7 +1,7 @@
 """Starts a worker of ``gemini run`` that is not forked; called with ``LAUNCHER [--copy=FILE] [-m] SCRIPT ARGUMENTS...``.
 
 Like one that is (`gemini_ft.launch.forkserver`), it differs from ``python -u SCRIPT`` in three points only: ``deepspeed.initialize``
-knows the "gemini" section (`gemini_ft.launch.deepspeed_hook`), torch's launcher learns of an exception, and the worker dies with it.
+knows the "gemini" section (`gemini_ft.launch.autoprotect`), torch's launcher learns of an exception, and the worker dies with it.
 LAUNCHER is its process id, FILE has the text of a script that it has read from a pipe. `gemini_ft.launch.script.starter` has the way
 to call this.
 """

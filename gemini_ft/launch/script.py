@@ -27,8 +27,7 @@ from functools import partial
 
 import gemini_ft
 from gemini_ft.errors import is_refusal
-from gemini_ft.launch import build_locks, notes, transformers_hook
-from gemini_ft.launch import deepspeed_hook as wrapping
+from gemini_ft.launch import autoprotect, build_locks, notes
 
 _STARTERS = (
     __file__,
@@ -77,8 +76,7 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
         program: script and arguments, or ``-m``, module name and arguments; the script ``-`` came through standard input.
         copy: file with the text of a script that came through a pipe.
     """
-    wrapping.install()
-    transformers_hook.install()
+    autoprotect.install()
     build_locks.install()
     sys.orig_argv = [sys.executable, "-u", *program]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -98,7 +96,7 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
             _record(end)
         if refused:
             notes.say(notes.REFUSED)
-        if end.code or not wrapping.protected:
+        if end.code or not autoprotect.at_end:
             raise
     except (Exception, KeyboardInterrupt) as error:
         _record(error)
@@ -111,7 +109,7 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
         sys.last_value = error  # as Python leaves it for exit handlers
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(status) from None
-    if wrapping.protected:
+    if autoprotect.at_end:
         _leave()
 
 
@@ -122,8 +120,8 @@ def _leave() -> None:
     launcher takes it for a failure of the job.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's own threads
-    if (engines := sys.modules.get("gemini_ft.deepspeed.engine")) is not None:
-        engines.finish()
+    for end in autoprotect.at_end:
+        end()
     atexit._run_exitfuncs()
     status = 0
     for stream in [item for item in gc.get_objects() if isinstance(item, io.IOBase) and not item.closed]:

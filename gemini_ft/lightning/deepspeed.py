@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gemini_ft.errors import ConfigError
-from gemini_ft.launch import deepspeed_hook as wrapping
+from gemini_ft.launch import autoprotect
 from gemini_ft.lightning import compat
 from gemini_ft.lightning.fit import Fit
 from gemini_ft.lightning.options import section_of
@@ -41,13 +41,13 @@ class EngineFit(Fit):
         return self._trainer.strategy.model
 
     def _bind_state(self) -> None:
-        from gemini_ft.deepspeed.engine import bound_collectives
+        from gemini_ft.deepspeed.engine import bound_collectives, finish
         from gemini_ft.deepspeed.state import EngineState
         from gemini_ft.deepspeed.versions import manages_accumulation  # only here: it loads DeepSpeed
 
         if not manages_accumulation(self._engine):
             raise ConfigError("managed_gradient_accumulation=false is not supported under Lightning, which does the accumulation itself")
-        wrapping.protected = True
+        autoprotect.at_end[finish] = None
         self.checkpointer.bind_state(EngineState(self._engine, modes=False))
         bound_collectives(self._engine, self.checkpointer.config.hang_timeout)
 
@@ -106,7 +106,7 @@ class GeminiDeepSpeedMixin(GeminiMixin, EnginesOnCpu):
         if config is not None:
             options = {"gradient_pipeline": config.get("gradient_pipeline")} | section_of(type(self).__name__, config) | options
             # Without the sections, so that the engine is not protected a second time.
-            options["config"] = {name: value for name, value in config.items() if name not in wrapping.SECTIONS}
+            options["config"] = {name: value for name, value in config.items() if name not in autoprotect.DEEPSPEED_SECTIONS}
         super().__init__(**options)
 
     def _setup_model_and_optimizer(self, *arguments: Any, **named: Any) -> Any:

@@ -7,13 +7,15 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from gemini_ft.agent.commit import leader, member
 from gemini_ft.agent.commit.collector import Collector, CollectorPort
 from gemini_ft.agent.commit.leader import Audience, Leader, MemberPort
-from gemini_ft.agent.commit.member import MemberLink
+from gemini_ft.agent.commit.member import MemberLink, MemberParty
 from gemini_ft.agent.uploads import UnclearUploadError
 from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.decisions import Abort, Commit, Holders, Thaw
@@ -349,18 +351,11 @@ class Crowd:
             collector = Collector(name, Gathering(name, self.holders)) if name in collectors(self.ways) else None
             order = candidates(["leader", *self.names], "leader", self.ways)
             succession = Succession(name, order, len(self.names) + 1, time.monotonic(), timeout=0.0)
-            dial, bundles = partial(self.dial, name), Bundles(name, self.holders)
-            ways = self.ways[name][:-1]
-            self.links[name] = MemberLink(
-                ways,
-                succession,
-                bundles,
-                dial=dial,
-                on_decision=self.heard[name].append,
-                reports=self._greeting,
-                log=print,
-                collector=collector,
+            party = cast(
+                MemberParty,
+                SimpleNamespace(dial=partial(self.dial, name), decide=self.heard[name].append, undecided=self._greeting, log=print),
             )
+            self.links[name] = MemberLink(self.ways[name][:-1], succession, Bundles(name, self.holders), party, collector)
         await self.until(lambda: self.reached == set(self.names))
         return self
 

@@ -48,7 +48,10 @@ class Naughty(LocalStorage):
 
 
 class Host:
-    """One host that owns the only shard."""
+    """One host that owns the only shard, and leads in an epoch."""
+
+    leads_in: int | None = 0
+    is_obeyed = True
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, begun_as: Incarnation | None = None, **settings: Any) -> None:
         monkeypatch.setattr("gemini_ft.agent.uploads.BACKOFF", 0.0)
@@ -69,7 +72,7 @@ class Host:
             lineage=[] if begun_as else [EARLIER],
             storage={"url": folder.as_uri(), "every_steps": 1, **settings},
         )
-        self.uploader = Uploader(self.spec, "run", self.log.append)
+        self.uploader = Uploader(self.spec, "run", self.log.append, self)
 
     async def upload(self, iteration: int, ends: str = "told") -> str:
         """From the copy in the slot to the thawing; what the user is told.
@@ -210,7 +213,7 @@ def test_a_host_that_does_not_lead_any_more_writes_no_manifest_and_deletes_nothi
     async def scenario() -> None:
         for iteration in (1, 2, 3):
             await host.upload(iteration)
-        host.uploader.leads = lambda: None
+        host.leads_in = None
         assert "another host leads the commits by now" in await host.upload(4)
         assert host.steps() == [3, 2]
 
@@ -297,7 +300,7 @@ def test_hosts_begin_to_upload_one_after_the_other() -> None:
 def test_a_host_that_waits_for_its_turn_to_upload_gives_up_with_its_session(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemini_ft.agent.uploads.HOSTS_PER_SECOND", 1e-3)
     host.spec = host.spec.model_copy(update={"hosts": ["h", "later"], "world_size": 2, "holders": {0: ["h"], 1: ["later"]}})
-    host.uploader = Uploader(host.spec, "run", host.log.append)
+    host.uploader = Uploader(host.spec, "run", host.log.append, host)
 
     for index, cut in enumerate(host.memory.cuts(0)):
         host.memory.put_chunk(index, *cut, checksum(host.memory.data(*cut)))
@@ -322,7 +325,7 @@ class TestSeveralLeaders:
 
     def test_a_manifest_because_of_which_another_leader_may_delete_older_ones_stays(self, host: Host) -> None:
         """That one has found it whole. This one cannot write its mark, and gives up."""
-        host.uploader.is_obeyed = lambda: False
+        host.is_obeyed = False
 
         async def scenario() -> None:
             host.storage.refuses = "put .*stored"
@@ -355,12 +358,11 @@ class TestSeveralLeaders:
 
     def test_a_manifest_that_arrives_too_late_goes_where_its_shards_have_gone(self, host: Host) -> None:
         """Its writer hears only then that another host leads, or has led."""
-        epochs = [0]
-        host.uploader.leads, host.uploader.is_obeyed = lambda: epochs[-1], lambda: False
+        host.is_obeyed = False
 
         def put(key: str) -> None:
             if key.endswith("manifest.json"):
-                epochs.append(3)
+                host.leads_in = 3
                 host.storage.delete(key.replace("manifest.json", "shard-00000.safetensors"))
 
         host.storage.before_put = put

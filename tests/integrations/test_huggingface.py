@@ -169,10 +169,9 @@ def _under_deepspeed(folder: Path, skipping: bool) -> str:
     from transformers import Trainer, TrainingArguments
 
     import gemini_ft
-    from gemini_ft.launch import deepspeed_hook, transformers_hook
+    from gemini_ft.launch import autoprotect
 
-    deepspeed_hook.install()
-    transformers_hook.install()
+    autoprotect.install()
     gemini_ft.init_process_group("gloo")
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -248,8 +247,8 @@ UNASKED = """
 import warnings
 warnings.simplefilter("ignore")
 import torch
-from gemini_ft.launch import transformers_hook
-transformers_hook.install()
+from gemini_ft.launch import autoprotect
+autoprotect.install()
 from transformers import Trainer, TrainingArguments
 
 class Net(torch.nn.Module):

@@ -127,16 +127,7 @@ class Member:
         self.ended = False
         order = candidates(crew.names, "h0", crew.ways)
         self.succession = Succession(self.name, order, len(crew.names), time.monotonic(), crew.timeout, goes_on)
-        self.failover = Failover(
-            self.succession,
-            crew.ways,
-            crew.holders,
-            dial=self._dial,
-            make_leader=self._leader,
-            on_decision=self._on_decision,
-            undecided=self._undecided,
-            log=self._log,
-        )
+        self.failover = Failover(self.succession, crew.ways, crew.holders, self)
 
     def end(self) -> None:
         """The agent is killed."""
@@ -160,13 +151,13 @@ class Member:
         held = [owner for owner, hosts in self.crew.holders.items() if self.name in hosts]
         return [Completed(owner, self.name, version(iteration), "l", "d", f"root {owner}") for owner in held]
 
-    def _undecided(self) -> list[PeerMessage]:
+    def undecided(self) -> list[PeerMessage]:
         roots = {owner: f"root {owner}" for owner, hosts in self.crew.holders.items() if self.name in hosts} if self.committed else {}
         known = {"committed": self.committed, "uploading": self.uploading, "roots": roots, "unstored": self.unstored}
         rejoin = Rejoin(epoch=self.succession.epoch, attempt=time.monotonic_ns(), **known)  # type: ignore[arg-type]
         return [rejoin, *(report for iteration in sorted(self.complete_versions) for report in self._reports(iteration))]
 
-    def _on_decision(self, message: PeerMessage) -> None:
+    def decide(self, message: PeerMessage) -> None:
         self.heard.append(message)
         if isinstance(message, Commit):
             self.committed = max(message.version, self.committed or message.version)
@@ -175,10 +166,13 @@ class Member:
         elif isinstance(message, Thaw):
             self.uploading, self.unstored = None, message.error
 
-    def _log(self, text: str) -> None:
+    def led(self) -> None:
+        """Nobody asks."""
+
+    def log(self, text: str) -> None:
         self.crew.lines.append(f"{self.name}: {text}")
 
-    def _leader(self, epoch: int, on_decision: Callable[[PeerMessage], None]) -> Leader:
+    def make_leader(self, epoch: int, on_decision: Callable[[PeerMessage], None]) -> Leader:
         crew = self.crew
         cadence = Cadence(every_steps=crew.every) if crew.every else None
         book = Ledger(crew.holders, self.committed, crew.patience, cadence)
@@ -190,7 +184,7 @@ class Member:
         self.incoming.append((claims.host, connection))
         return self.failover.join(connection, claims.host, claims.epoch, claims.promised)
 
-    async def _dial(self, host: str, epoch: int, handler: Handler) -> Connection:
+    async def dial(self, host: str, epoch: int, handler: Handler) -> Connection:
         if (self.name, host) in self.crew.cut:
             raise PeerError("cut")
         known = {"epoch": epoch, "promised": self.succession.epoch}

@@ -78,7 +78,7 @@ def start(case: Case) -> Any:
     import deepspeed
 
     import gemini_ft.deepspeed
-    from gemini_ft.launch import deepspeed_hook as wrapping
+    from gemini_ft.launch import autoprotect
 
     torch.manual_seed(0)
     net = Net(case.sparse)
@@ -86,7 +86,7 @@ def start(case: Case) -> Any:
     optimizer = torch.optim.SGD(params, 0.05) if case.sparse else torch.optim.AdamW(params, 1e-2)
     theirs = deepspeed.initialize
     if case.through == "wrapped":
-        wrapping.install()
+        autoprotect.install()
     initialize = gemini_ft.deepspeed.initialize if case.through == "initialize" else deepspeed.initialize
     engine, *_ = initialize(model=net, optimizer=optimizer, config=configuration(case))
     deepspeed.initialize = theirs

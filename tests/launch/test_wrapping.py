@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gemini_ft.launch import import_hook as afterimport
+from gemini_ft.launch import autoprotect
 from gemini_ft.launch.script import starter
 
 pytestmark = pytest.mark.started_anew
@@ -71,11 +71,11 @@ def test_a_worker_runs_the_package_that_has_started_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "before", ["import deepspeed", "from gemini_ft.launch import deepspeed_hook as wrapping; wrapping.install(); wrapping.install()"]
+    "before", ["import deepspeed", "from gemini_ft.launch import autoprotect; autoprotect.install(); autoprotect.install()"]
 )
 def test_once_whatever_comes_first(before: str, folder: Path) -> None:
     (folder / "script.py").write_text(
-        SCRIPT.format(f"from gemini_ft.launch import deepspeed_hook as hook\n{before}\nhook.install()\nhook.install()")
+        SCRIPT.format(f"from gemini_ft.launch import autoprotect\n{before}\nautoprotect.install()\nautoprotect.install()")
     )
     assert run(folder, "script.py")[0] == ATTACHED
 
@@ -106,6 +106,6 @@ def test_under_the_launcher(launcher: list[str], folder: Path) -> None:
 
 
 def test_an_installed_finder_stays_out_of_other_imports() -> None:
-    finder = afterimport.Finder(("deepspeed",), pytest.fail)
+    finder = autoprotect.Finder(("deepspeed",), pytest.fail)
     assert finder.find_spec("deepspeed.comm", None) is None
     assert finder.find_spec("json", None) is None

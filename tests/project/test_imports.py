@@ -32,8 +32,7 @@ PURE = (
     "core.slots",
     "core.traffic",
     "core.versions",
-    "launch.deepspeed_hook",
-    "launch.transformers_hook",
+    "launch.autoprotect",
 )
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from typing import Protocol
 
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.core.effects import Copies, Skipped
@@ -222,16 +223,31 @@ class CollectorPort(ReportingEnd):
         self._collector.leave(self)
 
 
-Dial = Callable[[str, int, Handler], Awaitable[Connection]]
-"""Connects to a host, which is asked to lead an epoch: its answer, `WayUp`, says whether it does."""
+class CommitParty(Protocol):
+    """A host that takes part in the commit."""
+
+    def dial(self, host: str, epoch: int, handler: Handler) -> Awaitable[Connection]:
+        """Connects to a host, which is asked to lead an epoch: its answer, `WayUp`, says whether it does."""
+
+    def decide(self, message: PeerMessage) -> None:
+        """Carries out a decision."""
+
+    def undecided(self) -> Sequence[PeerMessage]:
+        """Everything that a leader must hear that knows nothing of this host; the greeting is the first."""
+
+    def led(self) -> None:
+        """Hears that another epoch is led."""
+
+    def log(self, text: str) -> None:
+        """Takes a line for the agent's log."""
 
 
-async def ask(dial: Dial, host: str, epoch: int) -> WayUp | None:
+async def ask(party: CommitParty, host: str, epoch: int) -> WayUp | None:
     """The answer of a host that is asked whether reports go to the leader from there; None: there is none in time."""
     answer = _Answer()
     with contextlib.suppress(GeminiError, TimeoutError):
         async with asyncio.timeout(SILENCE):
-            connection = await dial(host, epoch, answer)
+            connection = await party.dial(host, epoch, answer)
             try:
                 return await answer.told
             finally:

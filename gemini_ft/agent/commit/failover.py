@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
-from gemini_ft.agent.commit.collector import Collector, CollectorPort, Dial, ReportingEnd, ask
+from gemini_ft.agent.commit.collector import Collector, CollectorPort, CommitParty, ReportingEnd, ask
 from gemini_ft.agent.commit.leader import Leader, MemberPort
 from gemini_ft.agent.commit.member import MemberLink
 from gemini_ft.agent.tasks import Tasks
@@ -27,6 +28,13 @@ _LOOK = 0.5  # seconds between looks at who has not come to this leader
 _AT_ONCE = 16  # hosts that a leader dials at a time to make itself known
 
 
+class LeaderParty(CommitParty, Protocol):
+    """A host that may lead."""
+
+    def make_leader(self, epoch: int, on_decision: Callable[[PeerMessage], None]) -> Leader:
+        """Makes the leader of an epoch on this host, which tells its decisions to the function that it is given."""
+
+
 class Failover:
     """Either a `Leader` or a `MemberLink`, one after the other, as often as the leader changes.
 
@@ -34,29 +42,14 @@ class Failover:
         succession: who leads.
         ways: of each host, those by way of which it may report while the first one leads (`gemini_ft.core.tree.ways_up`).
         holders: owner -> hosts, the owner's own first.
-        dial: connects to another host.
-        make_leader: makes the leader of an epoch on this host, which tells its decisions to the function that it is given.
-        on_decision: carries decisions out on this host.
-        undecided: everything that a leader must hear that knows nothing of this host; the greeting is the first.
-        log: takes lines for the agent's log.
-        told: hears of each change.
+        party: this host.
     """
 
     def __init__(
-        self,
-        succession: Succession,
-        ways: Mapping[str, Sequence[str]],
-        holders: Mapping[int, tuple[str, ...]],
-        *,
-        dial: Dial,
-        make_leader: Callable[[int, Callable[[PeerMessage], None]], Leader],
-        on_decision: Callable[[PeerMessage], None],
-        undecided: Callable[[], Sequence[PeerMessage]],
-        log: Callable[[str], None],
-        told: Callable[[], None] = lambda: None,
+        self, succession: Succession, ways: Mapping[str, Sequence[str]], holders: Mapping[int, tuple[str, ...]], party: LeaderParty
     ) -> None:
-        self.succession, self._ways, self._holders, self._dial = succession, ways, holders, dial
-        self._make_leader, self._on_decision, self._undecided, self._log, self._told = make_leader, on_decision, undecided, log, told
+        self.succession, self._ways, self._holders, self._party = succession, ways, holders, party
+        self.dial, self.led, self.log = party.dial, party.led, party.log
         self.leader: Leader | None = None
         self.member: MemberLink | None = None
         self._finished: dict[int, ReportFinished] = {}  # by rank; each leader must hear them
@@ -64,7 +57,7 @@ class Failover:
         self._calls = Tasks()  # to hosts that have not come
         self._is_closed = False
         if succession.begins_as_leader:
-            self._lead(succession.epoch, begins=True)
+            self.lead(succession.epoch, begins=True)
         else:
             self._report()
 
@@ -85,9 +78,9 @@ class Failover:
         elif self.member is not None:
             self.member.take(message)
 
-    def _decide(self, message: PeerMessage) -> None:
+    def decide(self, message: PeerMessage) -> None:
         self._remember(message)
-        self._on_decision(message)
+        self._party.decide(message)
 
     def _remember(self, message: PeerMessage) -> None:
         """Keeps what the next leader must hear as well: this one may be lost before it has reached all whom it concerns."""
@@ -98,8 +91,8 @@ class Failover:
         elif isinstance(message, DrainHost):
             self._drained[message.host] = message
 
-    def _everything(self) -> list[PeerMessage]:
-        return [*self._undecided(), *self._drained.values(), *self._finished.values()]
+    def undecided(self) -> list[PeerMessage]:
+        return [*self._party.undecided(), *self._drained.values(), *self._finished.values()]
 
     @property
     def reaches_leader(self) -> bool:
@@ -119,7 +112,7 @@ class Failover:
         """
         self.hear(promised)
         if self.leader is None and self.succession.is_asked(epoch, time.monotonic()):
-            self._lead(epoch)
+            self.lead(epoch)
         if self.leader is not None:
             return self.leader.join(connection, host)
         if self.member is not None and self.member.collector is not None and host != self.succession.leader:
@@ -130,7 +123,7 @@ class Failover:
         """Takes note of an epoch that is led: this host follows it, if it knows of no newer one."""
         if self._is_closed or not self.succession.follow(epoch, time.monotonic()):
             return
-        self._told()
+        self.led()
         if self.leader is not None:
             self._calls.cancel()
             self.leader.close()
@@ -144,28 +137,17 @@ class Failover:
         self.leader = None
         name, holders = self.succession.name, self._holders
         collector = Collector(name, Gathering(name, holders)) if name in collectors(self._ways) else None
-        self.member = MemberLink(
-            self._ways.get(name, ())[:-1],
-            self.succession,
-            Bundles(name, holders),
-            dial=self._dial,
-            on_decision=self._decide,
-            reports=self._everything,
-            log=self._log,
-            collector=collector,
-            lead=self._lead,
-            changed=self._told,
-        )
+        self.member = MemberLink(self._ways.get(name, ())[:-1], self.succession, Bundles(name, holders), self, collector)
 
-    def _lead(self, epoch: int, begins: bool = False) -> None:
+    def lead(self, epoch: int, begins: bool = False) -> None:
         if self.member is not None:
             self.member.close()
             self.member = None
         if self.succession.follow(epoch, time.monotonic()):
-            self._told()
+            self.led()
         self.succession.reach()
-        self.leader = self._make_leader(epoch, self._decide)
-        for message in [] if begins else self._everything():
+        self.leader = self._party.make_leader(epoch, self.decide)
+        for message in [] if begins else self.undecided():
             self.leader.take(message)
         self._calls.spawn(self._call_missing(self.leader))
 
@@ -178,7 +160,7 @@ class Failover:
                 await asyncio.gather(*(self._call(host) for host in missing[at : at + _AT_ONCE]))
 
     async def _call(self, host: str) -> None:
-        answer = await ask(self._dial, host, self.succession.epoch)
+        answer = await ask(self, host, self.succession.epoch)
         if answer is not None:
             asyncio.get_running_loop().call_soon(self.hear, answer.epoch)  # which may end this task
 

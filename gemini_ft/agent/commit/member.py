@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
+from typing import Protocol
 
-from gemini_ft.agent.commit.collector import GATHER, HEARTBEAT, SILENCE, Collector, Dial, ReportingEnd, ask
+from gemini_ft.agent.commit.collector import GATHER, HEARTBEAT, SILENCE, Collector, CommitParty, ReportingEnd, ask
 from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.decisions import Holders
 from gemini_ft.core.effects import Completed
@@ -44,6 +45,13 @@ class _End(Enum):
     BROKEN = "the connection broke"
 
 
+class MemberParty(CommitParty, Protocol):
+    """A host that reports to others."""
+
+    def lead(self, epoch: int) -> None:
+        """Makes this host the leader of an epoch, without being asked."""
+
+
 class MemberLink:
     """A host's connection to the leader, or to a collector.
 
@@ -51,32 +59,14 @@ class MemberLink:
         ways: the collectors that may take the reports, the preferred one first; after them comes the leader.
         succession: says who leads.
         bundles: gathers what is complete here, so that it is one message per step.
-        dial: connects to another host.
-        on_decision: carries decisions out on this host.
-        reports: everything undecided, which a leader that is reached anew must hear; the greeting is the first.
-        log: takes lines for the agent's log.
+        party: the host for which it reports.
         collector: takes the reports of other hosts; None: none come here.
-        lead: makes this host the leader of an epoch, without being asked.
-        changed: hears that another epoch is led.
     """
 
     def __init__(
-        self,
-        ways: Sequence[str],
-        succession: Succession,
-        bundles: Bundles,
-        *,
-        dial: Dial,
-        on_decision: Callable[[PeerMessage], None],
-        reports: Callable[[], Sequence[PeerMessage]],
-        log: Callable[[str], None],
-        collector: Collector | None = None,
-        lead: Callable[[int], None] = lambda epoch: None,
-        changed: Callable[[], None] = lambda: None,
+        self, ways: Sequence[str], succession: Succession, bundles: Bundles, party: MemberParty, collector: Collector | None
     ) -> None:
-        self._ways, self._dial, self._succession, self._on_decision, self._reports = ways, dial, succession, on_decision, reports
-        self._log, self._bundles, self._lead, self._changed = log, bundles, lead, changed
-        self.collector = collector
+        self._ways, self._succession, self._bundles, self._party, self.collector = ways, succession, bundles, party, collector
         self._at = 0  # the collector that is dialled, or connected; after the last one comes the leader
         self._late: asyncio.TimerHandle | None = None  # sends what waits, complete or not
         self._spoke = self._heard = 0.0  # when something was sent, and heard
@@ -185,7 +175,7 @@ class MemberLink:
             self._bundles.exclude(message.excluded)
             if self.collector is not None:
                 self.collector.exclude(message.excluded)
-        self._on_decision(message)
+        self._party.decide(message)
 
     def _take_early(self) -> None:
         if self._early is not None:
@@ -195,7 +185,7 @@ class MemberLink:
         """Greets on a way to the leader of an epoch, if that is the newest one of which this host has heard."""
         self._shut()
         if self._succession.follow(told.epoch, time.monotonic()):
-            self._changed()
+            self._party.led()
         if told.epoch < self._succession.epoch or not (told.is_open or not self._is_leader):
             self._leave(_End.DECLINED, "it does not lead")
         elif told.is_open:
@@ -210,7 +200,7 @@ class MemberLink:
     def _greet(self) -> None:
         """Says everything that a leader must hear that knows nothing of this host."""
         self._bundles.forget()
-        for message in self._reports():
+        for message in self._party.undecided():
             self.take(message)
         self._flush()
 
@@ -251,7 +241,7 @@ class MemberLink:
             if not self._is_next_clear(asks, served, end):
                 await asyncio.sleep(self._redial_in)
                 self._redial_in = min(2 * self._redial_in, _LONGEST)
-        self._lead(own)
+        self._party.lead(own)
 
     def _begin_anew(self) -> None:
         self._asking: list[int] = []  # epochs whose leaders are asked next, as the present one is lost
@@ -307,12 +297,12 @@ class MemberLink:
         dialled = time.monotonic()
         try:
             async with asyncio.timeout(patience):
-                connection = await self._dial(host, epoch, way)
+                connection = await self._party.dial(host, epoch, way)
         except (GeminiError, TimeoutError) as error:
             is_silent = time.monotonic() - dialled > min(SILENCE, 0.9 * patience)  # an agent that is stopped: its kernel takes connections
             if not self._has_said:
                 self._has_said = True
-                self._log(f"host {host!r}, to which this one reports: {str(error) or f'it did not answer for {patience:g} s'}")
+                self._party.log(f"host {host!r}, to which this one reports: {str(error) or f'it did not answer for {patience:g} s'}")
             return False, _End.SILENT if is_silent else _End.UNREACHABLE
         if self._lost.is_set():  # while it was dialled
             connection.abort("it is lost")
@@ -336,7 +326,7 @@ class MemberLink:
         own = self._ways[0]
         while True:
             await asyncio.sleep(RETURN * (1 + random.random()))  # the hosts of one collector come back one by one
-            told = await ask(self._dial, own, self._succession.epoch)
+            told = await ask(self._party, own, self._succession.epoch)
             if told is not None and told.is_open and told.epoch == self._succession.epoch:
                 self._at = 0
                 self._leave(_End.BROKEN, f"host {own!r} takes this host's reports again")
@@ -356,7 +346,7 @@ class MemberLink:
             self._looks += 1
             silence = self._succession.silence if self._is_leader else SILENCE
             if silence and self._looks > _LOOKS and time.monotonic() - self._heard > silence and not self._lost.is_set():
-                self._log(
+                self._party.log(
                     "the leader is silent; the next host is asked"
                     if self._is_leader
                     else "the host that takes this host's reports to the leader is silent; another one is asked"
