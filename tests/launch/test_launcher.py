@@ -354,6 +354,7 @@ class TestSettings:
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "environ", os.environ.copy())
+        monkeypatch.delenv("OMP_NUM_THREADS")
         (tmp_path / "train.py").touch()
         monkeypatch.chdir(tmp_path)
 
