@@ -199,8 +199,8 @@ class TestBudget:
     def test_a_limit_of_any_control_group_around_this_process_counts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         around = tmp_path / "cgroups" / "around"
         (around / "own").mkdir(parents=True)
-        monkeypatch.setattr(budgets, "_CGROUPS", tmp_path / "cgroups")
-        monkeypatch.setattr(budgets, "_cgroup_folders", lambda: [(around / "own", "memory.max", "memory.current")])
+        monkeypatch.setattr(budgets, "CGROUPS", tmp_path / "cgroups")
+        monkeypatch.setattr(budgets, "cgroup_folders", lambda: [(around / "own", "memory.max", "memory.current")])
         for folder, limit, used in ((tmp_path, "1", "0"), (around, "50", "20"), (around / "own", "max", "10")):
             (folder / "memory.max").write_text(limit)
             (folder / "memory.current").write_text(used)
