@@ -62,6 +62,9 @@ for _name in _ours():
 # Thousands of processes would compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Tensors are tiny, and other tests want the cores: a second thread would only spin until the first one has something for it.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # What hosts remember of runs belongs to this run of the tests alone.
 os.environ["GEMINI_STATE_DIR"] = tempfile.mkdtemp(prefix="gemini-state-")
 atexit.register(shutil.rmtree, os.environ["GEMINI_STATE_DIR"], ignore_errors=True)

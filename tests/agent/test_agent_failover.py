@@ -36,6 +36,16 @@ def test_when_the_leader_is_lost_the_next_host_leads_and_what_was_committed_stay
     asyncio.run(work())
 
 
+def test_a_leader_that_says_nothing_for_less_than_the_timeout_is_not_taken_for_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with Crew(3, timeout=600) as crew:
+            await asyncio.sleep(0.3)  # thirty looks
+            assert not [line for line in crew.lines if "silent" in line]
+
+    monkeypatch.setattr(member, "LOOK", 0.01)
+    asyncio.run(work())
+
+
 def test_leaders_are_lost_one_after_the_other() -> None:
     async def work() -> None:
         async with Crew(5) as crew:

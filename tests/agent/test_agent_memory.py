@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_ft.agent.hangs import HangDetector
+from gemini_ft.agent.memory import budget as budgets
 from gemini_ft.agent.memory import slot_memory as module
 from gemini_ft.agent.memory.budget import Budget, available_memory
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
@@ -194,6 +195,16 @@ class TestBudget:
         assert 0 < budget.limit < available_memory()
         with pytest.raises(MemoryBudgetError, match="60 % of the memory available when the agent started"):
             budget.take(budget.limit + 1, "it")
+
+    def test_a_limit_of_any_control_group_around_this_process_counts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        around = tmp_path / "cgroups" / "around"
+        (around / "own").mkdir(parents=True)
+        monkeypatch.setattr(budgets, "CGROUPS", tmp_path / "cgroups")
+        monkeypatch.setattr(budgets, "cgroup_folders", lambda: [(around / "own", "memory.max", "memory.current")])
+        for folder, limit, used in ((tmp_path, "1", "0"), (around, "50", "20"), (around / "own", "max", "10")):
+            (folder / "memory.max").write_text(limit)
+            (folder / "memory.current").write_text(used)
+        assert available_memory() == 30  # what lies above all of them is no control group
 
     def test_never_promises_what_the_host_does_not_have(self) -> None:
         beyond = psutil.virtual_memory().total

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
-from itertools import product
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,14 @@ WITH = {"topk": {"ratio": 0.2}, "efsignsgd": {}, "qsgd": {}, "randomk": {"ratio"
 ALL = (Processor.GPU, Processor.CPU)
 
 every_topology = pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+
+Share = Callable[[int, int], list[Option]]
+
+
+@pytest.fixture(params=["in turn", pytest.param("all", marks=pytest.mark.soak)])
+def share(request: pytest.FixtureRequest) -> Share:
+    """Of so many cases of a test the options of the one with this number: each option meets one of them, in the soak all."""
+    return (lambda number, count: options()[number::count]) if request.param == "in turn" else (lambda number, count: options())
 
 
 def compressor(name: str) -> Compressor:
@@ -62,10 +69,10 @@ def mean_error(found: Gradients, ranks: Sequence[Gradients]) -> float:
 
 
 @every_topology
-def test_every_option_gives_the_mean(topology: Topology) -> None:
+def test_every_option_gives_the_mean(topology: Topology, share: Share) -> None:
     """Of n ranks by n - 1 additions and one division in float32: each is half a unit in the last place off, at most."""
     ranks = ranks_of(topology, 0)
-    for option in options():
+    for option in share(TOPOLOGIES.index(topology), len(TOPOLOGIES)):
         executors = [OptionExecutor(Identity(), option, topology) for _ in ranks]
         assert mean_error(together(executors, ranks, 0, topology=topology), ranks) <= topology.world + 1, option
 
@@ -80,7 +87,7 @@ def test_options_of_both_processors_give_the_bits_of_one() -> None:
     dice = random.Random(1)
     for topology in (Topology(2, 2), Topology(3, 2)):
         ranks = ranks_of(topology, 0)
-        for option in dice.sample(options(ALL), 150):
+        for option in dice.sample(options(ALL), 60):
             found = together(team("topk", option, topology), ranks, 0, topology=topology)
             assert same(found, together(team("topk", option.on(Processor.GPU), topology), ranks, 0, topology=topology)), option
 
@@ -100,9 +107,9 @@ def test_the_cpu_compresses_what_a_gpu_holds() -> None:
 
 
 @pytest.mark.parametrize("name", WITH)
-def test_all_ranks_hold_the_same_bits(name: str) -> None:
+def test_all_ranks_hold_the_same_bits(name: str, share: Share) -> None:
     """Also where several machines compress the same values with random rounding; `together` compares."""
-    for number, option in enumerate(options()):
+    for number, option in enumerate(share([*WITH].index(name), len(WITH))):
         topology = TOPOLOGIES[number % len(TOPOLOGIES)]
         executors = team(name, option, topology)
         for step in range(2):
@@ -161,9 +168,9 @@ def test_sixteen_bits_in_sixteen_bits_out() -> None:
 
 
 @every_topology
-def test_gradients_are_only_read(topology: Topology) -> None:
+def test_gradients_are_only_read(topology: Topology, share: Share) -> None:
     """A single float32 tensor is lent without a copy, and no collective of one rank makes one."""
-    for option in options():
+    for option in share(TOPOLOGIES.index(topology), len(TOPOLOGIES)):
         executors = team("topk", option, topology)
         for step in range(2):
             ranks = ranks_of(topology, step, {"even": (4, 16)})
@@ -176,14 +183,12 @@ def test_gradients_are_only_read(topology: Topology) -> None:
 
 
 @pytest.mark.parametrize("name", ["none", "topk", "qsgd"])
-def test_as_many_bytes_as_the_costs_are_computed_for(name: str) -> None:
+def test_as_many_bytes_as_the_costs_are_computed_for(name: str, share: Share) -> None:
     """Exactly, where parts are equal and a part's payload is that part of the whole's."""
     inner = COMPRESSORS[name](**({"ratio": 0.25} if name == "topk" else {}))
     elements = 24 * inner.align
     topologies = (Topology(1, 4), Topology(2, 2), Topology(3, 2), Topology(2, 4))
-    for number, (option, topology) in enumerate(product(options(), topologies)):
-        if name == "qsgd" and number % 4 != number // 4 % 4:
-            continue  # each option on one of them: to round at random takes five times as long
+    for option, topology in ((option, each) for number, each in enumerate(topologies) for option in share(number, len(topologies))):
         executors = [OptionExecutor(inner, option, topology) for _ in range(topology.world)]
         sent: list[list[Tensor]] = [[] for _ in executors]
         ranks = ranks_of(topology, 0, {"w": (elements,)})
@@ -203,8 +208,8 @@ def test_as_many_bytes_as_the_costs_are_computed_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH)
-def test_as_many_bytes_as_the_formula_says(name: str) -> None:
-    for number, option in enumerate(options()):
+def test_as_many_bytes_as_the_formula_says(name: str, share: Share) -> None:
+    for number, option in enumerate(share([*WITH].index(name), len(WITH))):
         topology = TOPOLOGIES[number % len(TOPOLOGIES)]
         executors = team(name, option, topology)
         sent: list[list[Tensor]] = [[] for _ in executors]
@@ -240,12 +245,12 @@ def owed(executor: OptionExecutor, option: Option, rank: int, name: str, size: i
     return total
 
 
-@pytest.mark.parametrize("name", ["topk", "qsgd", *(pytest.param(name, marks=pytest.mark.soak) for name in ("efsignsgd", "randomk"))])
-def test_nothing_is_lost_over_many_steps(name: str) -> None:
+@pytest.mark.parametrize("name", WITH)
+def test_nothing_is_lost_over_many_steps(name: str, share: Share) -> None:
     """What was sent and all residuals make up the gradients. Each step rounds at most 4 n + 8 values, none of them larger than
     what all n ranks hold together."""
     steps = 5
-    for number, option in enumerate(option for option in options() if option.compressed):
+    for number, option in enumerate(option for option in share([*WITH].index(name), len(WITH)) if option.compressed):
         topology = (Topology(2, 2), Topology(3, 2), Topology(1, 4))[number % 3]
         executors = team(name, option, topology)
         total = {key: torch.zeros(shape, dtype=torch.float64) for key, shape in SHAPES.items()}
@@ -284,10 +289,10 @@ HALVES = (("scalar", "matrix"), ("three", "zero_d", "even"))
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-@pytest.mark.parametrize("name", ["topk", "efsignsgd", "qsgd", "randomk"])
-def test_what_is_not_finite_is_seen_by_all_and_spares_the_rest(name: str, poison: float) -> None:
+@pytest.mark.parametrize("name", WITH)
+def test_what_is_not_finite_is_seen_by_all_and_spares_the_rest(name: str, poison: float, share: Share) -> None:
     topology = Topology(2, 2)
-    for option in options()[::4]:
+    for option in share([*WITH].index(name) + (len(WITH) if poison == math.inf else 0), 2 * len(WITH)):
         disturbed, undisturbed = team(name, option, topology), team(name, option, topology)
         for step in range(3):
             ranks = ranks_of(topology, step)
@@ -315,12 +320,12 @@ def test_without_error_feedback_nothing_is_kept() -> None:
 LARGE = {**SHAPES, "large": (5, 1001)}  # sums of less than 16 KiB take another way
 
 
-def run_options() -> dict[str, Any]:
-    """Every option on this rank of 2 machines with 2 each; results as hex, and what was refused."""
+def run_options(chosen: Sequence[Option]) -> dict[str, Any]:
+    """Options on this rank of 2 machines with 2 each; results as hex, and what was refused."""
     dist.init_process_group("gloo")
     groups, rank = ScopedGroups.of(2), dist.get_rank()
     found = []
-    for option in options():
+    for option in chosen:
         executor = OptionExecutor(compressor("qsgd"), option, groups.topology)
         means = reduce(executor, gradients(rank, LARGE), 0, groups)
         found.append("".join(bits(tensor).hex() for tensor in means.values()))
@@ -339,12 +344,12 @@ def run_options() -> dict[str, Any]:
     return {"found": found, "refused": refused}
 
 
-def test_ranks_on_process_groups(tmp_path: Path) -> None:
+def test_ranks_on_process_groups(share: Share, tmp_path: Path) -> None:
     """All ranks hold the same bits, those of the ranks beside each other in one process."""
     topology = Topology(2, 2)
     with World(tmp_path, topology.world) as ranks:
-        results = ranks.finish(run_options, restarts=0)
-    for number, option in enumerate(options()):
+        results = ranks.finish(run_options, share(0, 3), restarts=0)
+    for number, option in enumerate(share(0, 3)):
         expected = together(team("qsgd", option, topology), [gradients(rank, LARGE) for rank in range(4)], 0, topology=topology)
         text = "".join(bits(tensor).hex() for tensor in expected.values())
         assert all(result["found"][number] == text for result in results), option

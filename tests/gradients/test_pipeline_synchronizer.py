@@ -24,18 +24,15 @@ preload("pipeline_case")
 
 
 @pytest.mark.parametrize(
-    ("world", "ddp", "fusions"),
+    ("world", "ddp", "whole"),
     [
-        (2, False, [0, 1]),
-        (3, False, [2]),
-        (2, True, [3]),
-        (3, True, [1]),
-        pytest.param(3, False, [3], marks=pytest.mark.soak),
-        pytest.param(3, True, [0, 2], marks=pytest.mark.soak),
+        (2, True, False),
+        (3, False, False),
+        *(pytest.param(*each, True, marks=pytest.mark.soak) for each in itertools.product((2, 3), (False, True))),
     ],
 )
-def test_every_method_averages_as_by_hand(world: int, ddp: bool, fusions: list[int], tmp_path: Path) -> None:
-    assert on_ranks(tmp_path, world, pipeline_case.every_method, ddp, fusions) == [[]] * world
+def test_every_method_averages_as_by_hand(world: int, ddp: bool, whole: bool, tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, world, pipeline_case.every_method, ddp, whole) == [[]] * world
 
 
 CASES = [

@@ -53,7 +53,7 @@ def test_a_plain_loop(tmp_path: Path, case: plain_case.Case) -> None:
 
 def test_replicas_that_workers_carry(tmp_path: Path) -> None:
     """A host is lost with its memory; what workers have carried out of slots that a device fills brings it back."""
-    case = plain_case.Case(width=4096, options=WAIT | {"traffic": {"transport": "collective", "buffer_bytes": 16384, "sub_buffers": 4}})
+    case = plain_case.Case(width=1024, options=WAIT | {"traffic": {"transport": "collective", "buffer_bytes": 16384, "sub_buffers": 4}})
     with World(tmp_path, 2) as ranks:
         expected = ranks.outcome(plain_case.train, case, str(tmp_path / "undisturbed"))
     with World(tmp_path, 2) as ranks:

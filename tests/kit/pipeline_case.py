@@ -145,11 +145,17 @@ def several(*cases: tuple[Callable[..., Any], tuple[Any, ...]]) -> list[Any]:
 FUSIONS: list[Any] = ["layer-wise", {"bucket": 2000}, {"groups": 2}, "cupcake"]
 
 
-def every_method(ddp: bool, fusions: Iterable[int]) -> list[str]:
-    """Each with its own options and default memory, against averaging by hand; what is wrong."""
+def every_method(ddp: bool, whole: bool) -> list[str]:
+    """Each with its own options and default memory, against averaging by hand; what is wrong.
+
+    Args:
+        ddp: the model is wrapped.
+        whole: every method meets every way of fusing, and not only one, with which another one begins on a wrapped model.
+    """
     join()
     wrong = []
-    for name, fusion in itertools.product(METHODS, (FUSIONS[number] for number in fusions)):
+    in_turn = [(name, FUSIONS[(number + 2 * ddp) % len(FUSIONS)]) for number, name in enumerate(METHODS)]
+    for name, fusion in itertools.product(METHODS, FUSIONS) if whole else in_turn:
         by_hand = method(name)
         with closing(Loop(rule(compress=compress(name), fusion=fusion), ddp, profile_steps=2)) as loop:
             for step in range(4):

@@ -6,6 +6,7 @@ Where `launchers` are forked a ``Popen`` of ``gemini run``, ``gemini store``, to
 forks its workers, is as it always was to the caller and to the process: its child and nobody else's, with its own descriptors, environment
 (in /proc too), working directory, session and network namespace, ``sys.argv``, ``sys.path`` and ``__main__``. It shares the seed of string
 hashes with the others, and what was read from the environment while torch was loaded: where such a variable differs, it is started anew.
+At its end exit handlers run, and the interpreter is not taken apart, which would take longer than most jobs do. Workers' interpreters are.
 
 Each launcher has a server of its own, forked before it has done anything, so that the server of workers that it starts is forked as well,
 and torchrun's workers are, and the agent that waits for the first worker; that one has torch in its memory, and cannot import it. Agents
@@ -419,7 +420,7 @@ def main() -> None:
     while True:
         question = _serve(channel)
         if question is None:
-            return
+            os._exit(0)
         try:
             _become(question)
         except _Again as again:
@@ -432,12 +433,30 @@ def main() -> None:
     os.execvp = _replace  # type: ignore[assignment]
     renewal.draw_anew()
     program = _Program(question["args"])
+    own, status = os.getpid(), 0
     while True:
         try:
             _run(program.args, path)
-            return
         except _Program as another:
             program = another
+            continue
+        except SystemExit as end:
+            if not isinstance(end.code, int):
+                raise
+            status = end.code
+        break
+    if os.getpid() != own or _is_worker(program.args):
+        sys.exit(status)
+    _leave(status)
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends this process as Python does, but without taking apart what its server has loaded: that takes longer than all that a job does."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import psutil
 
 from gemini_ft.errors import MemoryBudgetError
 
-_CGROUPS = Path("/sys/fs/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int:
@@ -21,24 +21,25 @@ def available_memory() -> int:
 def _cgroup_headroom() -> list[int]:
     """The bytes that each cgroup around this process still allows; a limit anywhere above counts as well."""
     found = []
-    for folder, limit_name, used_name in _cgroup_folders():
+    for folder, limit_name, used_name in cgroup_folders():
         for place in (folder, *folder.parents):
             with contextlib.suppress(OSError, ValueError):  # "max", or no limit at this level
                 limit, used = int((place / limit_name).read_text()), int((place / used_name).read_text())
                 found.append(max(0, limit - used))
-            if place == _CGROUPS:
+            if place == CGROUPS:
                 break
     return found
 
 
-def _cgroup_folders() -> list[tuple[Path, str, str]]:
+def cgroup_folders() -> list[tuple[Path, str, str]]:
+    """The control groups that this process is in, each with the names of the files of its limit and of what it uses."""
     names = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
     folders = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         for controller, files in names.items():
             if controller in controllers.split(","):
-                folders.append((_CGROUPS / controller / path.lstrip("/"), *files))
+                folders.append((CGROUPS / controller / path.lstrip("/"), *files))
     return folders
 
 
