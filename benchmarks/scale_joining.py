@@ -24,9 +24,8 @@ from unittest import mock
 from gemini_ft.agent.commit.leader import Leader
 from gemini_ft.agent.workers import unpack_long
 from gemini_ft.config import GeminiConfig
-from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.effects import Copies, Gathered
-from gemini_ft.core.gathering import Gathering
+from gemini_ft.core.gathering import Bundles, Gathering
 from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.placement import place, survival_probability
 from gemini_ft.core.protocol import Host

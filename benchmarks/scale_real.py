@@ -16,9 +16,8 @@ from gemini_ft.agent.commit.collector import Collector
 from gemini_ft.agent.commit.leader import Leader
 from gemini_ft.agent.commit.member import MemberLink, MemberParty
 from gemini_ft.agent.lifecycle import raise_descriptor_limit
-from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.decisions import Commit
-from gemini_ft.core.gathering import Gathering
+from gemini_ft.core.gathering import Bundles, Gathering
 from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.succession import Succession
 from gemini_ft.core.tree import ways_up

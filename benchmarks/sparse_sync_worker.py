@@ -25,8 +25,7 @@ from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.backends import open_exchange
 from gemini_ft.sync.base import Scheme
 from gemini_ft.sync.hashing import group_by_part, murmur
-from gemini_ft.sync.hierarchical_hashing import hierarchical_hash
-from gemini_ft.sync.partition import EvenPartition, HashedPartition, Partition, RotatedPartition
+from gemini_ft.sync.partition import EvenPartition, HashedPartition, Partition, RotatedPartition, hierarchical_hash
 from gemini_ft.sync.rows import SparseRows, to_rows, union
 from gemini_ft.sync.schemes import SCHEMES
 from gemini_ft.sync.zen import Zen

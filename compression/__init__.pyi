@@ -1,6 +1,4 @@
 # The names that `from gemini_ft.compression import TopK` finds. This folder has no __init__.py: gemini_ft/beside.py reads this file.
-from .adaq import AdaQ as AdaQ
-from .atomo import Atomo as Atomo
 from .base import Bundle as Bundle
 from .base import Compressor as Compressor
 from .base import FlatLayout as FlatLayout
@@ -23,20 +21,22 @@ from .dgc import MomentumCorrection as MomentumCorrection
 from .dgc import SampledThreshold as SampledThreshold
 from .espresso_executor import OptionExecutor as OptionExecutor
 from .feedback import ErrorFeedback as ErrorFeedback
+from .feedback import TwoPhase as TwoPhase
 from .inceptionn import Inceptionn as Inceptionn
+from .low_rank import Atomo as Atomo
+from .low_rank import PowerSGD as PowerSGD
 from .methods import METHODS as METHODS
 from .methods import create as create
-from .powersgd import PowerSGD as PowerSGD
 from .quantise import QSGD as QSGD
+from .quantise import AdaQ as AdaQ
 from .quantise import GlobalInt8 as GlobalInt8
+from .quantise import Sketch as Sketch
 from .quantise import TernGrad as TernGrad
+from .quantise import ThreeLC as ThreeLC
 from .sidco import SIDCo as SIDCo
 from .sign import MajorityVote as MajorityVote
 from .sign import OneBit as OneBit
 from .sign import ScaledSign as ScaledSign
-from .sketch import Sketch as Sketch
 from .sparse import RandomK as RandomK
 from .sparse import Threshold as Threshold
 from .sparse import TopK as TopK
-from .threelc import ThreeLC as ThreeLC
-from .twophase import TwoPhase as TwoPhase

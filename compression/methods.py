@@ -11,22 +11,17 @@ from typing import Any
 
 from gemini_ft.validation import check_options
 
-from .adaq import AdaQ
-from .atomo import Atomo
 from .base import Compressor, Reducer
 from .cast import Bf16, Dynamic8, Fp16, Identity, Natural, Natural8
 from .dgc import MomentumCorrection, SampledThreshold
-from .feedback import ErrorFeedback
+from .feedback import ErrorFeedback, TwoPhase
 from .inceptionn import Inceptionn
+from .low_rank import Atomo, PowerSGD
 from .options import METHOD_OPTIONS
-from .powersgd import PowerSGD
-from .quantise import QSGD, GlobalInt8, TernGrad
+from .quantise import QSGD, AdaQ, GlobalInt8, Sketch, TernGrad, ThreeLC
 from .sidco import SIDCo
 from .sign import MajorityVote, OneBit, ScaledSign
-from .sketch import Sketch
 from .sparse import RandomK, Threshold, TopK
-from .threelc import ThreeLC
-from .twophase import TwoPhase
 
 COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "none": Identity,

@@ -1,7 +1,22 @@
-"""Stochastic quantisers: each element becomes a small integer, at random so that its expectation is the element."""
+"""Quantisers: each element becomes one of few values. QSGD, TernGrad and Global-QSGD draw it at random, with the
+element as its expectation.
+
+AdaQ, adaptive threshold quantisation (Dryden et al., MLHPC 2016): the largest elements of each sign, as one mean per sign.
+
+Payload per tensor: mean of its positive and of its negative elements (float32), how many there are of each (int32); then the indices
+(int32) of all, positive ones of a tensor before its negative ones.
+
+SketchML (Jiang et al., SIGMOD 2018): each element becomes the mean of its quantile bin.
+
+3LC (Lim et al., MLSys 2019): three values, five of them in a byte, and runs of zeros in one byte more.
+
+Bytes 0 to 242 are five ternary digits; 243 to 255 are runs of 2 to 14 bytes of five zeros each.
+"""
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -9,6 +24,7 @@ from . import kernels
 from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Payload, Primitive, Reducer, Turn, cut, divided, join
 from .buffers import BUFFERS
 from .norms import norms, row_norms
+from .sparse import WithRatio, kept, within
 
 _LEAST = 2.0**-126  # its reciprocal is finite
 
@@ -153,3 +169,203 @@ class GlobalInt8(Reducer):
 
     def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         return layout.total + 4 * (layout.total // self.align)
+
+
+_SAMPLE = 65536  # elements of a tensor that are looked at for a border
+
+
+class AdaQ(WithRatio, Compressor):
+    """Sends about ``ratio`` of the positive and of the negative elements of each tensor, the largest, as their means.
+
+    Two thresholds, because gradients need not be symmetric; large tensors are sampled for them. Biased: use it with error feedback.
+    """
+
+    primitive = Primitive.ALL_GATHER_V
+
+    def __init__(self, ratio: float = 0.01) -> None:
+        self.ratio = ratio
+
+    def compress(self, bundle: Bundle, turn: Turn) -> Payload:
+        layout = bundle.layout
+        parts = [part for view, at in zip(bundle.views, layout.starts, strict=True) for part in self._sides(view, at)]
+        indices = [part[0] for part in parts]
+        means = torch.stack([part[1] for part in parts])
+        counts = torch.tensor([part.numel() for part in indices], dtype=torch.int32, device=means.device)
+        return Payload(layout, join(means, counts, torch.cat(indices).int()))
+
+    def _sides(self, view: Tensor, at: int) -> list[tuple[Tensor, Tensor]]:
+        sides = [self._largest(view), self._largest(-view)]
+        return [(picked + at, view.index_select(0, picked).sum() / max(1, picked.numel())) for picked in sides]
+
+    def _largest(self, signed: Tensor) -> Tensor:
+        """Indices of about ``ratio`` of the positive elements."""
+        stride = max(1, signed.numel() // _SAMPLE)
+        sample = signed[::stride]
+        target = kept(int((sample > 0).sum()), self.ratio)
+        border = max(_LEAST, float(sample.topk(target).values[-1])) if target else _LEAST
+        found = kernels.not_below(signed, border)
+        return within(signed, found, max(1, target * stride)) if found.numel() else found
+
+    def decompress(self, payload: Payload) -> Bundle:
+        layout = payload.layout
+        sides = 2 * len(layout.names)
+        count = payload.data.numel() // 4 - 2 * sides
+        means, counts, indices = cut(payload.data, (torch.float32, sides), (torch.int32, sides), (torch.int32, count))
+        flat = BUFFERS.zeros(layout.total, device=payload.data.device)
+        # A NaN is on both sides, so that its index may come twice: the mean is NaN both times.
+        flat.index_copy_(0, indices.long(), torch.repeat_interleave(means, counts))
+        return Bundle(layout, flat)
+
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
+        if selected is None:
+            raise ValueError("AdaQ: how many elements travel depends on the data; give selected=")
+        return 16 * len(layout.names) + 4 * selected
+
+
+_BINS = 64  # six bits
+_SAMPLE_FOR_BINS = 16384
+
+
+class Sketch(Compressor):
+    """64 bins per tensor, as many elements in each, in six bits; bin means are exact, borders are from a sample.
+
+    An element's bin is looked up by the upper 16 bits of its float, as if borders were rounded to bfloat16, wherever that leaves bins
+    apart. Elements between borders that bfloat16 cannot tell apart are searched for. Needs error feedback.
+    Payload: 64 means of each tensor (float32), then four codes in three bytes. Computed on the CPU.
+    """
+
+    primitive = Primitive.ALL_GATHER
+
+    def compress(self, bundle: Bundle, turn: Turn) -> Payload:
+        layout, device = bundle.layout, bundle.flat.device
+        values = bundle.flat.cpu().numpy()
+        keys = _ordered(values)
+        codes = np.zeros(layout.total, np.uint8)
+        means = np.empty((len(layout.names), _BINS), np.float32)
+        for row, size, at in zip(means, layout.sizes, layout.starts, strict=True):
+            part = slice(at, at + size)
+            codes[part] = _bins(keys[part], values[part])
+            row[:] = _means(codes[part], values[part])
+        return Payload(layout, join(torch.from_numpy(means), torch.from_numpy(_pack6(codes))).to(device))
+
+    def decompress(self, payload: Payload) -> Bundle:
+        layout, count = payload.layout, len(payload.layout.names)
+        means, packed = cut(payload.data, (torch.float32, count * _BINS), (torch.uint8, layout.total * 3 // 4))
+        flat = kernels.look_up_each(_unpack6(packed), layout, means.view(count, _BINS, 1))
+        return Bundle(layout, layout.clear_padding(flat))
+
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
+        return layout.total * 3 // 4 + 4 * _BINS * len(layout.names)
+
+
+def _ordered(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """The upper 16 bits of floats, so changed that they are in the floats' order."""
+    upper = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    return upper ^ ((upper.view(np.int16) >> 15).view(np.uint16) | np.uint16(0x8000))
+
+
+def _bins(keys: npt.NDArray[np.uint16], values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """The bin of each element, by borders between equal parts of a sorted sample."""
+    sample = np.sort(values[:: max(1, values.size // _SAMPLE_FOR_BINS)])
+    borders = sample[np.arange(1, _BINS) * sample.size // _BINS]
+    upper = np.maximum.accumulate(_ordered(borders).astype(np.int64))  # numpy sorts a NaN last, whatever its sign
+    table = np.repeat(np.arange(_BINS, dtype=np.uint8), np.diff(upper, prepend=0, append=65536))
+    bins = table[keys]
+    crowded = np.unique(upper[:-1][(upper[1:] == upper[:-1]) & (borders[1:] > borders[:-1])])
+    if crowded.size:
+        among = np.zeros(65536, dtype=bool)
+        among[crowded] = True
+        places = np.flatnonzero(among[keys])
+        bins[places] = np.searchsorted(borders, values[places], side="right")
+    return bins
+
+
+def _means(codes: npt.NDArray[np.uint8], values: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    counts = np.bincount(codes, minlength=_BINS)
+    sums = np.bincount(codes, weights=values, minlength=_BINS)
+    return np.asarray(sums / np.maximum(counts, 1), dtype=np.float64)
+
+
+def _pack6(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    a, b, c, d = codes.reshape(-1, 4).T
+    packed = np.empty((codes.size // 4, 3), np.uint8)
+    packed[:, 0] = a | b << 6
+    packed[:, 1] = b >> 2 | c << 4
+    packed[:, 2] = c >> 4 | d << 2
+    return packed.reshape(-1)
+
+
+def _unpack6(packed: Tensor) -> Tensor:
+    x, y, z = packed.view(-1, 3).unbind(1)
+    return torch.stack([x & 63, x >> 6 | (y & 15) << 2, y >> 4 | (z & 3) << 4, z >> 2], dim=1).view(-1)
+
+
+_ZEROS = 121  # a byte of five zeros
+_RUN = 243  # stands for two of them
+_LONGEST = 14
+_WEIGHTS = torch.tensor([81, 27, 9, 3, 1])  # of the digits of a byte
+
+
+class ThreeLC(Compressor):
+    """Sends the nearest of -M, 0 and M; M is ``sparsity`` times each tensor's largest magnitude. Needs error feedback.
+
+    Payload: M of each tensor (float32), then the bytes.
+
+    Args:
+        sparsity: from 1 (most exact) to 2, excluded (sparsest).
+    """
+
+    primitive = Primitive.ALL_GATHER_V
+    align = 40  # whole bytes of five digits and whole bytes of eight bits
+
+    def __init__(self, sparsity: float = 1.0) -> None:
+        if not 1 <= sparsity < 2:
+            raise ValueError(f"sparsity={sparsity}: must be at least 1 and below 2")
+        self.sparsity = sparsity
+
+    def compress(self, bundle: Bundle, turn: Turn) -> Payload:
+        scales = magnitudes(bundle).mul_(self.sparsity)
+        weights = _WEIGHTS.to(scales)
+        quartic = BUFFERS.empty(bundle.layout.total // 5, torch.uint8, scales.device)
+        for part, scaled in kernels.scaled_blocks(bundle.flat, bundle.layout, inverse(scales)):
+            digits = torch.mv(scaled.round_().view(-1, 5), weights)
+            quartic[part.start // 5 : part.stop // 5] = digits.nan_to_num_(0.0).add_(_ZEROS)
+        return Payload(bundle.layout, join(scales, shorten(quartic)))
+
+    def decompress(self, payload: Payload) -> Bundle:
+        layout = payload.layout
+        count = len(layout.names)
+        scales, runs = cut(payload.data, (torch.float32, count), (torch.uint8, payload.data.numel() - 4 * count))
+        tables = _digits(runs.device) * scales.view(-1, 1, 1)
+        return Bundle(layout, kernels.look_up_each(lengthen(runs), layout, tables))
+
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
+        """Bytes of the payload, where ``selected`` is the number of bytes left after runs of zeros are shortened."""
+        if selected is None:
+            raise ValueError("3LC: how long runs of zeros are depends on the data; give selected=")
+        return 4 * len(layout.names) + selected
+
+
+def _digits(device: torch.device) -> Tensor:
+    """The five values of each byte, float32 (243, 5)."""
+    return (torch.arange(_RUN).unsqueeze(1) // _WEIGHTS % 3 - 1).float().to(device)
+
+
+def shorten(quartic: Tensor) -> Tensor:
+    """Runs of `_ZEROS` as one byte each, the longer ones in pieces; uint8 in, uint8 out."""
+    others = kernels.indices(kernels.equal(quartic, _ZEROS).logical_not_())
+    gaps = torch.cat([others.new_full((1,), -1), others, others.new_full((1,), quartic.numel())]).diff() - 1
+    pieces = (gaps + _LONGEST - 1) // _LONGEST
+    ends = (pieces + 1).cumsum(0) - 1  # where the element after a gap lies
+    short = quartic.new_full((int(ends[-1]),), _RUN + _LONGEST - 2)
+    short[ends[:-1]] = quartic[others]
+    last = gaps - _LONGEST * (pieces - 1)  # of a gap that is not empty: the zeros in its last piece
+    some = kernels.indices(gaps > 0)
+    short[ends[some] - 1] = torch.where(last > 1, last + (_RUN - 2), _ZEROS)[some].to(torch.uint8)
+    return short
+
+
+def lengthen(runs: Tensor) -> Tensor:
+    """Undoes `shorten`."""
+    lengths = (runs.int() - (_RUN - 2)).clamp_(min=1)
+    return torch.repeat_interleave(runs.clamp(max=_RUN).masked_fill_(runs >= _RUN, _ZEROS), lengths)

@@ -46,10 +46,10 @@ from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.state.tensors import every_optimizer
 from gemini_ft.storage.base import WORD
 from gemini_ft.torch_versions import buffers_are_broadcast
+from gemini_ft.worker.outcomes import Stats
 from gemini_ft.worker.recorder import Recorder
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise, on_all_ranks
 from gemini_ft.worker.spreading import fill
-from gemini_ft.worker.stats import Stats
 
 _LAST_SECONDS = 2.0  # for the last snapshot of a script that ends without a close
 EXPLAIN = "GEMINI_EXPLAIN"  # in the environment: print the census

@@ -31,8 +31,7 @@ from transformers.trainer_callback import ExportableState
 
 from gemini_ft.checkpointer import Checkpointer
 from gemini_ft.config import load_config
-from gemini_ft.core.census import Finding
-from gemini_ft.core.fates import TRAINER, TRAINER_DATA
+from gemini_ft.core.census import TRAINER, TRAINER_DATA, Finding
 from gemini_ft.errors import ConfigError
 from gemini_ft.state.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.state.hyperparameters import of_scheduler

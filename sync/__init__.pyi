@@ -1,15 +1,15 @@
 # The names that `from gemini_ft.sync import Zen` finds. This folder has no __init__.py: gemini_ft/beside.py reads this file.
-from .agsparse import AGsparse as AGsparse
 from .auto import Auto as Auto
 from .base import Scheme as Scheme
 from .ddp_hook import HookState as HookState
 from .ddp_hook import hook as hook
+from .dense import AGsparse as AGsparse
 from .dense import Dense as Dense
 from .fpisa import FPISA as FPISA
 from .hierarchical import Hierarchical as Hierarchical
 from .inceptionn import InceptionnRing as InceptionnRing
 from .omnireduce import OmniReduce as OmniReduce
-from .omnireduce_streaming import OmniReduceStreaming as OmniReduceStreaming
+from .omnireduce import OmniReduceStreaming as OmniReduceStreaming
 from .parameter_server import SinglePS as SinglePS
 from .parameter_server import SparsePS as SparsePS
 from .rows import GradientError as GradientError

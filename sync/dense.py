@@ -1,4 +1,7 @@
-"""The backend's own all-reduce of the whole tensor, with which the other schemes are compared."""
+"""The backend's own all-reduce of the whole tensor, with which the other schemes are compared.
+
+The scheme that gathers the indices and values of all ranks, so that each rank sums for itself.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from torch.distributed import ProcessGroup
 
 from gemini_ft.validation import check_options
 
+from . import wire
 from .base import Dimensions, SparseScheme, admit_dense
 from .exchange import Exchange
 from .options import SCHEME_OPTIONS
-from .rows import SparseRows, from_dense, to_matrix
+from .rows import SparseRows, add_up, from_dense, to_matrix
 
 
 class Dense(SparseScheme):
@@ -43,3 +47,14 @@ class Dense(SparseScheme):
         matrix = admit_dense(tensor, group, self._describe(tensor))[0] if self._check else to_matrix(tensor)
         dist.all_reduce(matrix, group=group)
         return matrix.reshape(tensor.shape).to(tensor.device)
+
+
+class AGsparse(SparseScheme):
+    """Torch's own way with sparse gradients: simple, but its bytes grow with the number of ranks."""
+
+    name = "agsparse"
+    dimensions = Dimensions("ring", "one-shot", "centralization", None)
+
+    def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
+        gathered = sorted(exchange.all_gather(wire.encode(gradient)), key=lambda each: each[0])
+        return add_up([wire.decode_like(message, gradient) for _, message in gathered])

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from .agsparse import AGsparse
 from .base import Dimensions, Scheme, SparseScheme
-from .dense import Dense
+from .dense import AGsparse, Dense
 from .fpisa import FPISA
 from .hierarchical import Hierarchical
 from .inceptionn import InceptionnRing
-from .omnireduce import OmniReduce
-from .omnireduce_streaming import OmniReduceStreaming
+from .omnireduce import OmniReduce, OmniReduceStreaming
 from .parameter_server import SinglePS, SparsePS
 from .sparcml import DSARSplitAllgather, SSARRecursiveDoubling, SSARSplitAllgather
 from .switch_scheme import SwitchScheme

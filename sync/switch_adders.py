@@ -1,18 +1,163 @@
 """Registers of a switch: one class per way of adding, each vectorised over packets. Pure.
 
 A row is one copy of one slot. Values travel as bytes; the registers may be wider.
+
+FPISA's registers (Yuan et al., NSDI 2022): floating-point sums with integer operations that a switch has. Pure.
+
+A sum is an exponent E and a signed 32-bit mantissa M, with the implied one written out. To add (e, m), the mantissa of the smaller
+exponent is shifted right and M becomes their sum; only what leaves the switch is normalised. Both times bits that do not fit are
+rounded to nearest, ties to even: cut bits would make every sum smaller. Above the mantissa there are as many bits as the sums of 64
+workers need, and what is left of 31 are guard bits below it: one for float32, 14 and 17 for float16 and bfloat16. The paper has
+none, and shifts that round down.
+
+FPISA-A is for switches that cannot shift what they have stored: a larger exponent shifts its own mantissa left, by as many bits as are
+free, and if it is larger still it overwrites the sum. Both are counted where they lose something. For the sake of that room it has no
+guard bits.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
-from .fpisa_registers import FPISA
-from .switch_packets import Array, span
-from .switch_registers import Adder
+from .switch_packets import MOST_RANKS, Array, span
+
+
+class Adder(ABC):
+    """Registers for ``rows`` times ``nbytes`` bytes of values.
+
+    Attributes:
+        register_bytes: of memory per byte of values.
+        most: ranks whose values can be added.
+        counts: events by name.
+    """
+
+    register_bytes: ClassVar[float] = 1.0
+    most: ClassVar[int] = MOST_RANKS
+
+    def __init__(self, rows: int, nbytes: int) -> None:
+        self.counts: Counter[str] = Counter()
+
+    @abstractmethod
+    def store(self, rows: Array, values: Array) -> None:
+        """Writes the first values of a round: uint8 [k, nbytes], in k different rows."""
+
+    @abstractmethod
+    def add(self, rows: Array, values: Array) -> None:
+        """Adds further values of a round."""
+
+    @abstractmethod
+    def read(self, rows: Array) -> Array:
+        """The sums, as they travel: uint8 [k, nbytes]. To be used before the next call: they may be the registers themselves."""
+
+
+_BITS = 31  # of a register, without its sign
+
+
+class FpisaAdder(Adder):
+    """FPISA on float32."""
+
+    fraction: ClassVar[int] = 23  # bits
+    exponent: ClassVar[int] = 8  # bits
+    travels: ClassVar[type[np.uint32 | np.uint16]] = np.uint32
+    guarded: ClassVar[bool] = True
+    register_bytes = 2.0
+
+    def __init__(self, rows: int, nbytes: int) -> None:
+        super().__init__(rows, nbytes)
+        free = _BITS - self.fraction - 1 - (MOST_RANKS - 1).bit_length()
+        assert free >= 0, "so many sums of the same exponent could overflow"
+        self._guards = free if self.guarded else 0
+        elements = nbytes // np.dtype(self.travels).itemsize
+        self._exponents, self._mantissas = np.zeros((rows, elements), np.int32), np.zeros((rows, elements), np.int32)
+
+    def store(self, rows: Array, values: Array) -> None:
+        places = span(rows)
+        self._exponents[places], self._mantissas[places] = self._unpack(values)
+
+    def add(self, rows: Array, values: Array) -> None:
+        places = span(rows)
+        self._exponents[places], self._mantissas[places] = self._sum(
+            self._exponents[places], self._mantissas[places], *self._unpack(values)
+        )
+
+    def read(self, rows: Array) -> Array:
+        """Normalises, and rounds to the fraction."""
+        exponent, mantissa = self._exponents[span(rows)], self._mantissas[span(rows)]
+        size = np.abs(mantissa.astype(np.int64))
+        shift = np.frexp(size.astype(np.float64))[1] - 1 - self.fraction  # exact: a mantissa has 32 bits
+        field = exponent + shift - self._guards
+        shift = np.where(field > 0, shift, 1 - exponent + self._guards)  # below the smallest exponent numbers stay as they are
+        rounded = _nearest(size << np.clip(-shift, 0, _BITS), np.maximum(shift, 0))
+        # A fraction that is rounded up to the next power of two carries into the exponent, from the largest one to infinity.
+        bits = (np.maximum(field - 1, 0).astype(np.int64) << self.fraction) + rounded
+        bits = np.minimum(bits, ((1 << self.exponent) - 1) << self.fraction)
+        bits = np.where(size == 0, 0, bits) | ((mantissa < 0).astype(np.int64) << (self.fraction + self.exponent))
+        found: Array = bits.astype(self.travels)
+        return found.view(np.uint8)
+
+    def _unpack(self, values: Array) -> tuple[Array, Array]:
+        bits = values.view(self.travels).astype(np.int64)
+        exponent = (bits >> self.fraction) & ((1 << self.exponent) - 1)
+        mantissa = (bits & ((1 << self.fraction) - 1)) | ((exponent > 0).astype(np.int64) << self.fraction)
+        negative = bits >> (self.fraction + self.exponent) & 1
+        return np.maximum(exponent, 1).astype(np.int32), (np.where(negative, -mantissa, mantissa) << self._guards).astype(np.int32)
+
+    def _sum(self, exponent: Array, mantissa: Array, other: Array, given: Array) -> tuple[Array, Array]:
+        ahead = other - exponent
+        total = _nearest(mantissa, np.maximum(ahead, 0)) + _nearest(given, np.maximum(-ahead, 0))
+        return np.maximum(exponent, other), total.astype(np.int32)
+
+
+class FpisaAAdder(FpisaAdder):
+    """FPISA-A on float32: what it counts is ``overwritten`` sums and ``overflowed`` ones, which wrap."""
+
+    guarded = False
+
+    def _sum(self, exponent: Array, mantissa: Array, other: Array, given: Array) -> tuple[Array, Array]:
+        room, ahead = _BITS - self.fraction - 1, other - exponent
+        over = (ahead > room) & (given != 0)
+        aligned = np.where(ahead > 0, given.astype(np.int64) << np.clip(ahead, 0, room), _nearest(given, np.maximum(-ahead, 0)))
+        total = np.where(over, given, mantissa + aligned)
+        wrapped = total.astype(np.int32)
+        self.counts["overwritten"] += int((over & (mantissa != 0)).sum())
+        self.counts["overflowed"] += int((wrapped != total).sum())
+        return np.where(over, other, exponent), wrapped
+
+
+def _nearest(values: Array, shift: Array) -> Array:
+    """``values / 2**shift``, rounded to the nearest integer and ties to even, int64. ``shift`` is not below 0."""
+    wide, shift = values.astype(np.int64), np.minimum(shift, 62)
+    half = (np.int64(1) << shift) >> 1
+    found: Array = (wide + np.where(shift > 0, half - 1 + (wide >> shift & 1), 0)) >> shift
+    return found
+
+
+class FpisaHalf(FpisaAdder):
+    fraction, exponent, travels, register_bytes = 10, 5, np.uint16, 4.0
+
+
+class FpisaBFloat(FpisaAdder):
+    fraction, exponent, travels, register_bytes = 7, 8, np.uint16, 4.0
+
+
+class FpisaAHalf(FpisaAAdder):
+    fraction, exponent, travels, register_bytes = 10, 5, np.uint16, 4.0
+
+
+class FpisaABFloat(FpisaAAdder):
+    fraction, exponent, travels, register_bytes = 7, 8, np.uint16, 4.0
+
+
+FPISA: Mapping[str, Mapping[str, type[Adder]]] = {
+    "fpisa": {"float32": FpisaAdder, "float16": FpisaHalf, "bfloat16": FpisaBFloat},
+    "fpisa-a": {"float32": FpisaAAdder, "float16": FpisaAHalf, "bfloat16": FpisaABFloat},
+}
+"""By mode and dtype."""
 
 
 class IntegerAdder(Adder):

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .switch_adders import Adder
 from .switch_packets import Array, Packets
-from .switch_registers import Adder
 
 
 @dataclass

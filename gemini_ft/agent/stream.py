@@ -8,13 +8,12 @@ from __future__ import annotations
 from functools import partial
 
 from gemini_ft.agent.context import RunContext, StreamContext
-from gemini_ft.agent.incoming import Incoming
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.memory.slot_store import SlotDonor
 from gemini_ft.agent.own_shards import OwnShards
 from gemini_ft.agent.replication.rebuild import Rebuilding
 from gemini_ft.agent.replication.receive import Inbound
-from gemini_ft.agent.session import AgentSession
+from gemini_ft.agent.session import AgentSession, Incoming
 from gemini_ft.agent.storing import Stagings
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.workers import WorkerConnection

@@ -21,8 +21,7 @@ from gemini_ft.cli.table import table
 from gemini_ft.compression.base import FlatLayout, Primitive, Reducer, layout_of
 from gemini_ft.compression.sparse import kept
 from gemini_ft.errors import ConfigError
-from gemini_ft.pipeline.assignment import assign, trained
-from gemini_ft.pipeline.plan import NO_RULE, Tensor, first_plan, rule_at
+from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, first_plan, rule_at, trained
 from gemini_ft.pipeline.rules import Compression, Rule, Rules, load_rules
 from gemini_ft.sync.costs import Link, fpisa, switched, switchml, textbook
 from gemini_ft.sync.schemes import LOSSY_SCHEMES

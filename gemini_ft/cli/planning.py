@@ -13,9 +13,8 @@ from typing import Any
 
 from gemini_ft.cli.table import table
 from gemini_ft.config import parse_bytes
-from gemini_ft.core.forecast import Cluster, Forecast, ReplicaChoice, best, choices, forecast, lost_work, quantile
+from gemini_ft.core.forecast import DAY, Cluster, Forecast, ReplicaChoice, best, choices, forecast, lost_work, quantile, wasted_time
 from gemini_ft.core.placement import describe, place, survival_probability
-from gemini_ft.core.waste import DAY, wasted_time
 from gemini_ft.errors import ConfigError
 
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}

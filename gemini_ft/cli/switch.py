@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from gemini_ft.config import load_config, parse_bytes
 from gemini_ft.errors import ConfigError
-from gemini_ft.sync.switch_jobs import Limits
-from gemini_ft.sync.switch_server import Server
+from gemini_ft.sync.switch_server import Limits, Server
 from gemini_ft.wire.network import bound
 from gemini_ft.wire.trust import switch_key
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 
 from gemini_ft.core.decisions import Abort, Commit, Decision, Fatal, Holders, Thaw, WriteManifest
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Report, Skipped
-from gemini_ft.core.folded import Folded
 from gemini_ft.core.protocol import NO_ROOTS
-from gemini_ft.core.rounds import Pair, Round
+from gemini_ft.core.rounds import Folded, Pair, Round
 from gemini_ft.core.versions import MOST, Incarnation, Version
 
 _END = Version(Incarnation(MOST + 1, ""), 0)  # after all versions: an owner that has finished has gone past them
@@ -48,7 +47,7 @@ class Ledger:
     """Collects reports, decides commits. ``holders``: owner -> hosts, the owner's own first.
 
     Hundreds of thousands of reports may come per step, so that none of them may cost a walk over all ranks. Those of one version are put
-    aside until the last one is there (`gemini_ft.core.folded`), also where copies are late, differ or are left out. Rarer cases are counted
+    aside until the last one is there (`gemini_ft.core.rounds`), also where copies are late, differ or are left out. Rarer cases are counted
     (`gemini_ft.core.rounds`): what was put aside is then reported as if it came now, and nothing is decided otherwise.
     """
 

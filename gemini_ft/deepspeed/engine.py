@@ -20,19 +20,18 @@ import torch.distributed as dist
 
 from gemini_ft.checkpointer import Checkpointer, Snapshot
 from gemini_ft.config import load_config
-from gemini_ft.core.fates import LOADERS
+from gemini_ft.core.census import LOADERS
 from gemini_ft.deepspeed.border import Border
 from gemini_ft.deepspeed.data import EngineData, initialize_protected
 from gemini_ft.deepspeed.gradients import EngineGradients, install
-from gemini_ft.deepspeed.masters import base_optimizer
+from gemini_ft.deepspeed.partitions import base_optimizer
 from gemini_ft.deepspeed.state import EngineState
 from gemini_ft.errors import ConfigError
 from gemini_ft.launch import autoprotect
-from gemini_ft.state.generators import unchanged_randomness
 from gemini_ft.state.gradients import GradientState
 from gemini_ft.state.iterators import unkept
 from gemini_ft.state.left_out import left_out
-from gemini_ft.state.rng import branch_randomness, rng_state, set_rng_state
+from gemini_ft.state.rng import branch_randomness, rng_state, set_rng_state, unchanged_randomness
 
 _log = logging.getLogger("gemini_ft")
 _HANG_SECONDS = 600.0  # for a collective of the engine, where hang_timeout is not set: NCCL's own default

@@ -26,10 +26,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from gemini_ft.deepspeed.partitions import own_part
 from gemini_ft.errors import ConfigError
-from gemini_ft.pipeline.assignment import assign, nothing, trained
 from gemini_ft.pipeline.averager import own_group
 from gemini_ft.pipeline.body import Body
-from gemini_ft.pipeline.plan import Tensor
+from gemini_ft.pipeline.plan import Tensor, assign, nothing, trained
 from gemini_ft.pipeline.routes import Gradients
 from gemini_ft.pipeline.rules import PLANNED, Rules, check_world, load_rules
 

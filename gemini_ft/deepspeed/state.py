@@ -16,18 +16,19 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import DummyOptim
 from torch import nn
 
-from gemini_ft.core.census import Finding
-from gemini_ft.core.fates import ENGINE_COUNTERS, ENGINE_TENSORS, ENGINE_WEIGHTS
+from gemini_ft.core.census import ENGINE_COUNTERS, ENGINE_TENSORS, ENGINE_WEIGHTS, Finding
 from gemini_ft.core.layout import PER_RANK, Layout, Read, TensorSpec
-from gemini_ft.deepspeed.masters import (
+from gemini_ft.deepspeed.partitions import (
+    about,
     base_optimizer,
     is_partitioned,
     masters,
+    others,
+    present_cut,
     rebuild_weights,
     release_gathered,
     replay_beta_powers,
 )
-from gemini_ft.deepspeed.partitions import about, others, present_cut
 from gemini_ft.deepspeed.reshard import Cut, OldShards
 from gemini_ft.deepspeed.versions import check_version, counters
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError

@@ -11,9 +11,8 @@ import torch
 from gemini_ft.core.layout import Read
 from gemini_ft.deepspeed.reshard import Cut, Fragment, OldShards
 from gemini_ft.errors import UnsupportedStateError
-from gemini_ft.export.assemble import check_covered
 from gemini_ft.export.source import Checkpoint
-from gemini_ft.export.state import OptimizerState, State
+from gemini_ft.export.state import OptimizerState, State, check_covered
 from gemini_ft.recovery.restore import scatter
 from gemini_ft.state import codec
 

@@ -11,8 +11,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gemini_ft.core.census import Finding
-from gemini_ft.core.fates import (
+from gemini_ft.core.census import (
     CALLBACKS,
     CALLBACKS_MADE,
     CALLBACKS_REFUSED,
@@ -24,6 +23,7 @@ from gemini_ft.core.fates import (
     LOOPS,
     METRICS,
     TICKETS,
+    Finding,
 )
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.faults import inject as faults

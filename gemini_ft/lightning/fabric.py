@@ -32,8 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gemini_ft.checkpointer import GIVEN, Checkpointer
-from gemini_ft.core.census import Finding
-from gemini_ft.core.fates import LOADERS
+from gemini_ft.core.census import LOADERS, Finding
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.lightning import compat
 from gemini_ft.lightning.base import Gemini, join_group, make_class

@@ -12,8 +12,7 @@ from typing import Any
 
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.lightning.around import Around
-from gemini_ft.state.generators import unchanged_randomness
-from gemini_ft.state.rng import randomness, set_randomness
+from gemini_ft.state.rng import randomness, set_randomness, unchanged_randomness
 
 Modes = dict[str, Any]
 

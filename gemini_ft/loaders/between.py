@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from gemini_ft.loaders.parts import LoaderParts
 from gemini_ft.loaders.workers import WorkerStates
-from gemini_ft.state.generators import generator_states, set_generator_states
 from gemini_ft.state.remembered import Values
+from gemini_ft.state.rng import generator_states, set_generator_states
 
 log = logging.getLogger(__name__)
 OF_WORKERS = ("dataset", "collate")  # the parts that worker processes have copies of

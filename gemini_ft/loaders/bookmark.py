@@ -25,8 +25,7 @@ from gemini_ft.loaders.parts import (
     refuse_gone,
 )
 from gemini_ft.loaders.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates
-from gemini_ft.state.generators import set_generator_states, unchanged_randomness
-from gemini_ft.state.rng import randomness, set_randomness
+from gemini_ft.state.rng import randomness, set_generator_states, set_randomness, unchanged_randomness
 
 log = logging.getLogger(__name__)
 _END = object()

@@ -9,9 +9,8 @@ from typing import Any, ClassVar, Literal
 from torch.utils.data import DataLoader, IterableDataset
 
 from gemini_ft.errors import UnsupportedStateError
-from gemini_ft.state.generators import generator_states, private_generators, set_generator_states
 from gemini_ft.state.remembered import OF_LOADERS, Attributes
-from gemini_ft.state.rng import randomness, set_randomness
+from gemini_ft.state.rng import generator_states, private_generators, randomness, set_generator_states, set_randomness
 
 DataResume = Literal["auto", "skip", "replay"]
 Way = Literal["skip", "replay", "own"]

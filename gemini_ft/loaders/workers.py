@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.worker import _IterableDatasetStopIteration
 
-from gemini_ft.state.generators import generator_states, private_generators, set_generator_states
 from gemini_ft.state.remembered import Attributes, Values
-from gemini_ft.state.rng import Randomness, randomness, set_randomness
+from gemini_ft.state.rng import Randomness, generator_states, private_generators, randomness, set_generator_states, set_randomness
 
 # Of one worker: its process's generators; attributes that differ from those it was started with; private generators, by path.
 State = tuple[Randomness, Values, dict[str, Any]]

@@ -2,17 +2,26 @@
 
 The order is that of the backward pass: a group travels when the last of its gradients is there, and not before the group before
 it, so that all ranks issue the same collectives in the same order whatever their timing.
+
+Assigns a rule to each parameter, and checks that the rule can be applied to it.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
 from gemini_ft.compression.timeline import Grouping, buckets, even, layer_wise
-from gemini_ft.pipeline.rules import DEFAULT_FUSION, PLAIN, Buckets, Fusion, Groups, Rule, Rules
+from gemini_ft.errors import ConfigError
+from gemini_ft.pipeline.rules import DEFAULT_FUSION, PLAIN, Buckets, Fusion, Groups, Rule, Rules, payload_of_one_length
+from gemini_ft.state.tensors import clean, unwrap_model
 
 NO_RULE = -1
 
@@ -133,3 +142,110 @@ def in_order(groups: Iterable[Group], tensors: Sequence[Tensor]) -> tuple[Group,
     """The groups in the order in which the last gradient of each is ready."""
     place = {tensor.name: number for number, tensor in enumerate(tensors)}
     return tuple(sorted(groups, key=lambda group: max(place[name] for name in group.names)))
+
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_ADDED = (*_FLOATS, torch.float64, torch.complex32, torch.complex64, torch.complex128)  # up, by the backends
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that have gradients, by name, without what DDP, torch.compile and Fabric put before it."""
+    ignored = getattr(model, "parameters_to_ignore", ())  # by DistributedDataParallel
+    found = unwrap_model(model).named_parameters()
+    return {clean(name): param for name, param in found if param.requires_grad and name not in ignored}
+
+
+def assign(model: nn.Module, rules: Rules) -> list[Tensor]:
+    """The parameters of a model with their rules, the last one first: about the order in which gradients become ready.
+
+    Raises:
+        ConfigError: a rule matches no parameter, or cannot be applied to one that it matches; named, with the way out.
+    """
+    sparse, found = _sparse(model), []
+    for name, param in trained(model).items():
+        if isinstance(param, DTensor):
+            raise ConfigError(
+                f"{name} is sharded (a DTensor), and its gradient is reduced by fully_shard itself: use DDP, or no gradient pipeline"
+            )
+        if param.dtype not in _ADDED:
+            raise ConfigError(
+                f"{name} is {param.dtype}, which no backend adds up; a gradient pipeline averages {', '.join(map(str, _ADDED))}: freeze "
+                "the parameter, keep it in one of these, or leave the gradient pipeline out"
+            )
+        number = next((number for number, rule in enumerate(rules) if rule.matches(name)), NO_RULE)
+        shape = tuple(getattr(param, "ds_shape", param.shape))  # ZeRO 3 has taken the whole away
+        found.append(Tensor(name, shape, param.element_size(), number, name in sparse))
+        if number != NO_RULE:
+            _check_parameter(number, rules[number], name, param, name in sparse)
+    if not found:
+        raise ConfigError(
+            "the model has no parameter that requires a gradient; build the pipeline after the model, and before freezing all"
+        )
+    for number, rule in enumerate(rules):
+        _check_rule(number, rule, found, rules)
+    return found[::-1]
+
+
+def nothing(param: torch.Tensor, sparse: bool) -> torch.Tensor:
+    """The gradient that a parameter adds that has none on this rank.
+
+    Args:
+        param: the parameter.
+        sparse: whether its gradients are sparse tensors: then it is one without entries, as all ranks must bring the same kind.
+    """
+    if not sparse:
+        return torch.zeros_like(param)
+    return torch.sparse_coo_tensor(
+        torch.empty(1, 0, dtype=torch.int64), param.new_empty(0, *param.shape[1:]), param.shape, check_invariants=False
+    ).to(param.device)
+
+
+def _sparse(model: nn.Module) -> set[str]:
+    """Names of parameters whose gradients are sparse tensors."""
+    inner = unwrap_model(model)
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {
+        clean(f"{name}.weight" if name else "weight") for name, part in inner.named_modules() if isinstance(part, kinds) and part.sparse
+    }
+
+
+def _check_parameter(number: int, rule: Rule, name: str, param: nn.Parameter, sparse: bool) -> None:
+    if rule.compress is None:
+        return
+    what, way_out = f"gradient_pipeline: rule {number + 1} ({rule})", "put a rule for it without compress before this one"
+    if sparse:
+        raise ConfigError(
+            f"{what} would compress {name}, whose gradient is a sparse tensor (its module has sparse=True); put a rule with "
+            f"params: {name!r} and sync: zen before it"
+        )
+    if not getattr(param, "ds_numel", param.numel()):
+        raise ConfigError(f"{what} would compress {name}, which has no elements (its shape is {tuple(param.shape)}); {way_out}")
+    if param.dtype not in _FLOATS:
+        raise ConfigError(f"{what} would compress {name}, which is {param.dtype}: only float32, float16 and bfloat16 can be; {way_out}")
+
+
+def _check_rule(number: int, rule: Rule, tensors: Sequence[Tensor], rules: Rules) -> None:
+    what = f"gradient_pipeline: rule {number + 1} ({rule})"
+    own = [tensor for tensor in tensors if tensor.rule == number]
+    if not own:
+        matched = [tensor for tensor in tensors if rule.matches(tensor.name)]
+        if matched and "*" not in rule.params:
+            first = rules[matched[0].rule]
+            raise ConfigError(
+                f"{what} never applies: the rules before it take all it matches, {matched[0].name} for example by ({first}); move it up"
+            )
+        if not matched:
+            names = [tensor.name for tensor in tensors]
+            near = difflib.get_close_matches(rule.params[0].strip("*"), names, 3, 0.3) or names[:3]
+            raise ConfigError(f"{what} matches no parameter; there are {len(names)}, for example {', '.join(near)}")
+        return
+    if rule.compress is not None and rule.compress.method == "powersgd" and all(len(tensor.shape) < 2 for tensor in own):
+        raise ConfigError(
+            f"{what}: powersgd factors matrices, and {own[0].name} is a vector like all that the rule matches; they would travel "
+            "whole: leave compress out for them, or take another method"
+        )
+    if rule.fusion == "espresso" and rule.compress is not None and payload_of_one_length(rule.compress.make()) is None:
+        raise ConfigError(
+            f"{what}: fusion espresso needs payloads of one length that anybody can add up, as topk, randomk, efsignsgd, onebit and qsgd "
+            f"make; {rule.compress.method} makes none: take one of these, or fusion cupcake"
+        )

@@ -3,6 +3,8 @@
 A rule with a planned fusion begins with buckets. After some steps the ready times of the gradients are known; then costs are
 measured, the planners choose, and what is predicted to be close to the best is tried in real steps. The fastest stays. With ``auto``
 all-reduce as it is and in bfloat16 are what is tried, and, with ``quality: any``, the rule's method: none is kept that is slower.
+
+The ways in which the gradients of one rule could be exchanged, with the iteration time that is predicted for each.
 """
 
 from __future__ import annotations
@@ -12,17 +14,173 @@ import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from gemini_ft.compression import cupcake, espresso
+from gemini_ft.compression.base import layout_of
+from gemini_ft.compression.costs import Affine, FittedCost
+from gemini_ft.compression.espresso_costs import TensorCosts, alpha_beta
+from gemini_ft.compression.espresso_options import Codec, ExchangePart, Option, PlannedCollective, Processor, Routine
+from gemini_ft.compression.timeline import Backward, even, simulate
+from gemini_ft.compression.topology import Scope, Topology
 from gemini_ft.pipeline.averager import Averager
-from gemini_ft.pipeline.candidates import Candidate, Candidates
-from gemini_ft.pipeline.measuring import slowest
-from gemini_ft.pipeline.plan import Tensor, in_order
+from gemini_ft.pipeline.measuring import Costs, measure, slowest
+from gemini_ft.pipeline.plan import Group, Tensor, grouped, in_order
 from gemini_ft.pipeline.ready_times import ReadyTimes
-from gemini_ft.pipeline.rules import PLANNED
+from gemini_ft.pipeline.routes import Plain, option_way
+from gemini_ft.pipeline.rules import PLANNED, payload_of_one_length
 from gemini_ft.trials import Trial, TrialRules
+
+_EVEN = (1, 4, 16)  # groups of about as many tensors each, that the planner's grouping is to beat
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to do one rule.
+
+    Attributes:
+        label: what users are told.
+        groups: of the rule's tensors.
+        predicted: seconds of one iteration: forward, backward, exchange.
+        error: the largest relative error of the costs behind it.
+    """
+
+    label: str
+    groups: tuple[Group, ...]
+    predicted: float
+    error: float
+
+    def pack(self) -> list[Any]:
+        """The candidate as plain data."""
+        return [self.label, [[group.rule, list(group.names), group.way] for group in self.groups], self.predicted, self.error]
+
+    @classmethod
+    def unpack(cls, packed: Sequence[Any]) -> Candidate:
+        """Makes a candidate of the plain data that `pack` gave."""
+        label, groups, predicted, error = packed
+        return cls(label, tuple(Group(rule, tuple(names), way) for rule, names, way in groups), predicted, error)
+
+
+class Candidates:
+    """Measures and plans, by all ranks together; every rank gets the same.
+
+    Args:
+        averager: whose rules they are; it must be idle.
+        device: of the gradients.
+        tensors: in the order in which gradients become ready.
+        forward: seconds of the forward pass.
+        ready: name -> seconds from its end until the gradient is there.
+    """
+
+    def __init__(
+        self, averager: Averager, device: torch.device, tensors: Sequence[Tensor], forward: float, ready: Mapping[str, float]
+    ) -> None:
+        self._averager, self._device, self._tensors = averager, device, tensors
+        self._forward, self._ready = forward, ready
+
+    def of(self, number: int) -> list[Candidate]:
+        """The candidates of one rule, the best predicted one first. Collective."""
+        rule = self._averager.rules[number]
+        own = [tensor for tensor in self._tensors if tensor.rule == number and not tensor.sparse]
+        found: list[Candidate] = []
+        if rule.fusion == "cupcake" or (rule.fusion == "auto" and rule.compress is not None and rule.cast is not torch.bfloat16):
+            found += self._by_cupcake(number, own, "rule", "cupcake")
+        if rule.fusion == "espresso":
+            found.append(self._by_espresso(number, own))
+        if rule.fusion == "auto":
+            found += self._by_cupcake(number, own, "plain", "all-reduce") + self._by_cupcake(number, own, "bf16", "bf16")
+        return self._shared(sorted(found, key=lambda candidate: candidate.predicted))
+
+    def _by_cupcake(self, number: int, own: Sequence[Tensor], way: str, label: str) -> list[Candidate]:
+        """The planner's grouping, and the even ones that it is to beat: models do not know how threads get in each other's way."""
+        costs = self._costs(number, way, own)
+        backward, group_costs = self._backward(own), costs.group(self._device)
+        groupings = {cupcake.plan(backward, group_costs).grouping: label}
+        for count in _EVEN:
+            groupings.setdefault(even(len(own), min(count, len(own))), "even" if way == "rule" else f"{label} even")
+        return [
+            Candidate(
+                f"{name}, {len(grouping.ends)} groups",
+                tuple(grouped(number, own, grouping, way)),
+                simulate(backward, group_costs, grouping).seconds,
+                costs.worst,
+            )
+            for grouping, name in groupings.items()
+        ]
+
+    def _by_espresso(self, number: int, own: Sequence[Tensor]) -> Candidate:
+        """The candidate in which every tensor is a group, with its own option."""
+        topology, itemsize = self._averager.routes.topology, own[0].itemsize
+        inner = payload_of_one_length(self._averager.rules[number].compress.make())  # type: ignore[union-attr]
+        assert inner is not None
+
+        def wire_bytes(elements: int) -> int:
+            return inner.wire_bytes(layout_of(("",), ((elements,),), (torch.float32,), inner.align))
+
+        codecs = {processor: self._costs(number, option_way(_gathered(processor)), own) for processor in processors(self._device)}
+        tensor_costs = TensorCosts(
+            topology,
+            alpha_beta(topology, *self.links(topology, own)),
+            {processor: costs.encode.cost for processor, costs in codecs.items()},
+            {processor: costs.decode.cost.scaled(times=1 / topology.world) for processor, costs in codecs.items()},
+            wire_bytes,
+            itemsize,
+        )
+        best = espresso.plan(self._backward(own), tensor_costs)
+        groups = tuple(Group(number, (t.name,), option_way(option)) for t, option in zip(own, best.options, strict=True))
+        return Candidate(f"espresso, {len(groups)} groups", groups, best.seconds, max(costs.worst for costs in codecs.values()))
+
+    def links(self, topology: Topology, own: Sequence[Tensor]) -> tuple[Affine, Affine]:
+        """The costs of a message within a machine and between two, derived from those of an all-reduce."""
+        scoped = self._averager.routes.scoped
+        groups = {Scope.INTRA: scoped.intra, Scope.INTER: scoped.inter} if scoped is not None else {Scope.FLAT: self._averager.group}
+        found = {
+            scope: _message(measure(Plain, own, group, self._device).communicate, topology.members(scope))
+            for scope, group in groups.items()
+        }
+        flat = found.get(Scope.FLAT)
+        return (flat, flat) if flat is not None else (found[Scope.INTRA], found[Scope.INTER])
+
+    def _costs(self, number: int, way: str, own: Sequence[Tensor]) -> Costs:
+        return measure(lambda: self._averager.routes.fresh(number, way), own, self._averager.group, self._device)
+
+    def _backward(self, tensors: Sequence[Tensor]) -> Backward:
+        at = [0.0, *(self._ready[tensor.name] for tensor in tensors)]
+        seconds = tuple(max(0.0, after - before) for before, after in pairwise(at))
+        return Backward(tuple(tensor.nbytes for tensor in tensors), seconds, self._forward)
+
+    def _shared(self, candidates: list[Candidate]) -> list[Candidate]:
+        """The candidates of rank 0, so that not even rounding can part the ranks. Collective."""
+        if self._averager.group is None:
+            return candidates
+        everything: list[Any] = [candidates]
+        dist.broadcast_object_list(everything, group=self._averager.group, group_src=0)
+        found: list[Candidate] = everything[0]
+        return found
+
+
+def processors(device: torch.device) -> tuple[Processor, ...]:
+    """The processors that could compress gradients on a device; on CPUs there are no others."""
+    return (Processor.GPU, Processor.CPU) if device.type != "cpu" else (Processor.GPU,)
+
+
+def _gathered(processor: Processor) -> Option:
+    """The plainest option with all compressing and decompressing on one processor; for the CPU with the way there and back."""
+    payloads = PlannedCollective(Routine.ALL_GATHER, Scope.FLAT, ExchangePart.WHOLE, compressed=True)
+    return Option((Codec(True, processor), payloads, Codec(False, processor)))
+
+
+def _message(all_reduce: FittedCost, ranks: int) -> Affine:
+    """The cost of a message between two ranks, if an all-reduce is a ring of 2 (n - 1) messages of a n-th each."""
+    if ranks == 1:
+        return Affine(0.0, 0.0)
+    start, slope = all_reduce.cost(0), max(0.0, (all_reduce.cost(2**24) - all_reduce.cost(2**20)) / (2**24 - 2**20))
+    return Affine(start / (2 * (ranks - 1)), slope * ranks / (2 * (ranks - 1)))
+
 
 _log = logging.getLogger("gemini_ft")
 CLOSE = 2.0  # of the best predicted time, up to which a candidate is tried

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from gemini_ft.core.census import Fate, Finding, declare
-from gemini_ft.state.generators import generator_states, private_generators, set_generator_states
 from gemini_ft.state.remembered import HOOKS, MODULE_INTERNALS, Attributes
+from gemini_ft.state.rng import generator_states, private_generators, set_generator_states
 
 _log = logging.getLogger("gemini_ft")
 

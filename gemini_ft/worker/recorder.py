@@ -48,12 +48,11 @@ from gemini_ft.worker import drain
 from gemini_ft.worker.collectives import Observation
 from gemini_ft.worker.courier import Courier
 from gemini_ft.worker.drain import Drain
-from gemini_ft.worker.outcomes import Outcomes
+from gemini_ft.worker.outcomes import Outcomes, Stats
 from gemini_ft.worker.rendezvous import exchange_or_raise
 from gemini_ft.worker.reservation import Reservation
 from gemini_ft.worker.session import WorkerSession, join
 from gemini_ft.worker.snapshot import PendingSnapshot, Snapshotter
-from gemini_ft.worker.stats import Stats
 from gemini_ft.worker.supervision import Supervision
 
 _log = logging.getLogger("gemini_ft")

@@ -41,10 +41,9 @@ from gemini_ft.wire.network import bind_address, is_loopback
 from gemini_ft.wire.peer_messages import Claims
 from gemini_ft.wire.trust import fingerprint, read_secret
 from gemini_ft.wire.worker_messages import GetInventory, Hello, HostInfo, Inventory, Launch, Opened, OpenSession, SessionSpec, ToWorker
-from gemini_ft.worker.introductions import Introduction, introduced
+from gemini_ft.worker.introductions import Introduction, agree_on_secret, introduced
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise, on_all_ranks, refuse_import
 from gemini_ft.worker.resume_choice import Choice, Chooser
-from gemini_ft.worker.secret import agree_on_secret
 from gemini_ft.worker.storage_check import check_storage, storage_opener
 
 _log = logging.getLogger("gemini_ft")

@@ -40,7 +40,7 @@ from gemini_ft.wire.frames import BlockingWire, receive_fds
 from gemini_ft.wire.handshake import Listener
 from gemini_ft.wire.peer_messages import Describe, Description, Fetch, Heartbeat, Rejoin, WayUp
 from gemini_ft.wire.worker_messages import GetInventory, Inventory, Reserved
-from gemini_ft.worker.stats import Stats
+from gemini_ft.worker.outcomes import Stats
 
 SECRET = b"s" * 16
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.effects import Completed, Copies
+from gemini_ft.core.gathering import Bundles
 from gemini_ft.core.versions import Incarnation, Version
 
 HOLDERS = {0: ("a", "b"), 1: ("a", "b"), 2: ("b", "c"), 3: ("c", "a")}  # "b" holds the shards of ranks 0, 1 and 2

@@ -13,8 +13,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_ft.core.forecast import Cluster, Failure, best, choices, draw, forecast, in_memory, in_storage, lost_work, quantile
-from gemini_ft.core.waste import DAY, daly_interval, effective_ratio, wasted_time, young_interval
+from gemini_ft.core.forecast import (
+    DAY,
+    Cluster,
+    Failure,
+    best,
+    choices,
+    daly_interval,
+    draw,
+    effective_ratio,
+    forecast,
+    in_memory,
+    in_storage,
+    lost_work,
+    quantile,
+    wasted_time,
+    young_interval,
+)
 from gemini_ft.errors import ConfigError
 
 MINUTE = 60.0

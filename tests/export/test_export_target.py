@@ -17,9 +17,9 @@ import pytest
 import s3_server
 
 from gemini_ft.errors import ConfigError, StorageError
-from gemini_ft.export import stage as staging
+from gemini_ft.export import target as staging
 from gemini_ft.export.target import DCP, DEEPSPEED, Target, staged
-from gemini_ft.storage import partials
+from gemini_ft.storage import local
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.s3 import S3Storage
@@ -125,7 +125,7 @@ class TestLocal:
             """
             import os, signal, sys
             from pathlib import Path
-            from gemini_ft.export import stage
+            from gemini_ft.export import target as stage
             from gemini_ft.export.target import DCP, staged
 
             def rename(path, target, rename=Path.rename):
@@ -151,14 +151,14 @@ class TestLocal:
         assert files(tmp_path / "one") == {".metadata": "still here"}
 
     def test_one_of_another_host_is_left_alone_while_it_writes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(partials, "boot_id", lambda: "feed0001")
-        lock, fd = partials.create(tmp_path, staging.PREFIX)
+        monkeypatch.setattr(local, "boot_id", lambda: "feed0001")
+        lock, fd = local.create(tmp_path, staging.PREFIX)
         os.close(fd)  # no lock of it can be seen here
         monkeypatch.undo()
         new, _ = staging.folders_of(lock)
         new.mkdir()
         (new / "shard").write_text("half")
-        long_ago = time.time() - 2 * partials.ABANDONED
+        long_ago = time.time() - 2 * local.ABANDONED
         os.utime(lock, (long_ago, long_ago))
         write_dcp(tmp_path / "out", "new")
         assert (new / "shard").exists()
@@ -226,7 +226,7 @@ class TestS3:
             write_dcp(storage.url, "new", True, proxy.endpoint)
 
     def test_the_temporary_folder_is_cleared_of_what_was_killed(self, tmp_path: Path, storage: Storage, proxy: S3Proxy) -> None:
-        left, fd = partials.create(tmp_path / "tmp", staging.PREFIX)
+        left, fd = local.create(tmp_path / "tmp", staging.PREFIX)
         os.close(fd)
         staging.folders_of(left)[0].mkdir()
         write_dcp(storage.url, "new", endpoint=proxy.endpoint)  # the fixture looks at what is left

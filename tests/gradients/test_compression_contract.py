@@ -19,14 +19,13 @@ from gemini_ft.compression import buffers, kernels
 from gemini_ft.compression.base import Bundle, Compressor, Payload, Primitive, Reducer, Turn
 from gemini_ft.compression.collective import reduce, run, simulate
 from gemini_ft.compression.dgc import MomentumCorrection, SampledThreshold
-from gemini_ft.compression.feedback import ErrorFeedback
+from gemini_ft.compression.feedback import ErrorFeedback, TwoPhase
 from gemini_ft.compression.inceptionn import Inceptionn
+from gemini_ft.compression.low_rank import PowerSGD
 from gemini_ft.compression.methods import COMPRESSORS, create
-from gemini_ft.compression.powersgd import PowerSGD
+from gemini_ft.compression.quantise import ThreeLC
 from gemini_ft.compression.sign import MajorityVote
 from gemini_ft.compression.sparse import RandomK, Sparsifier, entries
-from gemini_ft.compression.threelc import ThreeLC
-from gemini_ft.compression.twophase import TwoPhase
 
 WORLD = 3
 HALF_ULP = 2.0**-24  # of a float32, relative

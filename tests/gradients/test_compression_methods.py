@@ -13,17 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gemini_ft.compression import atomo, cast, kernels, powersgd, sign, threelc
+from gemini_ft.compression import cast, kernels, low_rank, quantise, sign
 from gemini_ft.compression.base import Bundle, FlatLayout, Payload, Turn, layout_of
 from gemini_ft.compression.collective import reduce
 from gemini_ft.compression.dgc import MomentumCorrection, SampledThreshold
+from gemini_ft.compression.feedback import TwoPhase
 from gemini_ft.compression.methods import COMPRESSORS, create
 from gemini_ft.compression.norms import row_norms
-from gemini_ft.compression.quantise import QSGD, GlobalInt8, TernGrad
+from gemini_ft.compression.quantise import QSGD, GlobalInt8, Sketch, TernGrad
 from gemini_ft.compression.sidco import SIDCo, Stages, gamma_quantile
-from gemini_ft.compression.sketch import Sketch
 from gemini_ft.compression.sparse import RandomK, Threshold, TopK, entries, largest
-from gemini_ft.compression.twophase import TwoPhase
 
 
 def one(flat: Tensor, align: int = 8) -> Bundle:
@@ -321,8 +320,8 @@ def test_dynamic8_finds_the_nearest_code() -> None:
 @settings(deadline=None)
 def test_3lc_runs_come_back(runs: list[tuple[int, int]]) -> None:
     quartic = torch.tensor([value for value, length in runs for _ in range(length)], dtype=torch.uint8)
-    short = threelc.shorten(quartic)
-    assert torch.equal(threelc.lengthen(short), quartic)
+    short = quantise.shorten(quartic)
+    assert torch.equal(quantise.lengthen(short), quartic)
     pieces = [(value, len(list(group))) for value, group in itertools.groupby(quartic.tolist())]
     assert short.numel() == sum(-(-length // 14) if value == 121 else length for value, length in pieces)
 
@@ -414,7 +413,7 @@ def test_every_matrix_is_made_orthonormal_by_itself() -> None:
     factors = [torch.randn(4, 50, generator=stream) * 10.0**scale for scale in (-3, 0, 3)]
     dependent = torch.randn(1, 50, generator=stream).repeat(3, 1) * torch.tensor([[1.0], [2.0], [-7.0]])
     stack, row = torch.stack(factors), torch.randn(1, 1, 50, generator=stream)
-    powersgd.orthonormalise([stack, row, dependent.unsqueeze(0)])
+    low_rank.orthonormalise([stack, row, dependent.unsqueeze(0)])
     for factor in [*stack, *row]:
         torch.testing.assert_close(factor @ factor.t(), torch.eye(factor.shape[0]), rtol=0, atol=1e-5)
     assert dependent[0].norm() == pytest.approx(1)
@@ -431,7 +430,7 @@ def test_small_matrices_and_vectors_travel_whole() -> None:
 @settings(deadline=None)
 def test_atomo_draws_as_many_as_it_may_with_the_best_chances(weights: list[float], budget: int, offset: float) -> None:
     each = torch.tensor(weights, dtype=torch.float64)
-    chances = atomo.probabilities(each, budget)
+    chances = low_rank.probabilities(each, budget)
     count = min(budget, len(weights))
     assert float(chances.sum()) == pytest.approx(count)
     assert (chances <= 1 + 1e-12).all()
@@ -440,14 +439,14 @@ def test_atomo_draws_as_many_as_it_may_with_the_best_chances(weights: list[float
         t = (each[below] / chances[below]).mean()
         torch.testing.assert_close(each[below] / t, chances[below])
         assert (each[~below] >= t * (1 - 1e-9)).all()
-    drawn = atomo.systematic(chances, count, offset)
+    drawn = low_rank.systematic(chances, count, offset)
     assert drawn.unique().numel() == count
 
 
 def test_the_atoms_of_a_matrix_add_up_to_it() -> None:
     for shape in ((8, 20), (20, 8)):
         matrix = gradients(2, {"w": shape})["w"]
-        lefts, rights = atomo.atoms(matrix)
+        lefts, rights = low_rank.atoms(matrix)
         torch.testing.assert_close(lefts.t() @ rights, matrix, rtol=1e-4, atol=1e-5)
 
 

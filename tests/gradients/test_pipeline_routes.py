@@ -17,9 +17,8 @@ from gemini_ft.compression.methods import create
 from gemini_ft.compression.sparse import entries
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.pipeline import GradientSynchronizer
-from gemini_ft.pipeline.assignment import trained
 from gemini_ft.pipeline.lanes import GroupInFlight
-from gemini_ft.pipeline.plan import Group
+from gemini_ft.pipeline.plan import Group, trained
 from gemini_ft.pipeline.route_table import Routes
 from gemini_ft.pipeline.routes import Compressed, Plain, Sparse
 from gemini_ft.pipeline.rules import load_rules

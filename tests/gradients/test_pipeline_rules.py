@@ -16,8 +16,7 @@ from torch.nn.parallel import DataParallel
 from gemini_ft.compression.methods import COMPRESSORS, METHODS, REDUCERS
 from gemini_ft.compression.options import METHOD_OPTIONS
 from gemini_ft.errors import ConfigError
-from gemini_ft.pipeline.assignment import assign, trained
-from gemini_ft.pipeline.plan import NO_RULE
+from gemini_ft.pipeline.plan import NO_RULE, assign, trained
 from gemini_ft.pipeline.rules import SCHEME_OPTIONS, SYNCS, Buckets, Groups, check_world, load_rules
 from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.hierarchical import Hierarchical

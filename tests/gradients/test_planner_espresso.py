@@ -14,10 +14,9 @@ from itertools import product
 import pytest
 
 from gemini_ft.compression.costs import FREE, Affine
-from gemini_ft.compression.espresso import choose, offload, plan, predict
+from gemini_ft.compression.espresso import OptionTable, TrialStrategy, choose, offload, plan, predict
 from gemini_ft.compression.espresso_costs import TensorCosts, alpha_beta, loads
 from gemini_ft.compression.espresso_options import UNCOMPRESSED, Codec, ExchangePart, Option, PlannedCollective, Processor, Routine, options
-from gemini_ft.compression.espresso_timeline import OptionTable, TrialStrategy
 from gemini_ft.compression.timeline import Backward
 from gemini_ft.compression.topology import Scope, Topology
 

@@ -24,9 +24,8 @@ from switch_kit import KEY, Switch, places, switches
 from gemini_ft.sync import switch_udp
 from gemini_ft.sync.switch_client import Client, SwitchRefusedError, SwitchTerms
 from gemini_ft.sync.switch_control import Envelope, Join, SwitchHello, SwitchLeave, SwitchWelcome
-from gemini_ft.sync.switch_jobs import Jobs, Limits
 from gemini_ft.sync.switch_packets import Array
-from gemini_ft.sync.switch_server import Server
+from gemini_ft.sync.switch_server import Jobs, Limits, Server
 from gemini_ft.sync.switchml import SwitchMLStream
 
 preload("switch_case")

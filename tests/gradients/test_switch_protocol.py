@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gemini_ft.sync import fpisa_registers
+from gemini_ft.sync import switch_adders
 from gemini_ft.sync.fpisa import Accuracy
-from gemini_ft.sync.omnireduce_streaming import OmniReduceStream
+from gemini_ft.sync.omnireduce import OmniReduceStream
 from gemini_ft.sync.switch_adders import ADDERS
 from gemini_ft.sync.switch_packets import Array, Packets
 from gemini_ft.sync.switch_slots import Slots
@@ -412,9 +412,9 @@ def test_registers_without_head_room_are_not_made(monkeypatch: pytest.MonkeyPatc
     """Also those of 16 bits, whose mantissas are shorter and leave more of it."""
     for name, width in (("float32", 24), ("float16", 11), ("bfloat16", 8)):
         for mode in ("fpisa", "fpisa-a"):
-            monkeypatch.setattr(fpisa_registers, "MOST_RANKS", 2 ** (31 - width))
+            monkeypatch.setattr(switch_adders, "MOST_RANKS", 2 ** (31 - width))
             ADDERS[f"{mode}-{name}"](1, 8)
-            monkeypatch.setattr(fpisa_registers, "MOST_RANKS", 2 ** (31 - width) + 1)
+            monkeypatch.setattr(switch_adders, "MOST_RANKS", 2 ** (31 - width) + 1)
             with pytest.raises(AssertionError, match="could overflow"):
                 ADDERS[f"{mode}-{name}"](1, 8)
 

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_ft.sync.hashing import group_by_part, murmur
-from gemini_ft.sync.hierarchical_hashing import hierarchical_hash
-from gemini_ft.sync.partition import EvenPartition, HashedPartition, HashPartition, RotatedPartition
+from gemini_ft.sync.partition import EvenPartition, HashedPartition, HashPartition, RotatedPartition, hierarchical_hash
 from gemini_ft.sync.rows import SparseRows
 
 CASE = Path(__file__).parents[1] / "kit" / "triton_case.py"

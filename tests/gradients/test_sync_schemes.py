@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rank_kit import on_ranks
 from switch_kit import KEY, places, switches
 
-from gemini_ft.sync import dithering, omnireduce, wire
+from gemini_ft.sync import omnireduce, sparcml, wire
 from gemini_ft.sync.base import Scheme
 from gemini_ft.sync.dense import Dense
 from gemini_ft.sync.hierarchical import Hierarchical
@@ -124,10 +124,10 @@ def test_a_hierarchical_scheme_has_the_state_of_the_one_between_hosts() -> None:
 def test_few_bits_make_no_infinity(bits: int, dtype: torch.dtype) -> None:
     """A value may become the norm of its bucket, which is no number of the dtype where values are large."""
     values = (torch.randn(64, 16, generator=torch.Generator().manual_seed(0)) * (torch.finfo(dtype).max / 13)).to(dtype)
-    found = dithering.restore(dithering.quantise(values, bits, 1024, torch.Generator().manual_seed(1)), values, bits, 1024)
+    found = sparcml.restore(sparcml.quantise(values, bits, 1024, torch.Generator().manual_seed(1)), values, bits, 1024)
     assert found.isfinite().all()
     small = values / 64
-    found = dithering.restore(dithering.quantise(small, bits, 1024, torch.Generator().manual_seed(1)), small, bits, 1024)
+    found = sparcml.restore(sparcml.quantise(small, bits, 1024, torch.Generator().manual_seed(1)), small, bits, 1024)
     assert not torch.equal(found, small)  # those are quantised
 
 
@@ -136,14 +136,14 @@ def test_few_bits_are_as_many_bytes_as_they_say(bits: int) -> None:
     """1500 values in buckets of 64, the last one filled up; each with a norm of 8 bytes. Scale makes no difference."""
     for scale in (1e-30, 1.0, 1e30):
         values = scale * torch.randn(30, 50, generator=torch.Generator().manual_seed(1))
-        message = dithering.quantise(values, bits, 64, torch.Generator().manual_seed(2))
+        message = sparcml.quantise(values, bits, 64, torch.Generator().manual_seed(2))
         assert len(wire.payload(message)) == 8 + 24 * 8 + 1536 * bits // 8
-        restored = dithering.restore(message, values, bits, 64) / scale
+        restored = sparcml.restore(message, values, bits, 64) / scale
         if scale == 1e-30:
             first = restored
         torch.testing.assert_close(restored, first, rtol=1e-5, atol=0)
     zeros = torch.zeros(10, 3)
-    assert torch.equal(dithering.restore(dithering.quantise(zeros, bits, 8, torch.Generator()), zeros, bits, 8), zeros)
+    assert torch.equal(sparcml.restore(sparcml.quantise(zeros, bits, 8, torch.Generator()), zeros, bits, 8), zeros)
 
 
 def test_in_the_background_they_take_turns(switch: str, tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from session_case import listening, loop
 
 from gemini_ft.config import load_config
 from gemini_ft.errors import PeerError
+from gemini_ft.worker.outcomes import Stats
 from gemini_ft.worker.recorder import Recorder
 from gemini_ft.worker.rendezvous import exchange, exchange_alike, init_process_group, mark_of
-from gemini_ft.worker.stats import Stats
 
 HOSTS = ["a", "a", "b", "b"]
 

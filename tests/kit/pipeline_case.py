@@ -30,11 +30,11 @@ from gemini_ft.compression.costs import Affine
 from gemini_ft.compression.espresso_options import Processor
 from gemini_ft.compression.espresso_options import options as every_option
 from gemini_ft.compression.methods import METHODS, create
-from gemini_ft.pipeline import GradientSynchronizer, candidates, tuner
-from gemini_ft.pipeline.candidates import Candidates
-from gemini_ft.pipeline.drift import Drift
+from gemini_ft.pipeline import GradientSynchronizer, tuner
+from gemini_ft.pipeline.body import Drift
 from gemini_ft.pipeline.lanes import Work
 from gemini_ft.pipeline.routes import option_way
+from gemini_ft.pipeline.tuner import Candidates
 
 Given = Mapping[str, Tensor]
 
@@ -598,7 +598,7 @@ def moved_to_processors() -> list[str]:
         ready = {tensor.name: 0.1 * (1 + number) for number, tensor in enumerate(averager.tensors)}
         found = Candidates(averager, torch.device("cpu"), averager.tensors, 1e-3, ready)
         slow, both = Affine(1e-3, 1e-6), (Processor.GPU, Processor.CPU)
-        with patch.object(candidates, "processors", lambda _: both), patch.object(found, "links", lambda *_: (slow, slow)):
+        with patch.object(tuner, "processors", lambda _: both), patch.object(found, "links", lambda *_: (slow, slow)):
             (espresso,) = found.of(0)
         chosen = [every_option(both)[int(group.way.removeprefix("option "))] for group in espresso.groups]
         if not any(Processor.CPU in option.processors for option in chosen):

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gemini_ft
 from gemini_ft.pipeline import GradientSynchronizer
-from gemini_ft.pipeline.drift import Drift
+from gemini_ft.pipeline.body import Drift
 from gemini_ft.sync import auto
 from gemini_ft.testing import digest
 

@@ -26,9 +26,9 @@ from gemini_ft.config import load_config
 from gemini_ft.hosts import host_id
 from gemini_ft.wire.worker_messages import GetStatus, Status
 from gemini_ft.worker import recorder, rendezvous
+from gemini_ft.worker.outcomes import Stats
 from gemini_ft.worker.recorder import Recorder
 from gemini_ft.worker.snapshot import PendingSnapshot, Snapshotter
-from gemini_ft.worker.stats import Stats
 
 
 class Recorded(logging.Handler):

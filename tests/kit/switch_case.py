@@ -25,7 +25,7 @@ from gemini_ft.config import load_config
 from gemini_ft.sync import switch_client
 from gemini_ft.sync.ddp_hook import HookState, hook
 from gemini_ft.sync.fpisa import FPISA, Accuracy
-from gemini_ft.sync.omnireduce_streaming import OmniReduceStreaming
+from gemini_ft.sync.omnireduce import OmniReduceStreaming
 from gemini_ft.sync.rows import GradientError
 from gemini_ft.sync.switchml import SwitchML
 from gemini_ft.wire.trust import switch_key

@@ -10,8 +10,7 @@ from typing import Any
 
 from agent_kit import WAIT, context
 
-from gemini_ft.sync.switch_jobs import Limits
-from gemini_ft.sync.switch_server import Server
+from gemini_ft.sync.switch_server import Limits, Server
 
 KEY = b"of the tests' switches, 32 bytes"
 PATIENCE = 20.0  # seconds; where a dead switch is no part of the test

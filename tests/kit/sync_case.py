@@ -20,7 +20,7 @@ import torch.distributed as dist
 from gemini_ft import truncation
 from gemini_ft.sync import backends, profiling, wire
 from gemini_ft.sync.auto import Auto, candidates
-from gemini_ft.sync.base import Scheme
+from gemini_ft.sync.base import Scheme, line_of
 from gemini_ft.sync.costs import Link
 from gemini_ft.sync.ddp_hook import HookState, hook
 from gemini_ft.sync.hierarchical import Hierarchical
@@ -30,7 +30,6 @@ from gemini_ft.sync.rows import GradientError, to_rows
 from gemini_ft.sync.schemes import LOSSY_SCHEMES, SCHEMES, SWITCH_SCHEMES
 from gemini_ft.sync.sparcml import DSARSplitAllgather
 from gemini_ft.sync.switch_scheme import SwitchScheme
-from gemini_ft.sync.turns import line_of
 from gemini_ft.sync.zen import Zen
 
 IN_RANK_ORDER = {"agsparse", "ssar-split-allgather", "dsar-split-allgather", "single-ps", "sparse-ps", "omnireduce", "zen"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gemini_ft.launch.early import Early, read_early
+from gemini_ft.launch.preload import Early, read_early
 
 
 def early(folder: Path, source: str, *environ: str) -> Early:

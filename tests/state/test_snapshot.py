@@ -15,9 +15,8 @@ from agent_kit import eventually
 from gemini_ft.errors import AgentError
 from gemini_ft.wire.worker_messages import GiveUp, Request, ToAgent
 from gemini_ft.worker.copy_window import CopyWindow
-from gemini_ft.worker.outcomes import ENDING, LATE, Outcomes
+from gemini_ft.worker.outcomes import ENDING, LATE, Outcomes, Stats
 from gemini_ft.worker.snapshot import PendingSnapshot, Snapshotter
-from gemini_ft.worker.stats import Stats
 
 
 def _job(iteration: int) -> PendingSnapshot:

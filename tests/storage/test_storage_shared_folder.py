@@ -18,7 +18,7 @@ import pytest
 from disks import small_disk
 
 from gemini_ft.errors import StorageError
-from gemini_ft.storage import partials
+from gemini_ft.storage import local
 from gemini_ft.storage.local import LocalStorage
 
 WAIT = 60  # seconds
@@ -53,7 +53,7 @@ class LocalLocks:
 @pytest.fixture
 def local_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", LocalLocks().flock)
-    monkeypatch.setattr("gemini_ft.storage.partials.boot_id", lambda: threading.current_thread().name.encode().hex())
+    monkeypatch.setattr("gemini_ft.storage.local.boot_id", lambda: threading.current_thread().name.encode().hex())
 
 
 @pytest.mark.usefixtures("local_locks")
@@ -93,7 +93,7 @@ def left_behind(storage: LocalStorage, age: float, domain: str = "0123abcd-9") -
 
 
 def test_another_hosts_file_is_removed_when_it_is_old(storage: LocalStorage) -> None:
-    young, old = left_behind(storage, 60), left_behind(storage, partials.ABANDONED + 60)
+    young, old = left_behind(storage, 60), left_behind(storage, local.ABANDONED + 60)
     storage.put("b", [b"1"])
     assert young.exists()
     assert not old.exists()
@@ -101,13 +101,13 @@ def test_another_hosts_file_is_removed_when_it_is_old(storage: LocalStorage) -> 
 
 def test_age_is_by_the_clock_of_the_file_system(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     young = left_behind(storage, 60)
-    monkeypatch.setattr(time, "time", lambda now=time.time: now() + 10 * partials.ABANDONED)
+    monkeypatch.setattr(time, "time", lambda now=time.time: now() + 10 * local.ABANDONED)
     storage.put("b", [b"1"])
     assert young.exists()
 
 
 def test_an_old_file_whose_writer_holds_its_lock_stays(storage: LocalStorage) -> None:
-    path = left_behind(storage, 10 * partials.ABANDONED)
+    path = left_behind(storage, 10 * local.ABANDONED)
     with open(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         storage.put("b", [b"1"])

@@ -15,8 +15,7 @@ from gemini_ft.agent.commit.collector import Collector, CollectorPort, CommitPar
 from gemini_ft.agent.commit.leader import Leader, MemberPort
 from gemini_ft.agent.commit.member import MemberLink
 from gemini_ft.agent.tasks import Tasks
-from gemini_ft.core.bundles import Bundles
-from gemini_ft.core.gathering import Gathering
+from gemini_ft.core.gathering import Bundles, Gathering
 from gemini_ft.core.succession import Succession
 from gemini_ft.core.tree import collectors
 from gemini_ft.errors import PeerError

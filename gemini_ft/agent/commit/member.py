@@ -16,9 +16,9 @@ from enum import Enum
 from typing import Protocol
 
 from gemini_ft.agent.commit.collector import GATHER, HEARTBEAT, SILENCE, Collector, CommitParty, ReportingEnd, ask
-from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.decisions import Holders
 from gemini_ft.core.effects import Completed
+from gemini_ft.core.gathering import Bundles
 from gemini_ft.core.succession import Succession
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.handshake import TIMEOUT

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.decisions import Abort, Commit, Decision, Holders, Thaw, WriteManifest
 from gemini_ft.core.effects import (
     CancelSend,
@@ -25,7 +24,7 @@ from gemini_ft.core.effects import (
     Upload,
     Withdraw,
 )
-from gemini_ft.core.gathering import Gathering
+from gemini_ft.core.gathering import Bundles, Gathering
 from gemini_ft.core.ledger import Cadence, Ledger
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.slots import Slot, SlotState
