@@ -390,6 +390,7 @@ def _module(name: str, wait: str = "", instead: str = "") -> Any:
     if not wait:
         return real
     mutant = types.ModuleType(name)
+    mutant.__package__, mutant.__spec__ = real.__package__, real.__spec__
     exec(compile(source_without(real, wait, instead), real.__file__, "exec"), mutant.__dict__)
     return mutant
 
