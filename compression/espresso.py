@@ -6,11 +6,9 @@ the other; algorithm 2 then moves some of the compression to the CPU.
     best = plan(backward, costs)
     best.options[index], best.seconds
 
-Predicts when all tensors have been exchanged, each by its own option, and how another option of one changes that. Pure.
-
-Espresso (Wang et al., EuroSys 2023), section 4.1: F(S), the end of the timeline of strategy S. There are four resources: GPU,
-CPU, the links within machines and those between them. Each has two queues: one for what a tensor asks of it first, one for what
-it asks of it later. Both serve the tensors in the order of the backward pass, so that all ranks issue the same collectives in
+Both ask for F(S) (section 4.1): the time at which all tensors have been exchanged under strategy S, each by its own option. There are four
+resources: GPU, CPU, the links within machines and those between them. Each has two queues: one for what a tensor asks of it first, one
+for what it asks of it later. Both serve the tensors in the order of the backward pass, so that all ranks issue the same collectives in
 the same order whatever their timing. The backward pass is in the first queue of the GPU: a tensor that is compressed there at
 once delays those after it. And no resource does more than a second of work per second: F is at least its total work.
 
@@ -36,6 +34,7 @@ from .topology import Scope
 
 _GPU, _CPU, _INTRA, _INTER = range(4)
 _QUEUES = 8  # resource r: 2 r is its first queue, 2 r + 1 the one for what comes later
+_BETTER = 1 - 1e-12  # of the best F so far: what comes closer to it differs by rounding
 
 Work = tuple[tuple[int, float], ...]
 
@@ -220,9 +219,6 @@ class TrialStrategy:
             weights[0] = max(now, weights[0]) + self._seconds[index]
             self._weights[index] = weights
         self._weights_from = min(self._weights_from, tensor)
-
-
-_BETTER = 1 - 1e-12  # less is rounding
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,14 @@
 """Carries Espresso's options out: one interpreter over the operations of the decision tree.
 
     executor = OptionExecutor(ScaledSign(), dict(zip(names, plan(...).options)), Topology(machines=2, ranks=4))
-    means = reduce(executor, gradients, step, Groups.of(ranks_per_machine=4))     # gemini_ft.compression.collective
+    means = reduce(executor, gradients, step, ScopedGroups.of(ranks_per_machine=4))     # gemini_ft.compression.collective
 
 Espresso (Wang et al., EuroSys 2023), section 3; `espresso_options` says what each operation does. Sums are in rank order, of the
 places in a machine first and of machines then, and become means at the end. Dense values travel as float32. What is sent in parts
 is compressed in parts: a payload cannot be cut. The one rank of a reduce, gather or broadcast is the first of its scope.
 
-The data that a rank holds between two operations of an Espresso option: parts of tensors, payloads, or nothing.
-
-Every rank can tell its own, also while it waits for a broadcast, so lengths never travel.
+Between two operations a rank holds parts of tensors, payloads, or nothing. `Held` is the shape of that. Every rank can tell its own, also
+while it waits for a broadcast, so lengths never travel.
 """
 
 from __future__ import annotations
@@ -30,6 +29,10 @@ from .parts import Worlds, divide, layouts, renamed, selection, unite
 from .topology import Scope, Topology
 
 DENSE = torch.float32  # how dense values travel
+_ALIGNED = 8  # bytes; parts of payloads are read as larger elements where they lie
+
+Cells: TypeAlias = list[list[Tensor]]  # of each part that is held: payloads, or dense values, of one rank or of several
+Steps: TypeAlias = Generator[CollectiveRequest, list[Tensor], None]
 
 
 @dataclass
@@ -123,12 +126,6 @@ def blocks(lengths: Sequence[int], members: int) -> list[Sequence[int]]:
     """The parts, by the rank that owns them."""
     each = len(lengths) // members
     return [lengths[rank * each : (rank + 1) * each] for rank in range(members)]
-
-
-Cells: TypeAlias = list[list[Tensor]]  # of each part that is held: payloads, or dense values, of one rank or of several
-Steps: TypeAlias = Generator[CollectiveRequest, list[Tensor], None]
-
-_ALIGNED = 8  # bytes; parts of payloads are read as larger elements where they lie
 
 
 class OptionExecutor(Reducer):

@@ -3,10 +3,9 @@
 The sum of all that was sent, plus the residual, is the sum of all gradients: exactly per step for sparsifiers, up to rounding for
 the others. Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019.
 
-Two-phase aggregation: every rank owns a part of each tensor, averages what all send it of that part, and sends the mean compressed.
-
-Bytes do not grow with the number of ranks as those of an all-gather do; the price is a second compression, which has a residual of its
-own at the owner. This is 1-bit Adam's ``server_error`` (Tang et al., ICML 2021) and Espresso's "divisible" scheme, for every
+`TwoPhase` has a second residual. Every rank owns a part of each tensor, averages what all send it of that part, and sends the mean
+compressed. Bytes do not grow with the number of ranks as those of an all-gather do; the price is that second compression, whose residual
+stays with the owner. This is 1-bit Adam's ``server_error`` (Tang et al., ICML 2021) and Espresso's "divisible" scheme, for every
 compressor whose payloads have a length known beforehand.
 """
 
@@ -24,6 +23,7 @@ from .memory import Memory, non_finite, put_back
 from .parts import Worlds, divide, layouts, renamed, unite
 
 WHOLE = Identity()
+_MEAN = "/mean"  # in names, so that the two compressions of a tensor draw different random numbers
 
 
 class ErrorFeedback(Reducer):
@@ -141,9 +141,6 @@ def compress_parts(
         put_back(layout, left.flat, kept, bad)
         memory.replace(layout, left.flat)
     return payloads
-
-
-_MEAN = "/mean"  # in names, so that the two compressions of a tensor draw different random numbers
 
 
 class TwoPhase(Reducer):

@@ -1,13 +1,11 @@
 """Compressors that send a part of a factorisation: PowerSGD and ATOMO.
 
-PowerSGD (Vogels et al., NeurIPS 2019): one step of power iteration per training step, warm-started from the last.
+PowerSGD (Vogels et al., NeurIPS 2019) makes one step of power iteration per training step, warm-started from the last. A gradient M of
+m x n becomes P of m x r and Q of n x r; both are averaged, so both travel in an all-reduce.
 
-A gradient M of m x n becomes P of m x r and Q of n x r; both are averaged, so both travel in an all-reduce.
-
-ATOMO (Wang et al., NeurIPS 2018): some of the atoms of a singular value decomposition, so drawn that the mean is exact.
-
-An atom of weight w that is drawn with probability p is sent as w / p. For a budget of s atoms, the probabilities that give the least
-variance are in closed form (theorem 2): p = min(1, w / t) with t such that they add up to s.
+ATOMO (Wang et al., NeurIPS 2018) sends some of the atoms of a singular value decomposition, so drawn that the mean is exact. An atom of
+weight w that is drawn with probability p is sent as w / p. For a budget of s atoms, the probabilities that give the least variance are in
+closed form (theorem 2): p = min(1, w / t) with t such that they add up to s.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from .norms import norms, row_norms
 from .randomness import SHARED, generator
 
 _ALIGN = 16  # elements, 64 bytes: how a product is rounded depends on where its operands lie
-_DEPENDENT = 1e-5  # of a row's length: the rest beside rounding, if it depends on the rows before it
+_DEPENDENT = 1e-5  # of a row's length: a rest below this is rounding alone, so that the row depends on those before it
 
 
 class PowerSGD(Reducer):

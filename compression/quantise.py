@@ -1,16 +1,9 @@
-"""Quantisers: each element becomes one of few values. QSGD, TernGrad and Global-QSGD draw it at random, with the
-element as its expectation.
+"""Quantisers: each element becomes one of few values.
 
-AdaQ, adaptive threshold quantisation (Dryden et al., MLHPC 2016): the largest elements of each sign, as one mean per sign.
-
-Payload per tensor: mean of its positive and of its negative elements (float32), how many there are of each (int32); then the indices
-(int32) of all, positive ones of a tensor before its negative ones.
-
-SketchML (Jiang et al., SIGMOD 2018): each element becomes the mean of its quantile bin.
-
-3LC (Lim et al., MLSys 2019): three values, five of them in a byte, and runs of zeros in one byte more.
-
-Bytes 0 to 242 are five ternary digits; 243 to 255 are runs of 2 to 14 bytes of five zeros each.
+- QSGD, TernGrad and Global-QSGD draw it at random, with the element as its expectation.
+- AdaQ, adaptive threshold quantisation (Dryden et al., MLHPC 2016), sends the largest elements of each sign as one mean per sign.
+- SketchML (Jiang et al., SIGMOD 2018) sends the mean of the quantile bin that an element falls into.
+- 3LC (Lim et al., MLSys 2019) has three values, five of them in a byte, and puts runs of zeros into one byte more.
 """
 
 from __future__ import annotations
@@ -27,6 +20,9 @@ from .norms import norms, row_norms
 from .sparse import WithRatio, kept, within
 
 _LEAST = 2.0**-126  # its reciprocal is finite
+_SAMPLE = 65536  # elements of a tensor that AdaQ looks at for a border
+_BINS = 64  # of a sketch: six bits
+_SAMPLE_FOR_BINS = 16384  # elements of a tensor that a sketch looks at
 
 
 def magnitudes(bundle: Bundle) -> Tensor:
@@ -171,13 +167,13 @@ class GlobalInt8(Reducer):
         return layout.total + 4 * (layout.total // self.align)
 
 
-_SAMPLE = 65536  # elements of a tensor that are looked at for a border
-
-
 class AdaQ(WithRatio, Compressor):
     """Sends about ``ratio`` of the positive and of the negative elements of each tensor, the largest, as their means.
 
     Two thresholds, because gradients need not be symmetric; large tensors are sampled for them. Biased: use it with error feedback.
+
+    Payload: of each tensor the means of its positive and of its negative elements (float32), then how many there are of each (int32);
+    then the indices of all (int32), a tensor's positive elements before its negative ones.
     """
 
     primitive = Primitive.ALL_GATHER_V
@@ -220,10 +216,6 @@ class AdaQ(WithRatio, Compressor):
         if selected is None:
             raise ValueError("AdaQ: how many elements travel depends on the data; give selected=")
         return 16 * len(layout.names) + 4 * selected
-
-
-_BINS = 64  # six bits
-_SAMPLE_FOR_BINS = 16384
 
 
 class Sketch(Compressor):
@@ -300,6 +292,7 @@ def _unpack6(packed: Tensor) -> Tensor:
     return torch.stack([x & 63, x >> 6 | (y & 15) << 2, y >> 4 | (z & 3) << 4, z >> 2], dim=1).view(-1)
 
 
+# 3LC: bytes 0 to 242 are five ternary digits; 243 to 255 are runs of 2 to 14 bytes of five zeros each.
 _ZEROS = 121  # a byte of five zeros
 _RUN = 243  # stands for two of them
 _LONGEST = 14
@@ -309,7 +302,7 @@ _WEIGHTS = torch.tensor([81, 27, 9, 3, 1])  # of the digits of a byte
 class ThreeLC(Compressor):
     """Sends the nearest of -M, 0 and M; M is ``sparsity`` times each tensor's largest magnitude. Needs error feedback.
 
-    Payload: M of each tensor (float32), then the bytes.
+    Payload: M of each tensor (float32), then bytes: five digits each, or a run of zeros.
 
     Args:
         sparsity: from 1 (most exact) to 2, excluded (sparsest).

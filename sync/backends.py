@@ -4,7 +4,8 @@ Gloo's receive takes any message that fits its buffer, in the order sent per tag
 bytes; of a longer one the header comes first and says for how much more there must be room. Other backends (NCCL) need to
 know sizes first; `CollectiveExchange` sends them ahead.
 
-A ring for gloo: one stream per link and direction gets nearly all of its rate, which many at once do not.
+Over gloo long messages for all ranks go around a `Ring`: one stream per link and direction gets nearly all of its rate, which many at once
+do not.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from . import wire
 from .exchange import Exchange, Passed
 
 PIECE = 2**18  # bytes that are passed on together, while more is under way
-_AHEAD, _DATA = 0x5A454E01, 0x5A454E02  # tags
+ROOM = 2**20  # bytes; pages that a shorter message leaves untouched take no memory
+_DIRECT, _AHEAD, _DATA = 0x5A454E00, 0x5A454E01, 0x5A454E02  # tags: our messages must not be mixed up with the user's
 
 
 class Ring:
@@ -99,10 +101,6 @@ class Ring:
 
 def _pieces(data: torch.Tensor) -> list[torch.Tensor]:
     return list(torch.split(data, PIECE)) if len(data) else []
-
-
-ROOM = 2**20  # bytes; pages that a shorter message leaves untouched take no memory
-_DIRECT = 0x5A454E00  # tag: our messages must not be mixed up with the user's; `ring` has others
 
 
 def open_exchange(group: ProcessGroup, device: torch.device, text: str, refused: str | None = None) -> Exchange:

@@ -6,7 +6,7 @@ those of Zen (Wang et al., OSDI 2025, section 2).
     gradient = Zen().all_reduce(gradient)                      # over the default group
     future = Zen().all_reduce(gradient, group, async_op=True)  # meanwhile compute; then future.wait()
 
-Keeps the order in which a group's schemes send, because it must be the same on all ranks.
+All schemes of a group stand in one `Line`, because the order in which they send must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from .exchange import Exchange
 from .rows import GradientError, SparseRows, to_matrix, to_rows, to_tensor
 
 T = TypeVar("T")
+Result: TypeAlias = torch.Tensor | torch.futures.Future[torch.Tensor]
 
 
 class Line:
@@ -101,9 +102,6 @@ def _on(module: Any, stream: Any, call: Callable[[], T]) -> T:
         result = call()
         stream.synchronize()
     return result
-
-
-Result: TypeAlias = torch.Tensor | torch.futures.Future[torch.Tensor]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""The backend's own all-reduce of the whole tensor, with which the other schemes are compared.
+"""PyTorch's own ways to sum gradients, with which the other schemes are compared.
 
-The scheme that gathers the indices and values of all ranks, so that each rank sums for itself.
+`Dense` is the backend's all-reduce of the whole tensor. `AGsparse` gathers the indices and values of all ranks, and every rank sums for
+itself.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Accuracy:
 
 
 class FPISA(DenseSwitchScheme):
-    """Sums floating-point numbers in registers of an exponent and a mantissa (`fpisa_registers`).
+    """Sums floating-point numbers in registers of an exponent and a mantissa (`switch_adders.FpisaAdder`).
 
     Unlike SwitchML's, values need no scaling, and those of 16 bits travel as such. A sum depends on the order of arrival, and is the
     same on all ranks. float64 is rounded to float32 first. Packets with a NaN or an infinity go by the backend's all-reduce.

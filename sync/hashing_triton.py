@@ -18,7 +18,7 @@ BLOCK = 1024  # indices per program
 def fill(
     indices: torch.Tensor, parts: torch.Tensor, count: int, seed: int, parallel: int, serial: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Does the work of `hierarchical_hashing.fill_table` on the device of ``indices``. Which index gets a slot differs between calls."""
+    """Does the work of `partition.fill_table` on the device of ``indices``. Which index gets a slot differs between calls."""
     width = parallel + serial
     memory = torch.zeros(count * width, dtype=torch.int64, device=indices.device)
     asked = torch.zeros(count, dtype=torch.int64, device=indices.device)

@@ -1,6 +1,7 @@
-"""OmniReduce's block format (Fei et al., SIGCOMM 2021) with colocated aggregators.
+"""OmniReduce (Fei et al., SIGCOMM 2021): of a gradient only blocks that hold a value other than zero travel.
 
-OmniReduce (Fei et al., SIGCOMM 2021) as the paper has it: blocks that are not zero go through aggregators in small messages.
+`OmniReduce` has its block format, with colocated aggregators that get each part as one message. `OmniReduceStreaming` is the paper's way:
+blocks go through aggregators in small messages, each with the number of the next one.
 """
 
 from __future__ import annotations

@@ -2,11 +2,10 @@
 
 In its part a unit has a *position*, from 0; positions ascend with the indices. Units travel by position.
 
-Zen's hierarchical hashing (OSDI 2025, algorithm 1): group indices by server in parallel, without loss.
-
-Level one, h0, has the same seed everywhere and picks the server. Level two only finds an index a free slot in that server's
-memory: h1 to hk try k slots of a *parallel* memory; what collides k times goes to the *serial* memory, slot by slot.
-This is the reference; `hashing.group_by_part` does the same by counting, and is what `zen.Zen` uses by default.
+`hierarchical_hash` is Zen's way to group indices by server in parallel and without loss (OSDI 2025, algorithm 1). Level one, h0, has the
+same seed everywhere and picks the server. Level two only finds an index a free slot in that server's memory: h1 to hk try k slots of a
+*parallel* memory; what collides k times goes to the *serial* memory, slot by slot. It is the reference: `hashing.group_by_part` does the
+same by counting, and is what `zen.Zen` uses by default.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""SparCML's three algorithms (Renggli et al., SC 2019, section 5.3).
+"""SparCML's three algorithms (Renggli et al., SC 2019, section 5.3), and the quantisation of the last one's dense phase (section 6).
 
-SSAR keeps the sum sparse, DSAR makes it dense. A message turns dense by itself where that is smaller.
-
-QSGD (Alistarh et al., NeurIPS 2017): values as few bits each, beside one norm per bucket. Unbiased. For the dense phase of SparCML.
+SSAR keeps the sum sparse, DSAR makes it dense. A message turns dense by itself where that is smaller. DSAR can send its sums in a few bits
+each beside one norm per bucket, without bias, as QSGD does (Alistarh et al., NeurIPS 2017).
 """
 
 from __future__ import annotations

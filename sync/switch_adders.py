@@ -2,13 +2,11 @@
 
 A row is one copy of one slot. Values travel as bytes; the registers may be wider.
 
-FPISA's registers (Yuan et al., NSDI 2022): floating-point sums with integer operations that a switch has. Pure.
-
-A sum is an exponent E and a signed 32-bit mantissa M, with the implied one written out. To add (e, m), the mantissa of the smaller
-exponent is shifted right and M becomes their sum; only what leaves the switch is normalised. Both times bits that do not fit are
-rounded to nearest, ties to even: cut bits would make every sum smaller. Above the mantissa there are as many bits as the sums of 64
-workers need, and what is left of 31 are guard bits below it: one for float32, 14 and 17 for float16 and bfloat16. The paper has
-none, and shifts that round down.
+FPISA (Yuan et al., NSDI 2022) adds floating-point numbers with the integer operations that a switch has. A sum is an exponent E and a
+signed 32-bit mantissa M, with the implied one written out. To add (e, m), the mantissa of the smaller exponent is shifted right and M
+becomes their sum; only what leaves the switch is normalised. Both times bits that do not fit are rounded to nearest, ties to even: cut
+bits would make every sum smaller. Above the mantissa there are as many bits as the sums of 64 workers need, and what is left of 31 are
+guard bits below it: one for float32, 14 and 17 for float16 and bfloat16. The paper has none, and shifts that round down.
 
 FPISA-A is for switches that cannot shift what they have stored: a larger exponent shifts its own mantissa left, by as many bits as are
 free, and if it is larger still it overwrites the sum. Both are counted where they lose something. For the sake of that room it has no
@@ -25,6 +23,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .switch_packets import MOST_RANKS, Array, span
+
+_BITS = 31  # of FPISA's registers, without the sign
 
 
 class Adder(ABC):
@@ -53,9 +53,6 @@ class Adder(ABC):
     @abstractmethod
     def read(self, rows: Array) -> Array:
         """The sums, as they travel: uint8 [k, nbytes]. To be used before the next call: they may be the registers themselves."""
-
-
-_BITS = 31  # of a register, without its sign
 
 
 class FpisaAdder(Adder):
@@ -157,7 +154,7 @@ FPISA: Mapping[str, Mapping[str, type[Adder]]] = {
     "fpisa": {"float32": FpisaAdder, "float16": FpisaHalf, "bfloat16": FpisaBFloat},
     "fpisa-a": {"float32": FpisaAAdder, "float16": FpisaAHalf, "bfloat16": FpisaABFloat},
 }
-"""By mode and dtype."""
+"""FPISA's, by mode and dtype."""
 
 
 class IntegerAdder(Adder):
@@ -237,4 +234,4 @@ ADDERS: Mapping[str, type[Adder]] = {
     "bfloat16": BFloatAdder,
     **{f"{mode}-{name}": adder for mode, adders in FPISA.items() for name, adder in adders.items()},
 }
-"""By the name under which a job asks for one."""
+"""All of them, by the name under which a job asks for one."""

@@ -1,6 +1,7 @@
-"""The switch: a process that adds up packets of workers. Sockets and clock; what it decides is in `Jobs` and `Slots`.
+"""The switch: a process that adds up packets of workers.
 
-The jobs of a switch: joining, leaving, their memory. Pure: addresses and times are given, and replies are returned.
+`Server` has the socket and the clock. `Jobs` decides who joins and leaves, and what memory there is for it, and `switch_slots.Slots` what
+becomes of a packet; both are pure: addresses and times are given, and replies are returned.
 """
 
 from __future__ import annotations

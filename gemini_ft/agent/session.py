@@ -1,6 +1,6 @@
 """One incarnation of a stream on one host: links to the peers, a place in the commit, storage. All of it ends with the incarnation.
 
-Takes in the peers that dial this host: readers at any time, senders and reporting hosts only in their own incarnation.
+`Incoming` takes in the peers that dial this host: readers at any time, senders and reporting hosts only in their own incarnation.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ A rule is one kind of thing and its fate; all rules together are the table in do
 job. The census is taken at the first snapshot, and again when a part's fingerprint has changed. What is refused stops the job then, by
 name, and not at the restart. Pure: no torch.
 
-The fate of the state that integrations add: their part of the census's table, here so that it needs none of their packages.
+The rules for what integrations add stand here, and not with them, so that the table can be made without their packages.
 """
 
 from __future__ import annotations
@@ -150,11 +150,7 @@ def whole_table() -> str:
     return "\n".join(lines + [f"| {rule.what} | {rule.fate} | {rule.how} |" for rule in rules()])
 
 
-if __name__ == "__main__":
-    from gemini_ft.core.census import whole_table as of_the_module  # this one is called __main__, and has no rules
-
-    print(of_the_module())
-
+# -- rules for the state that integrations add -------------------------------------------------------
 
 ENGINE_TENSORS = declare(
     "masters, optimizer state, buffers and frozen parameters of DeepSpeed engines", Fate.CAPTURED, "each partition by its rank"
@@ -211,3 +207,9 @@ BEHIND_STEP = declare(
     Fate.CAPTURED,
     "tensors that are captured, from the second such step on; for all else call `engine.gemini.save()` (deepspeed.md)",
 )
+
+
+if __name__ == "__main__":
+    from gemini_ft.core.census import whole_table as of_the_module  # this one is called __main__, and lacks the others' rules
+
+    print(of_the_module())

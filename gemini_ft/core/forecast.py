@@ -4,10 +4,9 @@ A run draws failures of processes, hosts and failure domains, each with a consta
 ones. In memory, a snapshot counts when its replicas have arrived, and is lost where all holders of a shard are gone at the same time: by
 one failure, or by others before the copies of the first are back. Then the newest checkpoint in storage counts.
 
-The formulas of wasted time: GEMINI's (section 2), and the best interval between checkpoints by Young and by Daly. Pure; seconds.
-
-J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974. J. T. Daly, A higher order estimate of the
-optimum checkpoint interval for restart dumps, FGCS 22(3), 2006.
+Formulas stand beside the draw, in seconds: GEMINI's wasted time (section 2), and the best interval between checkpoints. J. W. Young, A
+first order approximation to the optimum checkpoint interval, CACM 17(9), 1974. J. T. Daly, A higher order estimate of the optimum
+checkpoint interval for restart dumps, FGCS 22(3), 2006.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from gemini_ft.core.placement import place
 from gemini_ft.errors import ConfigError
 
 DAY = 86400.0  # seconds
+SLOTS = 2  # per copy: one complete, one in progress (docs/design.md, section 7)
 
 
 def wasted_time(checkpoint: float, interval: float, retrieval: float) -> float:
@@ -52,14 +52,11 @@ def young_interval(cost: float, between_failures: float) -> float:
 
 
 def daly_interval(cost: float, between_failures: float) -> float:
-    """The same to a higher order; where writing takes longer than the failures allow, the mean time between them."""
+    """The same to a higher order; where writing takes too long for it to hold, the mean time between two failures."""
     if cost >= 2 * between_failures:
         return between_failures
     part = cost / (2 * between_failures)
     return young_interval(cost, between_failures) * (1 + sqrt(part) / 3 + part / 9) - cost
-
-
-SLOTS = 2  # per copy: one complete, one in progress (docs/design.md, section 7)
 
 
 @dataclass(frozen=True)

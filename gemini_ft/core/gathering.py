@@ -1,9 +1,9 @@
 """A collector's part between its hosts and the leader: their copies go up in one message, and decisions down to those that are meant. Pure.
 
+The reports of one host are bundled before that (`Bundles`): one message per version, where each rank and copy had one.
+
 Nothing of a host goes up before its greeting has, on the present connection to the leader. Nothing goes down to a host before the leader
 has admitted that greeting: what was sent earlier is for the host as it was before, perhaps another agent, with other copies.
-
-The reports of one host on their way to the leader, bundled: one message per version, where each rank and copy had one. Pure.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, S
 from gemini_ft.core.rounds import Pair
 from gemini_ft.core.versions import Version
 
+_REMEMBERED = 8  # versions; more are never under way at once
+
 
 class Bundles:
-    """Gathers what a host has to report until it is all there.
+    """Gathers what one host has to report until it is all there.
 
     Waiting costs nothing but time: nothing is committed before the last copy is reported, and whatever is lost on the way is repeated
     from the slots (`gemini_ft.core.protocol.Host.reports`). How long to wait for copies that are late is for the caller to say.
@@ -65,9 +67,6 @@ class Bundles:
         """Begins anew, as the leader is reached anew and everything undecided is said again."""
         self._said.clear()
         self._waiting.clear()
-
-
-_REMEMBERED = 8  # versions; more are never under way at once
 
 
 class Gathering:

@@ -1,8 +1,7 @@
 """One version on its way to its commit, as the leader's ledger counts it: constant work per report, whatever the size of the job. Pure.
 
-The copies of one version while little is out of the ordinary: kept as they came, and compared once all are there. Pure.
-
-A ledger that counts each copy spends a second on the hundred thousands of a large job. Here the copies of a host are one string, and two
+A ledger that counts each copy, as `Round` does, spends a second on the hundred thousands of a large job. So while little is out of the
+ordinary, reports are kept as they came, and compared once all are there (`Folded`): the copies of a host are one string, and two
 holders of the same shards are compared by one comparison of two stretches of text. Copies that are late, differ, or do not count are looked
 at one by one, and only these.
 """
@@ -17,6 +16,8 @@ from gemini_ft.core.versions import Version
 
 Pair = tuple[int, str]  # (owner, holding host)
 Label = tuple[str, str]  # hash of the layout, digest of replicated state; either may be empty
+_Stretch = tuple[str, int, int, str, int, int]  # holder, from and to (copies); home of the same shards, from and to
+_Roots = str | Mapping[int, str]  # of all that a host holds, in the order of owners; or of some owners' copies
 
 
 class Round:
@@ -149,10 +150,6 @@ def _tally(counts: dict[str, int], value: str, step: int) -> None:
     counts[value] = counts.get(value, 0) + step
     if not counts[value]:
         del counts[value]
-
-
-_Stretch = tuple[str, int, int, str, int, int]  # holder, from and to (copies); home of the same shards, from and to
-_Roots = str | Mapping[int, str]  # of all that a host holds, in the order of owners; or of some owners' copies
 
 
 class Folded:

@@ -1,11 +1,10 @@
-"""Finds where each parameter lies in an engine's partitions, for re-cutting to another number of ranks and for exports.
+"""The masters of a DeepSpeed engine, which its optimizers update on this rank, and where each parameter lies in them.
 
-It is found once, when the engine is protected, and travels with every snapshot.
+Masters are fp32 (partitions of) parameters; optimizer state is keyed by them. The weights that the module computes with are a cast of
+them, all-gathered where they are partitioned, and are never captured.
 
-Finds the tensors that the optimizers in a DeepSpeed engine update on this rank, from which low-precision weights follow.
-
-`master` tensors are fp32 (partitions of) parameters; optimizer state is keyed by them. The weights that the
-module computes with are a cast of them, all-gathered where they are partitioned, and are never captured.
+The place of each parameter is found once, when the engine is protected, and travels with every snapshot, for re-cutting to another number
+of ranks and for exports.
 """
 
 from __future__ import annotations

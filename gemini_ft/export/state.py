@@ -1,11 +1,10 @@
-"""Makes the state dicts of models and optimizers of whole tensors, under the names that other tools know.
+"""Models and optimizers of a checkpoint, as state dicts of whole tensors on the CPU, under the names that other tools know.
 
 A snapshot calls a parameter ``<model>.<name>``; where there is one model, its name is left out.
 
-Assembles whole tensors, on the CPU, from the shards of all ranks.
-
-Under DDP every rank owns a stretch of the one tensor all of them hold; under FSDP2 every rank has a part of its own,
-whose place in the whole tensor follows from shape, placements and mesh (`gemini_ft.state.tensors.placement_words`).
+Whole tensors are joined from the shards of all ranks. Under DDP every rank owns a stretch of the one tensor all of them hold; under FSDP2
+every rank has a part of its own, whose place in the whole tensor follows from shape, placements and mesh
+(`gemini_ft.state.tensors.placement_words`).
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from gemini_ft.recovery.restore import scatter
 from gemini_ft.state.gradients import is_gradient
 from gemini_ft.state.tensors import HOST, split_state_name
 
+_OPTIMIZER = re.compile(r"optim\d+\.")
 _WORDS = re.compile(r"\((?P<shape>[\d, ]*)\) (?P<placements>.+) on \((?P<mesh>[\d, ]*)\)")
 _PLACEMENT = re.compile(r"_S\((\d+), (\d+)\)|S\((\d+)\)|R")
 
@@ -165,9 +165,6 @@ def _numbers(text: str) -> Group:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten().view(torch.uint8)
-
-
-_OPTIMIZER = re.compile(r"optim\d+\.")
 
 
 @dataclass(frozen=True)

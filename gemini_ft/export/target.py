@@ -1,6 +1,6 @@
 """The target of an export, a local folder or an S3 prefix; the export appears there whole, or not at all.
 
-A folder beside the target to write an export into; leftovers of killed exports are found and removed.
+It is written into a folder beside the target first. What exports that were killed have left there is found and removed.
 
 .gemini-export-<writer>       a lock, held while the export runs; named as `gemini_ft.storage.local` has it
 .gemini-export-<writer>.new   the files that are being written
@@ -32,6 +32,8 @@ from gemini_ft.storage.opening import open_storage
 PREFIX = ".gemini-export-"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # fcntl.h, stdio.h
 _UNABLE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}  # errors of file systems that cannot exchange
+_PART = 16 * 2**20  # bytes read at a time
+_WAY_OUT = "choose another --to, or give --overwrite"
 _log = logging.getLogger("gemini_ft")
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -82,7 +84,7 @@ class StagingFolder:
 
 @contextmanager
 def stage(where: Path, mode: int = 0o777) -> Iterator[StagingFolder]:
-    """A stage in ``where``; afterwards it is gone, and so is what killed exports have left there."""
+    """A staging folder in ``where``; afterwards it is gone, and so is what killed exports have left there."""
     clear_leftovers(where)
     lock, fd = local.create(where, PREFIX)
     try:
@@ -137,10 +139,6 @@ def exchange(one: Path, other: Path) -> bool:
     if (number := ctypes.get_errno()) in _UNABLE:
         return False
     raise OSError(number, os.strerror(number), str(other))
-
-
-_PART = 16 * 2**20  # bytes read at a time
-_WAY_OUT = "choose another --to, or give --overwrite"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,4 @@
-"""Which modules the fork server imports for a program, found by reading it: its script, and the modules beside it that it imports.
-
-Environment variables that a script sets before its heavy imports, found by reading it.
+"""Reads a program before it starts: which modules the fork server imports for it, and which variables it sets before that.
 
 Some libraries read their variables only while they are imported (OMP_NUM_THREADS, TORCH_LOGS, HF_HOME). A fork server has imported them
 long before the script runs. Where the script gives a constant, the server can set it first; where the value is known only when the
@@ -22,7 +20,7 @@ from pathlib import Path
 from gemini_ft.launch.forkserver import OPTIONAL
 from gemini_ft.launch.script import import_root
 
-# Read when they are used, not when something is imported.
+# Variables that are read when they are used, not when something is imported.
 _LATE = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER", "CUBLAS_WORKSPACE_CONFIG", "TOKENIZERS_PARALLELISM")
 _LATE_PREFIXES = ("MASTER_", "NCCL_", "GLOO_", "WANDB_", "MLFLOW_")
 _OF_TORCH = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TORCH", "PYTORCH_")  # these are read while torch is imported, or later

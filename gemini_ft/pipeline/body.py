@@ -1,9 +1,8 @@
 """The body that plain loops, DDP and engines share: one model's averager, ready times and tuner, which go from step to step together.
 
-Checks, after every step, that all ranks are at the same step, with the same plan and the same choices.
-
-Ranks that are not would send each other what does not belong together, often without an error: indices that are drawn by a counter,
-for example, differ where counters do.
+After every step `Drift` checks that all ranks are at the same step, with the same plan and the same choices. Ranks that are not would send
+each other what does not belong together, often without an error: indices that are drawn by a counter, for example, differ where
+counters do.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The plan that all ranks have agreed on: which gradients travel together, and in which order. Pure.
+"""The plan that all ranks have agreed on: which rule each parameter has, which gradients travel together, and in which order. Pure.
 
 The order is that of the backward pass: a group travels when the last of its gradients is there, and not before the group before
-it, so that all ranks issue the same collectives in the same order whatever their timing.
-
-Assigns a rule to each parameter, and checks that the rule can be applied to it.
+it, so that all ranks issue the same collectives in the same order whatever their timing. `assign` gives each parameter its rule, and
+checks that the rule can be applied to it.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ from gemini_ft.pipeline.rules import DEFAULT_FUSION, PLAIN, Buckets, Fusion, Gro
 from gemini_ft.state.tensors import clean, unwrap_model
 
 NO_RULE = -1
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_ADDED = (*_FLOATS, torch.float64, torch.complex32, torch.complex64, torch.complex128)  # dtypes that backends can add up
 
 
 @dataclass(frozen=True)
@@ -144,12 +145,8 @@ def in_order(groups: Iterable[Group], tensors: Sequence[Tensor]) -> tuple[Group,
     return tuple(sorted(groups, key=lambda group: max(place[name] for name in group.names)))
 
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_ADDED = (*_FLOATS, torch.float64, torch.complex32, torch.complex64, torch.complex128)  # up, by the backends
-
-
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that have gradients, by name, without what DDP, torch.compile and Fabric put before it."""
+    """The parameters that have gradients, by name, without what DDP, torch.compile and Fabric put before a name."""
     ignored = getattr(model, "parameters_to_ignore", ())  # by DistributedDataParallel
     found = unwrap_model(model).named_parameters()
     return {clean(name): param for name, param in found if param.requires_grad and name not in ignored}

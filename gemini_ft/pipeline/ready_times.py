@@ -1,6 +1,6 @@
 """Watches when gradients become ready, for the planners' picture of a backward pass.
 
-Hooks on a user's model that do not get in the way of copying, pickling, exporting and compiling it.
+It does so by `ModelHook`, which does not get in the way of copying, pickling, exporting and compiling the user's model.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+_KEPT = 16  # steps
 
 
 class ModelHook:
@@ -34,9 +36,6 @@ class ModelHook:
 
     def __reduce__(self) -> tuple[type[ModelHook], tuple[()]]:
         return ModelHook, ()
-
-
-_KEPT = 16  # steps
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
 """Finds out, while training, which gradients should travel together, and whether compressing them pays.
 
 A rule with a planned fusion begins with buckets. After some steps the ready times of the gradients are known; then costs are
-measured, the planners choose, and what is predicted to be close to the best is tried in real steps. The fastest stays. With ``auto``
-all-reduce as it is and in bfloat16 are what is tried, and, with ``quality: any``, the rule's method: none is kept that is slower.
-
-The ways in which the gradients of one rule could be exchanged, with the iteration time that is predicted for each.
+measured, and the planners predict an iteration's time for each way in which the rule's gradients could be exchanged (`Candidates`). What
+is predicted to be close to the best is tried in real steps (`Tuner`), and the fastest stays. With ``auto`` all-reduce as it is and in
+bfloat16 are what is tried, and, with ``quality: any``, the rule's method: none is kept that is slower.
 """
 
 from __future__ import annotations
@@ -35,6 +34,9 @@ from gemini_ft.pipeline.routes import Plain, option_way
 from gemini_ft.pipeline.rules import PLANNED, payload_of_one_length
 from gemini_ft.trials import Trial, TrialRules
 
+_log = logging.getLogger("gemini_ft")
+CLOSE = 2.0  # of the best predicted time, up to which a candidate is tried
+TERMS = TrialRules(visit=3, rounds=16, slower={1: 1.25, 4: 1.08, 8: 1.04})
 _EVEN = (1, 4, 16)  # groups of about as many tensors each, that the planner's grouping is to beat
 
 
@@ -180,11 +182,6 @@ def _message(all_reduce: FittedCost, ranks: int) -> Affine:
         return Affine(0.0, 0.0)
     start, slope = all_reduce.cost(0), max(0.0, (all_reduce.cost(2**24) - all_reduce.cost(2**20)) / (2**24 - 2**20))
     return Affine(start / (2 * (ranks - 1)), slope * ranks / (2 * (ranks - 1)))
-
-
-_log = logging.getLogger("gemini_ft")
-CLOSE = 2.0  # of the best predicted time, up to which a candidate is tried
-TERMS = TrialRules(visit=3, rounds=16, slower={1: 1.25, 4: 1.08, 8: 1.04})
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The state that a checkpointer captures and puts back: torch modules and optimizers, or an engine around them.
 
-Gradients that wait for an update when a snapshot is taken: of an optimizer that accumulates while another one steps.
+Gradients are part of it where they wait for an update when a snapshot is taken: one optimizer accumulates while another one steps.
 
 An optimizer's step uses its gradients up. The next update needs all that has been written to a gradient since then, so it is kept
 with the snapshot, each rank's own. Gradients that were used up, or are zero, are given back as zeros, because an optimizer treats a

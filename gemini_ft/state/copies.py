@@ -1,4 +1,4 @@
-"""Copies between live tensors and shards, planned once and repeated without allocation.
+"""Copies between live tensors and shards, planned once and repeated without allocation, and digests of what several ranks hold.
 
 A shard holds the elements of a piece in logical (row-major) order. A contiguous tensor gives one flat
 view for that; of any other (channels_last, transposed, strided) a range of elements is cut into a few
@@ -7,9 +7,8 @@ rectangular views that have the same order, so that no staging copy is needed ei
     copies = plan_copies(sources, layout)          once per layout; `gemini_ft.state.copy_plan` carries them out
     copy_into(tensor, start, stop, source)         at a restore
 
-Checks that ranks that must hold the same bytes do so.
-
-If they do not, a snapshot cut from all of them would be a state that no rank ever had.
+`check_replicas` compares what must be the same on several ranks. If it is not, a snapshot cut from all of them would be a state that no
+rank ever had.
 """
 
 from __future__ import annotations
@@ -28,6 +27,10 @@ from gemini_ft.errors import LayoutMismatchError, ReplicaDivergedError
 from gemini_ft.state.tensors import HOST, Source
 
 Memory = bytes | bytearray | memoryview | mmap.mmap | torch.Tensor  # a tensor must be uint8 and flat
+Digests = dict[tuple[tuple[int, ...], str], str]  # (ranks that must agree, tensor) -> digest
+_STRIDE = 16 * 2**20  # elements hashed at a time, which bounds the memory taken for tensors on an accelerator
+_AT_A_TIME = 16 * 2**20  # bytes that a device mixes at a time; it takes three times as much for them
+_MIXER = -7046029254386353131  # odd, with bits of both kinds in no order: 2**64 over the golden ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +150,6 @@ def _once(target: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torc
         if stride == 0 and size > 1:
             target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
     return target, value
-
-
-Digests = dict[tuple[tuple[int, ...], str], str]  # (ranks that must agree, tensor) -> digest
-_STRIDE = 16 * 2**20  # elements hashed at a time, which bounds the memory taken for tensors on an accelerator
-_AT_A_TIME = 16 * 2**20  # bytes; the device takes three times as much for them
-_MIXER = -7046029254386353131  # odd, with bits of both kinds in no order: 2**64 over the golden ratio
 
 
 def tensor_digests(sources: Iterable[Source]) -> Digests:

@@ -19,10 +19,8 @@ Restore, all on the existing objects:
     apply_extras(models, optimizers, extras)
 
 `destinations` gives every optimizer exactly the state tensors of the snapshot: missing ones are allocated
-with the stored dtype and shape on the parameter's device (or on the CPU, where they were), surplus ones
+with the stored dtype, shape and strides on the parameter's device (or on the CPU, where they were; `room_for`), surplus ones
 dropped. Nothing is ever cast, no gradient is touched and no collective is called.
-
-Room for the optimizer state of a snapshot: tensors of the shape, place and strides that it had.
 """
 
 from __future__ import annotations
@@ -55,6 +53,12 @@ from gemini_ft.state.tensors import (
     split_state_name,
     unwrap_model,
 )
+
+Extras = dict[str, Any]
+_TENSORS = declare("parameters, buffers, state of optimizers", Fate.CAPTURED, "each tensor once, under its name")
+declare("hyperparameters of parameter groups, extra state of modules", Fate.CAPTURED, "with the small state of each rank")
+_HELD = declare("optimizers that another optimizer holds (SAM, Lookahead)", Fate.CAPTURED, "like those that are given to the Checkpointer")
+_STATIC_KEYS = ("params", "param_names")  # of a parameter group: they are in the tensors' names already
 
 
 def odd_strides(live: Iterable[Live]) -> Iterator[tuple[str, list[int]]]:
@@ -97,13 +101,6 @@ def _fits(current: torch.Tensor, spec: TensorSpec, whole: str, device: torch.dev
     part = local(current)
     facts = (words, str(part.dtype).removeprefix("torch."), tuple(part.shape), part.device)
     return facts == (whole, spec.dtype, spec.shape, device) and (part.stride() == strides or part.numel() < 2) and not overlaps(part)
-
-
-Extras = dict[str, Any]
-_TENSORS = declare("parameters, buffers, state of optimizers", Fate.CAPTURED, "each tensor once, under its name")
-declare("hyperparameters of parameter groups, extra state of modules", Fate.CAPTURED, "with the small state of each rank")
-_HELD = declare("optimizers that another optimizer holds (SAM, Lookahead)", Fate.CAPTURED, "like those that are given to the Checkpointer")
-_STATIC_KEYS = ("params", "param_names")  # of a parameter group: they are in the tensors' names already
 
 
 def collect_extras(found: Survey, ignored: Callable[[str], bool] = lambda _: False) -> Extras:

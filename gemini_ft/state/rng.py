@@ -1,5 +1,6 @@
-"""States of random generators, as plain data that every codec can carry: those of the process that training draws from, and
-those that a data pipeline or a module keeps for itself.
+"""States of random generators, as plain data that every codec can carry.
+
+There are those of the process, from which training draws, and those that a data pipeline or a module keeps for itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Objects as files below one folder: a local disk, or a file system that all hosts mount.
 
-Temporary files of writers: named after host, process and time, and cleared away once their writer is certainly dead.
-
-A lock proves that a writer lives, wherever it is. A file without a lock proves its writer dead only where both
+Until a file is whole it is a temporary one, named after its writer's host, process and time, and cleared away once that writer is
+certainly dead. A lock proves that a writer lives, wherever it is. A file without a lock proves its writer dead only where both
 would see the same lock: on NFS with ``nolock`` and on Lustre with ``localflock`` every host has locks of its own. A file
 therefore names its lock domain: the kernel (by its boot) and the mounted file system (by its device). In another domain
 only age counts, by the file system's own clock.
@@ -30,6 +29,21 @@ from gemini_ft.storage.base import RangeReader, Steps, check_key, check_small, i
 
 ABANDONED = 3600.0  # seconds since the last byte after which another lock domain's file counts as its dead writer's
 _NAME = re.compile(r"[A-Za-z0-9-]+\.(?P<domain>[0-9a-f]+-[0-9a-f]+)\.\d+\.\d+\.[0-9a-f]{8}")  # host, domain, process, begun, nonce
+_UNKNOWN_BOOT = secrets.token_hex(4)  # where the kernel does not name its boot: this process has a domain of its own
+_log = logging.getLogger(__name__)
+_told: set[Path] = set()  # links that this process has spoken of
+_PARTIAL = ".partial"  # no key begins with a dot
+_WAY_OUT = {
+    errno.ENOSPC: "free some space or lower storage.keep_last",
+    errno.EDQUOT: "raise the quota or lower storage.keep_last",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
+    errno.EACCES: "give this user the right to write there",
+    errno.EPERM: "give this user the right to write there",
+    errno.EROFS: "mount it writable",
+    errno.ENOTDIR: "choose a path that is a folder all the way",
+    errno.ENOENT: "the object is gone; was it deleted while in use?",
+    errno.ELOOP: "links are not followed below the storage folder: put the files themselves there, or give storage.url their own folder",
+}
 
 
 def last_byte(path: Path) -> float:
@@ -110,28 +124,10 @@ def boot_id() -> str:
         return _UNKNOWN_BOOT
 
 
-_UNKNOWN_BOOT = secrets.token_hex(4)
-
-_log = logging.getLogger(__name__)
-_told: set[Path] = set()  # links that this process has spoken of
-_PARTIAL = ".partial"  # no key begins with a dot
-_WAY_OUT = {
-    errno.ENOSPC: "free some space or lower storage.keep_last",
-    errno.EDQUOT: "raise the quota or lower storage.keep_last",
-    errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
-    errno.EACCES: "give this user the right to write there",
-    errno.EPERM: "give this user the right to write there",
-    errno.EROFS: "mount it writable",
-    errno.ENOTDIR: "choose a path that is a folder all the way",
-    errno.ENOENT: "the object is gone; was it deleted while in use?",
-    errno.ELOOP: "links are not followed below the storage folder: put the files themselves there, or give storage.url their own folder",
-}
-
-
 class LocalStorage:
     """Files below ``root``, which is created when first written to; it may be a link, but no link is followed below it.
 
-    A file is written under `.partial` (`gemini_ft.storage.local`), synced to disk and then renamed, so that a torn one
+    A file is written under `.partial`, synced to disk and then renamed, so that a torn one
     never has a key. Files and folders whose names are no keys are another program's: they are never looked at.
     """
 

@@ -1,6 +1,6 @@
-"""The ranks' accounts of themselves and their hosts, with which every start begins; what many have in common is said once.
+"""The ranks' accounts of themselves and their hosts, with which every start begins, and the run secret on which they agree then.
 
-The run secret: the agreement of the ranks on one that readers of the rendezvous cannot see.
+What many accounts have in common is said once. The secret is agreed on so that readers of the rendezvous cannot see it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from gemini_ft.errors import SecretError
 from gemini_ft.faults.inject import Orders
 from gemini_ft.wire.worker_messages import Inventory, Welcome
 from gemini_ft.worker.rendezvous import exchange, exchange_alike, exchange_or_raise, mark_of
+
+_SEALED = b"gemini-ft run secret"  # names the sealed message, so that no other is taken for it
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,6 @@ def introduced(introduce: Callable[[], Introduction], timeout: float) -> list[In
         if id(each) not in everyone:
             everyone[id(each)] = replace(alike[marks], ages=each.ages)
     return [everyone[id(each)] for each in briefs]
-
-
-_SEALED = b"gemini-ft run secret"  # names the sealed message, so that no other is taken for it
 
 
 def agree_on_secret(everyone: Sequence[Introduction], mine: bytes, rank: int, timeout: float) -> bytes:

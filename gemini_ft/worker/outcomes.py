@@ -1,6 +1,6 @@
 """The outcomes of this rank's snapshots: which were committed, which were given up, and why.
 
-Counts of what a process has recorded, and figures of its last steps.
+`Stats` has the counts of these, and figures of the process's last steps.
 """
 
 from __future__ import annotations
@@ -12,6 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from gemini_ft.wire.worker_messages import Travelled
+
+ENDING = "the process ends"
+LATE = "the previous snapshot was still uncommitted at the next update"
+_SILENCE = 60.0  # seconds before the same warning is given again
+_log = logging.getLogger("gemini_ft")
 
 
 @dataclass
@@ -52,12 +57,6 @@ class Stats:
 def _forget_oldest(table: dict[int, Any], kept: int) -> None:
     while len(table) > kept:
         del table[next(iter(table))]
-
-
-_log = logging.getLogger("gemini_ft")
-ENDING = "the process ends"
-LATE = "the previous snapshot was still uncommitted at the next update"
-_SILENCE = 60.0  # seconds before the same warning is given again
 
 
 class Outcomes:
