@@ -33,6 +33,7 @@ _LOGS, _LOG_SECONDS = 100, 86400.0  # logs that are kept, and how long any of th
 _DEATH_SECONDS = 5.0  # for the kernel to end a process that is killed
 _FAULT_SECONDS = 0.01  # that a page takes to come back from a disk or from swap, at least where one waits for it
 PROC = Path("/proc")
+_PATIENCE = 30.0  # seconds that a finished launcher waits for one answer of an agent that is storing
 QUEUE_SECONDS = 2.0  # that a connection waits in the agent's queue of new ones
 STACKS_SIGNAL = signal.SIGRTMIN + 11
 _stacks: list[IO[bytes]] = []  # the file of `write_stacks_on_request`, which must stay open
@@ -352,16 +353,17 @@ def job_finished(run: str) -> str:
     Returns:
         Why that failed for good; empty: it did not.
     """
-    host, unclear = host_id(), ""
+    host, unclear, patience = host_id(), "", 5.0
     with contextlib.suppress(AgentError):
         while True:
             try:
-                answer = ask(run, host, Leave(run=run, finished=True))
+                answer = ask(run, host, Leave(run=run, finished=True), patience)
                 return answer.unstored if isinstance(answer, Left) else unclear
             except AgentTimeoutError:
                 if not unclear:
                     _log.warning("the job has finished; waiting for its last upload (storage.patience)")
-                unclear = f"the agent of host {host!r} ended while it was waited for, and whether it has been stored is not known"
-                if status(run, host) is None:
+                patience = _PATIENCE  # for one answer: an agent that ends well gives it to who is connected then
+                unclear = f"the agent of host {host!r} ended, or hangs, while it was waited for; whether it has been stored is not known"
+                if ask(run, host, GetStatus(), _PATIENCE) is None:
                     break
     return unclear

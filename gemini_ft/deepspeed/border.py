@@ -79,8 +79,10 @@ class Border:
         self._handle.remove()
 
     def _look(self) -> dict[str, Any]:
-        tensors = {f"client_state[{name}]": tensor._version for name, tensor in _tensors(self._protection.client_state)}
-        return self._protection.checkpointer.marks() | tensors
+        marks: dict[str, Any] = {f"client_state[{name}]": tensor._version for name, tensor in _tensors(self._protection.client_state)}
+        others = self._protection.others()
+        marks |= {f"what is kept as {name}": tensor._version for name, tensor in _tensors(others)}
+        return self._protection.checkpointer.marks() | marks | {f"what is kept as {name}": value for name, value in _values(others)}
 
     def _changed_values(self) -> str:
         now = dict(_values(self._protection.client_state))

@@ -1,4 +1,4 @@
-"""The position in an engine's data: in the loaders that DeepSpeed makes for training, and in those that the script gives.
+"""What a snapshot of an engine has beside the engine: the loader that DeepSpeed makes for training, and what the script gives.
 
 DeepSpeed's loader makes a DataLoader whenever it is iterated. One that is followed makes it once, and that DataLoader is resumable
 (`gemini_ft.loaders`): its first iteration after a failure goes on with the next batch.
@@ -7,20 +7,23 @@ DeepSpeed's loader makes a DataLoader whenever it is iterated. One that is follo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from torch import nn
 from torch.utils.data import DataLoader
 
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.loaders import resumable
 from gemini_ft.state.iterators import is_plain_loader
 
+TRAINING = "training_data"  # the name of the state of the loader that an engine is made with
+
 
 class EngineData:
-    """What the position in the data consists of: objects with ``state_dict`` and ``load_state_dict``, by name.
+    """What an engine's script has given to `Protection.keep`, and the loaders that DeepSpeed has made for its training, by name.
 
     Args:
         found: their states in the snapshot that is resumed; empty at a first start. Each is loaded as soon as its object is there.
@@ -29,40 +32,67 @@ class EngineData:
     def __init__(self, found: Mapping[str, Any]) -> None:
         self._found = dict(found)
         self.objects: dict[str, Any] = {}
-        self._loaders = 0  # of DeepSpeed's, for their names
 
-    def follow(self, loader: DeepSpeedDataLoader) -> None:
-        """Makes a loader that has not been iterated go on where it was."""
+    def follow(self, loader: DeepSpeedDataLoader, name: str = TRAINING, begun: bool = False) -> None:
+        """Makes a loader of DeepSpeed go on where it was.
+
+        Args:
+            loader: the loader.
+            name: of its state.
+            begun: an iteration of it has begun, and the caller begins it again.
+
+        Raises:
+            ConfigError: it is being iterated.
+        """
+        if loader.data is not None and not begun:
+            raise ConfigError("a loader of DeepSpeed is being iterated, so that its position cannot be kept; attach the engine before")
         loader.__class__ = _Followed
         loader.dataloader = resumable(_data_loader_of(loader))
-        self._loaders += 1
-        self.add(f"training data {self._loaders}", loader.dataloader)
+        self._add(name, loader.dataloader)
 
     def add(self, name: str, item: Any) -> None:
-        """Takes an object in, and loads its state if there is one."""
+        """Takes an object in, and loads its state if there is one.
+
+        Raises:
+            ConfigError: it has no state, or its name is taken.
+        """
+        if name in self.objects:
+            raise ConfigError(f"keep({name}=...): there is a {type(self.objects[name]).__qualname__} of this name already")
+        if isinstance(item, DeepSpeedDataLoader):
+            self.follow(item, name)
+            return
         if is_plain_loader(item) or not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
             raise ConfigError(
                 f"keep({name}=...): a {type(item).__qualname__} cannot go on where it was: it needs state_dict and load_state_dict. "
                 "Of a loader give gemini_ft.resumable(loader), here and to the loop"
             )
-        if name in self.objects:
-            raise ConfigError(f"keep({name}=...): there is a {type(self.objects[name]).__qualname__} of this name already")
+        self._add(name, item)
+
+    def _add(self, name: str, item: Any) -> None:
         self.objects[name] = item
         if name in self._found:
             item.load_state_dict(self._found.pop(name))
 
-    def state(self) -> dict[str, Any]:
-        """The position, for a snapshot.
+    def positions(self) -> dict[str, Any]:
+        """The states of what batches come from: the next one may be drawn before a snapshot is taken.
 
         Raises:
             StateError: what the resumed snapshot has a state of has not been given again.
         """
         if self._found:
             raise StateError(
-                f"the snapshot has a position in the data for {sorted(self._found)}, and the script has not given that before its first "
-                "step: give it to engine.gemini.keep() again, or start anew (resume='never')"
+                f"the snapshot has a state of {sorted(self._found)}, which the script has not given before its first step: give it to "
+                "engine.gemini.keep() again, or start anew (resume='never')"
             )
-        return {name: item.state_dict() for name, item in self.objects.items()}
+        return {name: item.state_dict() for name, item in self.objects.items() if _is_data(item)}
+
+    def others(self) -> dict[str, Any]:
+        """The states of all else, which a script may change after ``engine.step()``."""
+        return {name: item.state_dict() for name, item in self.objects.items() if not _is_data(item)}
+
+
+def _is_data(item: Any) -> bool:
+    return isinstance(item, Iterable) and not isinstance(item, Mapping | nn.Module)
 
 
 class _Followed(DeepSpeedDataLoader):  # type: ignore[misc]
@@ -99,8 +129,8 @@ def initialize_protected(initialize: Callable[..., Any], protect: Callable[[Any]
     data = bound.arguments.pop("training_data", None) if isinstance(bound.arguments.get("model"), PipelineModule) else None
     engine, optimizer, loader, scheduler = initialize(*bound.args, **bound.kwargs)
     protect(engine)
-    if data is not None:
-        engine.training_data = data
-        engine._build_data_iter(data)
+    if data:
+        engine.training_data, engine.training_dataloader = data, engine.deepspeed_io(data)
+        engine._build_data_iter(data)  # the middle stages keep the loader that they do not use
         loader = engine.training_dataloader
     return engine, optimizer, loader, scheduler

@@ -17,6 +17,7 @@ from typing import Any
 
 import deepspeed
 import torch.distributed as dist
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
 
 from gemini_ft.checkpointer import Checkpointer, Snapshot
 from gemini_ft.config import load_config
@@ -76,7 +77,7 @@ class Protection:
         bound_collectives(engine, self.checkpointer.config.hang_timeout)
         self._iteration = 0  # of the last update that counted; it never goes back, whatever is loaded into the engine
         found = self.checkpointer.open()
-        self._data = EngineData(_positions(found))
+        self._data = EngineData(_kept(found))
         self.checkpointer.census.register("data", lambda: (LOADERS.found(name) for name in self._data.objects))
         self.checkpointer.bind_state(state)
         if found is not None:
@@ -107,8 +108,8 @@ class Protection:
         """Makes objects part of every snapshot, as the loop's loaders; where the engine was resumed, their state is loaded at once.
 
         Args:
-            **objects: what has ``state_dict`` and ``load_state_dict``: loaders made by `gemini_ft.resumable`, schedulers, metrics. Loaders
-                that DeepSpeed makes of ``training_data`` are kept already.
+            **objects: what has ``state_dict`` and ``load_state_dict``: loaders made by `gemini_ft.resumable` or ``engine.deepspeed_io``,
+                schedulers, metrics. The loader that DeepSpeed makes of ``training_data`` is kept already.
 
         Raises:
             ConfigError: an object has no state, or its name is taken.
@@ -116,10 +117,14 @@ class Protection:
         for name, item in objects.items():
             self._data.add(name, item)
 
-    def follow(self, loader: Any) -> Any:
-        """Keeps a loader that the engine has made for training, and returns it."""
-        self._data.follow(loader)
+    def follow(self, loader: Any, begun: bool = False) -> Any:
+        """Keeps the loader of the engine's training data, and returns it; see `EngineData.follow`."""
+        self._data.follow(loader, begun=begun)
         return loader
+
+    def others(self) -> dict[str, Any]:
+        """The states of what is kept and is no data."""
+        return self._data.others()
 
     def tell_who_does_not_follow(self) -> None:
         """Warn of a loop that begins again although the engine has been resumed, once, at its first step."""
@@ -157,7 +162,7 @@ class Protection:
 
     def moment(self) -> dict[str, Any]:
         """The random generators and the position in the data, which the next batch may change."""
-        return {"rng": rng_state(), "data": self._data.state()}
+        return {"rng": rng_state(), "data": self._data.positions()}
 
     def save(self, moment: dict[str, Any] | None = None) -> None:
         """Takes a snapshot, if there was an update since the last one and the interval says so.
@@ -171,7 +176,7 @@ class Protection:
         self._look_for_what_is_left_out()
         before, self._iteration = self._iteration, max(self._engine.global_steps, self._iteration + 1)
         if self.checkpointer.due(before, self._iteration):
-            extras = {"client_state": self.client_state, "late": self._border.is_late}
+            extras = {"client_state": self.client_state, "kept": self.others(), "late": self._border.is_late}
             self.checkpointer.save(self._iteration, extras | (self.moment() if moment is None else moment))
         else:
             self.checkpointer.alive(self._iteration)
@@ -183,18 +188,20 @@ class Protection:
         self._has_looked = True
         if not self.moves_data or dist.get_rank():
             return
-        kept, optimizer = [*self._data.objects.values()], self._engine.optimizer
-        if others := left_out([self._engine.module, self._engine.lr_scheduler, *kept], [optimizer, base_optimizer(optimizer)]):
+        optimizer = self._engine.optimizer
+        kept = [item for each in _open for item in (*each._data.objects.values(), each._engine.module, each._engine.lr_scheduler)]
+        if others := left_out([*kept, self._client_state], [optimizer, base_optimizer(optimizer)]):
             _log.warning(
-                "this script has a %s that is in no snapshot: after a failure it begins anew. Give schedulers to deepspeed.initialize, or "
-                "anything to engine.gemini.keep(name=...) before the loop (docs/deepspeed.md)",
+                "this script has a %s that is in no snapshot: unless its state goes by way of engine.gemini.client_state, it begins anew "
+                "after a failure. Give schedulers to deepspeed.initialize, or anything to engine.gemini.keep(name=...) before the loop "
+                "(docs/deepspeed.md)",
                 ", a ".join(others),
             )
-        if found := unkept(kept):
+        if found := unkept(kept, generators=True):
             _log.warning(
-                "this loop iterates a DataLoader (of a %s) whose position is in no snapshot: after a failure its epoch begins anew, and "
-                "other random numbers are drawn. Iterate loader = gemini_ft.resumable(loader), and call engine.gemini.keep(loader=loader) "
-                "before the loop (docs/deepspeed.md)",
+                "this loop iterates a DataLoader (of a %s) whose position is in no snapshot: unless the loop itself skips what it has "
+                "seen, its epoch begins anew after a failure. Iterate loader = gemini_ft.resumable(loader), and call "
+                "engine.gemini.keep(loader=loader) before the loop (docs/deepspeed.md)",
                 ", ".join(found),
             )
 
@@ -243,11 +250,13 @@ def _told(name: str) -> property:
     return property(read, write)
 
 
-def _positions(found: Snapshot | None) -> dict[str, Any]:
-    """The positions in the data that a snapshot has for this rank; those of another number of ranks are dropped."""
-    positions: dict[str, Any] = found.extras["data"] if found is not None else {}
-    if found is None or found.world_size == dist.get_world_size():
-        return positions
+def _kept(found: Snapshot | None) -> dict[str, Any]:
+    """The states that a snapshot has for this rank of what was kept; positions in the data of another number of ranks are dropped."""
+    if found is None:
+        return {}
+    positions, others = found.extras["data"], found.extras["kept"]
+    if found.world_size == dist.get_world_size():
+        return {**positions, **others}
     if positions and dist.get_rank() == 0:
         _log.warning(
             "the snapshot is of %d ranks: the positions in %s do not fit %d, and these data begin anew",
@@ -255,7 +264,7 @@ def _positions(found: Snapshot | None) -> dict[str, Any]:
             ", ".join(sorted(positions)),
             dist.get_world_size(),
         )
-    return {}
+    return {**others}
 
 
 class _Protected:
@@ -273,10 +282,6 @@ class _Protected:
     def load_checkpoint(self, *arguments: Any, **named: Any) -> Any:
         with self.gemini.checkpointer.mutate():
             return super().load_checkpoint(*arguments, **named)  # type: ignore[misc]
-
-    def deepspeed_io(self, dataset: Any, *arguments: Any, **named: Any) -> Any:
-        loader = super().deepspeed_io(dataset, *arguments, **named)  # type: ignore[misc]
-        return self.gemini.follow(loader) if loader.tput_timer is not None else loader  # evaluations have no timer
 
     def destroy(self) -> Any:
         """Ends the training, unless this is the way out of an exception."""
@@ -296,6 +301,14 @@ class _ProtectedEngine(_Protected):
 
 
 class _ProtectedPipeline(_Protected):
+    def _build_data_iter(self, dataset: Any) -> None:
+        make = super().deepspeed_io  # type: ignore[misc]
+        vars(self)["deepspeed_io"] = lambda *arguments, **named: self.gemini.follow(make(*arguments, **named))
+        try:
+            super()._build_data_iter(dataset)  # type: ignore[misc]
+        finally:
+            del vars(self)["deepspeed_io"]
+
     def train_batch(self, *arguments: Any, **named: Any) -> Any:
         self.gemini.begins()
         result = super().train_batch(*arguments, **named)  # type: ignore[misc]
@@ -340,11 +353,12 @@ def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
     engine.__class__ = type(
         f"Gemini{kind.__name__}", (extension, kind), {"__module__": kind.__module__, **{name: _told(name) for name in _COUNTERS}}
     )
-    if extension is _ProtectedPipeline and engine.training_data is not None:
-        with unchanged_randomness():  # an iteration has begun with the engine, and is begun again; its workers draw other numbers
-            engine._build_data_iter(engine.training_data)
-    elif engine.training_dataloader is not None:
-        engine.gemini.follow(engine.training_dataloader)
+    loader = engine.training_dataloader
+    if isinstance(loader, RepeatingLoader) and isinstance(loader.loader, DeepSpeedDataLoader):
+        with unchanged_randomness():  # an iteration has begun with the pipeline, and is begun again; its workers draw other numbers
+            loader.data_iter = iter(engine.gemini.follow(loader.loader, begun=True))
+    elif isinstance(loader, DeepSpeedDataLoader):
+        engine.gemini.follow(loader)
     autoprotect.at_end[finish] = None
     return engine
 

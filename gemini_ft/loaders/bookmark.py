@@ -84,6 +84,7 @@ class Bookmark:
         self._over = False  # it has come to its end, or was left before that, but may be what a loop goes on with
         self._steps_before: int | None = 0  # the loop's count of steps when it began
         self._stepped = False  # there were steps between its beginning and its end
+        self._ended = False  # it was not left before its end
         self._position: dict[str, Any] | None = None  # where it is to start; None: at its beginning
         self._facts: dict[str, Any] = {}  # the data that the position refers to
         self._begin: dict[str, Any] = {}  # the moment it was started
@@ -107,7 +108,7 @@ class Bookmark:
             return self._resume
         state: dict[str, Any] = {"gemini": 1, "iterations": self._iterations}
         if not self._is_iterator and (self._over or self._rests or not self._running):
-            state |= {"left": self._between.state(), "stepped": self._stepped}
+            state |= {"left": self._between.state(), "stepped": self._stepped, "ended": self._ended}
         if not self._running or (self._rests and not self._is_iterator):
             return state
         ahead = self._ahead() if self._ahead else 0
@@ -149,8 +150,8 @@ class Bookmark:
         self._between.forget_workers()  # an iteration that came too early has left nothing behind
         self._over = False
         self._iterations = state["iterations"] - under_way
+        Bookmark.to_go_on += _goes_on(state) - _goes_on(self._resume)
         self._resume = state if under_way else None
-        Bookmark.to_go_on += under_way and "left" not in state
         if "left" in state:
             self._between.restore(state["left"])
             self._gone_on_before = Bookmark.gone_on
@@ -165,13 +166,14 @@ class Bookmark:
         position, self._resume = self._resume, None
         if position is not None and "left" in position:
             others_began = Bookmark.gone_on > self._gone_on_before  # that iteration was over by then
-            self.began_anew = not (others_began or Bookmark.to_go_on or position.get("stepped", True))
-            if others_began or self.began_anew:
+            begins_anew = others_began or not (Bookmark.to_go_on or position.get("stepped", True))
+            self.began_anew = begins_anew and not others_began and position["ended"]
+            if begins_anew:
                 position, self._iterations = None, self._iterations + 1
         if self._epoch is None:
             self._parts.tell_epoch(self._iterations)
         self._iterations += 1
-        self._running, self._over = True, False
+        self._running, self._over, self._ended = True, False, False
         self._steps_before = notes.step
         if position is None:
             return self._from_the_beginning(start)
@@ -268,6 +270,7 @@ class Bookmark:
     def _until_over(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
         try:
             yield from batches
+            self._ended = number == self._iterations
         finally:  # it is closed as well, when a loop that was left early forgets it
             if not self._over and number == self._iterations and self._active is None:
                 self._over, self._stepped = True, notes.step != self._steps_before
@@ -492,6 +495,11 @@ class Bookmark:
     def _is_iterator(self) -> bool:
         """Whether the loader can be iterated only once; then each epoch takes the batches that follow."""
         return self._way == "replay" and hasattr(self._base, "__next__")
+
+
+def _goes_on(position: dict[str, Any] | None) -> bool:
+    """Whether an iteration is to go on in its middle."""
+    return position is not None and "batches" in position and "left" not in position
 
 
 def is_position(state: Any) -> bool:

@@ -84,16 +84,17 @@ class Plain(Route):
     """An all-reduce as DDP does it: divided first, because in 16 bits the sum may be too large.
 
     Args:
-        dtype: that travels and is added up, as by torch's hooks; sparse tensors are refused then. None: the gradients' own.
+        dtype: that travels and is added up, as by torch's hooks; None: the gradients' own.
         scheme: adds up in place of the backend's all-reduce.
+        takes_sparse: makes sparse gradients dense; no: refuses them.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None, scheme: Scheme | None = None) -> None:
-        self._dtype, self._scheme = dtype, scheme
+    def __init__(self, dtype: torch.dtype | None = None, scheme: Scheme | None = None, *, takes_sparse: bool = True) -> None:
+        self._dtype, self._scheme, self._takes_sparse = dtype, scheme, takes_sparse
         self.buffers: dict[tuple[str, ...], tuple[int, list[Tensor]]] = {}  # by names: when it was used last, and buffers
 
     def average(self, gradients: Gradients, turn: Turn, group: Any, scale: float) -> Work:
-        if self._dtype is not None:
+        if not self._takes_sparse:
             _refuse_sparse(gradients)
         by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
         for name, gradient in gradients.items():
@@ -305,7 +306,7 @@ def _refuse_sparse(gradients: Gradients) -> None:
 def route_of(rule: Rule, make_scheme: Callable[[], Scheme]) -> Route:
     """A fresh route for a rule, whose schemes `scheme_maker` makes."""
     if rule.is_plain:
-        return Plain(rule.cast)
+        return Plain(rule.cast, takes_sparse=rule.cast is None)
     if rule.compress is not None:
         return Compressed(rule.compress.make(), make_scheme() if rule.is_sparse else None)
     if rule.is_whole:

@@ -173,18 +173,34 @@ def begin_digest(sources: Iterable[Source]) -> Callable[[], str]:
     Returns:
         What gives the digest, once the device has formed it; it reads in the current stream of its caller.
     """
-    sums, queue, words = list[torch.Tensor](), list[torch.Tensor](), list[str]()
+    words, queues = list[str](), dict[torch.device, _Queue]()
     for source in sorted(_plain(sources), key=lambda source: source.spec.name):
         words.append(f"{source.spec.name} {'' if accelerator.holds(source.tensor) else _digest(source.tensor)}")
-        for piece in _pieces(source.tensor, _AT_A_TIME // source.tensor.itemsize) if accelerator.holds(source.tensor) else ():
-            queue.append(piece)
-            if sum(map(len, queue)) >= _AT_A_TIME:
-                sums.append(_mixed(queue))
-                queue = []
-    if queue:
-        sums.append(_mixed(queue))
-    found = torch.stack(sums) if sums else None
-    return lambda: xxhash.xxh3_64_hexdigest("\n".join([*words, *map(str, [] if found is None else found.cpu().tolist())]).encode())
+        if accelerator.holds(source.tensor):
+            queue = queues.setdefault(source.tensor.device, _Queue())
+            for pieces in _strides(source.tensor, _AT_A_TIME // source.tensor.itemsize):
+                queue.add(pieces)
+    found = [torch.stack(sums) for queue in queues.values() if (sums := queue.sums())]
+    return lambda: xxhash.xxh3_64_hexdigest("\n".join([*words, *(str(one) for sums in found for one in sums.cpu().tolist())]).encode())
+
+
+class _Queue:
+    """Bytes on one device, which are summed up as soon as there are enough: at the same places whatever the tensors' strides are."""
+
+    def __init__(self) -> None:
+        self._sums, self._pieces, self._nbytes = list[torch.Tensor](), list[torch.Tensor](), 0
+
+    def add(self, pieces: list[torch.Tensor]) -> None:
+        self._pieces += pieces
+        self._nbytes += sum(map(len, pieces))
+        if self._nbytes >= _AT_A_TIME:
+            self.sums()
+
+    def sums(self) -> list[torch.Tensor]:
+        if self._pieces:
+            self._sums.append(_mixed(self._pieces))
+            self._pieces, self._nbytes = [], 0
+        return self._sums
 
 
 def _plain(sources: Iterable[Source]) -> list[Source]:
@@ -235,16 +251,17 @@ def check_replicas(sources: Iterable[Source], exchange: Callable[[Any], list[Any
 
 def _digest(tensor: torch.Tensor) -> str:
     hasher = xxhash.xxh3_64()
-    for piece in _pieces(tensor, _STRIDE):
-        hasher.update(piece.cpu().numpy().data)
+    for pieces in _strides(tensor, _STRIDE):
+        for piece in pieces:
+            hasher.update(piece.cpu().numpy().data)
     return hasher.hexdigest()
 
 
-def _pieces(tensor: torch.Tensor, stride: int) -> Iterator[torch.Tensor]:
-    """The bytes of a tensor in logical order, of at most ``stride`` elements at a time."""
+def _strides(tensor: torch.Tensor, stride: int) -> Iterator[list[torch.Tensor]]:
+    """The bytes of a tensor in logical order, of ``stride`` elements at a time; each in as many pieces as its memory wants."""
     for start in range(0, tensor.numel(), stride):
-        for view in boxes(tensor, start, min(start + stride, tensor.numel())):
-            yield flattened(view.resolve_conj().resolve_neg().contiguous()).view(torch.uint8)
+        views = boxes(tensor, start, min(start + stride, tensor.numel()))
+        yield [flattened(view.resolve_conj().resolve_neg().contiguous()).view(torch.uint8) for view in views]
 
 
 def _combined(digests: Iterable[tuple[str, str]]) -> str:

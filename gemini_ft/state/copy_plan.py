@@ -13,7 +13,7 @@ import torch
 
 from gemini_ft import accelerator
 from gemini_ft.agent.memory.slot_memory import keep_from_children, populate, use_huge_pages
-from gemini_ft.core.layout import Layout
+from gemini_ft.core.layout import ALIGNMENT, Layout
 from gemini_ft.errors import MemoryBudgetError
 from gemini_ft.state.copies import Copy, plan_copies
 from gemini_ft.state.tensors import Source
@@ -181,7 +181,8 @@ def _gather(
         run = list(group)
         if is_small and len(run) > 1:
             first, (last, source) = run[0][0], run[-1]
-            buffer = source.new_zeros(last + source.nbytes - first, dtype=torch.uint8)
+            pad = first % ALIGNMENT  # so that every piece is as aligned in the buffer as it is in the slot
+            buffer = source.new_zeros(pad + last + source.nbytes - first, dtype=torch.uint8)[pad:]
             for offset, source in run:
                 place = buffer[offset - first : offset - first + source.nbytes]
                 places.append(place.view(source.dtype).view(source.shape))

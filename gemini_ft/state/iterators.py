@@ -20,15 +20,19 @@ def is_plain_loader(value: Any) -> bool:
     return isinstance(value, DataLoader) and getattr(value, "_gemini", None) is None
 
 
-def unkept(state: Iterable[Any]) -> list[str]:
+def unkept(state: Iterable[Any], *, generators: bool = False) -> list[str]:
     """The datasets, by their types, of DataLoaders that are being iterated and are not in ``state``.
 
-    Those with a generator of their own are left out: what they draw is no concern of the process's generators, and the loop sees to it.
+    Args:
+        state: what is kept.
+        generators: also name those with a generator of their own: what they draw is no concern of the process's generators, and a loop that
+            makes them sees to it.
     """
     known = {id(dataset) for value in state if (dataset := getattr(value, "dataset", None)) is not None}
     kinds = torch_loaders._SingleProcessDataLoaderIter, torch_loaders._MultiProcessingDataLoaderIter
     iterators: list[Any] = [item for item in gc.get_referrers(*kinds) if isinstance(item, kinds)]
-    return sorted({type(each._dataset).__qualname__ for each in iterators if id(each._dataset) not in known and not _has_generator(each)})
+    strangers = [each for each in iterators if id(each._dataset) not in known and (generators or not _has_generator(each))]
+    return sorted({type(each._dataset).__qualname__ for each in strangers})
 
 
 def check_epochs(state: Iterable[Any], *, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -43,7 +47,7 @@ def check_epochs(state: Iterable[Any], *, then: Mapping[str, Any], now: Mapping[
         StateError: the loop has gone through an epoch again that was over.
     """
     marks = [mark for value in state if (mark := getattr(value, "_gemini", None)) is not None]
-    epochs = [name for name in then if "epoch" in name]
+    epochs = [name for name in ("epoch", "current_epoch") if name in then]
     if any(mark.began_anew for mark in marks) and (same := [name for name in epochs if name in now and now[name] == then[name]]):
         raise StateError(
             f"the snapshot was taken after a whole epoch, by step({same[0]}={then[same[0]]!r}), and the resumed loop has gone through that "
@@ -59,4 +63,6 @@ def check_epochs(state: Iterable[Any], *, then: Mapping[str, Any], now: Mapping[
 
 def _has_generator(iterator: Any) -> bool:
     indices = iterator._index_sampler
-    return getattr(getattr(indices, "sampler", indices), "generator", None) is not None
+    while (inner := getattr(indices, "batch_sampler", None) or getattr(indices, "sampler", None)) is not None:
+        indices = inner  # a library's shard of a batch sampler has one inside
+    return getattr(indices, "generator", None) is not None

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from gemini_ft import accelerator
 from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.agent.memory.slot_memory import SlotShape, extras_room
 from gemini_ft.core.layout import Layout, TensorSpec, build_layout
@@ -97,9 +98,18 @@ class Reservation:
         return shard_root(session.rank, version, self._layout_digest, sizes, job.checksums)
 
     def digest(self) -> Callable[[], str]:
-        """Gives the digest of the state that all ranks hold alike; to be asked for before the next update, or begun on the device."""
+        """Gives the digest of the state that all ranks hold alike; to be asked for before the next update, or begun on the device.
+
+        Which of the two formulas it is, follows from where tensors are and not from how they are copied, which differs between ranks.
+        """
         assert self._snapshotter.plan is not None
-        return partial(replicated_digest, self._sources) if self._snapshotter.plan.device is None else begin_digest(self._sources)
+        if not any(accelerator.holds(source.tensor) for source in self._sources):
+            return partial(replicated_digest, self._sources)
+        digest = begin_digest(self._sources)
+        if self._snapshotter.plan.device is not None:
+            return digest
+        formed = digest()  # the copies are in the training's own queue, which no other thread waits for
+        return lambda: formed
 
     def _plan(self, sources: list[Source], extras_bytes: int, at_step: bool) -> None:
         """Lays the state out; at the first time compares it across ranks and checks that every host has room for its part."""

@@ -239,20 +239,22 @@ def train_data(case: Case, out: str) -> Any:
     engine = start(case, net, training_data=Noisy())
     theirs = iter(RepeatingLoader(engine.training_dataloader))
     own: Any = torch.utils.data.DataLoader(torch.utils.data.Subset(Noisy(), range(24)), batch_size=4, shuffle=True)
+    schedule = torch.optim.lr_scheduler.StepLR(engine.basic_optimizer, 3, 0.7)  # moved by the script, after the step
     kept = vars(engine).get("gemini")
     if kept:
         own = gemini_ft.resumable(own)
-        kept.keep(own=own)
+        kept.keep(own=own, schedule=schedule)
     with open(f"{out}.{rank}", "a", buffering=1) as trace:
         for epoch in range(kept.client_state.get("epoch", 0) if kept else 0, 2):
             for x, y in own:
                 more, _ = next(theirs)
                 loss = (engine(torch.cat([x, more])) - torch.cat([y, y])).square().mean() + engine.module.average.sum() * 0
-                trace.write(f"{engine.micro_steps} {loss.item().hex()}\n")
+                trace.write(f"{engine.micro_steps} {loss.item().hex()} {schedule.get_last_lr()}\n")
                 engine.backward(loss)
                 if kept:
                     kept.client_state["epoch"] = epoch
                 engine.step()
+                schedule.step()
                 engine.module.average.add_(x.mean(0))  # so that snapshots are taken when the next batch has been drawn
     weights = torch.cat([param.detach().flatten() for param in net.parameters()])
     engine.destroy()

@@ -467,3 +467,33 @@ def test_digests_of_a_device_tell_states_apart(change: str) -> None:
     with installed(0) as fake:
         digests = {begin_digest([Source(spec, fake.tensor(each), False)])() for each in (values, values.clone(), changed)}
     assert len(digests) == 2
+
+
+def test_a_digest_does_not_depend_on_strides() -> None:
+    specs = [TensorSpec("a", "float32", (3, 2**20), (0, 1)), TensorSpec("b", "float32", (2**11, 2**11 + 1), (0, 1))]
+    values = [torch.rand(spec.shape) for spec in specs]
+    with installed(0) as fake:
+        plain = [fake.tensor(each) for each in values]
+        turned = [plain[0], fake.tensor(values[1].t().contiguous()).t()]
+        first, second = (
+            begin_digest([Source(spec, tensor, False) for spec, tensor in zip(specs, tensors, strict=True)])()
+            for tensors in (plain, turned)
+        )
+    assert first == second
+
+
+def test_neighbours_of_a_tail_that_begins_in_mid_row_are_copied() -> None:
+    specs = [TensorSpec("a", "bfloat16", (303, 303), (0, 1)), TensorSpec("b", "float32", (8,), (0, 1))]
+    with installed(0) as fake:
+        matrix = fake.tensor(torch.arange(303 * 303).bfloat16().view(303, 303)).t()
+        sources = [Source(specs[0], matrix, False), Source(specs[1], fake.tensor(torch.arange(8.0)), False)]
+        layout = build_layout(specs, 0, 2)
+        plan = copy_plan.CopyPlan(sources, layout, CHUNK)
+        with slot_of(layout) as slot:
+            plan.stage()
+            for number, batch in enumerate(plan.batches):
+                slot.write(number, batch)
+            fake.synchronize()
+            for piece, source in zip(layout.pieces, sources, strict=True):
+                found = slot.tensor[piece.offset : piece.offset + piece.nbytes].view(source.tensor.dtype)
+                assert torch.equal(found, source.tensor.flatten()[piece.start : piece.stop].cpu())
