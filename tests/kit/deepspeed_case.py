@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -230,6 +231,7 @@ def train_data(case: Case, out: str) -> Any:
     import gemini_ft
     from gemini_ft.testing import digest
 
+    multiprocessing.set_start_method("fork", force=True)  # of loaders' workers, as in a script
     gemini_ft.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -269,6 +271,7 @@ def train_pipeline_data(case: Case, out: str) -> Any:
     import gemini_ft
     from gemini_ft.testing import digest
 
+    multiprocessing.set_start_method("fork", force=True)  # of loaders' workers, as in a script
     gemini_ft.init_process_group("gloo")
     deepspeed.init_distributed("gloo")
     torch.manual_seed(0)
