@@ -305,7 +305,7 @@ def test_training_commits_again_soon_after_an_agent_has_hung(tmp_path: Path, vic
 def test_an_agent_that_dies_while_its_last_upload_is_waited_for_has_not_stored_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it has is not known, and that is no success."""
     ask = lifecycle.ask
-    monkeypatch.setattr(lifecycle, "ask", lambda run, host, message: ask(run, host, message, 0.5))
+    monkeypatch.setattr(lifecycle, "ask", lambda run, host, message, timeout=5.0: ask(run, host, message, 0.5))
     monkeypatch.setattr(lifecycle, "host_id", lambda: "a")
     ranks = [job.process("a", 0), job.rank("b", 1)]
     job.open(ranks)

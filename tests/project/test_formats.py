@@ -62,10 +62,10 @@ class Kept(NamedTuple):
 
 KEPT = {
     "storage.checkpoints.FORMAT_VERSION": Kept(
-        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, marks.Mark, LAYOUT, *SMALL_STATE], "d1865bb80c4432f0"
+        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, marks.Mark, LAYOUT, *SMALL_STATE], "9c6ba8d6780f18a4"
     ),
     "agent.memory.slot_memory.FORMAT": Kept(
-        slot_memory.FORMAT, ["agent.memory.slot_memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "eaff6fab6b3c9480"
+        slot_memory.FORMAT, ["agent.memory.slot_memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "c59f67b5f5571cdd"
     ),
     "wire.messages.PROTOCOL_VERSION": Kept(
         messages.PROTOCOL_VERSION,
