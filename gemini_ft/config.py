@@ -311,7 +311,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def _shown(text: str) -> str:
-    """What was given, as an error may show it: not long, and without passwords."""
+    """Returns a text as an error may show it: without passwords, and at most `_SHOWN` characters long."""
     text = without_passwords(text)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 

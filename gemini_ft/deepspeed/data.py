@@ -23,7 +23,7 @@ TRAINING = "training_data"  # the name of the state of the loader that an engine
 
 
 class EngineData:
-    """What an engine's script has given to `Protection.keep`, and the loaders that DeepSpeed has made for its training, by name.
+    """The objects that are captured beside an engine: the loader of its training data, and those given to `Protection.keep`.
 
     Args:
         found: their states in the snapshot that is resumed; empty at a first start. Each is loaded as soon as its object is there.

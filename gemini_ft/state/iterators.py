@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as torch_loaders
 
 from gemini_ft.errors import StateError
+from gemini_ft.state.left_out import instances
 
 _log = logging.getLogger("gemini_ft")
 
@@ -29,8 +29,7 @@ def unkept(state: Iterable[Any], *, generators: bool = False) -> list[str]:
             makes them sees to it.
     """
     known = {id(dataset) for value in state if (dataset := getattr(value, "dataset", None)) is not None}
-    kinds = torch_loaders._SingleProcessDataLoaderIter, torch_loaders._MultiProcessingDataLoaderIter
-    iterators: list[Any] = [item for item in gc.get_referrers(*kinds) if isinstance(item, kinds)]
+    iterators = instances(torch_loaders._SingleProcessDataLoaderIter, torch_loaders._MultiProcessingDataLoaderIter)
     strangers = [each for each in iterators if id(each._dataset) not in known and (generators or not _has_generator(each))]
     return sorted({type(each._dataset).__qualname__ for each in strangers})
 

@@ -25,7 +25,7 @@ def left_out(given: Iterable[Any], optimizers: Collection[Any]) -> list[str]:
     known, ours = _within(given), {id(optimizer) for optimizer in optimizers}
     found = (
         item
-        for item in _instances(LRScheduler, torch.amp.GradScaler, AveragedModel)
+        for item in instances(LRScheduler, torch.amp.GradScaler, AveragedModel)
         if id(item) not in known
         and (not isinstance(item, LRScheduler) or id(item.optimizer) in ours)
         and (not isinstance(item, torch.amp.GradScaler) or item._scale is not None)  # it has scaled a loss
@@ -33,8 +33,8 @@ def left_out(given: Iterable[Any], optimizers: Collection[Any]) -> list[str]:
     return sorted({type(item).__qualname__ for item in found})
 
 
-def _instances(*kinds: type) -> Iterator[Any]:
-    """The objects of ``kinds`` that exist in this process."""
+def instances(*kinds: type) -> Iterator[Any]:
+    """The objects of ``kinds``, and of their subclasses, that exist in this process."""
     classes, more = list[type](), [*kinds]
     while more:
         classes.append(kind := more.pop())

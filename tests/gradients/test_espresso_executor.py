@@ -38,7 +38,7 @@ Share = Callable[[int, int], list[Option]]
 
 @pytest.fixture(params=["in turn", pytest.param("all", marks=pytest.mark.soak)])
 def share(request: pytest.FixtureRequest) -> Share:
-    """Of so many cases of a test the options of the one with this number: each option meets one of them, in the soak all."""
+    """Returns the options that one case of a test covers: the cases share the options out, and in the soak each case has all."""
     return (lambda number, count: options()[number::count]) if request.param == "in turn" else (lambda number, count: options())
 
 

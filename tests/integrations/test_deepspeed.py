@@ -79,7 +79,7 @@ def test_what_a_loop_writes_after_the_step_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("job", [train_data, train_pipeline_data])
 def test_data_go_on_with_the_next_batch(tmp_path: Path, job: Callable[[Case, str], Any]) -> None:
-    """Those of DeepSpeed's own loader, which nothing in a script moves, and those of the script's; beside a run without protection."""
+    """A killed job has the losses and weights of one without protection: with DeepSpeed's own loader, and with one of the script's."""
     case = Case(1, accumulate=2, schedule=False, steps=8)
     with World(tmp_path / "plain", 2) as ranks:
         plain = ranks.outcome(job, Case(**{**vars(case), "config": {"gemini": None}}), str(tmp_path / "unprotected"))

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gemini_ft
+from gemini_ft.agent.lifecycle import leave
 from gemini_ft.errors import ConfigError
 
 SCRIPT = """
@@ -138,6 +139,7 @@ def run(folder: Path, *arguments: str, status: int = 0) -> tuple[dict[tuple[str,
     command = [sys.executable, "-m", "gemini_ft.cli.main", "run", "--standalone", "--nproc-per-node", "2", "train.py", *arguments]
     environ = {**os.environ, "GEMINI_LOG_DIR": str(folder), **ours}
     done = subprocess.run(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
+    leave(ours["GEMINI_RUN_ID"])  # after a refusal the agent would keep the state for half an hour
     assert done.returncode == status, done.stdout
     ends = {tuple(path.name.split("-")[2:]): path.read_text() for path in folder.glob(f"end-{arguments[0]}-*")}
     return ends, done.stdout  # type: ignore[return-value]

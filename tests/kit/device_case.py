@@ -123,7 +123,7 @@ def _hit() -> None:
 
 
 def train(case: Case) -> dict[str, Any]:
-    """What was resumed, and what became of the snapshots."""
+    """Returns the iteration that was resumed, and the outcome of each snapshot."""
     if int(os.environ["WORLD_SIZE"]) > 1:
         gemini_ft.init_process_group("gloo")
     install(accelerator, case.lag)

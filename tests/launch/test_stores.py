@@ -129,7 +129,7 @@ def test_hosts_that_miss_others_look_where_the_rendezvous_has_moved(places: Plac
 
 
 def told(side: Standby) -> tuple[bytes, Any] | None:
-    """What a launcher is told, at last: a store that answers late on a busy machine counts in the next look."""
+    """Returns the state that a launcher is told; a store that does not answer in time is asked again, for up to 30 s."""
     end = time.monotonic() + 30
     while True:
         try:
