@@ -1,19 +1,21 @@
 """Measures what a snapshot of every step costs a GPT that trains on a GPU: time per step, time the training thread stands still, commits.
 
     python benchmarks/gpu/overhead.py                          # needs a CUDA device; a report
-    python benchmarks/gpu/overhead.py --quick                  # 4 GB, one round, about a minute
+    python benchmarks/gpu/overhead.py --quick                  # one round
     python benchmarks/gpu/overhead.py --tiny                   # on a CPU too: to see that this file runs
 
 Cells: state of 1, 4 and 16 GB (fp32 weights and AdamW's, bf16 autocast), one rank with one copy, two ranks that are two hosts with two, and
 a loop that reads its loss at every step or never, so that the host runs ahead of the device. Rows, in random order: nothing, gemini-ft with
-default options, and torch's `async_save` with pinned, asynchronous staging into memory (a new one begins when the last is over). A step's
-time is the device's own. The physical limit is the same bytes copied to pinned memory with nothing else running.
+default options, torch's `async_save` with pinned, asynchronous staging into memory (a new one begins when the last is over), lm-resiliency
+and nvidia-resiliency-ext where they are installed. A step's time is the device's own; `host_ms` in the results is where the training
+thread's time goes: median and worst of each phase. The physical limit is the same bytes copied to pinned memory with nothing else running.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import random
@@ -69,8 +71,8 @@ class Cell:
 ONE: dict[str, Any] = {"gigabytes": 1, "width": 768, "layers": 8, "batch": 32}
 FOUR: dict[str, Any] = {"gigabytes": 4, "width": 1024, "layers": 24, "batch": 16}
 SIXTEEN: dict[str, Any] = {"gigabytes": 16, "width": 2048, "layers": 24, "batch": 8}
-QUICK = [Cell(**FOUR), Cell(**FOUR, reads=False), Cell(**FOUR, ranks=2)]
-CELLS = [*QUICK, Cell(**ONE), Cell(**ONE, reads=False), Cell(**SIXTEEN)]
+QUICK = [Cell(**FOUR), Cell(**FOUR, reads=False), Cell(**FOUR, ranks=2), Cell(**ONE), Cell(**SIXTEEN)]
+CELLS = [*QUICK, Cell(**ONE, reads=False)]
 TINY = [Cell(gigabytes=0.01, width=64, layers=2, batch=1), Cell(gigabytes=0.01, width=64, layers=2, batch=1, ranks=2)]
 
 
@@ -197,8 +199,124 @@ class AsyncSave(Nothing):
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-ROWS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Nothing]] = {"none": Nothing, "gemini": Gemini, "async_save": AsyncSave}
+class LmResiliency(Nothing):
+    """lm-resiliency: pinned memory of the trainer, and of a peer where there is one; every step, chunks of its default size."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(model, optimizer)
+        from lm_resiliency.checkpointing.config import InMemoryCkptConfig
+        from lm_resiliency.checkpointing.manager import InMemoryCheckpointManager
+
+        self._folder = tempfile.mkdtemp(dir="/dev/shm")
+        config = InMemoryCkptConfig(interval=1, replication_jump=1, disk_flush_interval=0, disk_folder=self._folder)
+        self._manager = InMemoryCheckpointManager(config)
+        self._completed: dict[int, float] = {}
+        self._begun: dict[int, float] = {}
+
+    def before_update(self) -> None:
+        begin = time.perf_counter()
+        self._manager.maybe_wait()
+        self.blocked.append(time.perf_counter() - begin)
+
+    def step(self) -> None:
+        from peers.lmr import watch
+
+        begin, number = time.perf_counter(), len(self._begun) + 1
+        state = self.optimizer.state_dict()["state"].values()
+        tensors = [
+            *self.model.state_dict().values(),
+            *(value for each in state for value in each.values() if isinstance(value, torch.Tensor)),
+        ]
+        self._begun[number] = time.monotonic()
+        self._manager.save_tensors(tensors, number)
+        watch(self._manager, number, self._completed)
+        self.blocked[-1] += time.perf_counter() - begin
+
+    def figures(self, steps: int) -> dict[str, Any]:
+        self._manager.finalize_replication()
+        time.sleep(0.1)
+        blocked, last = self.blocked[-steps:], len(self._begun)
+        took = [end - self._begun[number] for number, end in self._completed.items() if number > last - steps]
+        figures = {"committed": len(took) / steps, "blocked_s": statistics.median(blocked), "blocked_worst_s": max(blocked)}
+        return figures | ({"complete_s": statistics.median(took)} if took else {})
+
+    def close(self) -> None:
+        self._manager.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class Nvrx(Nothing):
+    """nvidia-resiliency-ext's local checkpoints into a folder in memory, asynchronous; a new one begins when the last is over."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(model, optimizer)
+        from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
+        from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
+
+        self._folder = tempfile.mkdtemp(dir="/dev/shm")
+        self._manager = LocalCheckpointManager(self._folder)
+        self._queue = AsyncCallsQueue()
+
+    def step(self) -> None:
+        from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
+
+        begin = time.perf_counter()
+        self._queue.maybe_finalize_async_calls(blocking=False)
+        if not self._queue.get_num_unfinalized_calls():
+            self.done += len(self.blocked) > 0
+            state = BasicTensorAwareStateDict({"model": self.model.state_dict(), "optim": self.optimizer.state_dict()["state"]})
+            self._queue.schedule_async_request(self._manager.save(state, len(self.blocked), is_async=True))
+        self.blocked.append(time.perf_counter() - begin)
+
+    def figures(self, steps: int) -> dict[str, Any]:
+        blocked = self.blocked[-steps:]
+        return {"committed": self.done / len(self.blocked), "blocked_s": statistics.median(blocked), "blocked_worst_s": max(blocked)}
+
+    def close(self) -> None:
+        self._queue.maybe_finalize_async_calls(blocking=True)
+        self._queue.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+ROWS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Nothing]] = {
+    "none": Nothing,
+    "gemini": Gemini,
+    "async_save": AsyncSave,
+    "lm_resiliency": LmResiliency,
+    "nvrx": Nvrx,
+}
+WITH_PEERS = ("none", "gemini", "lm_resiliency")  # that keep copies on another host
 _blocks: Iterator[int] = iter(range(1000))
+
+
+class HostTimes:
+    """Where the training thread's time goes: seconds of each phase of each step, and of Python's collector."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, list[float]] = {}
+        self.collected: list[float] = []
+        self._begin = self._collecting = time.perf_counter()
+        gc.callbacks.append(self._note)
+
+    def restart(self) -> None:
+        self.phases, self.collected, self._begin = {}, [], time.perf_counter()
+
+    def end(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.phases.setdefault(phase, []).append(now - self._begin)
+        self._begin = now
+
+    def _note(self, when: str, _: Any) -> None:
+        if when == "start":
+            self._collecting = time.perf_counter()
+        else:
+            self.collected.append(time.perf_counter() - self._collecting)
+
+    def figures(self) -> dict[str, Any]:
+        """Milliseconds: of each phase the median and the worst, of the collector all and the worst."""
+        gc.callbacks.remove(self._note)
+        host = {name: [round(1e3 * statistics.median(each), 1), round(1e3 * max(each), 1)] for name, each in self.phases.items()}
+        return host | {"collector": [round(1e3 * sum(self.collected), 1), round(1e3 * max(self.collected, default=0), 1)]}
 
 
 class Clock:
@@ -225,24 +343,27 @@ def _timed() -> torch.cuda.Event:
 
 def block(name: str, cell: Cell, model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, steps: int) -> dict[str, Any]:
     """One row for ``steps`` steps: the seconds of each, and its figures."""
-    row, clock, host = ROWS[name](model, optimizer), Clock(tokens.device), 0.0
+    row, clock, times = ROWS[name](model, optimizer), Clock(tokens.device), HostTimes()
     try:
         for number in range(WARM_UP + steps + 1):
             if number == WARM_UP:
-                host = time.perf_counter()
+                times.restart()
             with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
                 loss = model(tokens)
             loss.backward()
+            times.end("passes")
             row.before_update()
             optimizer.step()
+            times.end("update")
             optimizer.zero_grad()
             if number >= WARM_UP:
                 clock.mark()
             row.step()
+            times.end("snapshot")
             if cell.reads:
                 loss.item()
-        host = time.perf_counter() - host
-        return {"steps": clock.seconds(), "host_s": host / (steps + 1), **row.figures(steps)}
+            times.end("read")
+        return {"steps": clock.seconds(), "host_ms": times.figures(), **row.figures(steps)}
     finally:
         row.close()
 
@@ -297,6 +418,7 @@ def measure(cell: Cell, rows: list[str], rounds: int, steps: int) -> dict[str, A
         times = [seconds for each in blocks for seconds in each["steps"]]
         results[name] = {"step_s": statistics.mean(times), "median_s": statistics.median(times), "worst_s": max(times)}
         results[name]["blocks"] = [statistics.mean(each["steps"]) for each in blocks]
+        results[name]["host_ms"] = [each["host_ms"] for each in blocks]
         for key, worst in (("committed", min), ("complete_s", max), ("blocked_s", max), ("blocked_worst_s", max), ("state_bytes", max)):
             values = [each[key] for each in blocks if each.get(key) is not None]
             if values:
@@ -306,7 +428,7 @@ def measure(cell: Cell, rows: list[str], rounds: int, steps: int) -> dict[str, A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="4 GB, one round: no report")
+    parser.add_argument("--quick", action="store_true", help="one round: no report")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU too: no report")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--cells", nargs="+", help="names of cells, for example 4GB_1rank_reads_loss")
@@ -321,7 +443,7 @@ def main() -> None:
     rounds, steps = (1, 3) if arguments.tiny else (1, arguments.steps) if arguments.quick else (arguments.rounds, arguments.steps)
     results, ratios = {}, {}
     for cell in cells:
-        rows = [name for name in arguments.rows if cell.ranks == 1 or name != "async_save"]
+        rows = [name for name in arguments.rows if cell.ranks == 1 or name in WITH_PEERS]
         results[cell.name] = found = measure(cell, rows, rounds, steps) | {"cell": asdict(cell)}
         for name in rows[1:]:
             if "error" not in found[name]:

@@ -3,8 +3,9 @@
     python benchmarks/gpu/run.py [--out build/gpu] [--budget 540] [--kit build/gpu-kit] [part ...]
 
 Needs no network: what the machine lacks comes from the folder of wheels that `make gpu-kit` has filled, and goes into a folder of its own.
-After every part the report is written anew, so that a run that was cut off still tells. GEMINI_FAKE_GPU=1 runs all of it on a CPU: tests
-marked `gpu` are skipped, gloo stands for NCCL, benchmarks are tiny, and the report and the log say that they are fake.
+Parts that judge run side by side, three on 16 cores; those that measure follow, and run alone. After every part the report is written anew,
+so that a run that was cut off still tells. GEMINI_FAKE_GPU=1 runs all of it on a CPU: tests marked `gpu` are skipped, gloo stands for NCCL,
+benchmarks are tiny, and the report and the log say that they are fake.
 """
 
 from __future__ import annotations
@@ -13,28 +14,34 @@ import argparse
 import contextlib
 import datetime
 import importlib.metadata
+import itertools
 import os
 import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FAKE = os.environ.get("GEMINI_FAKE_GPU") == "1"
 PACKAGES = ("torch", "triton", "lightning", "deepspeed")
+CORES = 5  # for each of the parts that run side by side
+_running: set[int] = set()  # sessions of the parts under way
 
 
 @dataclass(frozen=True)
 class Part:
-    """One process, and how long it may take."""
+    """One process, and how long it may take; one that measures has the machine to itself."""
 
     name: str
     what: str
     seconds: int
     command: list[str]
+    measures: bool = False
 
 
 def _tests(*names: str) -> list[str]:
@@ -51,9 +58,7 @@ PARTS = [
     Part("lightning", "a Lightning job is killed and ends with the bits of an undisturbed one", 90, _here("drill", "lightning")),
     Part("deepspeed", "the same of a DeepSpeed job, ZeRO 2", 120, _here("drill", "deepspeed")),
     Part("fsdp2", "the same of FSDP2 with 2 ranks on one device", 75, _here("drill", "fsdp2")),
-    Part("overhead", "what a snapshot of every step costs a GPT", 180, _here("overhead", "--tiny" if FAKE else "--quick")),
     Part("courier", "workers carry replicas over NCCL, two ranks on one device; a host is lost", 90, _here("drill", "courier")),
-    Part("deeds", "seconds per GB of copy, hash, tag, and of both ends of a lane", 60, ["benchmarks/byte_costs.py", "--quick"]),
     Part(
         "kernels",
         "Zen's hashing, bit packing, top-k, thresholds and rounding against their references",
@@ -67,7 +72,13 @@ PARTS = [
         90,
         _tests("state", "codec", "modes", "gradients", "forkserver", "espresso_executor"),
     ),
-    Part("hashing", "how long grouping the indices of a gradient takes", 60, _here("hashing", *(["--quick"] if FAKE else []))),
+    Part("overhead", "what a snapshot of every step costs a GPT", 240, _here("overhead", "--tiny" if FAKE else "--quick"), True),
+    Part(
+        "deeds", "seconds per GB of copy, hash, tag, and of both ends of a lane", 60, ["benchmarks/byte_costs.py", "--quick"], measures=True
+    ),
+    Part(
+        "hashing", "how long grouping the indices of a gradient takes", 60, _here("hashing", *(["--quick"] if FAKE else [])), measures=True
+    ),
 ]
 
 
@@ -76,7 +87,7 @@ class Result:
     part: Part
     verdict: str
     seconds: float = 0.0
-    end: str = ""  # of its output
+    output: str = ""
 
 
 def main() -> int:
@@ -95,10 +106,19 @@ def main() -> int:
     log = out / "log.txt"
     log.write_text(head)
     results = [Result(part, "not run") for part in PARTS if not arguments.parts or part.name in arguments.parts]
-    for result in results:
-        _run(result, until - time.monotonic(), environment, log)
-        _report(out / "report.md", head, results)
-        print(f"{result.part.name}: {result.verdict} ({result.seconds:.0f} s)", flush=True)
+    lock = threading.Lock()  # of log and report
+
+    def run(result: Result) -> None:
+        _run(result, until - time.monotonic(), environment, out / f"{result.part.name}.txt")
+        with lock:
+            with log.open("a") as whole:
+                whole.write(f"\n=== {result.part.name}\n{result.output}")
+            _report(out / "report.md", head, results)
+            print(f"{result.part.name}: {result.verdict} ({result.seconds:.0f} s)", flush=True)
+
+    for measures, several in itertools.groupby(results, lambda result: result.part.measures):
+        with ThreadPoolExecutor(1 if measures else max(1, (os.cpu_count() or 1) // CORES)) as pool:
+            list(pool.map(run, several))
     return 0 if all(result.verdict.startswith("passed") for result in results) else 1
 
 
@@ -171,11 +191,8 @@ def _run(result: Result, left: float, environment: dict[str, str], log: Path) ->
     if left < 5:
         result.verdict = "no time was left"
         return
-    seconds = min(result.part.seconds, left)
-    begin, start = time.monotonic(), log.stat().st_size
-    with log.open("ab") as output:
-        output.write(f"\n=== {result.part.name}\n".encode())
-        output.flush()
+    seconds, begin = min(result.part.seconds, left), time.monotonic()
+    with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, *result.part.command],
             cwd=ROOT,
@@ -184,28 +201,41 @@ def _run(result: Result, left: float, environment: dict[str, str], log: Path) ->
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        try:
-            status = process.wait(seconds)
-            result.verdict = f"failed ({status})" if status else "passed (fake)" if FAKE else "passed"
-        except subprocess.TimeoutExpired:
-            result.verdict = f"cut off after {seconds:.0f} s"
-        finally:  # also at Ctrl-C
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    _running.add(process.pid)
+    try:
+        status = process.wait(seconds)
+        result.verdict = f"failed ({status})" if status else "passed (fake)" if FAKE else "passed"
+    except subprocess.TimeoutExpired:
+        result.verdict = f"cut off after {seconds:.0f} s"
+    finally:
+        _end(process.pid)
+        process.wait()
     result.seconds = time.monotonic() - begin
-    result.end = log.read_bytes()[start:].decode(errors="replace")[-3000:]
+    result.output = log.read_text(errors="replace")
+
+
+def _end(session: int) -> None:
+    _running.discard(session)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(session, signal.SIGKILL)
+
+
+def _interrupted(*_: object) -> None:
+    for session in list(_running):
+        _end(session)
+    os._exit(143)
 
 
 def _report(path: Path, head: str, results: list[Result]) -> None:
     lines = [head, "| part | what | result | seconds | at most |", "|---|---|---|---|---|"]
     lines += [f"| {r.part.name} | {r.part.what} | {r.verdict} | {r.seconds:.0f} | {r.part.seconds} |" for r in results]
-    lines += [f"\n## {r.part.name}{' (fake)' if FAKE else ''}\n\n```\n{r.end.strip()}\n```" for r in results if r.end]
+    lines += [f"\n## {r.part.name}{' (fake)' if FAKE else ''}\n\n```\n{r.output[-3000:].strip()}\n```" for r in results if r.output]
     fresh = path.with_suffix(".part")
     fresh.write_text("\n".join(lines) + "\n")
     fresh.replace(path)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a part that is under way is ended too
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _interrupted)  # parts that are under way are ended too
     sys.exit(main())

@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gemini_ft import accelerator
 from gemini_ft.errors import StateError
 from gemini_ft.state.base import PlainState
 from gemini_ft.state.tensors import every_optimizer
+
+
+_captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers of this process whose step has been captured into a graph
 
 
 class OptimizerSteps:
@@ -29,7 +32,6 @@ class OptimizerSteps:
         self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stranger: Optimizer | None = None  # one that has stepped and was not given
         self._stepped = False
-        self._captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have been captured into a graph
         self._is_unannounced = False  # one has been captured since the loop announced an update for the last time
 
     def follow(self, state: PlainState, others: Iterable[Optimizer], hooks: bool) -> None:
@@ -54,7 +56,7 @@ class OptimizerSteps:
 
     def announced(self) -> None:
         """Takes note that the loop announces an update: a step, if it may be the replay of a graph that has captured one."""
-        self._stepped |= bool(self._captured)
+        self._stepped |= any(optimizer in _captured for optimizer in self._hooked)
         self._is_unannounced = False
 
     def take(self) -> bool:
@@ -85,12 +87,12 @@ class OptimizerSteps:
 
     def _hook(self, optimizer: Optimizer) -> None:
         self._hooked.add(optimizer)
+        self._is_unannounced |= optimizer in _captured
         self._handles.append(optimizer.register_step_pre_hook(self._begin))
         self._handles.append(optimizer.register_step_post_hook(self._end))
 
     def _begin(self, optimizer: Optimizer, *_: Any) -> None:
         if _is_being_captured(optimizer):  # nothing is written now, and what waits for events cannot be captured
-            self._captured.add(optimizer)
             self._is_unannounced = True
         else:
             self._before()
@@ -104,6 +106,15 @@ class OptimizerSteps:
             ours = {id(param) for model in self._state.models.values() for param in model.parameters()}
             if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
                 self._stranger = optimizer
+
+
+def _note_capture(optimizer: Optimizer, *_: Any) -> None:
+    if _is_being_captured(optimizer):
+        _captured.add(optimizer)
+
+
+# From the first import on: a script may capture before it makes its Checkpointer.
+register_optimizer_step_pre_hook(_note_capture)
 
 
 def _is_being_captured(optimizer: Optimizer) -> bool:

@@ -125,6 +125,70 @@ def test_torch_compile(run_id: str) -> None:
     assert _survived(run_id, build, compiled, False) == _undisturbed(build, compiled, False)
 
 
+def test_memory_in_segments_that_grow(run_id: str) -> None:
+    """Addresses of PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True are of virtual memory, which the driver maps piece by piece."""
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    try:
+        build = _adam(fused=True)
+        assert _survived(run_id, build, lambda m: m, False) == _undisturbed(build, lambda m: m, False)
+    finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+
+
+def test_an_optimizer_that_is_compiled(run_id: str) -> None:
+    def build(model: nn.Module) -> Any:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3, device="cuda"), foreach=True, capturable=True)
+        optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
+        return optimizer
+
+    assert _survived(run_id, build, lambda m: m, False) == _undisturbed(build, lambda m: m, False)
+
+
+def _captured(model: nn.Module, optimizer: Any, inputs: torch.Tensor) -> torch.cuda.CUDAGraph:
+    """A whole step in a graph, after some that are made to warm up."""
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def test_a_whole_step_that_is_captured(run_id: str) -> None:
+    def run(last: int, checkpointed: bool) -> list[bytes]:
+        model, inputs = _model(), torch.zeros(256, 512, device="cuda")
+        optimizer, start = _adam(capturable=True, foreach=True)(model), 0
+        graph = _captured(model, optimizer, inputs)
+        torch.manual_seed(1)
+        if checkpointed:
+            checkpointer = Checkpointer(model, optimizer, run_id=run_id, replicas=1, on_late="wait")
+            start = checkpointer.resume()
+            assert start == (FAILURE if last == STEPS else 0)
+        for _ in range(start, last):
+            inputs.normal_()
+            if checkpointed:
+                checkpointer.wait_before_update()
+            graph.replay()
+            if checkpointed:
+                checkpointer.step()
+        if checkpointed:
+            _abandon(checkpointer) if last == FAILURE else checkpointer.close()
+        return _bytes(model, optimizer)
+
+    undisturbed = run(STEPS, False)
+    run(FAILURE, True)
+    assert run(STEPS, True) == undisturbed
+
+
 def test_cuda_random_state_is_restored() -> None:
     torch.manual_seed(3)
     torch.randn(5, device="cuda")

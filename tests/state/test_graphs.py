@@ -45,9 +45,10 @@ def _train(until: int) -> tuple[list[Any], str]:
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.weight.grad = torch.zeros(64, 64)
+    graph = Graph(model, optimizer)
     checkpointer = gemini_ft.Checkpointer(model, optimizer, replicated=False, on_late="wait")
     start = checkpointer.resume()
-    resumed, graph = model.weight.unique().tolist(), Graph(model, optimizer)
+    resumed = model.weight.unique().tolist()
     for _ in range(start, until):
         checkpointer.wait_before_update()
         graph.replay()
