@@ -11,6 +11,7 @@ NCCL it says so and does nothing.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -155,11 +156,18 @@ def _hosts(is_one_lost: bool) -> dict[str, str]:
         return {each.name: each.read_text() for each in out.iterdir()}
 
 
+def _nccl_version() -> int:
+    """Of the library that is loaded, which may be another one than torch was built with."""
+    version = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    return version.value
+
+
 def _carry() -> None:
     """The drill of the courier."""
-    version = torch.cuda.nccl.version() if torch.cuda.is_available() else None
-    if version is not None and version < (2, 30):
-        print(f"NCCL {version} takes one rank on a device; 2.30 is needed, for example by LD_PRELOAD of the library in nvidia-nccl-cu13")
+    version = _nccl_version() if torch.cuda.is_available() else None
+    if version is not None and version < 23000:
+        print(f"NCCL {version} takes one rank on a device; 23000 is needed, for example by LD_PRELOAD of the library in nvidia-nccl-cu13")
         return
     undisturbed, killed = _hosts(is_one_lost=False), _hosts(is_one_lost=True)
     print(f"courier on {_device()}: {undisturbed}\nhost1 lost at step {DEATH}: {killed}")

@@ -5,10 +5,10 @@
     python benchmarks/gpu/overhead.py --tiny                   # on a CPU too: to see that this file runs
 
 Cells: state of 1, 4 and 16 GB (fp32 weights and AdamW's, bf16 autocast), one rank with one copy, two ranks that are two hosts with two, and
-a loop that reads its loss at every step or never, so that the host runs ahead of the device. Rows, in random order: nothing, gemini-ft with
-default options, torch's `async_save` with pinned, asynchronous staging into memory (a new one begins when the last is over), lm-resiliency
-and nvidia-resiliency-ext where they are installed. A step's time is the device's own; `host_ms` in the results is where the training
-thread's time goes: median and worst of each phase. The physical limit is the same bytes copied to pinned memory with nothing else running.
+a loop that reads its loss at every step or never, so that the host runs ahead of the device. Rows, in random order: nothing; the physical
+limit, which is the same bytes copied to pinned memory beside each step; gemini-ft with default options; torch's `async_save` with pinned,
+asynchronous staging into memory (a new one begins when the last is over); lm-resiliency and nvidia-resiliency-ext where they are installed.
+A step's time is the device's own; `host_ms` in the results is where the training thread's time goes: median and worst of each phase.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import uuid
@@ -40,6 +41,7 @@ from torch.multiprocessing.spawn import spawn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 import gemini_ft
+from gemini_ft import accelerator
 
 PACKAGES = ("torch", "gemini-ft")
 WARM_UP = 12  # steps of each block that do not count: slots get their pages, and Python's collector has gone over what is new
@@ -123,6 +125,37 @@ class Nothing:
 
     def close(self) -> None:
         """Ends it."""
+
+
+class Floor(Nothing):
+    """The physical limit: a snapshot's bytes go to pinned memory beside every step, and the next update waits for them on the device."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(model, optimizer)
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # pinned memory, state
+        self._queue: Any = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self._copied: Any = None
+
+    def before_update(self) -> None:
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def step(self) -> None:
+        if self._queue is None:
+            return
+        if not self._pairs:
+            tensors = [*self.model.state_dict().values(), *(value for each in self.optimizer.state.values() for value in each.values())]
+            self._pairs = [(torch.empty_like(each, device="cpu", pin_memory=True), each) for each in tensors]
+        self._queue.wait_stream(torch.cuda.current_stream())
+        nbytes = 0
+        with torch.cuda.stream(self._queue):
+            for target, source in self._pairs:
+                target.copy_(source, non_blocking=True)
+                nbytes += source.nbytes
+                if nbytes >= 2**26:
+                    accelerator.give_way(self._queue, source.device)
+                    nbytes = 0
+        self._copied = self._queue.record_event()
 
 
 class Gemini(Nothing):
@@ -229,8 +262,16 @@ class LmResiliency(Nothing):
         ]
         self._begun[number] = time.monotonic()
         self._manager.save_tensors(tensors, number)
-        watch(self._manager, number, self._completed)
+        if dist.is_initialized():
+            watch(self._manager, number, self._completed)
+        else:
+            threading.Thread(target=self._watch, args=(number, self._manager._completion_thread), daemon=True).start()
         self.blocked[-1] += time.perf_counter() - begin
+
+    def _watch(self, number: int, capture: threading.Thread | None) -> None:
+        if capture is not None:
+            capture.join()
+            self._completed[number] = time.monotonic()
 
     def figures(self, steps: int) -> dict[str, Any]:
         self._manager.finalize_replication()
@@ -280,12 +321,13 @@ class Nvrx(Nothing):
 
 ROWS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Nothing]] = {
     "none": Nothing,
+    "floor": Floor,
     "gemini": Gemini,
     "async_save": AsyncSave,
     "lm_resiliency": LmResiliency,
     "nvrx": Nvrx,
 }
-WITH_PEERS = ("none", "gemini", "lm_resiliency")  # that keep copies on another host
+WITH_PEERS = ("none", "floor", "gemini", "lm_resiliency")  # that keep copies on another host
 _blocks: Iterator[int] = iter(range(1000))
 
 

@@ -33,7 +33,7 @@ _GRANT_POLL = 0.25  # seconds between looks at whether the agent still lives
 _RETRY = 20.0  # seconds between attempts to start another
 _UNSEEN = 8  # snapshots
 _LOOK = 0.001  # seconds between looks at how far the device has come
-_IN_QUEUE = 2  # batches at a time
+_PER_EVENT = 6  # batches of a device that end with an event for the host: whoever wakes takes the interpreter lock from the training
 _END_SECONDS = 5.0  # that a copy under way has left when the process ends, and again that its last chunk and the digest may take
 
 
@@ -470,8 +470,8 @@ class Snapshotter:
     def _copy_from_device(self, job: PendingSnapshot, slot: MappedSlot) -> bool:
         """Queues the copies on a side stream, after the state is final, and tells the agent how far they have come.
 
-        Few are in the queue at a time: small reads of the training's own (a loss) go through the same copy engine, in its order. The
-        agent forms the checksums: hashing here would take this process's interpreter lock.
+        All are queued at once, so that no update waits for the host. The agent forms the checksums: hashing here would take this process's
+        interpreter lock.
         """
         assert self.plan is not None
         assert job.ready is not None
@@ -479,21 +479,19 @@ class Snapshotter:
         self._window.begin()
         stream.wait_event(job.ready)
         job.begun = accelerator.event_on(stream, device, timed=True)
-        queued: deque[tuple[int, accelerator.Event]] = deque()
-        for number, batch in enumerate(self.plan.batches):
-            while len(queued) == _IN_QUEUE:
-                self._land(job, *queued.popleft())
-            if time.monotonic() > self._stop_by:
-                self._await_device()
-                return False
+        landings: list[tuple[int, accelerator.Event]] = []
+        for number, batch in enumerate(self.plan.batches, start=1):
             with accelerator.module_of(device).stream(stream):
-                slot.write(number, batch)
-            queued.append((min((number + 1) * self.plan.batch_bytes, self.plan.nbytes), accelerator.event_on(stream, device, sleeps=True)))
+                slot.write(number - 1, batch)
+            accelerator.give_way(stream, device)
+            if number % _PER_EVENT == 0 or number == len(self.plan.batches):
+                upto = min(number * self.plan.batch_bytes, self.plan.nbytes)
+                landings.append((upto, accelerator.event_on(stream, device, sleeps=True)))
         job.copied = accelerator.event_on(stream, device, timed=True)
         with self._condition:
             job.state = SnapshotState.ISSUED
             self._condition.notify_all()
-        for upto, event in queued:
+        for upto, event in landings:
             self._land(job, upto, event)
         return True
 

@@ -5,7 +5,6 @@ Every scenario says how the real code is used and what must be seen, whatever th
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import re
@@ -75,6 +74,7 @@ def snapshot(module: Any, fake: FakeAccelerator, plans: Any = copy_plan, batches
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "LANDING", 4 * COUNT // batches)
         weights, plan, layout = _plan(fake, plans)
+    per_event = min(batches, 2)
     told: list[Any] = []
 
     def tell(message: Any) -> None:
@@ -86,7 +86,8 @@ def snapshot(module: Any, fake: FakeAccelerator, plans: Any = copy_plan, batches
     with slot_of(layout) as slot:
         snapshotter = _snapshotter(module, tell)
         snapshotter.plan, snapshotter.slots = plan, {0: slot}
-        with fake.held() if batches == 1 else contextlib.nullcontext():  # of several, few are in the queue at a time
+        with fake.held(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "_PER_EVENT", per_event)
             weights.fill_(1.0)
             snapshotter.submit(module.PendingSnapshot(iteration=1, extras=b"", digest=None, marks=plan.marks(), ready=plan.ready()))
             snapshotter.granted(1, 0)
@@ -99,7 +100,7 @@ def snapshot(module: Any, fake: FakeAccelerator, plans: Any = copy_plan, batches
         assert not [message for message in told if isinstance(message, GiveUp)]
         expected = torch.ones(COUNT).view(torch.uint8)
         uptos = [message.upto for message in told if isinstance(message, Landed)]
-        assert uptos == [(number + 1) * 4 * COUNT // batches for number in range(batches)]
+        assert uptos == [number * 4 * COUNT // batches for number in range(per_event, batches + 1, per_event)]
         assert landed == [checksum(memoryview(expected[:upto].numpy())) for upto in uptos]
         assert isinstance(told[-1], Copied)
         assert torch.equal(slot.tensor, expected)
@@ -132,7 +133,7 @@ def compared(module: Any, fake: FakeAccelerator) -> None:
 
 
 def several_batches(module: Any, fake: FakeAccelerator) -> None:
-    """The same, with more batches than the queue has at a time."""
+    """The same, with several batches, and an event after every second one."""
     snapshot(module, fake, batches=4)
 
 

@@ -127,12 +127,13 @@ def test_torch_compile(run_id: str) -> None:
 
 def test_memory_in_segments_that_grow(run_id: str) -> None:
     """Addresses of PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True are of virtual memory, which the driver maps piece by piece."""
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    configure: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    configure("expandable_segments:True")
     try:
         build = _adam(fused=True)
         assert _survived(run_id, build, lambda m: m, False) == _undisturbed(build, lambda m: m, False)
     finally:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        configure("expandable_segments:False")
 
 
 def test_an_optimizer_that_is_compiled(run_id: str) -> None:
