@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,7 +15,8 @@ from gemini_ft.errors import StateError
 from gemini_ft.state.base import PlainState
 from gemini_ft.state.tensors import every_optimizer
 
-
+_log = logging.getLogger("gemini_ft")
+_IDLE = 100  # iterations without a step, from the first one on, after which the user is told
 _captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers of this process whose step has been captured into a graph
 
 
@@ -32,6 +34,7 @@ class OptimizerSteps:
         self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stranger: Optimizer | None = None  # one that has stepped and was not given
         self._stepped = False
+        self._idle: int | None = 0  # iterations without a step; None: there has been one
         self._is_unannounced = False  # one has been captured since the loop announced an update for the last time
 
     def follow(self, state: PlainState, others: Iterable[Optimizer], hooks: bool) -> None:
@@ -71,6 +74,17 @@ class OptimizerSteps:
                 "checkpointer.wait_before_update() before each replay, outside of the capture, for the first time before this step()"
             )
         stepped, self._stepped = self._stepped, False
+        if stepped:
+            self._idle = None
+        elif self._idle is not None:
+            self._idle += 1
+            if self._idle == _IDLE:
+                _log.warning(
+                    "%d iterations have ended and no optimizer that was given has stepped, so there is no snapshot. A step counts if it is "
+                    "made by step() of a torch optimizer, or announced by checkpointer.wait_before_update() where a graph is replayed that "
+                    "was captured after gemini_ft had been imported",
+                    _IDLE,
+                )
         return stepped
 
     def refuse_stranger(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,21 @@ def _other_steps() -> tuple[list[list[int]], str]:
     return counts, _refusal(checkpointer)
 
 
+def _never() -> tuple[int, list[str]]:
+    """Warnings of a loop in which nothing steps, and how many snapshots it has."""
+    gemini_ft.init_process_group("gloo")
+    model = nn.Linear(2, 2)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gemini_ft").addHandler(handler)
+    with gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters(), lr=0.1)) as checkpointer:
+        checkpointer.resume()
+        for _ in range(250):
+            checkpointer.step()
+    return checkpointer.stats.snapshots, [text for text in said if "no optimizer" in text]
+
+
 def _refusal(checkpointer: gemini_ft.Checkpointer) -> str:
     """Why the step that ends now is refused; empty: it is not. The last call."""
     try:
@@ -107,6 +123,14 @@ def test_only_what_has_stepped_is_a_step_and_no_other_optimizer_announces_a_repl
         ((counts, said),) = ranks.outcome(_other_steps)
     assert counts == [0, 0, 1]
     assert "captured into a graph" in said
+
+
+def test_a_loop_whose_steps_nobody_sees_is_told_so_once(tmp_path: Path) -> None:
+    with World(tmp_path, 1) as ranks:
+        ((snapshots, said),) = ranks.outcome(_never)
+    assert snapshots == 0
+    assert len(said) == 1
+    assert "100 iterations have ended" in said[0]
 
 
 def test_replays_are_steps_that_are_announced(tmp_path: Path) -> None:
