@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import queue
 import signal
@@ -41,11 +42,12 @@ SLOWER = (
 STEP, UPDATE = 0.114 * SLOWER, 0.010 * SLOWER  # seconds; of a GPT of 335 M parameters on an H100, and of its AdamW
 COPY = 0.073 * SLOWER  # seconds for the 4.03 GB that it is
 HASH = 4.03 * 0.155 * SLOWER  # seconds, one thread
+COST = 0.02  # of the time, that updates may be held back
 COMMIT = 0.004 * SLOWER  # seconds, in the model
 NUMBERS = 4 * 2**20  # of the state here, in 64 tensors; the seconds are those of the large one
 CHUNK = 2**18  # bytes
 BATCHES = 16  # of copies; 4 GB have 60
-WARM_UP = 8  # steps
+WARM_UP = 24  # steps; by then it is known how often copies can be made that do not fit beside one
 
 
 @dataclass(frozen=True)
@@ -69,17 +71,18 @@ def expected(row: Row, steps: int = 200) -> tuple[float, float]:
     """By the model: mean step over an undisturbed one, and the share of the snapshots that is committed.
 
     Two slots, of which one always holds the last committed snapshot. A copy begins only where it can be over before the update. One
-    thread forms the checksum of the last chunk when all of it has come.
+    thread forms the checksum of the last chunk when all of it has come. Copies that do not fit beside a step are made every so many steps.
     """
     if not row.threads:
         return 1.0, 0.0
+    every = max(1, math.ceil((row.copy - STEP + UPDATE) / (COST * (STEP - UPDATE))))
     now = free = copied = hashed = 0.0
     commits = 0
     begin = now
-    for _ in range(steps):
+    for number in range(steps):
         window = now + STEP - UPDATE
         start = max(now, free)
-        if start <= max(window - row.copy, now + 0.1 * (STEP - UPDATE)):
+        if number % every == 0 and start <= max(window - row.copy, now + 0.1 * (STEP - UPDATE)):
             copied = start + row.copy
             hashed = max(copied + HASH * CHUNK / (4 * NUMBERS), max(hashed, start) + HASH / row.threads)
             free = hashed + COMMIT

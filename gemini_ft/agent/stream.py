@@ -29,6 +29,7 @@ from gemini_ft.wire.worker_messages import (
     Excuse,
     Figures,
     Granted,
+    HoldsBack,
     Inject,
     Launch,
     Observed,
@@ -186,6 +187,8 @@ class Stream:
         match message:
             case Observed(profile=profile):
                 self.session.outbound.pacing.observed(worker.rank, profile)
+            case HoldsBack(steps=steps, why=why):
+                self.session.outbound.pacing.held_back(worker.rank, steps, why)
             case Figures(figures=figures):
                 self._figures[worker.rank] = figures
             case Dispatched():

@@ -155,6 +155,13 @@ class Landed(Message):
     upto: int
 
 
+class HoldsBack(Message):
+    """Reports how many steps apart snapshots must be for the copies of this rank's device, which take longer than its steps leave."""
+
+    steps: int
+    why: str  # in figures
+
+
 class Copied(Message):
     """Reports that all chunks of the iteration are in the slot."""
 
@@ -288,7 +295,7 @@ class Inject(Message):
 ToAgent = (
     Hello | GetInventory | OpenSession | Reserve | Request | Copied | GiveUp | Progress | Watch | Observed | Figures | Dispatched
     | Collected | Excuse | Verify | Stage | Map | Adopt | Ping | Goodbye | Ended | GetStatus | Visit | Leave | AskDrain | Inject | Chunk
-    | Landed
+    | Landed | HoldsBack
 )  # fmt: skip
 to_agent: Channel[ToAgent] = Channel(ToAgent)
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 _REMEMBERED = 4  # snapshots
 _SHARE = 0.1  # of the window is always left: where copies take all of it, one that begins at once makes the update wait
 _LEAST = 3.0  # milliseconds that are always left: until a slot comes, however short the steps are
+_COST = 0.02  # of the time, that updates may be held back by copies which do not fit beside a step
 _IN_A_ROW = 16  # snapshots that are refused before one is let through: what is known of copies may be true no more
 
 
@@ -48,6 +49,15 @@ class CopyWindow:
     def begin(self) -> None:
         """Takes note that a copy begins."""
         self._refused = 0
+
+    @property
+    def need(self) -> tuple[int, str]:
+        """Steps between snapshots of which the copies hold updates back for at most 2 % of the time, and why; 1: they fit beside each."""
+        if not self._windows or not self._copies:
+            return 1, ""
+        window, copy = min(self._windows), max(self._copies)
+        why = f"the copies of a snapshot take {copy:.0f} ms, forward and backward {window:.0f} ms"
+        return max(1, math.ceil((copy - window) / (_COST * max(window, _LEAST)))), why
 
     @property
     def latest_begin(self) -> float:

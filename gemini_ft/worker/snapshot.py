@@ -24,7 +24,7 @@ from gemini_ft.core.roots import checksum
 from gemini_ft.errors import AgentError, ConcurrentWriteError, GeminiError
 from gemini_ft.state.copy_plan import CopyPlan, MappedSlot, same_bytes
 from gemini_ft.wire.messages import Chunk
-from gemini_ft.wire.worker_messages import Copied, GiveUp, Landed, Request, ToAgent
+from gemini_ft.wire.worker_messages import Copied, GiveUp, HoldsBack, Landed, Request, ToAgent
 from gemini_ft.worker.copy_window import CopyWindow
 from gemini_ft.worker.outcomes import ENDING, LATE
 from gemini_ft.worker.supervision import Supervision
@@ -130,6 +130,7 @@ class Snapshotter:
         self._job: PendingSnapshot | None = None  # the newest one
         self._at_hand: PendingSnapshot | None = None  # the one that the thread is at, or was at last
         self._window = CopyWindow()
+        self._needed = 1  # steps between snapshots, as the agent has been told
         # Given up before the thread came to them; all the same the agent hears of each. While an agent is being replaced training goes on,
         # and older ones may be forgotten: what an owner says of a later iteration ends the earlier ones (gemini_ft.core.ledger).
         self._unseen: deque[PendingSnapshot] = deque(maxlen=_UNSEEN)
@@ -375,10 +376,19 @@ class Snapshotter:
             raise AgentError("this host has no agent; another try to start one follows")
         self._next_try = time.monotonic() + _RETRY
         self._recover()
+        self._needed = 1  # the next agent has not been told
         self._next_try = 0.0
+
+    def _say_what_copies_need(self) -> None:
+        """Tells the agent how far apart snapshots must be, where that has changed by a quarter; updates that are to wait, wait."""
+        steps, why = self._window.need
+        if not self._waits and abs(steps - self._needed) > self._needed / 4:
+            self._needed = steps
+            self._tell(HoldsBack(steps=steps, why=why))
 
     def _take(self, job: PendingSnapshot) -> None:
         self._window.follow(job)
+        self._say_what_copies_need()
         self.newest = job.iteration
         if self._supervision is not None:
             self._supervision.asked()

@@ -50,6 +50,18 @@ class Host:
         self.pacing.observed(rank, Profile(gaps, tuple(float(n) for n in range(len(gaps))), gaps, 10.0, 20))
 
 
+def test_the_copies_of_a_device_have_a_say_where_nothing_travels_and_where_it_does() -> None:
+    host = Host()
+    host.pacing.held_back(0, 47, "the copies take long")
+    host.pacing.held_back(1, 3, "shorter ones")
+    assert [(report.steps, report.why) for report in host.reports] == [(47, "host here, rank 0: the copies take long")] * 2
+    host.arrives(1_000_000_000)
+    host.steps_are(0.5)
+    host.pacing.held_back(0, 1, "they fit now")
+    host.pacing.held_back(1, 1, "")
+    assert [report.steps for report in host.reports[-3:]] == [47, 20, 20]
+
+
 @pytest.mark.parametrize(
     ("nbytes", "gaps", "steps"),
     [

@@ -112,6 +112,7 @@ class Pacing:
         self._rates: deque[float] = deque(maxlen=_SAMPLES)
         self._delays: deque[float] = deque(maxlen=_SAMPLES)
         self._nbytes: dict[tuple[int, str], int] = {}  # (owner, peer) -> bytes that the last snapshot sent
+        self._copies: dict[int, tuple[int, str]] = {}  # rank -> steps between snapshots that its device's copies need, and why
         self.need: ReportNeed | None = None  # as it was said last
         self._totals = {"bytes": 0, "bytes_outside": 0, "spans": 0}
 
@@ -122,6 +123,11 @@ class Pacing:
         else:
             self._gate.profiles[rank] = profile
         self._gate.poke()
+        self._judge()
+
+    def held_back(self, rank: int, steps: int, why: str) -> None:
+        """Takes note that the copies of a rank's device hold its updates back unless snapshots are ``steps`` apart."""
+        self._copies[rank] = steps, f"host {self._host}, rank {rank}: {why}"
         self._judge()
 
     def arrived(self, out: Outgoing, peer: str, meter: Meter, seconds: float) -> None:
@@ -196,16 +202,19 @@ class Pacing:
         return arrival(profile.begins, profile.gaps, profile.seconds, self._transfer, link)
 
     def _judge(self) -> None:
-        """Decides whether the idle network carries a snapshot per step and, if not, how many steps it takes."""
+        """Decides whether idle network and devices carry a snapshot per step and, if not, how many steps it takes."""
+        needs = [*self._copies.values()]
         link, profile, transfer = self._gate.link, self._profile, self._transfer
-        if link is None or profile is None or not self._nbytes:
+        if link is not None and profile is not None and self._nbytes:
+            carried = transfer.nbytes - schedule(profile.gaps, transfer, link).overflow_bytes
+            why = (
+                f"host {self._host} sends {transfer.nbytes:,} bytes per snapshot at {link.bandwidth / 1e6:,.1f} MB/s; "
+                f"a step of {profile.seconds:.3f} s leaves {profile.idle:.3f} s of idle network, which carry {carried:,} bytes"
+            )
+            needs.append((steps_per_snapshot(profile.gaps, transfer, link), why))
+        if not needs:
             return
-        steps = steps_per_snapshot(profile.gaps, transfer, link)
-        carried = transfer.nbytes - schedule(profile.gaps, transfer, link).overflow_bytes
-        why = (
-            f"host {self._host} sends {transfer.nbytes:,} bytes per snapshot at {link.bandwidth / 1e6:,.1f} MB/s; "
-            f"a step of {profile.seconds:.3f} s leaves {profile.idle:.3f} s of idle network, which carry {carried:,} bytes"
-        )
+        steps, why = max(needs)
         before, self.need = self.need, ReportNeed(host=self._host, steps=steps, interval=self._gate.interval, why=why)
         if self._fixed is None:
             self._report(self.need)
