@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_kit import Job
 
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
 from gemini_ft.agent.replication.gate import Gate
@@ -15,7 +17,7 @@ from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.wire.messages import Notice
 from gemini_ft.wire.peer_messages import PeerMessage, ReportNeed
 from gemini_ft.wire.tcp import Meter
-from gemini_ft.wire.worker_messages import ToWorker, Travelled
+from gemini_ft.wire.worker_messages import HoldsBack, ToWorker, Travelled
 
 RATE = 100e6  # bytes per second
 TRAFFIC = TrafficConfig.model_validate({"gamma": 1.0})
@@ -60,6 +62,14 @@ def test_the_copies_of_a_device_have_a_say_where_nothing_travels_and_where_it_do
     host.pacing.held_back(0, 1, "they fit now")
     host.pacing.held_back(1, 1, "")
     assert [report.steps for report in host.reports[-3:]] == [47, 20, 20]
+
+
+def test_one_device_that_is_slow_paces_all_ranks(tmp_path: Path) -> None:
+    with Job(tmp_path) as job:
+        ranks = job.start("a", "b")
+        ranks[1].client.tell(HoldsBack(steps=47, why="the copies take long"))
+        for rank in ranks:
+            assert "host b, rank 1: the copies take long" in rank.wait_for("paced", interval=47).why
 
 
 @pytest.mark.parametrize(
