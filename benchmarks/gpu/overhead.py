@@ -145,7 +145,12 @@ class Floor(Nothing):
             return
         if not self._pairs:
             tensors = [*self.model.state_dict().values(), *(value for each in self.optimizer.state.values() for value in each.values())]
-            self._pairs = [(torch.empty_like(each, device="cpu", pin_memory=True), each) for each in tensors]
+            self._memory = torch.empty(sum(each.nbytes + 64 for each in tensors), dtype=torch.uint8)
+            accelerator.pin(tensors[0].device, self._memory.data_ptr(), self._memory.nbytes)
+            at = 0
+            for each in tensors:
+                self._pairs.append((self._memory[at : at + each.nbytes].view(each.dtype).view(each.shape), each))
+                at += -(-each.nbytes // 64) * 64
         self._queue.wait_stream(torch.cuda.current_stream())
         nbytes = 0
         with torch.cuda.stream(self._queue):
@@ -156,6 +161,11 @@ class Floor(Nothing):
                     accelerator.give_way(self._queue, source.device)
                     nbytes = 0
         self._copied = self._queue.record_event()
+
+    def close(self) -> None:
+        if self._pairs:
+            torch.cuda.synchronize()
+            accelerator.unpin(self._memory.data_ptr())
 
 
 class Gemini(Nothing):
@@ -294,7 +304,10 @@ class Nvrx(Nothing):
         from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
         from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
 
+        self._is_alone = not dist.is_initialized()
         self._folder = tempfile.mkdtemp(dir="/dev/shm")
+        if self._is_alone:  # it needs a group
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         self._manager = LocalCheckpointManager(self._folder)
         self._queue = AsyncCallsQueue()
 
@@ -316,6 +329,8 @@ class Nvrx(Nothing):
     def close(self) -> None:
         self._queue.maybe_finalize_async_calls(blocking=True)
         self._queue.close()
+        if self._is_alone:
+            dist.destroy_process_group()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -52,10 +53,13 @@ class CopyWindow:
 
     @property
     def need(self) -> tuple[int, str]:
-        """Steps between snapshots of which the copies hold updates back for at most 2 % of the time, and why; 1: they fit beside each."""
-        if not self._windows or not self._copies:
+        """Steps between snapshots of which the copies hold updates back for at most 2 % of the time, and why; 1: they fit beside each.
+
+        A first copy can take several times as long as those that follow, and a step as one that is compiled meanwhile.
+        """
+        if min(len(self._windows), len(self._copies)) < _REMEMBERED:
             return 1, ""
-        window, copy = min(self._windows), max(self._copies)
+        window, copy = statistics.median(self._windows), statistics.median(self._copies)
         why = f"the copies of a snapshot take {copy:.0f} ms, forward and backward {window:.0f} ms"
         return max(1, math.ceil((copy - window) / (_COST * max(window, _LEAST)))), why
 

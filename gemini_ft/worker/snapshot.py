@@ -130,7 +130,7 @@ class Snapshotter:
         self._job: PendingSnapshot | None = None  # the newest one
         self._at_hand: PendingSnapshot | None = None  # the one that the thread is at, or was at last
         self._window = CopyWindow()
-        self._needed = 1  # steps between snapshots, as the agent has been told
+        self._holds_back = False  # copies have been too long to be made beside each step
         # Given up before the thread came to them; all the same the agent hears of each. While an agent is being replaced training goes on,
         # and older ones may be forgotten: what an owner says of a later iteration ends the earlier ones (gemini_ft.core.ledger).
         self._unseen: deque[PendingSnapshot] = deque(maxlen=_UNSEEN)
@@ -376,15 +376,14 @@ class Snapshotter:
             raise AgentError("this host has no agent; another try to start one follows")
         self._next_try = time.monotonic() + _RETRY
         self._recover()
-        self._needed = 1  # the next agent has not been told
         self._next_try = 0.0
 
     def _say_what_copies_need(self) -> None:
-        """Tells the agent how far apart snapshots must be, where that has changed by a quarter; updates that are to wait, wait."""
+        """Tells the agent how far apart snapshots must be, again and again while they are: it believes in less after a while only."""
         steps, why = self._window.need
-        if not self._waits and abs(steps - self._needed) > self._needed / 4:
-            self._needed = steps
+        if not self._waits and (steps > 1 or self._holds_back):
             self._tell(HoldsBack(steps=steps, why=why))
+        self._holds_back |= steps > 1
 
     def _take(self, job: PendingSnapshot) -> None:
         self._window.follow(job)

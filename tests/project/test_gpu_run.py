@@ -82,7 +82,7 @@ def test_each_part_has_its_own_end_and_the_report_says_what_came_of_it_and_that_
         "broken": "failed (3)",
         "installed": "passed (fake)",
     }
-    assert "\n## endless (fake)\n\n```\n=== endless\nbegun\n```" in report
+    assert "\n## endless (fake)\n\n```\nbegun\n```" in report
     assert f"found {kit / 'installed' / PROBE}.py" in report
 
 
