@@ -54,6 +54,7 @@ PARTS = [
     Part("overhead", "what a snapshot of every step costs a GPT", 180, _here("overhead", "--tiny" if FAKE else "--quick")),
     Part("courier", "workers carry replicas over NCCL, two ranks on one device; a host is lost", 90, _here("drill", "courier")),
     Part("deeds", "seconds per GB of copy, hash, tag, and of both ends of a lane", 60, ["benchmarks/byte_costs.py", "--quick"]),
+    Part("lanes", "GB/s and seconds per GB between two agents, 1 to 16 lanes", 75, ["benchmarks/lanes.py", "--quick"]),
     Part(
         "kernels",
         "Zen's hashing, bit packing, top-k, thresholds and rounding against their references",

@@ -19,7 +19,6 @@ from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.replication.gate import Gate
 from gemini_ft.agent.replication.receive import Inbound
 from gemini_ft.core.layout import Layout
-from gemini_ft.core.roots import checksum
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.handshake import dial
 from gemini_ft.wire.messages import check_answer
@@ -174,8 +173,7 @@ class Rebuilding:
                     connection.send(copier.asked)
                     data = await copier.next()
                 digest = about.digests[index]
-                found = checksum(memory.data(offset, nbytes)) if copier.digest is None else copier.digest
-                if not isinstance(data, Data) or found != digest:
+                if not isinstance(data, Data) or copier.digest != digest:
                     raise PeerError(f"chunk {index} is damaged or missing: {data}")
                 memory.put_chunk(index, offset, nbytes, digest)
             if not memory.finish(version, about.extras_bytes, stream.host.roots.get(owner, about.root)):
@@ -194,7 +192,7 @@ class _Copier:
         self.memory: SlotMemory | None = None
         self.asked: Fetch | None = None
         self.inbox: asyncio.Queue[PeerMessage | str] = asyncio.Queue()
-        self.digest: int | None = None  # of the bytes that came last, if it was formed on the way
+        self.digest = 0  # of the bytes that came last
 
     async def next(self) -> PeerMessage | str:
         """The next message, or why there is none; `asyncio.wait_for` could take a cancellation for its own."""
@@ -210,7 +208,7 @@ class _Copier:
         self.inbox.put_nowait(message)
         return None
 
-    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
+    def on_bytes(self, message: PeerMessage, digest: int) -> None:
         self.digest = digest
         self.inbox.put_nowait(message)
 

@@ -218,7 +218,7 @@ class Receiver:
             raise PeerError(f"host {self.host} sent {kind_of(message)!r} on a replication connection")
         return None
 
-    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
+    def on_bytes(self, message: PeerMessage, digest: int) -> None:
         assert isinstance(message, Chunk)
         self._whole(message, digest)
 
