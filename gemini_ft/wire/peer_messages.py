@@ -5,7 +5,7 @@ Reports and decisions of the commit protocol travel as gemini_ft.core has them.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -47,7 +47,7 @@ class Claims(Message):
     incarnation: Incarnation | None
     epoch: int = 0  # with ``report``: the one that the other host is asked to lead, unless it knows of a newer one
     promised: int = 0  # with ``report``: the newest one of which the dialling host knows that it is led
-    lanes: int = Field(1, ge=1, le=MOST_LANES)  # for payloads; with ``report`` there are none
+    lanes: Annotated[int, Field(ge=1, le=MOST_LANES)] = 1  # for payloads; with ``report`` there are none
 
 
 class Accepted(Message):

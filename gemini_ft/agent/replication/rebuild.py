@@ -64,6 +64,7 @@ class Rebuilding:
         assert spec.resumed is not None
         self._stream, self._inbound, self._spec, self._gate, self._resumed = stream, inbound, spec, gate, spec.resumed
         self._stepped = asyncio.Event()
+        self._connection: Connection | None = None  # to the host from which is read
         self._task = asyncio.get_running_loop().create_task(self._rebuild())
 
     def reached(self, iteration: int) -> None:
@@ -72,12 +73,14 @@ class Rebuilding:
             self._stepped.set()
 
     def cancel(self) -> None:
-        """Ends it."""
+        """Ends it: from now on it writes nowhere."""
         self._task.cancel()
+        if self._connection is not None:
+            self._connection.abort("the session is over")
 
     async def end(self) -> None:
-        """Ends it, and waits until it writes nowhere any more."""
-        self._task.cancel()
+        """Ends it, and waits until it has given its slot back."""
+        self.cancel()
         await asyncio.wait([self._task])
 
     async def _rebuild(self) -> None:
@@ -130,7 +133,8 @@ class Rebuilding:
     async def _copy(self, owner: int, source: str) -> None:
         copier = _Copier()
         stream = self._stream
-        connection = await dial(self._spec.addresses[source], stream.claims("fetch", source), stream.run.secret, copier)
+        claims = stream.claims("fetch", source)
+        connection = self._connection = await dial(self._spec.addresses[source], claims, stream.run.secret, copier)
         try:
             asked = Describe(owner=owner, version=self._resumed)
             connection.send(asked)
@@ -180,6 +184,7 @@ class Rebuilding:
                 raise PeerError(f"rank {owner}'s shard of {version} arrived with another root than the committed one")
             stream.perform(stream.host.rebuilt(owner, version, memory.root))
         finally:
+            connection.abort("done")  # first: the slot may be given to another at once
             if memory.version is None:
                 with contextlib.suppress(KeyError):
                     stream.perform(stream.host.receive_failed(owner, version))
@@ -200,10 +205,13 @@ class _Copier:
             return await self.inbox.get()
 
     def on_message(self, message: PeerMessage) -> memoryview | None:
-        if isinstance(message, Data) and self.memory is not None and self.asked is not None:
-            check_answer(self.asked, message)
-            if (message.offset, message.nbytes) != (self.asked.offset, self.asked.nbytes):
-                raise PeerError(f"bytes {message.offset}+{message.nbytes} came where {self.asked.offset}+{self.asked.nbytes} were due")
+        if isinstance(message, Data) and self.memory is not None:
+            asked, self.asked = self.asked, None
+            if asked is None:
+                raise PeerError("bytes came that were not asked for")
+            check_answer(asked, message)
+            if (message.offset, message.nbytes) != (asked.offset, asked.nbytes):
+                raise PeerError(f"bytes {message.offset}+{message.nbytes} came where {asked.offset}+{asked.nbytes} were due")
             return self.memory.data(message.offset, message.nbytes)
         self.inbox.put_nowait(message)
         return None
