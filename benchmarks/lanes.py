@@ -137,7 +137,8 @@ def _end(pipe: Pipe) -> None:
     source, target = _memory(SOURCE), _memory(TARGET)
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
-        asyncio.run(_row(pipe, *order, source, target))
+        row, sends, seconds = order
+        asyncio.run(_row(pipe, row, sends, seconds, source, target))
         pipe.send("done")
 
 

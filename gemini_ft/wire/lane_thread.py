@@ -27,7 +27,7 @@ Valve = Callable[[int], Awaitable[int]]  # given how many bytes are ready, waits
 Outcome = Exception | int
 _TCP_INFO = struct.Struct("=68xI48xQ40xQ")  # of linux/tcp.h: tcpi_rtt, tcpi_bytes_acked, tcpi_busy_time
 _LET_GO_SECONDS = 5.0  # for a thread that was told to stop; half of the time after which a silent agent is taken for one that hangs
-_HUNG = 70  # exit status
+HUNG = 70  # exit status
 
 
 @dataclass(frozen=True)
@@ -143,5 +143,5 @@ class LaneThread:
         self._ready = asyncio.Queue()
         if self._thread is not None and not self._let_go.wait(_LET_GO_SECONDS):
             print(f"a lane to {self._lane.peer} hangs, and may still write to memory: this agent ends", file=sys.stderr, flush=True)
-            os._exit(_HUNG)
+            os._exit(HUNG)
         self.socket.close()

@@ -127,6 +127,26 @@ class TestBetween:
             assert "a payload was changed on its way" in job.log("b")
             assert shard(job, ranks[1].address, 0, 2) == content(0, 2, 4 * CHUNK)
 
+    def test_one_of_several_lanes_that_is_cut_costs_a_new_connection(self, job: Job) -> None:
+        ranks = job.join(["a", "b"])
+        lanes, cut = 3, threading.Event()
+
+        def cut_one(piece: bytearray) -> None:
+            if len(relay.lanes) >= lanes and not cut.is_set() and not piece.startswith(MARK):
+                cut.set()
+                raise OSError  # which the relay's thread ends with, and both of its sockets
+
+        with Relay(ranks[1].address) as relay:
+            relay.on_lane = cut_one
+            spec = job.make_spec(ranks, addresses={"a": ranks[0].address, "b": relay.address}, traffic=TrafficConfig(lanes=lanes))
+            for rank in ranks:
+                rank.open(spec)
+                rank.reserve(4 * CHUNK)
+            job.commit(ranks, 1, 2)
+            assert cut.is_set()
+            assert len(relay.lanes) == 2 * lanes
+            assert shard(job, ranks[1].address, 0, 2) == content(0, 2, 4 * CHUNK)
+
     def test_a_message_that_is_rewritten_ends_the_connection_and_nothing_else(self, job: Job) -> None:
         ranks = job.join(["a", "b"])
         with Relay(ranks[1].address) as relay:
