@@ -75,14 +75,15 @@ class LaneThread:
         """
         self._ready.put_nowait((payload, valve, sent))
 
-    async def feed(self) -> None:
-        """Hands payloads to the thread as their valves allow, one after the other, and never returns."""
+    async def feed(self, may_go: Callable[[], None]) -> None:
+        """Hands payloads to the thread as their valves allow, calling ``may_go`` for each part, and never returns."""
         while True:
             payload, valve, sent = await self._ready.get()
             while payload:
                 allowed = len(payload) if valve is None else await valve(len(payload))
                 part, payload = payload[:allowed], payload[allowed:]
                 self._given += len(part) + (0 if payload else TAG_BYTES)
+                may_go()
                 self._order(partial(self._send, part, not payload), sent)
 
     def _send(self, part: memoryview, is_last: bool) -> int:

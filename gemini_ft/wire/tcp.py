@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -68,6 +69,9 @@ class Connection(asyncio.BufferedProtocol):
         self._payloads_heard = itertools.count()
         self._outbox: deque[tuple[bytes, memoryview | None, Valve | None]] = deque()
         self._leaving = 0  # payloads that were given to lanes and have not left
+        self._parts = 0  # of payloads, which may go and have not left
+        self._busy, self._busy_since = 0.0, 0.0  # seconds in which there were such
+        self.drained: Callable[[], None] = lambda: None  # called as each part has left
         self._handing_over = 0  # bytes of messages that the TLS layer has not taken
         self._lanes: list[LaneThread | None] = []
         self._lanes_there = asyncio.Event()
@@ -171,7 +175,7 @@ class Connection(asyncio.BufferedProtocol):
             lane.stop()
             return
         self._lanes[number] = lane
-        self._spawn(lane.feed)
+        self._spawn(partial(lane.feed, self._may_go))
         if all(self._lanes):
             self._lanes_there.set()
             self._go_on_hearing()
@@ -241,11 +245,15 @@ class Connection(asyncio.BufferedProtocol):
         return self._handing_over + self.transport.get_write_buffer_size() + on_lanes
 
     def meter(self) -> Meter:
-        """The kernel's counters; of a closed connection, the last ones."""
+        """The kernel's counters; of a closed connection, the last ones.
+
+        Lanes may be busy at the same time, or one after the other; the kernel knows each by itself, and not its thread's work.
+        """
         with contextlib.suppress(OSError):
             found = [metered(sock) for sock in self.payload_sockets]
             acked, busy, rtt = sum(each.acked for each in found), max(each.busy for each in found), max(each.rtt for each in found)
-            self._metered = Meter(acked, busy, rtt)
+            here = self._busy + (time.monotonic() - self._busy_since if self._parts else 0.0)
+            self._metered = Meter(acked, max(busy, here), rtt)
         return self._metered
 
     @property
@@ -282,12 +290,20 @@ class Connection(asyncio.BufferedProtocol):
             self._outbox.popleft()
             self._handed_over.set()
 
+    def _may_go(self) -> None:
+        self._busy_since = self._busy_since if self._parts else time.monotonic()
+        self._parts += 1
+
     def _sent(self, outcome: Outcome) -> None:
         if isinstance(outcome, Exception):
             self.abort(f"sending failed: {outcome}")
             return
+        self._parts -= 1
+        if not self._parts:
+            self._busy += time.monotonic() - self._busy_since
         self._leaving -= outcome
         self._handed_over.set()
+        self.drained()
 
     async def _write_through_tls(self, data: memoryview) -> None:
         assert self.transport is not None

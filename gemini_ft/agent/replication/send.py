@@ -225,6 +225,7 @@ class PeerLink:
                 continue
             delay = 0.05
             self._connection = connection
+            connection.drained = self._gate.poke
             self._carrier = self._choose_carrier(connection)
             self._gate.register(self, self._carrier)
             self._rooms.clear()
