@@ -7,7 +7,6 @@ them beside what whole rows took: what is left is Python, page faults, and cache
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import functools
 import json
@@ -264,30 +263,24 @@ def _end_of_lane(
     memory[:] = bytes(range(256)) * (SIZE // 256)
     chunks = [memory[at : at + chunk_bytes] for at in range(0, SIZE, chunk_bytes)]
 
-    async def payloads(end: code.Lane) -> None:
+    end, found = code.BlockingLane(sock, bytes(code.KEY_BYTES), dialled=sends, encrypt=False, peer="the other end"), []
+
+    def all_chunks() -> None:
         for chunk in chunks:
             if sends:
-                await end.send(chunk, None, lambda waiting: None)
-                continue
-            whole: asyncio.Future[int | Exception] = asyncio.get_running_loop().create_future()
-            end.receive(chunk, len(chunk), whole.set_result)
-            if isinstance(problem := await whole, Exception):
-                raise problem
+                end.send(chunk, True)
+            else:
+                end.receive(chunk, len(chunk))
 
-    async def all_rounds() -> list[tuple[float, float, float]]:
-        end, found = code.Lane(sock, bytes(code.KEY_BYTES), sends, "the other end"), []
-        for _ in range(rounds):
-            before, begun = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-            await payloads(end)
-            ended, after = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
-            found.append((after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime, ended - begun))
-        return found
-
-    sock.setblocking(False)
     if to is not None:
         to.send("ready")
-    each = zip(*asyncio.run(all_rounds()), strict=True)
-    result = {name: round(statistics.median(values) / SIZE * 1e9, 4) for name, values in zip(("user", "kernel", "wall"), each, strict=True)}
+    for _ in range(rounds):
+        before, begun = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+        all_chunks()
+        ended, after = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+        found.append((after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime, ended - begun))
+    each = zip(("user", "kernel", "wall"), zip(*found, strict=True), strict=True)
+    result = {name: round(statistics.median(values) / SIZE * 1e9, 4) for name, values in each}
     if to is not None:
         to.send(result)
     return result

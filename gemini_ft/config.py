@@ -127,6 +127,7 @@ class TrafficConfig(_Model):
     gamma: float = Field(0.8, gt=0, le=1, description="Part of each idle span that is used; the rest is for jitter.")
     buffer_bytes: Bytes = Field(128 * 2**20, description="Bytes reserved on the device for replicas under way (collective).")
     sub_buffers: int = Field(4, ge=1, description="Parts of the buffer: one is received into while others are copied out (collective; 1 = no overlap).")
+    lanes: int | None = Field(None, ge=1, le=64, description="Connections to one peer, each with a thread at both ends, over which replicas travel (tcp); default: a quarter of the processors that the agent may use, eight at most.")
     max_rate: Bytes | None = Field(None, description="Bytes per second that the kernel lets out to one peer (tcp); default: no limit.")
     low_priority: bool = Field(False, description="Whether replicas are marked as lower effort (DSCP LE) for switches that know it (tcp).")
 

@@ -44,7 +44,6 @@ import gemini_ft
 from gemini_ft import accelerator
 
 PACKAGES = ("torch", "gemini-ft")
-WARM_UP = 12  # steps of each block that do not count: slots get their pages, and Python's collector has gone over what is new
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +55,8 @@ class Cell:
         width, layers, batch: of the GPT; a sequence has 1024 tokens.
         ranks: each is a host of its own; there are as many copies.
         reads: whether the loop reads its loss at every step.
+        warm_up: steps of each block that do not count: slots get their pages, Python's collector goes over what is new, and it becomes known
+            how long copies take.
     """
 
     gigabytes: float
@@ -64,6 +65,7 @@ class Cell:
     batch: int
     ranks: int = 1
     reads: bool = True
+    warm_up: int = 12
 
     @property
     def name(self) -> str:
@@ -72,7 +74,7 @@ class Cell:
 
 ONE: dict[str, Any] = {"gigabytes": 1, "width": 768, "layers": 8, "batch": 32}
 FOUR: dict[str, Any] = {"gigabytes": 4, "width": 1024, "layers": 24, "batch": 16}
-SIXTEEN: dict[str, Any] = {"gigabytes": 16, "width": 2048, "layers": 24, "batch": 8}
+SIXTEEN: dict[str, Any] = {"gigabytes": 16, "width": 2048, "layers": 24, "batch": 8, "warm_up": 30}
 QUICK = [Cell(**FOUR), Cell(**FOUR, reads=False), Cell(**FOUR, ranks=2), Cell(**ONE), Cell(**SIXTEEN)]
 CELLS = [*QUICK, Cell(**ONE, reads=False)]
 TINY = [Cell(gigabytes=0.01, width=64, layers=2, batch=1), Cell(gigabytes=0.01, width=64, layers=2, batch=1, ranks=2)]
@@ -402,8 +404,8 @@ def block(name: str, cell: Cell, model: nn.Module, optimizer: torch.optim.Optimi
     """One row for ``steps`` steps: the seconds of each, and its figures."""
     row, clock, times = ROWS[name](model, optimizer), Clock(tokens.device), HostTimes()
     try:
-        for number in range(WARM_UP + steps + 1):
-            if number == WARM_UP:
+        for number in range(cell.warm_up + steps + 1):
+            if number == cell.warm_up:
                 times.restart()
             with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
                 loss = model(tokens)
@@ -413,7 +415,7 @@ def block(name: str, cell: Cell, model: nn.Module, optimizer: torch.optim.Optimi
             optimizer.step()
             times.end("update")
             optimizer.zero_grad()
-            if number >= WARM_UP:
+            if number >= cell.warm_up:
                 clock.mark()
             row.step()
             times.end("snapshot")

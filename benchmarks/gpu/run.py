@@ -76,6 +76,7 @@ PARTS = [
     Part(
         "deeds", "seconds per GB of copy, hash, tag, and of both ends of a lane", 60, ["benchmarks/byte_costs.py", "--quick"], measures=True
     ),
+    Part("lanes", "GB/s and seconds per GB between two agents, 1 to 16 lanes", 75, ["benchmarks/lanes.py", "--quick"], measures=True),
     Part(
         "hashing", "how long grouping the indices of a gradient takes", 60, _here("hashing", *(["--quick"] if FAKE else [])), measures=True
     ),

@@ -181,7 +181,7 @@ class OwnShards:
         memory = self._context.slot_store.writing(owner, self._context.version(chunk.iteration))
         if memory is not None:
             if not memory.admits(chunk.index, chunk.offset, chunk.nbytes):
-                raise AgentError(f"rank {owner} copied chunk {chunk.index} to {chunk.offset}+{chunk.nbytes}, outside its slot")
+                raise AgentError(f"rank {owner} copied chunk {chunk.index} to {chunk.offset}+{chunk.nbytes}, which is not its place")
             self._put(owner, memory, chunk.index, chunk.offset, chunk.nbytes, chunk.digest)
 
     def _put(self, owner: int, memory: SlotMemory, index: int, offset: int, nbytes: int, digest: int) -> None:

@@ -9,11 +9,10 @@ import array
 import contextlib
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from gemini_ft.core.roots import running_checksum
 from gemini_ft.errors import PeerError, SecretError
-from gemini_ft.wire.lane import MARK, SLICE, TAG_BYTES, Seal, keys
+from gemini_ft.wire.lane import ID_BYTES, MARK, BlockingLane
 from gemini_ft.wire.messages import MAX_MESSAGE, kind_of, pack
 from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage, peers
 from gemini_ft.wire.trust import tls_context
@@ -80,12 +79,11 @@ class BlockingWire:
 
     def __init__(self, address: tuple[str, int], claims: Claims, secret: bytes, timeout: float) -> None:
         self.peer = f"{address[0]}:{address[1]}"
-        self._lane: socket.socket | None = None
         with contextlib.ExitStack() as on_error:
             try:
                 plain = on_error.enter_context(_connect(address, timeout))
                 self._socket: ssl.SSLSocket = on_error.enter_context(tls_context(secret, server=False).wrap_socket(plain))
-                self._open_lane(address, timeout, self._be_accepted(claims), on_error)
+                self._lane = self._open_lane(address, timeout, self._be_accepted(claims), on_error)
             except ssl.SSLCertVerificationError:
                 raise SecretError(
                     f"the agent at {self.peer} does not know this run's secret; something else listens at its address"
@@ -107,11 +105,11 @@ class BlockingWire:
             raise PeerError(f"the agent at {self.peer} refused this host: {getattr(answer, 'text', kind_of(answer))}")
         return answer
 
-    def _open_lane(self, address: tuple[str, int], timeout: float, accepted: Accepted, on_error: contextlib.ExitStack) -> None:
-        if accepted.lane:
-            self._lane = on_error.enter_context(_connect(address, timeout))
-            self._lane.sendall(MARK + accepted.lane)
-            self._seal = Seal(keys(accepted.key, dialled=True)[1])
+    def _open_lane(self, address: tuple[str, int], timeout: float, accepted: Accepted, on_error: contextlib.ExitStack) -> BlockingLane:
+        (opens,) = accepted.lanes
+        sock = on_error.enter_context(_connect(address, timeout))
+        sock.sendall(MARK + opens[:ID_BYTES])
+        return BlockingLane(sock, opens[ID_BYTES:], dialled=True, encrypt=accepted.encrypt, peer=f"the agent at {self.peer}")
 
     def send(self, message: PeerMessage) -> None:
         try:
@@ -122,9 +120,9 @@ class BlockingWire:
     def receive(self) -> PeerMessage:
         """The next message. One that announces a payload is followed by `receive_payload`."""
         head = bytearray(4)
-        self._fill(self._socket, memoryview(head))
+        self._fill(memoryview(head))
         body = bytearray(frame_length(head))
-        self._fill(self._socket, memoryview(body))
+        self._fill(memoryview(body))
         return peers.unpack(body)
 
     def receive_payload(self, out: memoryview) -> int:
@@ -133,27 +131,19 @@ class BlockingWire:
         Raises:
             PeerError: it does not come, or is not what the peer sent.
         """
-        found = running_checksum()
-        if self._lane is None:
-            self._fill(self._socket, out, found.update)
-            return found.intdigest()
-        tag = bytearray(TAG_BYTES)
-        self._fill(self._lane, out, found.update, self._seal.add)
-        self._fill(self._lane, memoryview(tag))
-        self._seal.check(tag, self.peer)
-        return found.intdigest()
+        try:
+            return self._lane.receive(out, len(out))
+        except OSError as error:
+            raise self._silent(error) from None
 
-    def _fill(self, sock: socket.socket, out: memoryview, *see: Callable[[memoryview], object]) -> None:
-        """Fills ``out``; each piece is shown to ``see`` while it is in the core's cache."""
+    def _fill(self, out: memoryview) -> None:
         while out:
             try:
-                count = sock.recv_into(out[:SLICE])
+                count = self._socket.recv_into(out)
             except OSError as error:
                 raise self._silent(error) from None
             if count == 0:
                 raise PeerError(f"the agent at {self.peer} closed the connection")
-            for each in see:
-                each(out[:count])
             out = out[count:]
 
     def _silent(self, error: OSError) -> PeerError:
@@ -161,8 +151,7 @@ class BlockingWire:
 
     def close(self) -> None:
         self._socket.close()
-        if self._lane is not None:
-            self._lane.close()
+        self._lane.socket.close()
 
 
 def _connect(address: tuple[str, int], timeout: float) -> socket.socket:

@@ -3,7 +3,7 @@
     dials    --- TLS 1.3, both with certificates ---  listens
     Claims   -->                                               run, stream, role, and which host is meant
              <--                                      Accepted  or Failed
-    second socket: MARK, id                      -->            where payloads are not encrypted: the lane of this connection
+    another socket for each lane: MARK, id       -->            for the payloads of this connection
 
 Strangers get as far as TLS. They are few at a time, and each has a few seconds.
 """
@@ -15,11 +15,13 @@ import os
 import socket
 import ssl
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from gemini_ft.errors import AgentError, ConfigError, GeminiError, PeerError, SecretError
-from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES, MARK, Lane
+from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES, MARK, BlockingLane
+from gemini_ft.wire.lane_thread import LaneThread
 from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, kind_of
 from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage
 from gemini_ft.wire.tcp import Address, Connection, Handler, prepare
@@ -47,8 +49,7 @@ class _Dialling:
             pass  # the dial was given up, or has failed, a moment ago
         elif isinstance(message, Accepted):
             self.connection.handler = self._handler
-            if message.lane:
-                self.connection.expect_lane()
+            self.connection.expect_lanes(len(message.lanes))
             self.accepted.set_result(message)
         elif isinstance(message, Failed):
             self._fail(PeerError(f"it refused this host: {message.text}"))
@@ -56,7 +57,7 @@ class _Dialling:
             self._fail(PeerError(f"it sent {kind_of(message)!r} in place of a handshake; another gemini-ft listens there"))
         return None
 
-    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
+    def on_bytes(self, message: PeerMessage, digest: int) -> None:
         raise PeerError("raw bytes during the handshake")
 
     def on_lost(self, reason: str) -> None:
@@ -81,8 +82,9 @@ async def dial(address: Address, claims: Claims, secret: bytes, handler: Handler
             await loop.create_connection(lambda: opening.connection, *address, ssl=tls_context(secret, server=False), server_hostname="")
             opening.connection.send(claims)
             accepted = await opening.accepted
-            if accepted.lane:
-                opening.connection.attach(await open_lane(address, accepted, opening.connection.peer))
+            for number, opens in enumerate(accepted.lanes):
+                lane = await open_lane(address, opens, encrypt=accepted.encrypt, peer=opening.connection.peer)
+                opening.connection.attach(number, lane)
     except BaseException as error:
         opening.connection.abort("the handshake failed")
         opening.accepted.cancel()
@@ -103,18 +105,34 @@ def as_peer_error(error: BaseException, where: str) -> BaseException:
     return error
 
 
-async def open_lane(address: Address, accepted: Accepted, peer: str) -> Lane:
+async def open_lane(address: Address, opens: bytes, *, encrypt: bool, peer: str) -> LaneThread:
+    """Dials a lane of a connection; ``opens`` is its entry in `Accepted`."""
     loop = asyncio.get_running_loop()
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
         prepare(sock)
         await loop.sock_connect(sock, address)
-        await loop.sock_sendall(sock, MARK + accepted.lane)
+        await loop.sock_sendall(sock, MARK + opens[:ID_BYTES])
     except BaseException:
         sock.close()
         raise
-    return Lane(sock, accepted.key, dialled=True, peer=peer)
+    return _lane(sock, opens[ID_BYTES:], dialled=True, encrypt=encrypt, peer=peer)
+
+
+def _lane(sock: socket.socket, key: bytes, *, dialled: bool, encrypt: bool, peer: str) -> LaneThread:
+    sock.setblocking(True)
+    return LaneThread(BlockingLane(sock, key, dialled=dialled, encrypt=encrypt, peer=peer))
+
+
+@dataclass
+class _Expected:
+    """A lane that a connection waits for."""
+
+    connection: Connection
+    number: int
+    key: bytes
+    encrypt: bool
 
 
 class Listener:
@@ -127,7 +145,7 @@ class Listener:
         self.address: Address = sock.getsockname()[:2]
         self._loop = asyncio.get_running_loop()
         self._strangers: dict[asyncio.Task[None], None] = {}  # in the order in which they came
-        self._lanes: dict[bytes, tuple[Connection, bytes]] = {}  # id -> connection that waits for its lane, key
+        self._lanes: dict[bytes, _Expected] = {}  # by id
         self._loop.add_reader(sock, self._on_connection)
 
     def close(self) -> None:
@@ -206,11 +224,12 @@ class Listener:
             if not part:
                 raise PeerError("it hung up in the middle of a lane's first words")
             said += part
-        connection, key = self._lanes.pop(said[len(MARK) :], (None, b""))
-        if connection is None or not said.startswith(MARK):
+        expected = self._lanes.pop(said[len(MARK) :], None)
+        if expected is None or not said.startswith(MARK):
             raise PeerError("it brings a lane that no connection waits for")
         prepare(sock)
-        connection.attach(Lane(sock, key, dialled=False, peer=peer))
+        lane = _lane(sock, expected.key, dialled=False, encrypt=expected.encrypt, peer=peer)
+        expected.connection.attach(expected.number, lane)
 
     async def _shake_hands(self, sock: socket.socket) -> None:
         greeting = _Greeting(self._admit)
@@ -236,18 +255,17 @@ class Listener:
             self._loop.call_later(0.2, connection.abort, "refused")
             return
         connection.handler, connection.max_frame = handler, MAX_MESSAGE
-        if claims.role == "report" or self._encrypt(claims.stream):  # reports have no payloads
-            connection.send(Accepted(lane=b"", key=b""))
-            return
-        lane, key = os.urandom(ID_BYTES), os.urandom(KEY_BYTES)
-        self._lanes[lane] = connection, key
-        self._loop.call_later(TIMEOUT, self._miss_lane, lane)
-        connection.expect_lane()
-        connection.send(Accepted(lane=lane, key=key))
+        opens = [os.urandom(ID_BYTES + KEY_BYTES) for _ in range(claims.lanes if claims.role != "report" else 0)]
+        encrypt = self._encrypt(claims.stream)
+        for number, each in enumerate(opens):
+            self._lanes[each[:ID_BYTES]] = _Expected(connection, number, each[ID_BYTES:], encrypt)
+            self._loop.call_later(TIMEOUT, self._miss_lane, each[:ID_BYTES])
+        connection.expect_lanes(len(opens))
+        connection.send(Accepted(lanes=opens, encrypt=encrypt))
 
     def _miss_lane(self, lane: bytes) -> None:
         if (waiting := self._lanes.pop(lane, None)) is not None:
-            waiting[0].abort("its lane did not come in time")
+            waiting.connection.abort("its lane did not come in time")
 
 
 class _Greeting:
@@ -266,7 +284,7 @@ class _Greeting:
         self._admit(self.connection, message)
         return None
 
-    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
+    def on_bytes(self, message: PeerMessage, digest: int) -> None:
         raise PeerError("raw bytes during the handshake")
 
     def on_lost(self, reason: str) -> None:

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import PeerError
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 MAX_MESSAGE = 64 * 2**20  # bytes; layouts of very large models are the longest messages
 M = TypeVar("M")
 _adapters: dict[type[Any], TypeAdapter[Any]] = {}  # made when a kind is met first

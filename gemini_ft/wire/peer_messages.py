@@ -5,7 +5,9 @@ Reports and decisions of the commit protocol travel as gemini_ft.core has them.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from gemini_ft.core.decisions import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Skipped
@@ -26,6 +28,8 @@ from gemini_ft.wire.messages import (
     pack,
 )
 
+MOST_LANES = 64  # of a connection
+
 
 class Claims(Message):
     """The first message of the dialling side; role ``replicate`` brings shards, ``report`` talks to the leader or a
@@ -43,13 +47,14 @@ class Claims(Message):
     incarnation: Incarnation | None
     epoch: int = 0  # with ``report``: the one that the other host is asked to lead, unless it knows of a newer one
     promised: int = 0  # with ``report``: the newest one of which the dialling host knows that it is led
+    lanes: Annotated[int, Field(ge=1, le=MOST_LANES)] = 1  # for payloads; with ``report`` there are none
 
 
 class Accepted(Message):
-    """The listening side's consent. Payloads travel on a lane of their own, or, without one, encrypted like messages."""
+    """The listening side's consent."""
 
-    lane: bytes  # names the connection to which a lane belongs; empty: there is none
-    key: bytes  # for the tags of the lane's payloads
+    lanes: list[bytes]  # what opens each lane for payloads: ID_BYTES that name it, and its key of KEY_BYTES
+    encrypt: bool  # whether payloads are encrypted
 
 
 class Offer(ShardLayout, Call):

@@ -1,6 +1,10 @@
-"""Asynchronous connections between agents: messages through TLS, and raw bytes straight into and out of slot memory.
+"""Asynchronous connections between agents: messages through TLS, and payloads on lanes, straight into and out of slot memory.
 
-Receiving reads from the socket into the slot's own pages, sending writes from them; neither copies in Python.
+Messages are the event loop's. The payload that a message announces goes on one of the connection's lanes, in turn, and each lane has a
+thread (`gemini_ft.wire.lane_thread`): payloads travel beside each other, and beside the messages that announce more of them. Any other
+message is heard when all payloads that were announced before it are there, so that it means what it would mean on one wire.
+
+Lanes receive into the slot's own pages and send from them; neither copies in Python.
 ``sendfile`` would spare the kernel's copy and was measured to cost twice the processor time on both sides: it
 queues single 4 KiB pages, and the receiver wakes up for as little (docs/decisions/009-plain-writes.md).
 """
@@ -9,18 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
+import itertools
 import socket
 import struct
-import sys
-import termios
+import time
 from collections import deque
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Protocol, TypeGuard, cast
 
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.frames import frame_length
-from gemini_ft.wire.lane import Lane, Valve
+from gemini_ft.wire.lane_thread import LaneThread, Meter, Outcome, Valve, metered
 from gemini_ft.wire.messages import MAX_MESSAGE, Chunk, pack
 from gemini_ft.wire.peer_messages import Data, PeerMessage, peers
 
@@ -29,31 +33,21 @@ _SILENCE = 60  # seconds after which the kernel gives a peer up whose host is go
 _UNSENT = 64 * 1024  # bytes that the kernel takes in ahead of the wire, where a valve decides what may go
 _LOWER_EFFORT = 1 << 2  # DSCP LE (RFC 8622), in its place in the IP header
 _SO_MAX_PACING_RATE = 47
-_TCP_INFO = struct.Struct("=68xI48xQ40xQ")  # of linux/tcp.h: tcpi_rtt, tcpi_bytes_acked, tcpi_busy_time
 _TLS_PIECE = 256 * 1024  # bytes handed to the TLS layer at a time
-_SCRATCH = bytearray(256 * 1024)  # where unwanted bytes go
+AHEAD = 2  # payloads of a lane that are announced at a time: one travels, one is ready
 
 
 class Handler(Protocol):
     """The receiver of a connection's messages."""
 
     def on_message(self, message: PeerMessage) -> memoryview | None:
-        """Takes a message. Returns, for one that raw bytes follow, the memory for them (None: they are thrown away)."""
+        """Takes a message. Returns, for one that announces a payload, the memory for it (None: it is thrown away)."""
 
-    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
-        """Takes note that the raw bytes that followed ``message`` are all there, and of their checksum, if it was formed on the way."""
+    def on_bytes(self, message: PeerMessage, digest: int) -> None:
+        """Takes note that the payload that ``message`` has announced is there, and of its checksum. Payloads may end in another order."""
 
     def on_lost(self, reason: str) -> None:
         """Takes note that the connection is closed; nothing refers to payloads any more."""
-
-
-@dataclass(frozen=True)
-class Meter:
-    """The kernel's counts for a connection."""
-
-    acked: int  # bytes that the peer's kernel has acknowledged
-    busy: float  # seconds in which there was something to send
-    rtt: float  # seconds to the peer and back, smoothed
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -70,20 +64,22 @@ class Connection(asyncio.BufferedProtocol):
         self._target = memoryview(bytearray(4))
         self._filled = 0
         self._state = "head"
-        self._message: PeerMessage | None = None
-        self._payload_left = 0
+        self._heard_late: deque[PeerMessage] = deque()  # messages that wait for payloads before them, or for room for their own
+        self._coming = 0  # payloads that were announced and are not there
+        self._payloads_heard = itertools.count()
         self._outbox: deque[tuple[bytes, memoryview | None, Valve | None]] = deque()
-        self._handing_over = 0  # bytes that may go and have not yet
-        self._lane: Lane | None = None  # None: payloads follow their messages, through TLS
-        self._lane_due = False
-        self._lane_there = asyncio.Event()
-        self._wanted: memoryview | None = None  # where the payload that is due on the lane goes
-        self._early: deque[PeerMessage] = deque()  # messages that came before that payload was whole
+        self._leaving = 0  # payloads that were given to lanes and have not left
+        self._parts = 0  # of payloads, which may go and have not left
+        self._busy, self._busy_since = 0.0, 0.0  # seconds in which there were such
+        self.drained: Callable[[], None] = lambda: None  # called as each part has left
+        self._handing_over = 0  # bytes of messages that the TLS layer has not taken
+        self._lanes: list[LaneThread | None] = []
+        self._lanes_there = asyncio.Event()
         self._wake = asyncio.Event()
         self._handed_over = asyncio.Event()
         self._unpaused = asyncio.Event()
         self._unpaused.set()
-        self._writer: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []  # the writer, and one for each lane that has something to send
         self._aborted = False
         self.refused = False  # whether this side hung up because of what the peer said or sent
         self._reason = "the peer closed the connection"
@@ -95,7 +91,7 @@ class Connection(asyncio.BufferedProtocol):
         self.peer = "{}:{}".format(*transport.get_extra_info("peername")[:2])
         self._tls_socket = transport.get_extra_info("socket")
         prepare(self._tls_socket)
-        self._writer = asyncio.get_running_loop().create_task(self._write())
+        self._spawn(self._write)
 
     def get_buffer(self, _sizehint: int) -> memoryview:
         return self._target[self._filled :]
@@ -114,13 +110,10 @@ class Connection(asyncio.BufferedProtocol):
             return
         self.closed.set()
         self._handed_over.set()
-        if self._writer is not None:
-            self._writer.cancel()
-        if self._lane is not None:
-            self._lane.close()
-        self._message = self._wanted = None
+        self._stop()
         self._expect("head", memoryview(bytearray(4)))
-        self._early.clear()
+        self._heard_late.clear()
+        self._outbox.clear()
         self.handler.on_lost(self._reason if error is None else str(error))
 
     # -- receiving
@@ -132,78 +125,79 @@ class Connection(asyncio.BufferedProtocol):
         self._expect("body", memoryview(bytearray(frame_length(self._target, self.max_frame))))
 
     def _end_of_body(self) -> None:
-        message = peers.unpack(self._target)
+        self._heard_late.append(peers.unpack(self._target))
         self._expect("head", memoryview(bytearray(4)))
-        if self._message is not None:
-            self._early.append(message)  # TLS had it ready when reading was paused
-        else:
-            self._hear(message)
+        self._go_on_hearing()
+
+    def _go_on_hearing(self) -> None:
+        while self._heard_late and self._may_hear(self._heard_late[0]) and not self._aborted:
+            self._hear(self._heard_late.popleft())
+        if self.transport is not None and not self._aborted and self.transport.is_reading() == bool(self._heard_late):
+            (self.transport.pause_reading if self._heard_late else self.transport.resume_reading)()
+
+    def _may_hear(self, message: PeerMessage) -> bool:
+        if not announces_payload(message):
+            return not self._coming
+        return not self._lanes or (self._lanes_there.is_set() and self._coming < AHEAD * len(self._lanes))
 
     def _hear(self, message: PeerMessage) -> None:
         target = self.handler.on_message(message)
-        if not isinstance(message, Chunk | Data) or message.nbytes == 0:
+        if not announces_payload(message):
             return
         if target is not None and len(target) != message.nbytes:
             raise PeerError(f"{self.peer} announced {message.nbytes} bytes where {len(target)} are due")
-        self._message, self._wanted, self._payload_left = message, target, message.nbytes
-        if self._lane_due:
-            self._pause()
-            self._receive()
-        else:
-            self._expect("payload", target if target is not None else self._scratch())
+        if not self._lanes:
+            raise PeerError(f"{self.peer} announced {message.nbytes} bytes on a connection without lanes")
+        self._coming += 1
+        self._lane(next(self._payloads_heard)).receive(target, message.nbytes, partial(self._received, message))
 
-    def _scratch(self) -> memoryview:
-        return memoryview(_SCRATCH)[: min(self._payload_left, len(_SCRATCH))]
-
-    def _end_of_payload(self) -> None:
-        self._payload_left -= len(self._target)
-        if self._payload_left:
-            self._expect("payload", self._scratch())
-            return
-        self._expect("head", memoryview(bytearray(4)))
-        self._payload_is_there(None)
-
-    def _payload_is_there(self, digest: int | None) -> None:
-        message, self._message, self._wanted = self._message, None, None
-        if message is not None:
-            self.handler.on_bytes(message, digest)
-
-    # -- receiving on the lane: messages wait until the payload before them is whole
-
-    def expect_lane(self) -> None:
-        """Makes payloads wait for a lane, which may be there a moment later than the first of them is announced."""
-        self._lane_due = True
-
-    def attach(self, lane: Lane) -> None:
-        """Takes the lane."""
+    def _received(self, message: PeerMessage, outcome: Outcome) -> None:
         if self._aborted or self.closed.is_set():
-            lane.close()
-            return
-        self._lane = lane
-        self._lane_there.set()
-        self._receive()
-
-    def _receive(self) -> None:
-        if self._lane is not None and self._message is not None:
-            target = self._wanted if self._wanted is not None else memoryview(_SCRATCH)
-            self._lane.receive(target, self._payload_left, self._received)
-
-    def _received(self, outcome: Exception | int) -> None:
-        if isinstance(outcome, Exception):
-            self._refuse(outcome)
             return
         try:
-            self._payload_is_there(outcome)
-            while self._early and self._message is None:
-                self._hear(self._early.popleft())
-        except GeminiError as refusal:
+            if isinstance(outcome, Exception):
+                raise outcome
+            self._coming -= 1
+            self.handler.on_bytes(message, outcome)
+            self._go_on_hearing()
+        except (GeminiError, OSError) as refusal:
             self._refuse(refusal)
-        if self._message is None and self.transport is not None and not self._aborted:
-            self.transport.resume_reading()
 
-    def _pause(self) -> None:
-        if self.transport is not None and self.transport.is_reading():
-            self.transport.pause_reading()
+    # -- lanes
+
+    def expect_lanes(self, count: int) -> None:
+        """Makes payloads wait for so many lanes, which may be there a moment later than the first of them is announced."""
+        self._lanes = [None] * count
+
+    def attach(self, number: int, lane: LaneThread) -> None:
+        """Takes a lane."""
+        if self._aborted or self.closed.is_set():
+            lane.stop()
+            return
+        self._lanes[number] = lane
+        self._spawn(partial(lane.feed, self._may_go))
+        if all(self._lanes):
+            self._lanes_there.set()
+            self._go_on_hearing()
+
+    @property
+    def lanes(self) -> int:
+        """The number of lanes."""
+        return len(self._lanes)
+
+    def _lane(self, payload: int) -> LaneThread:
+        """The lane that carries the payload of that number in its direction."""
+        lane = self._lanes[payload % len(self._lanes)]
+        assert lane is not None
+        return lane
+
+    def _stop(self) -> None:
+        """Ends all that travels; no memory is read or written any more when this returns."""
+        for task in self._tasks:
+            task.cancel()
+        for lane in self._lanes:
+            if lane is not None:
+                lane.stop()
 
     # -- sending
 
@@ -231,71 +225,85 @@ class Connection(asyncio.BufferedProtocol):
             max_rate: bytes per second at which the kernel paces; None: as fast as it can.
             low_priority: mark packets as lower effort, for switches that respect it.
         """
-        sock = self.payload_socket
-        if hold_back:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
-        if max_rate is not None:
-            sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=Q", max_rate))
-        if low_priority and sock.family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _LOWER_EFFORT)
-        elif low_priority:
-            sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _LOWER_EFFORT)
+        for sock in self.payload_sockets:
+            if hold_back:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
+            if max_rate is not None:
+                sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=Q", max(1, max_rate // len(self.payload_sockets))))
+            if low_priority and sock.family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _LOWER_EFFORT)
+            elif low_priority:
+                sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _LOWER_EFFORT)
 
     @property
     def unacknowledged(self) -> int:
         """Bytes that may go, or have gone, and that the peer's kernel has not acknowledged."""
-        if self.closed.is_set() or (fd := self.payload_socket.fileno()) < 0:
+        if self.closed.is_set():
             return 0
         assert self.transport is not None
-        in_kernel = int.from_bytes(fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-        return self._handing_over + self.transport.get_write_buffer_size() + in_kernel
+        on_lanes = sum(lane.unacknowledged for lane in self._lanes if lane is not None)
+        return self._handing_over + self.transport.get_write_buffer_size() + on_lanes
 
     def meter(self) -> Meter:
-        """The kernel's counters; of a closed connection, the last ones."""
+        """The kernel's counters; of a closed connection, the last ones.
+
+        Lanes may be busy at the same time, or one after the other; the kernel knows each by itself, and not its thread's work.
+        """
         with contextlib.suppress(OSError):
-            info = self.payload_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-            rtt, acked, busy = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0"))
-            self._metered = Meter(acked, busy / 1e6, rtt / 1e6)
+            found = [metered(sock) for sock in self.payload_sockets]
+            acked, busy, rtt = sum(each.acked for each in found), max(each.busy for each in found), max(each.rtt for each in found)
+            here = self._busy + (time.monotonic() - self._busy_since if self._parts else 0.0)
+            self._metered = Meter(acked, max(busy, here), rtt)
         return self._metered
 
     @property
-    def payload_socket(self) -> socket.socket:
-        """The socket that payloads travel on."""
-        return self._lane.socket if self._lane is not None else cast("socket.socket", self._tls_socket)
+    def payload_sockets(self) -> list[socket.socket]:
+        """The sockets that payloads travel on; without lanes, that of the messages."""
+        return [lane.socket for lane in self._lanes if lane is not None] or [cast("socket.socket", self._tls_socket)]
 
     @property
     def backlog(self) -> int:
-        """Messages not handed to the kernel yet."""
-        return len(self._outbox)
+        """Messages and payloads not handed to the kernel yet."""
+        return len(self._outbox) + self._leaving
 
-    async def _write(self) -> None:
+    def _spawn(self, work: Callable[[], Awaitable[None]]) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(self._sending(work)))
+
+    async def _sending(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
-            while True:
-                while not self._outbox:
-                    self._wake.clear()
-                    await self._wake.wait()
-                frame, payload, valve = self._outbox[0]
-                await self._write_through_tls(memoryview(frame))
-                if payload is not None:
-                    await self._write_payload(payload, valve)
-                self._outbox.popleft()
-                self._handed_over.set()
+            await work()
         except Exception as error:  # whatever it was: without this, the stop would go unnoticed
             self.abort(f"sending failed: {error}")
 
-    async def _write_payload(self, payload: memoryview, valve: Valve | None) -> None:
-        if self._lane_due:
-            await self._lane_there.wait()
-            assert self._lane is not None
-            await self._lane.send(payload, valve, self._hand_over)
-            return
-        while payload:
-            allowed = len(payload) if valve is None else await valve(len(payload))
-            await self._write_through_tls(payload[:allowed])
-            payload = payload[allowed:]
+    async def _write(self) -> None:
+        payloads = itertools.count()
+        while True:
+            while not self._outbox:
+                self._wake.clear()
+                await self._wake.wait()
+            frame, payload, valve = self._outbox[0]
+            await self._write_through_tls(memoryview(frame))
+            if payload:
+                await self._lanes_there.wait()
+                self._lane(next(payloads)).send(payload, valve, self._sent)
+                self._leaving += 1
+            self._outbox.popleft()
+            self._handed_over.set()
 
-    def _hand_over(self, nbytes: int) -> None:
-        self._handing_over = nbytes
+    def _may_go(self) -> None:
+        self._busy_since = self._busy_since if self._parts else time.monotonic()
+        self._parts += 1
+
+    def _sent(self, outcome: Outcome) -> None:
+        if isinstance(outcome, Exception):
+            self.abort(f"sending failed: {outcome}")
+            return
+        self._parts -= 1
+        if not self._parts:
+            self._busy += time.monotonic() - self._busy_since
+        self._leaving -= outcome
+        self._handed_over.set()
+        self.drained()
 
     async def _write_through_tls(self, data: memoryview) -> None:
         assert self.transport is not None
@@ -329,9 +337,13 @@ class Connection(asyncio.BufferedProtocol):
         self._aborted, self._reason = True, reason
         with contextlib.suppress(OSError):
             self._tls_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        if self._lane is not None:
-            self._lane.stop()
+        self._stop()
         transport.abort()
+
+
+def announces_payload(message: PeerMessage) -> TypeGuard[Chunk | Data]:
+    """Whether a payload on a lane belongs to a message."""
+    return isinstance(message, Chunk | Data) and message.nbytes > 0
 
 
 def prepare(sock: socket.socket) -> None:

@@ -24,7 +24,7 @@ from gemini_ft.recovery.restore import StateRestore
 from gemini_ft.recovery.spread import Landing, Outflow, SharedShard, owners_to_spread
 from gemini_ft.state.base import TrainingState
 from gemini_ft.torch_versions import all_gather_single
-from gemini_ft.wire.lane import SLICE, TAG_BYTES, Seal
+from gemini_ft.wire.lane import SLICE, TAG_BYTES, Seal, Unseal
 from gemini_ft.wire.peer_messages import Description
 from gemini_ft.wire.trust import derive
 from gemini_ft.worker.rendezvous import exchange_or_raise, on_all_ranks
@@ -138,8 +138,9 @@ class _Spread:
         self._rings = [_Ring(session.world_size, self._block) for _ in range(min(2, self._rounds))]
         others = {owner: shard for owner, shard in shards.items() if owner != self._rank and shard.covers(filling.reads.get(owner, ()))}
         self._landings = {owner: Landing(shard, filling.reads.get(owner, ()), filling.tensors) for owner, shard in others.items()}
-        self._seals = {rank: Seal(derive(session.secret, b"spread %d " % rank + salt)) for rank, salt in salts.items()}
-        self._seal = self._seals.pop(self._rank)
+        keys = {rank: derive(session.secret, b"spread %d " % rank + salt) for rank, salt in salts.items()}
+        self._seal = Seal(keys.pop(self._rank))
+        self._unseals = {rank: Unseal(key) for rank, key in keys.items()}
         self._outflow: Outflow | None = None
         self._failure: Exception | None = None
         self.stopped = False  # whether some rank could not go on
@@ -207,9 +208,9 @@ class _Spread:
         """Takes what a round has brought."""
         parts = ring.receive(limit)
         self.stopped = self.stopped or not ring.own.goes_on
-        for rank, seal in self._seals.items():
+        for rank, unseal in self._unseals.items():
             try:
-                parts[rank].check(seal, f"rank {rank}")
+                parts[rank].check(unseal, f"rank {rank}")
                 self.stopped = self.stopped or not parts[rank].goes_on
                 if rank in self._landings:
                     self._landings[rank].take(parts[rank].block)
@@ -237,12 +238,12 @@ class _Part:
         self._show(seal)
         self._tag[:] = seal.close()
 
-    def check(self, seal: Seal, peer: str) -> None:
+    def check(self, unseal: Unseal, peer: str) -> None:
         """Raises PeerError: it was changed on its way."""
-        self._show(seal)
-        seal.check(bytes(self._tag), peer)
+        self._show(unseal)
+        unseal.check(bytes(self._tag), peer)
 
-    def _show(self, seal: Seal) -> None:
+    def _show(self, seal: Seal | Unseal) -> None:
         for at in range(0, len(self._sealed), SLICE):
             seal.add(self._sealed[at : at + SLICE])
 

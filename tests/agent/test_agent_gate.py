@@ -95,6 +95,38 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 2 * WAIT))
 
 
+class TestFastLink:
+    @pytest.mark.parametrize("rate", [25e9, 50e9])
+    def test_is_kept_full_by_several_lanes(self, rate: float) -> None:
+        """More is under way than arrives until the gate looks again, and it looks as soon as some has left."""
+
+        async def work() -> None:
+            async with host() as here:
+                here.worker()
+                here.gate.link = LinkCost(1e-5, rate)
+                here.gate.register("lanes", sender := Sender())
+
+                async def lane() -> None:
+                    while True:
+                        leave = await here.leave(8 * 2**20)
+                        sender.unacknowledged += leave.nbytes
+
+                async with asyncio.TaskGroup() as group:
+                    lanes = [group.create_task(lane()) for _ in range(8)]
+                    for _ in range(2):
+                        while sender.unacknowledged < 0.0075 * rate:
+                            await asyncio.sleep(0)
+                        for _ in range(100):
+                            await asyncio.sleep(0)
+                        assert sender.unacknowledged <= 0.008 * rate
+                        sender.unacknowledged //= 2
+                        here.gate.poke()
+                    for each in lanes:
+                        each.cancel()
+
+        run(work())
+
+
 class TestOpen:
     def test_where_nobody_is_watched(self) -> None:
         async def work() -> None:
@@ -125,7 +157,7 @@ class TestOpen:
         [
             (FAST, "tcp", 400_000),
             (FAST, "collective", 2_000_000),
-            (LinkCost(0.0, 1e12), "tcp", module.LARGEST),
+            (LinkCost(0.0, 50e9), "tcp", 200_000_000),
             (LINK, "tcp", module.LEAST),
         ],
     )

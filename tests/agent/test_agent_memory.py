@@ -104,6 +104,19 @@ class TestSlot:
         assert not any(at < data < at + n for at, n in cuts)
         slot.close()
 
+    @given(st.integers(0, 200), st.integers(0, 60), st.integers(1, 70))
+    def test_admits_the_chunks_of_its_cut_and_none_at_another_place(self, data: int, extras: int, chunk: int) -> None:
+        slot = SlotMemory.create(shape(data, 60, chunk))
+        cuts = slot.cuts(extras)
+        for index, (offset, nbytes) in enumerate(cuts):
+            assert slot.admits(index, offset, nbytes)
+            assert not slot.admits(index, offset + 1, nbytes)
+            assert not slot.admits(index, offset, nbytes + chunk)
+            assert not slot.admits(index + 1, offset, nbytes)
+        assert not slot.admits(len(cuts), data + extras, 0)
+        assert not slot.admits(-1, 0, chunk)
+        slot.close()
+
     def test_keeps_a_chunk_of_the_version_before_only_if_nobody_has_written_to_it(self, slot: SlotMemory) -> None:
         fill(slot)
         before = dict(slot.chunks)

@@ -14,9 +14,9 @@ from gemini_ft.agent.replication.pacing import Outgoing, Pacing
 from gemini_ft.config import TrafficConfig
 from gemini_ft.core.traffic import Profile
 from gemini_ft.core.versions import Incarnation, Version
+from gemini_ft.wire.lane_thread import Meter
 from gemini_ft.wire.messages import Notice
 from gemini_ft.wire.peer_messages import PeerMessage, ReportNeed
-from gemini_ft.wire.tcp import Meter
 from gemini_ft.wire.worker_messages import HoldsBack, ToWorker, Travelled
 
 RATE = 100e6  # bytes per second

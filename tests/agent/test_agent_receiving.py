@@ -91,6 +91,11 @@ def end(iteration: int) -> End:
     return End(owner=0, iteration=iteration, extras_bytes=0, chunks=0, layout="0" * 16, digest="", root="")
 
 
+def chunk_of(iteration: int, index: int, digest: int, offset: int | None = None) -> Chunk:
+    place = index * NBYTES // 2 if offset is None else offset
+    return Chunk(owner=0, iteration=iteration, index=index, offset=place, nbytes=NBYTES // 2, digest=digest)
+
+
 def hear(room: Room, *messages: PeerMessage) -> list[tuple[int, bool]]:
     """What is acknowledged."""
     wire = Wire()
@@ -232,7 +237,7 @@ class TestPieces:
     def test_of_a_chunk_outside_of_the_shard_are_refused(self, workers: ByWorkers, room: Room) -> None:
         piece = parcel(1, 0, 8)
         workers.hear(begin(1))
-        with pytest.raises(PeerError, match=r"host a sent chunk 0 at 60\+32, outside the shard's 72 bytes"):
+        with pytest.raises(PeerError, match=r"host a sent chunk 0 at 60\+32, which is not its place in the shard's 72 bytes"):
             workers.hear(piece.model_copy(update={"chunk": piece.chunk.model_copy(update={"offset": 60})}))
         assert not room.collected
 
@@ -329,14 +334,48 @@ def test_what_was_hashed_on_arrival_is_not_hashed_again(room: Room, monkeypatch:
     receiver = Receiver(room, wire, "b")  # type: ignore[arg-type]
     receiver.on_message(begin(2))
     half, digest = bytes(range(NBYTES // 2)), xxhash.xxh3_64_intdigest(bytes(range(NBYTES // 2)))
-    for index, formed in ((0, digest), (1, None)):
-        chunk = Chunk(owner=0, iteration=2, index=index, offset=index * len(half), nbytes=len(half), digest=digest)
-        target = receiver.on_message(chunk)
-        assert target is not None
-        target[:] = half
-        receiver.on_bytes(chunk, formed)
-        assert room.memories[0].chunks[index] == (index * len(half), len(half), digest)
+    first, second = (chunk_of(2, index, digest) for index in range(2))
+    target = receiver.on_message(first)
+    assert target is not None
+    target[:] = half
+    receiver.on_bytes(first, digest)
+    receiver.on_message(Parcel(chunk=second, start=0, nbytes=len(half), tag=1, source=0, target=0))
+    room.memories[0].data(second.offset, len(half))[:] = half
+    receiver.collected(0, 1, "")
+    assert room.memories[0].chunks == {index: (index * len(half), len(half), digest) for index in range(2)}
     assert hashed == [len(half)]
     receiver.on_message(wrong := Chunk(owner=0, iteration=2, index=0, offset=0, nbytes=len(half), digest=digest))
     receiver.on_bytes(wrong, digest ^ 1)  # of the bytes that came
     assert [type(message) for message in wire.said] == [Resend]
+
+
+class TestChunk:
+    """A sender that knows the secret, and is wrong."""
+
+    DIGEST = xxhash.xxh3_64_intdigest(bytes(NBYTES // 2))
+
+    @pytest.fixture
+    def receiver(self, room: Room) -> Receiver:
+        receiver = Receiver(room, Wire(), "b")  # type: ignore[arg-type]
+        receiver.on_message(begin(1))
+        receiver.on_message(chunk := chunk_of(1, 0, self.DIGEST))
+        receiver.on_bytes(chunk, self.DIGEST)
+        assert set(room.memories[0].chunks) == {0}
+        return receiver
+
+    def test_at_the_place_of_another_is_refused(self, receiver: Receiver) -> None:
+        """Its bytes would lie where others have been verified, and the root would still be that of the owner's copy."""
+        with pytest.raises(PeerError, match=r"sent chunk 1 at 0\+32"):
+            receiver.on_message(chunk_of(1, 1, self.DIGEST, offset=0))
+
+    def test_that_comes_a_second_time_counts_for_nothing_until_it_is_there(self, receiver: Receiver, room: Room) -> None:
+        receiver.on_message(again := chunk_of(1, 0, self.DIGEST))
+        assert not room.memories[0].chunks
+        receiver.on_bytes(again, self.DIGEST ^ 1)
+        assert not room.memories[0].chunks
+
+    def test_that_is_announced_while_it_comes_is_refused(self, receiver: Receiver) -> None:
+        """Two threads would write to the same place."""
+        receiver.on_message(chunk_of(1, 1, self.DIGEST))
+        with pytest.raises(PeerError, match="host b sent chunk 1 while it was coming already"):
+            receiver.on_message(chunk_of(1, 1, self.DIGEST))

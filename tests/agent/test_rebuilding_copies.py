@@ -6,13 +6,24 @@ import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from agent_kit import Job, Proxy, Rank, end_agent, eventually
 
-from gemini_ft.agent.replication.rebuild import Throttle
+from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
+from gemini_ft.agent.replication.gate import Gate
+from gemini_ft.agent.replication.rebuild import Rebuilding, Throttle
+from gemini_ft.agent.replication.serve import describe
+from gemini_ft.config import TrafficConfig
+from gemini_ft.core.layout import build_layout
+from gemini_ft.core.roots import checksum
+from gemini_ft.core.versions import Incarnation, Version
+from gemini_ft.wire.handshake import listen
 from gemini_ft.wire.messages import Message
-from gemini_ft.wire.peer_messages import Describe, Fetch
+from gemini_ft.wire.peer_messages import Claims, Data, Describe, Fetch, Heartbeat, PeerMessage
+from gemini_ft.wire.tcp import Connection
 
 
 @pytest.fixture
@@ -101,3 +112,115 @@ def test_a_throttle_leaves_the_rest_of_the_time_to_others() -> None:
 
     asyncio.run(work())
     assert (now[0], rested[0]) == (16.0, 12.0)
+
+
+class Source:
+    """A host that serves a shard of one chunk, holds back its last bytes, and may send it twice."""
+
+    NBYTES = 2**25
+
+    def __init__(self) -> None:
+        layout = build_layout([], 0, 1)
+        shape = SlotShape("run", "main", 0, 1, layout.logical_hash, layout.to_bytes(), self.NBYTES, 2**20, self.NBYTES)
+        self.version = Version(Incarnation(1, "a"), 1)
+        self.memory, self.copy = SlotMemory.create(shape), SlotMemory.create(shape)
+        self.memory.data(0, self.NBYTES)[:] = b"s" * self.NBYTES
+        self.memory.put_chunk(0, 0, self.NBYTES, checksum(self.memory.data(0, self.NBYTES)))
+        self.memory.finish(self.version, 0, None)
+        self.times = 1
+        self.allowed = self.NBYTES
+
+    def accept(self, connection: Connection, claims: Claims) -> Source:
+        self.connection = connection
+        return self
+
+    async def valve(self, nbytes: int) -> int:
+        if nbytes <= self.NBYTES - self.allowed:
+            await asyncio.Event().wait()
+        return min(nbytes, self.allowed)
+
+    def on_message(self, message: PeerMessage) -> None:
+        if isinstance(message, Describe):
+            self.connection.send(describe(self.memory, message))
+        elif not isinstance(message, Heartbeat):
+            assert isinstance(message, Fetch)
+            data = Data(call=message.call, owner=0, version=self.version, offset=0, nbytes=self.NBYTES)
+            for _ in range(self.times):
+                self.connection.send(data, self.memory.data(0, self.NBYTES), self.valve)
+
+    def on_bytes(self, message: PeerMessage, digest: int) -> None:
+        raise AssertionError
+
+    def on_lost(self, reason: str) -> None:
+        pass
+
+    async def rebuild(self) -> Rebuilding:
+        """A host that lacks this shard begins to copy it."""
+        self.listener = await listen("127.0.0.1", None, lambda: b"secret", self.accept, print, lambda stream: False)
+        slots = SimpleNamespace(committed=self.version, complete_version=lambda _: None, find=lambda _: None)
+        host: Any = SimpleNamespace(
+            name="b", slots=lambda _: slots, owns=lambda _: False, roots={}, rebuild=lambda *_: SimpleNamespace(index=0)
+        )
+        self.said: list[str] = []
+        host.receive_failed = lambda *_: self.said.append("failed")
+        host.rebuilt = lambda *_: self.said.append("rebuilt")
+        stream: Any = SimpleNamespace(
+            host=host,
+            run=SimpleNamespace(secret=b"secret"),
+            slot_store=SimpleNamespace(memory={(0, 0): self.copy}),
+            log=self.said.append,
+            perform=lambda _: None,
+            claims=lambda role, to: Claims(run="run", stream="main", host="b", to=to, role=role, incarnation=None),
+        )
+
+        async def make_room(*_: object) -> None:
+            pass
+
+        spec: Any = SimpleNamespace(
+            resumed=self.version, holders={0: ["a", "b"]}, sources={0: ["a"]}, addresses={"a": self.listener.address}, replica_timeout=0.01
+        )
+        inbound: Any = SimpleNamespace(make_room=make_room)
+        return Rebuilding(stream, inbound, spec, Gate(TrafficConfig.model_validate({})))
+
+    def close(self) -> None:
+        self.listener.close()
+        self.connection.abort("the end")
+        self.memory.close()
+        self.copy.close()
+
+
+def test_not_one_byte_lands_when_it_was_cancelled() -> None:
+    """The slots are those of the next session from that very moment on."""
+
+    async def work() -> None:
+        source = Source()
+        rebuilding = await source.rebuild()
+        while not source.copy.data(2**20, 1)[0]:
+            await asyncio.sleep(0.0001)
+        rebuilding.cancel()
+        there = bytes(source.copy.data(0, source.NBYTES))
+        time.sleep(0.3)  # the loop stands still, and whoever sends and receives does not
+        assert source.copy.data(0, source.NBYTES) == there
+        await rebuilding.end()
+        source.close()
+        await asyncio.sleep(0.01)
+
+    asyncio.run(work())
+
+
+def test_bytes_that_were_not_asked_for_are_refused() -> None:
+    """They would land in a slot whose chunk has been verified."""
+
+    async def work() -> None:
+        source = Source()
+        source.times, source.allowed = 2, source.NBYTES
+        rebuilding = await source.rebuild()
+        async with asyncio.timeout(20):
+            while not any("bytes came that were not asked for" in line for line in source.said):
+                await asyncio.sleep(0.01)
+        assert "rebuilt" not in source.said
+        await rebuilding.end()
+        source.close()
+        await asyncio.sleep(0.01)
+
+    asyncio.run(work())

@@ -582,18 +582,19 @@ class _Side:
     def __init__(self, open_: asyncio.Event, alter: Callable[[PeerMessage, bytearray], PeerMessage]) -> None:
         self._open, self._alter = open_, alter
         self._heard: asyncio.Queue[tuple[PeerMessage, bytearray]] = asyncio.Queue()
-        self._payload = bytearray()
+        self._payloads: dict[int, bytearray] = {}  # id of the message that announces it -> what comes; several travel at a time
         self.connection: Connection | None = None
         self.there = asyncio.Event()
 
     def on_message(self, message: PeerMessage) -> memoryview | None:
-        self._payload = bytearray(message.nbytes if isinstance(message, Chunk | Data) else 0)
-        if not self._payload:
-            self._heard.put_nowait((message, self._payload))
-        return memoryview(self._payload)
+        if not isinstance(message, Chunk | Data):
+            self._heard.put_nowait((message, bytearray()))
+            return None
+        payload = self._payloads[id(message)] = bytearray(message.nbytes)
+        return memoryview(payload)
 
-    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
-        self._heard.put_nowait((message, self._payload))
+    def on_bytes(self, message: PeerMessage, digest: int) -> None:
+        self._heard.put_nowait((message, self._payloads.pop(id(message))))
 
     def on_lost(self, reason: str) -> None:
         if self.other.connection is not None:

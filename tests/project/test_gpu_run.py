@@ -59,7 +59,7 @@ def test_everything_that_is_marked_is_in_one_part(runner: Any) -> None:
 def test_every_benchmark_and_drill_is_in_one_part(runner: Any) -> None:
     run = {word for part in runner.PARTS for word in part.command if word.startswith("benchmarks/")}
     own = {str(file.relative_to(ROOT)) for file in ROOT.glob("benchmarks/gpu/*.py") if file.name != "run.py"}
-    assert run == own | {"benchmarks/byte_costs.py"}
+    assert run == own | {"benchmarks/byte_costs.py", "benchmarks/lanes.py"}
 
 
 def test_each_part_has_its_own_end_and_the_report_says_what_came_of_it_and_that_it_is_fake(

@@ -45,6 +45,11 @@ def shard(job: Job, address: tuple[str, int], owner: int, iteration: int) -> byt
         return b"".join(bytes(view) for _, view in read.chunks())
 
 
+def sees(relay: Relay, payload: bytes) -> bool:
+    """Whether a part of it has passed in the clear."""
+    return any(payload[at : at + 64] in lane for at in range(0, len(payload), CHUNK) for lane in relay.lanes)
+
+
 class Once:
     """Changes one piece that is long enough, and notes that it did."""
 
@@ -95,8 +100,8 @@ class TestBetween:
         with Relay(ranks[1].address) as relay:
             start_behind(job, relay, ranks)
             job.commit(ranks, 1)
-            assert relay.control
-            assert not relay.lanes
+            assert relay.lanes
+            assert not sees(relay, content(0, 1, 4 * CHUNK))
 
     def test_sees_no_payload_of_a_stream_with_encryption_beside_one_without(self, job: Job) -> None:
         ranks = job.join(["a", "b"], encrypt=True)
@@ -104,13 +109,13 @@ class TestBetween:
         with Relay(ranks[1].address) as relay:
             start_behind(job, relay, ranks)
             job.commit(ranks, 1)
-            assert not relay.lanes
+            assert not sees(relay, content(0, 1, 4 * CHUNK))
             spec = job.make_spec(others, stream="other", addresses={"a": ranks[0].address, "b": relay.address})
             for rank in others:
                 rank.open(spec)
                 rank.reserve(4 * CHUNK)
             job.commit(others, 1)
-            assert relay.lanes
+            assert sees(relay, content(0, 1, 4 * CHUNK))
 
     def test_a_chunk_that_is_rewritten_is_not_taken(self, job: Job) -> None:
         ranks = job.join(["a", "b"])
@@ -120,6 +125,26 @@ class TestBetween:
             job.commit(ranks, 1, 2)
             assert once.done
             assert "a payload was changed on its way" in job.log("b")
+            assert shard(job, ranks[1].address, 0, 2) == content(0, 2, 4 * CHUNK)
+
+    def test_one_of_several_lanes_that_is_cut_costs_a_new_connection(self, job: Job) -> None:
+        ranks = job.join(["a", "b"])
+        lanes, cut = 3, threading.Event()
+
+        def cut_one(piece: bytearray) -> None:
+            if len(relay.lanes) >= lanes and not cut.is_set() and not piece.startswith(MARK):
+                cut.set()
+                raise OSError  # which the relay's thread ends with, and both of its sockets
+
+        with Relay(ranks[1].address) as relay:
+            relay.on_lane = cut_one
+            spec = job.make_spec(ranks, addresses={"a": ranks[0].address, "b": relay.address}, traffic=TrafficConfig(lanes=lanes))
+            for rank in ranks:
+                rank.open(spec)
+                rank.reserve(4 * CHUNK)
+            job.commit(ranks, 1, 2)
+            assert cut.is_set()
+            assert len(relay.lanes) == 2 * lanes
             assert shard(job, ranks[1].address, 0, 2) == content(0, 2, 4 * CHUNK)
 
     def test_a_message_that_is_rewritten_ends_the_connection_and_nothing_else(self, job: Job) -> None:

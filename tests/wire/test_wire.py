@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError, SecretError
 from gemini_ft.wire.frames import BlockingWire, frame_length
-from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES, MARK, Seal, keys
+from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES, MARK, Seal, Unseal, keys
 from gemini_ft.wire.messages import MAX_MESSAGE, pack
 from gemini_ft.wire.peer_messages import Accepted, Claims, Data
 from gemini_ft.wire.trust import derive, fingerprint, tls_context
@@ -48,41 +48,43 @@ class TestTrust:
         assert not list(tmp_path.iterdir())
 
 
-def sealed(payloads: list[bytes], key: bytes) -> list[bytes]:
-    seal, tags = Seal(key), []
-    for payload in payloads:
-        seal.add(memoryview(payload))
-        tags.append(seal.close())
-    return tags
+def sealed(payloads: list[bytes], key: bytes, encrypt: bool = False) -> list[tuple[bytes, bytes]]:
+    """Payloads as they travel, each with its tag."""
+    seal = Seal(key, encrypt)
+    return [(bytes(seal.add(memoryview(payload))), seal.close()) for payload in payloads]
 
 
+@pytest.mark.parametrize("encrypt", [False, True], ids=["sealed", "encrypted"])
 class TestSeal:
     KEY = bytes(range(16))
 
     @given(st.lists(st.binary(max_size=50), min_size=1, max_size=5), st.data())
-    def test_fits_the_payload_whatever_pieces_it_comes_in(self, payloads: list[bytes], data: st.DataObject) -> None:
-        tags, seal = sealed(payloads, self.KEY), Seal(self.KEY)
-        for payload, tag in zip(payloads, tags, strict=True):
+    def test_fits_the_payload_whatever_pieces_it_comes_in(self, encrypt: bool, payloads: list[bytes], data: st.DataObject) -> None:
+        unseal = Unseal(self.KEY, encrypt)
+        for payload, (travelled, tag) in zip(payloads, sealed(payloads, self.KEY, encrypt), strict=True):
+            came = memoryview(bytearray(travelled))
             cut = data.draw(st.integers(0, len(payload)))
-            seal.add(memoryview(payload)[:cut])
-            seal.add(memoryview(payload)[cut:])
-            seal.check(tag, "host b")
+            unseal.add(came[:cut])
+            unseal.add(came[cut:])
+            unseal.check(tag, "host b")
+            assert came == payload
 
     @given(st.binary(min_size=1, max_size=50), st.data())
-    def test_breaks_with_any_bit(self, payload: bytes, data: st.DataObject) -> None:
-        (tag,) = sealed([payload], self.KEY)
+    def test_breaks_with_any_bit(self, encrypt: bool, payload: bytes, data: st.DataObject) -> None:
+        ((travelled, tag),) = sealed([payload], self.KEY, encrypt)
+        assert (travelled == payload) != encrypt or len(payload) < 8
         bit = data.draw(st.integers(0, 8 * len(payload) - 1))
-        changed = (int.from_bytes(payload, "big") ^ (1 << bit)).to_bytes(len(payload), "big")
-        seal = Seal(self.KEY)
-        seal.add(memoryview(changed))
+        changed = (int.from_bytes(travelled, "big") ^ (1 << bit)).to_bytes(len(payload), "big")
+        unseal = Unseal(self.KEY, encrypt)
+        unseal.add(memoryview(bytearray(changed)))
         with pytest.raises(PeerError, match="host b: a payload was changed on its way"):
-            seal.check(tag, "host b")
+            unseal.check(tag, "host b")
 
-    def test_is_of_one_place_in_one_direction_of_one_connection(self) -> None:
+    def test_is_of_one_place_in_one_direction_of_one_lane(self, encrypt: bool) -> None:
         payloads = [b"same", b"same"]
-        first, second = sealed(payloads, self.KEY)
+        (_, first), (_, second) = sealed(payloads, self.KEY, encrypt)
         assert first != second  # so none can be repeated or left out
-        assert sealed(payloads, os.urandom(16)) != [first, second]
+        assert first not in [tag for _, tag in sealed(payloads, os.urandom(16), encrypt)]
         there, back = keys(bytes(32 * [1])[:16] + bytes(16), dialled=True)
         assert there != back
         assert keys(there + back, dialled=False) == (back, there)
@@ -156,20 +158,16 @@ class TestBlockingWire:
         with pytest.raises(SecretError, match="does not know this run's secret; something else listens at its address"):
             BlockingWire(serve(impostor), CLAIMS, b"secret", 5.0)
 
-    @pytest.mark.parametrize("lane", [False, True], ids=["encrypted", "sealed"])
-    def test_a_peer_that_hangs_up_in_the_middle_of_the_bytes(self, lane: bool, serve: Serve) -> None:
+    def test_a_peer_that_hangs_up_in_the_middle_of_the_bytes(self, serve: Serve) -> None:
         head = pack(Data(owner=0, version=Version(Incarnation(1, "a"), 1), offset=0, nbytes=100))
 
         def quitter(connection: socket.socket, listener: socket.socket) -> None:
             with tls_context(b"secret", server=True).wrap_socket(connection, server_side=True) as tls:
                 tls.recv(1000)
-                tls.sendall(pack(Accepted(lane=b"i" * ID_BYTES if lane else b"", key=bytes(KEY_BYTES))) + head)
-                if lane:
-                    with listener.accept()[0] as second:
-                        assert second.recv(1000) == MARK + b"i" * ID_BYTES
-                        second.sendall(b"only this")
-                else:
-                    tls.sendall(b"only this")
+                tls.sendall(pack(Accepted(lanes=[b"i" * ID_BYTES + bytes(KEY_BYTES)], encrypt=False)) + head)
+                with listener.accept()[0] as second:
+                    assert second.recv(1000) == MARK + b"i" * ID_BYTES
+                    second.sendall(b"only this")
 
         wire = BlockingWire(serve(quitter), CLAIMS, b"secret", 5.0)
         assert isinstance(wire.receive(), Data)

@@ -198,7 +198,7 @@ class Collector:
 class ReportingEnd:
     """An end of a connection for reports and decisions, which carries messages alone."""
 
-    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
+    def on_bytes(self, message: PeerMessage, digest: int) -> None:
         raise PeerError("raw bytes on a reporting connection")
 
 

@@ -227,15 +227,22 @@ class SlotMemory:
         self._write_header()
 
     def forget(self, index: int | None = None) -> None:
-        """Takes note that a chunk (None: all of them) is about to be overwritten: `keep` does not find it any more."""
+        """Takes note that a chunk is about to be overwritten, and counts for nothing until it is there; None: that all bytes may change."""
         if index is None:
             self._held.clear()
         else:
             self._held.pop(index, None)
+            self.chunks.pop(index, None)
+            self.unchanged.discard(index)
 
     def admits(self, index: int, offset: int, nbytes: int) -> bool:
-        """Whether a chunk can be meant for this slot."""
-        return 0 <= index < self.shape.max_chunks and offset >= 0 and nbytes > 0 and offset + nbytes <= self.shape.capacity
+        """Whether a chunk is at its own place in this slot; anywhere else it could overwrite others that have been verified."""
+        step, data = self.shape.chunk_bytes, self.shape.data_bytes
+        of_tensors = -(-data // step)
+        if 0 <= index < of_tensors:
+            return (offset, nbytes) == (index * step, min(step, data - index * step))
+        place = data + (index - of_tensors) * step
+        return of_tensors <= index < self.shape.max_chunks and offset == place and 0 < nbytes <= min(step, self.shape.capacity - place)
 
     def put_chunk(self, index: int, offset: int, nbytes: int, digest: int) -> None:
         """Takes note of a chunk that has been laid down, and matches its digest."""

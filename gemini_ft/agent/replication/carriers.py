@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from gemini_ft.config import TrafficConfig
-from gemini_ft.wire.lane import Valve
+from gemini_ft.wire.lane_thread import Meter, Valve
 from gemini_ft.wire.messages import Chunk
 from gemini_ft.wire.peer_messages import Parcel, PeerMessage
-from gemini_ft.wire.tcp import Connection, Meter
+from gemini_ft.wire.tcp import AHEAD, Connection
 from gemini_ft.wire.worker_messages import Dispatch
 
 _SAMPLES = 32  # newest pieces that say how long the shortest of them takes
@@ -39,14 +39,14 @@ class Carrier(Protocol):
         """Queues a chunk of a slot; ``payload`` are its bytes."""
 
     async def flushed(self, below: int) -> None:
-        """Waits until fewer than ``below`` things are queued, or the connection is closed."""
+        """Waits until fewer than ``below`` things are queued, more where several travel at a time, or the connection is closed."""
 
     def close(self) -> None:
         """Takes note that the connection is closed."""
 
 
 class ByAgents:
-    """The carrier from agent to agent: the bytes follow their message on the connection."""
+    """The carrier from agent to agent: on the lanes of their connection."""
 
     def __init__(self, connection: Connection, traffic: TrafficConfig) -> None:
         self._connection = connection
@@ -66,7 +66,7 @@ class ByAgents:
         self._connection.send(chunk, payload, valve)
 
     async def flushed(self, below: int) -> None:
-        await self._connection.flushed(below)
+        await self._connection.flushed(below + AHEAD * (self._connection.lanes - 1))
 
     def close(self) -> None:
         """Does nothing: only the connection is open."""

@@ -18,10 +18,10 @@ from gemini_ft.core.traffic import Profile, room
 from gemini_ft.wire.control_page import ControlPage
 
 LEAST = 16 * 2**10  # bytes of a slice, if there are as many
+_PART = 16  # what a slice is at least divided by: lanes that wait for room are not woken for less, each time that some bytes arrive
 SLICE = 128 * 2**10  # bytes of a slice while the speed of the network is not known
 # Seconds for which an unforeseen collective may have to wait for the network. Pieces that workers carry cost more each, so they are larger.
 _SLICE_SECONDS = {"tcp": 0.004, "collective": 0.02}
-LARGEST = 4 * 2**20  # bytes of a slice
 PATIENCE = 1.0  # seconds that a snapshot has for idle network, while the length of a step is not known
 _BREATH = 0.001  # seconds between looks at how much is on its way
 _OVERDUE = 0.05  # seconds between looks at whether a collective that was to come has not
@@ -99,7 +99,7 @@ class Gate:
         return PATIENCE if self.step_seconds is None else self.interval * self.step_seconds
 
     def poke(self) -> None:
-        """Makes all that wait look again."""
+        """Makes all that wait look again: something has changed, or bytes have left."""
         self._changed.set()
 
     async def leave(self, nbytes: int, late_at: Callable[[], float]) -> Pass:
@@ -134,20 +134,20 @@ class Gate:
         moments = {rank: page.read() for rank, page in self._pages.items()}
         gaps = {rank: profile.gaps for rank, profile in self.profiles.items()}
         free = room(moments, gaps, time.monotonic(), self._under_way, link=self.link, gamma=self._traffic.gamma, most=self._slice)
-        if free < min(nbytes, LEAST):
+        if free < min(nbytes, max(LEAST, self._slice // _PART)):
             return None
         moment = next(iter(moments.values()))
         return Pass(min(nbytes, free), span=(moment.step, moment.begun))
 
     def _pause(self, left: float) -> float:
-        """Seconds to wait at most: no bell rings when bytes arrive, nor when a collective does not come."""
+        """Seconds to wait at most: no bell rings when the last bytes arrive, nor when a collective does not come."""
         return min(left, _BREATH if self._under_way else _OVERDUE)
 
     @property
     def _slice(self) -> int:
         if self.link is None:
             return SLICE
-        return max(LEAST, min(LARGEST, int(_SLICE_SECONDS[self._traffic.transport] * self.link.bandwidth)))
+        return max(LEAST, int(_SLICE_SECONDS[self._traffic.transport] * self.link.bandwidth))
 
     @property
     def _under_way(self) -> int:

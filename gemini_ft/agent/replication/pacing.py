@@ -18,9 +18,9 @@ from gemini_ft.config import TrafficConfig
 from gemini_ft.core.schedule import LinkCost, Transfer, arrival, schedule, steps_per_snapshot
 from gemini_ft.core.traffic import Profile, common
 from gemini_ft.core.versions import Version
+from gemini_ft.wire.lane_thread import Meter
 from gemini_ft.wire.messages import Notice
 from gemini_ft.wire.peer_messages import End, PeerMessage, ReportNeed
-from gemini_ft.wire.tcp import Meter
 from gemini_ft.wire.worker_messages import SpanUse, ToWorker, Travelled
 
 

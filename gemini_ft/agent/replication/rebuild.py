@@ -19,7 +19,6 @@ from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.replication.gate import Gate
 from gemini_ft.agent.replication.receive import Inbound
 from gemini_ft.core.layout import Layout
-from gemini_ft.core.roots import checksum
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.handshake import dial
 from gemini_ft.wire.messages import check_answer
@@ -65,6 +64,7 @@ class Rebuilding:
         assert spec.resumed is not None
         self._stream, self._inbound, self._spec, self._gate, self._resumed = stream, inbound, spec, gate, spec.resumed
         self._stepped = asyncio.Event()
+        self._connection: Connection | None = None  # to the host from which is read
         self._task = asyncio.get_running_loop().create_task(self._rebuild())
 
     def reached(self, iteration: int) -> None:
@@ -73,12 +73,14 @@ class Rebuilding:
             self._stepped.set()
 
     def cancel(self) -> None:
-        """Ends it."""
+        """Ends it: from now on it writes nowhere."""
         self._task.cancel()
+        if self._connection is not None:
+            self._connection.abort("the session is over")
 
     async def end(self) -> None:
-        """Ends it, and waits until it writes nowhere any more."""
-        self._task.cancel()
+        """Ends it, and waits until it has given its slot back."""
+        self.cancel()
         await asyncio.wait([self._task])
 
     async def _rebuild(self) -> None:
@@ -131,7 +133,8 @@ class Rebuilding:
     async def _copy(self, owner: int, source: str) -> None:
         copier = _Copier()
         stream = self._stream
-        connection = await dial(self._spec.addresses[source], stream.claims("fetch", source), stream.run.secret, copier)
+        claims = stream.claims("fetch", source)
+        connection = self._connection = await dial(self._spec.addresses[source], claims, stream.run.secret, copier)
         try:
             asked = Describe(owner=owner, version=self._resumed)
             connection.send(asked)
@@ -174,14 +177,14 @@ class Rebuilding:
                     connection.send(copier.asked)
                     data = await copier.next()
                 digest = about.digests[index]
-                found = checksum(memory.data(offset, nbytes)) if copier.digest is None else copier.digest
-                if not isinstance(data, Data) or found != digest:
+                if not isinstance(data, Data) or copier.digest != digest:
                     raise PeerError(f"chunk {index} is damaged or missing: {data}")
                 memory.put_chunk(index, offset, nbytes, digest)
             if not memory.finish(version, about.extras_bytes, stream.host.roots.get(owner, about.root)):
                 raise PeerError(f"rank {owner}'s shard of {version} arrived with another root than the committed one")
             stream.perform(stream.host.rebuilt(owner, version, memory.root))
         finally:
+            connection.abort("done")  # first: the slot may be given to another at once
             if memory.version is None:
                 with contextlib.suppress(KeyError):
                     stream.perform(stream.host.receive_failed(owner, version))
@@ -194,7 +197,7 @@ class _Copier:
         self.memory: SlotMemory | None = None
         self.asked: Fetch | None = None
         self.inbox: asyncio.Queue[PeerMessage | str] = asyncio.Queue()
-        self.digest: int | None = None  # of the bytes that came last, if it was formed on the way
+        self.digest = 0  # of the bytes that came last
 
     async def next(self) -> PeerMessage | str:
         """The next message, or why there is none; `asyncio.wait_for` could take a cancellation for its own."""
@@ -202,15 +205,18 @@ class _Copier:
             return await self.inbox.get()
 
     def on_message(self, message: PeerMessage) -> memoryview | None:
-        if isinstance(message, Data) and self.memory is not None and self.asked is not None:
-            check_answer(self.asked, message)
-            if (message.offset, message.nbytes) != (self.asked.offset, self.asked.nbytes):
-                raise PeerError(f"bytes {message.offset}+{message.nbytes} came where {self.asked.offset}+{self.asked.nbytes} were due")
+        if isinstance(message, Data) and self.memory is not None:
+            asked, self.asked = self.asked, None
+            if asked is None:
+                raise PeerError("bytes came that were not asked for")
+            check_answer(asked, message)
+            if (message.offset, message.nbytes) != (asked.offset, asked.nbytes):
+                raise PeerError(f"bytes {message.offset}+{message.nbytes} came where {asked.offset}+{asked.nbytes} were due")
             return self.memory.data(message.offset, message.nbytes)
         self.inbox.put_nowait(message)
         return None
 
-    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
+    def on_bytes(self, message: PeerMessage, digest: int) -> None:
         self.digest = digest
         self.inbox.put_nowait(message)
 

@@ -191,6 +191,7 @@ class Receiver:
     def __init__(self, inbound: Inbound, connection: Connection, host: str) -> None:
         self._inbound, self._connection, self.host = inbound, connection, host
         self._open: dict[int, tuple[int, SlotMemory | None]] = {}  # owner -> (iteration, its memory; None: bytes are thrown away)
+        self._coming: set[tuple[int, int, int]] = set()  # (owner, iteration, index) of chunks on lanes that are kept
         self._parcels = _Parcels()
         self._ends: dict[int, End] = {}  # owner -> the end that was announced before all pieces had come
         self._left: set[tuple[int, int]] = set()  # (owner, iteration) given up, whose memory a worker may still write to
@@ -200,7 +201,7 @@ class Receiver:
 
     def on_message(self, message: PeerMessage) -> memoryview | None:
         if isinstance(message, Chunk):
-            return self._target(message)
+            return self._await(message)
         if isinstance(message, Parcel):
             self._collect(message)
         elif isinstance(message, Unchanged):
@@ -218,8 +219,9 @@ class Receiver:
             raise PeerError(f"host {self.host} sent {kind_of(message)!r} on a replication connection")
         return None
 
-    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
+    def on_bytes(self, message: PeerMessage, digest: int) -> None:
         assert isinstance(message, Chunk)
+        self._coming.discard((message.owner, message.iteration, message.index))
         self._whole(message, digest)
 
     def on_lost(self, reason: str) -> None:
@@ -258,12 +260,20 @@ class Receiver:
         now, memory = self._open.get(owner, (-1, None))
         return memory if now == iteration else None
 
+    def _await(self, chunk: Chunk) -> memoryview | None:
+        key = chunk.owner, chunk.iteration, chunk.index
+        if key in self._coming:
+            raise PeerError(f"host {self.host} sent chunk {chunk.index} while it was coming already")
+        if (target := self._target(chunk)) is not None:
+            self._coming.add(key)
+        return target
+
     def _target(self, chunk: Chunk) -> memoryview | None:
         memory = self._memory(chunk.owner, chunk.iteration)
         if memory is None:
             return None
         if not memory.admits(chunk.index, chunk.offset, chunk.nbytes):
-            where = f"{chunk.offset}+{chunk.nbytes}, outside the shard's {memory.shape.capacity} bytes"
+            where = f"{chunk.offset}+{chunk.nbytes}, which is not its place in the shard's {memory.shape.capacity} bytes"
             raise PeerError(f"host {self.host} sent chunk {chunk.index} at {where}")
         memory.forget(chunk.index)
         return memory.data(chunk.offset, chunk.nbytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from gemini_ft.wire.tcp import Address, Connection
 from gemini_ft.wire.worker_messages import Dispatch, Dispatched, SessionSpec
 
 _SLOW = 100e6  # bytes per second; a gigabit network is faster
+_LANES = 8  # at most, where nobody says how many
 _IN_FLIGHT = 4  # chunks handed to the kernel's queue ahead of the wire
 _MEASURABLE = 4 * 2**20  # bytes below which a shard says nothing about the network's speed
 _MAX_RESENDS = 8  # damaged chunks of one shard before its sender gives up
@@ -135,7 +137,7 @@ class PeerLink:
         self._wake.set()
         return None
 
-    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
+    def on_bytes(self, message: PeerMessage, digest: int) -> None:
         raise PeerError(f"host {self.peer} sent raw bytes on a connection that only sends")
 
     def astray(self, text: str) -> None:
@@ -223,6 +225,7 @@ class PeerLink:
                 continue
             delay = 0.05
             self._connection = connection
+            connection.drained = self._gate.poke
             self._carrier = self._choose_carrier(connection)
             self._gate.register(self, self._carrier)
             self._rooms.clear()
@@ -321,6 +324,11 @@ class PeerLink:
         return True
 
 
+def _default_lanes() -> int:
+    """Lanes to each peer: their threads, at both ends, must leave processors to the training."""
+    return max(1, min(_LANES, len(os.sched_getaffinity(0)) // 4))
+
+
 class Outbound:
     """The links of one session."""
 
@@ -338,7 +346,8 @@ class Outbound:
 
     def send(self, owner: int, version: Version, slot: int, memory: SlotMemory, peer: str) -> None:
         if peer not in self._links:
-            self._links[peer] = PeerLink(self._common, peer, self._spec.addresses[peer], self._context.claims("replicate", peer))
+            claims = self._context.claims("replicate", peer).model_copy(update={"lanes": self._spec.traffic.lanes or _default_lanes()})
+            self._links[peer] = PeerLink(self._common, peer, self._spec.addresses[peer], claims)
         end = end_of(owner, memory) if memory.version == version else None  # copied already, with an agent before this one
         self._links[peer].send(Outgoing(owner, version, slot, memory, end))
 

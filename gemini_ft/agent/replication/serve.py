@@ -117,7 +117,7 @@ class Fetcher:
             self._send(memory, message)
         return None
 
-    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
+    def on_bytes(self, message: PeerMessage, digest: int) -> None:
         raise PeerError("raw bytes on a connection that only reads")
 
     def on_lost(self, reason: str) -> None:

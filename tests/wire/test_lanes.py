@@ -1,0 +1,264 @@
+"""Payloads on several lanes: cut, aborted and hung in every slice, they arrive as they were sent or not at all, and nothing lands late."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from gemini_ft.core.roots import checksum
+from gemini_ft.errors import PeerError
+from gemini_ft.wire import lane as module
+from gemini_ft.wire import lane_thread
+from gemini_ft.wire.handshake import dial, listen
+from gemini_ft.wire.lane import BlockingLane
+from gemini_ft.wire.messages import Chunk, Notice
+from gemini_ft.wire.peer_messages import Claims, PeerMessage
+from gemini_ft.wire.tcp import Connection
+
+LANES, SLICES, SLICE = 3, 4, 64 * 1024
+NBYTES = SLICES * SLICE  # of a payload
+PAYLOADS = 9
+SOURCE = os.urandom(PAYLOADS * NBYTES)
+
+
+class End:
+    """A handler: payloads go to their place in ``room``."""
+
+    def __init__(self) -> None:
+        self.room = bytearray(PAYLOADS * NBYTES)
+        self.heard: list[PeerMessage] = []
+        self.whole: dict[int, int] = {}  # index -> digest
+        self.lost: str | None = None
+        self.connection: Connection
+
+    def on_message(self, message: PeerMessage) -> memoryview | None:
+        self.heard.append(message)
+        return memoryview(self.room)[message.offset :][: message.nbytes] if isinstance(message, Chunk) else None
+
+    def on_bytes(self, message: PeerMessage, digest: int) -> None:
+        assert isinstance(message, Chunk)
+        self.whole[message.index] = digest
+
+    def on_lost(self, reason: str) -> None:
+        self.lost = reason
+
+
+class Pair:
+    """Two connected ends; the first has dialled, and sends."""
+
+    async def __aenter__(self) -> Pair:
+        self.mine, self.theirs = End(), End()
+
+        def accept(connection: Connection, claims: Claims) -> End:
+            self.theirs.connection = connection
+            return self.theirs
+
+        self._listener = await listen("127.0.0.1", None, lambda: b"secret", accept, print, lambda stream: self.encrypt)
+        claims = Claims(run="r", stream="s", host="h", to="", role="replicate", incarnation=None, lanes=LANES)
+        self.mine.connection = await dial(self._listener.address, claims, b"secret", self.mine)
+        return self
+
+    def __init__(self, encrypt: bool = False) -> None:
+        self.encrypt = encrypt
+
+    async def __aexit__(self, *_: object) -> None:
+        self._listener.close()
+        for end in (self.mine, self.theirs):
+            end.connection.abort("the end")
+        await until(lambda: self.mine.lost and self.theirs.lost)
+
+    def send(self) -> None:
+        for index in range(PAYLOADS):
+            chunk = Chunk(owner=0, iteration=1, index=index, offset=index * NBYTES, nbytes=NBYTES, digest=0)
+            self.mine.connection.send(chunk, memoryview(SOURCE)[index * NBYTES :][:NBYTES])
+        self.mine.connection.send(Notice(text="all"))
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 60))
+
+
+@pytest.fixture(autouse=True)
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SLICE", SLICE)
+
+
+class Moment:
+    """Stands between a slice and what follows: calls ``deed`` at the slice of that number, counted over the payloads of one lane."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, lane: int, number: int, deed: Callable[[Any, memoryview], None]) -> None:
+        self._lanes: dict[int, int] = {}  # id of an end -> its number
+        self._counts: dict[int, itertools.count[int]] = {}
+        self._wanted, self._deed = (lane, number), deed
+        self.came = threading.Event()
+        before = getattr(BlockingLane, name)
+
+        def after(end: BlockingLane, piece: memoryview, *rest: Any) -> Any:
+            found = before(end, piece, *rest)
+            if len(piece) > module.TAG_BYTES:
+                which = self._lanes.setdefault(id(end), len(self._lanes))
+                if (which, next(self._counts.setdefault(which, itertools.count()))) == self._wanted:
+                    self.came.set()
+                    deed(end, piece)
+            return found
+
+        monkeypatch.setattr(BlockingLane, name, after)
+
+
+@pytest.mark.parametrize("encrypt", [False, True], ids=["sealed", "encrypted"])
+def test_payloads_arrive_on_all_lanes_and_other_messages_wait_for_those_before_them(encrypt: bool) -> None:
+    async def work() -> None:
+        async with Pair(encrypt) as pair:
+            assert pair.mine.connection.lanes == pair.theirs.connection.lanes == LANES
+            pair.send()
+            await until(lambda: pair.theirs.heard[-1:] == [Notice(text="all")])
+            assert pair.theirs.room == SOURCE
+            assert pair.theirs.whole == {index: checksum(SOURCE[index * NBYTES :][:NBYTES]) for index in range(PAYLOADS)}
+            sent = [sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192) for sock in pair.mine.connection.payload_sockets]
+            assert all(int.from_bytes(info[120:128], "little") > PAYLOADS // LANES * NBYTES for info in sent)  # tcpi_bytes_acked
+
+    run(work())
+
+
+@pytest.mark.parametrize("number", range(2 * SLICES))
+@pytest.mark.parametrize("lane", range(LANES))
+def test_after_an_abort_at_any_slice_not_one_byte_lands(lane: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that is in the middle of a slice, and slow, is waited for: its memory may be another version's at once."""
+
+    async def work() -> None:
+        loop, after = asyncio.get_running_loop(), list[bytes]()
+        async with Pair() as pair:
+
+            def abort() -> None:
+                pair.theirs.connection.abort("given up")
+                after.append(bytes(pair.theirs.room))
+
+            def late(end: BlockingLane, piece: memoryview) -> None:
+                loop.call_soon_threadsafe(abort)
+                time.sleep(0.01)
+                piece[:] = b"late" * (len(piece) // 4)
+
+            moment = Moment(monkeypatch, "_fill", lane, number, late)
+            pair.send()
+            await until(lambda: pair.mine.lost and pair.theirs.lost)
+            assert moment.came.is_set()
+            assert after == [pair.theirs.room]
+            assert all(digest == checksum(SOURCE[index * NBYTES :][:NBYTES]) for index, digest in pair.theirs.whole.items())
+            for index in pair.theirs.whole:
+                assert pair.theirs.room[index * NBYTES :][:NBYTES] == SOURCE[index * NBYTES :][:NBYTES]
+
+    run(work())
+
+
+@pytest.mark.parametrize("number", range(SLICES))
+@pytest.mark.parametrize("lane", range(LANES))
+def test_a_lane_that_is_cut_at_any_slice_brings_no_wrong_byte(lane: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection ends, unless all was in the kernel already. It is dialled anew, and the version starts over."""
+
+    async def work() -> None:
+        async with Pair() as pair:
+            cut = Moment(monkeypatch, "_fill", lane, number, lambda end, piece: end.socket.shutdown(socket.SHUT_RDWR))
+            pair.send()
+            await until(lambda: (pair.mine.lost and pair.theirs.lost) or Notice(text="all") in pair.theirs.heard)
+            assert cut.came.is_set()
+            assert (Notice(text="all") in pair.theirs.heard) == (len(pair.theirs.whole) == PAYLOADS)
+            for index, digest in pair.theirs.whole.items():
+                assert digest == checksum(SOURCE[index * NBYTES :][:NBYTES])
+                assert pair.theirs.room[index * NBYTES :][:NBYTES] == SOURCE[index * NBYTES :][:NBYTES]
+
+    run(work())
+
+
+def test_the_sender_reads_nothing_more_after_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[float] = []
+
+    async def work() -> None:
+        async with Pair() as pair:
+            await until(lambda: pair.theirs.connection.transport)
+            pair.theirs.connection.transport.pause_reading()  # type: ignore[union-attr]
+            add = module.Seal.add
+
+            def seen(seal: module.Seal, piece: memoryview) -> memoryview:
+                reads.append(time.monotonic())
+                return add(seal, piece)
+
+            monkeypatch.setattr(module.Seal, "add", seen)
+            for _ in range(40):
+                pair.send()
+            await until(lambda: len(reads) > SLICES)
+            pair.mine.connection.abort("given up")
+            ended = time.monotonic()
+            await asyncio.sleep(0.05)
+            assert max(reads) <= ended
+
+    run(work())
+
+
+def test_a_thread_that_hangs_ends_the_agent_before_its_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that the kernel does not bring, for example. Nothing else can keep its bytes from landing later."""
+    monkeypatch.setattr(lane_thread, "_LET_GO_SECONDS", 0.05)
+    ended: list[tuple[int, str | None]] = []
+    gone = threading.Event()
+
+    async def work() -> None:
+        async with Pair() as pair:
+            monkeypatch.setattr(lane_thread.os, "_exit", lambda status: ended.append((status, pair.theirs.lost)))
+            hang = Moment(monkeypatch, "_fill", 1, 2, lambda end, piece: gone.wait(20) and None)  # type: ignore[func-returns-value]
+            pair.send()
+            await until(hang.came.is_set)
+            pair.theirs.connection.abort("given up")
+            assert ended == [(lane_thread.HUNG, None)]
+            gone.set()
+
+    run(work())
+
+
+def test_a_payload_on_a_connection_without_lanes_is_refused() -> None:
+    async def work() -> None:
+        theirs = End()
+
+        def accept(connection: Connection, claims: Claims) -> End:
+            theirs.connection = connection
+            return theirs
+
+        listener = await listen("127.0.0.1", None, lambda: b"secret", accept, print, lambda stream: False)
+        claims = Claims(run="r", stream="s", host="h", to="", role="report", incarnation=None, lanes=LANES)
+        connection = await dial(listener.address, claims, b"secret", End())
+        assert connection.lanes == 0
+        connection.send(Chunk(owner=0, iteration=1, index=0, offset=0, nbytes=10, digest=0))
+        await until(lambda: theirs.lost)
+        assert "announced 10 bytes on a connection without lanes" in str(theirs.lost)
+        listener.close()
+        await asyncio.sleep(0.01)
+
+    run(work())
+
+
+def test_what_was_changed_in_any_payload_is_not_taken() -> None:
+    """Of each lane, each payload has its own tag: the second is not that of the first."""
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        key = os.urandom(module.KEY_BYTES)
+        sender = BlockingLane(mine, key, dialled=True, encrypt=False, peer="b")
+        receiver = BlockingLane(theirs, key, dialled=False, encrypt=False, peer="a")
+        payload, target = memoryview(b"x" * 100), memoryview(bytearray(100))
+        for _ in range(3):
+            sender.send(payload, True)
+            assert receiver.receive(target, 100) == checksum(payload)
+        mine.sendall(bytes(payload) + bytes(module.TAG_BYTES))
+        with pytest.raises(PeerError, match="a: a payload was changed on its way"):
+            receiver.receive(target, 100)
