@@ -5,10 +5,11 @@
     python benchmarks/gpu/overhead.py --tiny                   # on a CPU too: to see that this file runs
 
 Cells: state of 1, 4 and 16 GB (fp32 weights and AdamW's, bf16 autocast), one rank with one copy, two ranks that are two hosts with two, and
-a loop that reads its loss at every step or never, so that the host runs ahead of the device. Rows, in random order: nothing; the physical
-limit, which is the same bytes copied to pinned memory beside each step; gemini-ft with default options; torch's `async_save` with pinned,
-asynchronous staging into memory (a new one begins when the last is over); lm-resiliency and nvidia-resiliency-ext where they are installed.
-A step's time is the device's own; `host_ms` in the results is where the training thread's time goes: median and worst of each phase.
+a loop that reads its loss at every step or never, so that the host runs ahead of the device. Rows, in random order: nothing; the same bytes
+copied to pinned memory beside each step by the loop's own thread, without checksums or commits; gemini-ft with default options; torch's
+`async_save` with pinned, asynchronous staging into memory (a new one begins when the last is over); lm-resiliency and nvidia-resiliency-ext
+where they are installed. A step's time is the device's own; `host_ms` in the results is where the training thread's time goes: median and
+worst of each phase. The physical limit of a copy is the rate to pinned memory, measured with nothing else running.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Cell:
         width, layers, batch: of the GPT; a sequence has 1024 tokens.
         ranks: each is a host of its own; there are as many copies.
         reads: whether the loop reads its loss at every step.
-        warm_up: steps of each block that do not count: slots get their pages, Python's collector goes over what is new, and it becomes known
-            how long copies take.
+        warm_up: steps of each block that do not count: slots get their pages, Python's collector goes over what is new, and how long
+            copies take becomes known.
     """
 
     gigabytes: float
@@ -129,8 +130,8 @@ class Nothing:
         """Ends it."""
 
 
-class Floor(Nothing):
-    """The physical limit: a snapshot's bytes go to pinned memory beside every step, and the next update waits for them on the device."""
+class Copies(Nothing):
+    """A snapshot's bytes go to pinned memory beside every step, and the next update waits for them on the device."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(model, optimizer)
@@ -338,13 +339,13 @@ class Nvrx(Nothing):
 
 ROWS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Nothing]] = {
     "none": Nothing,
-    "floor": Floor,
+    "copies": Copies,
     "gemini": Gemini,
     "async_save": AsyncSave,
     "lm_resiliency": LmResiliency,
     "nvrx": Nvrx,
 }
-WITH_PEERS = ("none", "floor", "gemini", "lm_resiliency")  # that keep copies on another host
+WITH_PEERS = ("none", "copies", "gemini", "lm_resiliency")  # that keep copies on another host
 _blocks: Iterator[int] = iter(range(1000))
 
 
