@@ -8,14 +8,12 @@ What comes out holds the momentum already: the optimizer must have none.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .base import Bundle, Exchange, FlatLayout, Payload, Reducer, State, Turn, join
+from .base import Bundle, Exchange, FlatLayout, Payload, Reducer, Turn, join
 from .buffers import BUFFERS
 from .feedback import WHOLE
 from .memory import Memory, non_finite, put_back
@@ -89,6 +87,8 @@ class MomentumCorrection(Reducer):
         dense: send everything by an all-reduce of float32, with ordinary momentum, as long as this is set; see `ErrorFeedback`.
     """
 
+    kept = ("velocities", "residuals", "inner")
+
     def __init__(self, inner: Sparsifier, momentum: float = 0.9, nesterov: bool = False, clip_norm: float | None = None) -> None:
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum={momentum}: must be at least 0 and below 1")
@@ -141,19 +141,6 @@ class MomentumCorrection(Reducer):
 
     def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         return (WHOLE if self.dense else self.inner).wire_bytes(layout, world=world, selected=selected)
-
-    def forget(self, names: Collection[str]) -> None:
-        self.velocities.forget(names)
-        self.residuals.forget(names)
-        self.inner.forget(names)
-
-    def state_dict(self) -> State:
-        return {"velocities": self.velocities.state_dict(), "residuals": self.residuals.state_dict(), "inner": self.inner.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.velocities.load_state_dict(state["velocities"])
-        self.residuals.load_state_dict(state["residuals"])
-        self.inner.load_state_dict(state["inner"])
 
 
 @lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ closed form (theorem 2): p = min(1, w / t) with t such that they add up to s.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -45,6 +45,7 @@ class PowerSGD(Reducer):
 
     primitive = Primitive.TWO_ALL_REDUCES
     align = _ALIGN
+    kept = ("errors",)
 
     def __init__(self, rank: int = 1, least_rate: float = 2.0, error_feedback: bool = True, seed: int = 0) -> None:
         if rank < 1 or least_rate < 1:
@@ -138,17 +139,11 @@ class PowerSGD(Reducer):
         factors = sum(len(run.numbers) * run.rank * (run.rows + run.columns) for run in runs)
         return 4 * (factors + sum(layout.sizes[number] for number in whole))
 
-    def hold_still(self) -> None:
-        self.errors.fixed = True
-
-    def forget(self, names: Collection[str]) -> None:
-        self.errors.forget(names)
-
     def state_dict(self) -> State:
-        return {"errors": self.errors.state_dict(), "factors": dict(sorted(self.factors.items()))}
+        return super().state_dict() | {"factors": dict(sorted(self.factors.items()))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.errors.load_state_dict(state["errors"])
+        super().load_state_dict({name: each for name, each in state.items() if name != "factors"})
         self.factors = {name: factor.clone() for name, factor in state["factors"].items()}
 
 

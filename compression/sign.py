@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import kernels
-from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Payload, Primitive, Reducer, State, Turn, cut, join
+from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Payload, Primitive, Reducer, Turn, cut, join
 from .buffers import BUFFERS
 from .memory import Memory, non_finite, put_back
 from .randomness import random_bytes
@@ -88,6 +87,7 @@ class MajorityVote(Reducer):
     """
 
     primitive = Primitive.ALL_TO_ALL
+    kept = ("averages",)
 
     def __init__(self, momentum: float = 0.0, seed: int = 0) -> None:
         if not 0 <= momentum < 1:
@@ -129,15 +129,6 @@ class MajorityVote(Reducer):
     def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         block = -(-(layout.total // 8) // world)
         return world * (block + -(-len(layout.names) // 8)) + block
-
-    def forget(self, names: Collection[str]) -> None:
-        self.averages.forget(names)
-
-    def state_dict(self) -> State:
-        return {"averages": self.averages.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.averages.load_state_dict(state["averages"])
 
 
 def signs(flat: Tensor, coin: Callable[[], Tensor]) -> tuple[Tensor, bool]:
