@@ -13,6 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from gemini_ft.validation import Seed
+
 from . import kernels
 from .base import Bundle, Compressor, FlatLayout, Payload, Primitive, Summed, Turn, cut, join
 from .buffers import BUFFERS
@@ -59,7 +61,7 @@ class Natural(Compressor):
     primitive = Primitive.ALL_GATHER
     unbiased = True
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: Seed = 0) -> None:
         self.seed = seed
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:

@@ -13,12 +13,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from gemini_ft.validation import checked
+
 from .base import Bundle, Exchange, FlatLayout, Payload, Reducer, Turn, join
 from .buffers import BUFFERS
 from .feedback import WHOLE
 from .memory import Memory, non_finite, put_back
 from .norms import norms
-from .sparse import Sparsifier, WithRatio, above, check_ratio, kept, largest, within
+from .options import ClipNorm, Momentum, Nesterov, Ratio, Sample, Warmup
+from .sparse import Sparsifier, WithRatio, above, kept, largest, within
 
 _WARMUP_STAGES, _WARMUP_RATIO = 4, 0.25
 _ADAPTATIONS = 10
@@ -37,8 +40,9 @@ class SampledThreshold(WithRatio, Sparsifier):
 
     low, high = 0.8, 1.3
 
-    def __init__(self, ratio: float = 0.001, sample: float = 0.01, warmup_steps: int = 0) -> None:
-        self.ratio, self.sample, self.warmup_steps = ratio, check_ratio(sample), warmup_steps
+    @checked
+    def __init__(self, ratio: Ratio = 0.001, sample: Sample = 0.01, warmup_steps: Warmup = 0) -> None:
+        self.ratio, self.sample, self.warmup_steps = ratio, sample, warmup_steps
 
     def ratio_at(self, step: int) -> float:
         """The target of one step: the sparsity rises exponentially from 75 % (section 3.3, warm-up training)."""
@@ -89,9 +93,8 @@ class MomentumCorrection(Reducer):
 
     kept = ("velocities", "residuals", "inner")
 
-    def __init__(self, inner: Sparsifier, momentum: float = 0.9, nesterov: bool = False, clip_norm: float | None = None) -> None:
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum={momentum}: must be at least 0 and below 1")
+    @checked
+    def __init__(self, inner: Sparsifier, momentum: Momentum = 0.9, nesterov: Nesterov = False, clip_norm: ClipNorm = None) -> None:
         self.inner, self.momentum, self.nesterov, self.clip_norm = inner, momentum, nesterov, clip_norm
         self.primitive, self.align = inner.primitive, inner.align
         self.dense = False

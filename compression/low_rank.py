@@ -18,10 +18,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from gemini_ft.validation import Seed, checked
+
 from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Payload, Primitive, Reducer, State, Turn
 from .buffers import BUFFERS
 from .memory import Memory, put_back
 from .norms import norms, row_norms
+from .options import Atoms, Feedback, LeastRate, Rank
 from .randomness import SHARED, generator
 
 _ALIGN = 16  # elements, 64 bytes: how a product is rounded depends on where its operands lie
@@ -47,9 +50,8 @@ class PowerSGD(Reducer):
     align = _ALIGN
     kept = ("errors",)
 
-    def __init__(self, rank: int = 1, least_rate: float = 2.0, error_feedback: bool = True, seed: int = 0) -> None:
-        if rank < 1 or least_rate < 1:
-            raise ValueError(f"rank={rank}, least_rate={least_rate}: both must be at least 1")
+    @checked
+    def __init__(self, rank: Rank = 1, least_rate: LeastRate = 2.0, error_feedback: Feedback = True, seed: Seed = 0) -> None:
         self.rank, self.least_rate, self.error_feedback, self.seed = rank, least_rate, error_feedback, seed
         self.errors = Memory()
         self.factors: dict[str, Tensor] = {}  # name -> Q', (rank, n)
@@ -278,9 +280,8 @@ class Atomo(Compressor):
     unbiased = True
     in_parts = False
 
-    def __init__(self, atoms: int = 3, seed: int = 0) -> None:
-        if atoms < 1:
-            raise ValueError(f"atoms={atoms}: must be at least 1")
+    @checked
+    def __init__(self, atoms: Atoms = 3, seed: Seed = 0) -> None:
         self.atoms, self.seed = atoms, seed
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:

@@ -13,10 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gemini_ft.validation import Seed, checked
+
 from . import kernels
 from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Payload, Primitive, Reducer, Turn, cut, divided, join
 from .buffers import BUFFERS
 from .norms import norms, row_norms
+from .options import Bucket, Clip, Levels, Ratio, Sparsity
 from .sparse import WithRatio, kept, within
 
 _LEAST = 2.0**-126  # its reciprocal is finite
@@ -41,12 +44,6 @@ def divisible(scales: Tensor, levels: float = 1.0) -> Tensor:
     return torch.where(scales > 0, scales.clamp(min=levels * _LEAST), scales)
 
 
-def check_bucket(bucket: int) -> int:
-    if bucket < 8 or bucket % 8:
-        raise ValueError(f"bucket={bucket}: must be a multiple of 8")
-    return bucket
-
-
 class QSGD(Compressor):
     """Sends each bucket's L2 norm and, per element, one of ``2 levels + 1`` multiples of a fraction of it. Alistarh et al., NeurIPS 2017.
 
@@ -62,10 +59,9 @@ class QSGD(Compressor):
     primitive = Primitive.ALL_GATHER
     unbiased = True
 
-    def __init__(self, levels: int = 127, bucket: int = 128, seed: int = 0) -> None:
-        if not 1 <= levels <= 127:
-            raise ValueError(f"levels={levels}: must be from 1 to 127; up to 7 take half the bytes")
-        self.levels, self.align, self.seed = levels, check_bucket(bucket), seed
+    @checked
+    def __init__(self, levels: Levels = 127, bucket: Bucket = 128, seed: Seed = 0) -> None:
+        self.levels, self.align, self.seed = levels, bucket, seed
         self._bits = 4 if levels <= 7 else 8
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
@@ -104,9 +100,8 @@ class TernGrad(Compressor):
 
     primitive = Primitive.ALL_GATHER
 
-    def __init__(self, clip: float | None = 2.5, seed: int = 0) -> None:
-        if clip is not None and clip <= 0:
-            raise ValueError(f"clip={clip}: must be above 0, in standard deviations, or None")
+    @checked
+    def __init__(self, clip: Clip = 2.5, seed: Seed = 0) -> None:
         self.clip, self.seed = clip, seed
         self.unbiased = clip is None
 
@@ -145,8 +140,9 @@ class GlobalInt8(Reducer):
     primitive = Primitive.TWO_ALL_REDUCES
     unbiased = True
 
-    def __init__(self, bucket: int = 128, seed: int = 0) -> None:
-        self.align, self.seed = check_bucket(bucket), seed
+    @checked
+    def __init__(self, bucket: Bucket = 128, seed: Seed = 0) -> None:
+        self.align, self.seed = bucket, seed
 
     def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
         layout = bundle.layout
@@ -178,7 +174,7 @@ class AdaQ(WithRatio, Compressor):
 
     primitive = Primitive.ALL_GATHER_V
 
-    def __init__(self, ratio: float = 0.01) -> None:
+    def __init__(self, ratio: Ratio = 0.01) -> None:
         self.ratio = ratio
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
@@ -311,9 +307,8 @@ class ThreeLC(Compressor):
     primitive = Primitive.ALL_GATHER_V
     align = 40  # whole bytes of five digits and whole bytes of eight bits
 
-    def __init__(self, sparsity: float = 1.0) -> None:
-        if not 1 <= sparsity < 2:
-            raise ValueError(f"sparsity={sparsity}: must be at least 1 and below 2")
+    @checked
+    def __init__(self, sparsity: Sparsity = 1.0) -> None:
         self.sparsity = sparsity
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:

@@ -8,10 +8,13 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from gemini_ft.validation import Seed, checked
+
 from . import kernels
 from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Payload, Primitive, Reducer, Turn, cut, join
 from .buffers import BUFFERS
 from .memory import Memory, non_finite, put_back
+from .options import Momentum
 from .randomness import random_bytes
 
 
@@ -89,9 +92,8 @@ class MajorityVote(Reducer):
     primitive = Primitive.ALL_TO_ALL
     kept = ("averages",)
 
-    def __init__(self, momentum: float = 0.0, seed: int = 0) -> None:
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum={momentum}: must be at least 0 and below 1; 0.9 is Signum's")
+    @checked
+    def __init__(self, momentum: Momentum = 0.0, seed: Seed = 0) -> None:
         self.momentum, self.seed = momentum, seed
         self.averages = Memory()
 

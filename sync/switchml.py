@@ -11,7 +11,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from gemini_ft.validation import checked
+
 from .exchange import Exchange
+from .options import PacketBytes, Patience, SlotCount, Switches
 from .switch_client import SwitchTerms
 from .switch_link import SwitchLink
 from .switch_packets import Array, span
@@ -29,7 +32,8 @@ class SwitchML(DenseSwitchScheme):
 
     name = "switchml"
 
-    def __init__(self, switch: str, key: Key, slots: int = 256, packet: int = 1408, patience: float = 3.0) -> None:
+    @checked
+    def __init__(self, switch: Switches, key: Key, slots: SlotCount = 256, packet: PacketBytes = 1408, patience: Patience = 3.0) -> None:
         super().__init__(switch, key, slots, packet, patience)
 
     def _terms(self, dtype: torch.dtype) -> SwitchTerms:

@@ -15,7 +15,7 @@ from typing import Any
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import as_error
 from gemini_ft.agent.memory import slot_files
-from gemini_ft.cli.table import table
+from gemini_ft.cli.text import table
 from gemini_ft.config import load_config
 from gemini_ft.core.versions import Version
 from gemini_ft.core.words import in_words
