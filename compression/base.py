@@ -331,9 +331,15 @@ class Compressor(Reducer):
 
     Attributes:
         in_parts: whether a run of a tensor's elements gets smaller as the tensor does, which has a shape.
+        bits: of an element in a payload, and ``scales`` of a tensor beside, float32; of payloads of one length.
     """
 
     in_parts: bool = True
+    bits: int
+    scales: int = 0
+
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
+        return layout.total * self.bits // 8 + 4 * self.scales * len(layout.names)
 
     @abstractmethod
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:

@@ -62,30 +62,30 @@ class QSGD(Compressor):
     @checked
     def __init__(self, levels: Levels = 127, bucket: Bucket = 128, seed: Seed = 0) -> None:
         self.levels, self.align, self.seed = levels, bucket, seed
-        self._bits = 4 if levels <= 7 else 8
+        self.bits = 4 if levels <= 7 else 8
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         lengths = divisible(row_norms(bundle.flat.view(-1, self.align)), self.levels)
         codes = kernels.stochastic_round(
             bundle.flat, bundle.layout, inverse(lengths, self.levels), self.levels, self.seed, turn, bucket=self.align
         )
-        packed = codes if self._bits == 8 else kernels.pack_small((codes + 8).view(torch.uint8), 4)
+        packed = codes if self.bits == 8 else kernels.pack_small((codes + 8).view(torch.uint8), 4)
         return Payload(bundle.layout, join(lengths, packed))
 
     def decompress(self, payload: Payload) -> Bundle:
         layout = payload.layout
         buckets = layout.total // self.align
-        lengths, packed = cut(payload.data, (torch.float32, buckets), (torch.int8, layout.total * self._bits // 8))
+        lengths, packed = cut(payload.data, (torch.float32, buckets), (torch.int8, layout.total * self.bits // 8))
         flat = (
             BUFFERS.empty(layout.total, device=packed.device).copy_(packed)
-            if self._bits == 8
+            if self.bits == 8
             else kernels.unpack_small(packed.view(torch.uint8), 4, 8)
         )
         flat.view(buckets, -1).mul_((lengths / self.levels).unsqueeze(1))
         return Bundle(layout, flat)
 
     def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
-        return layout.total * self._bits // 8 + 4 * (layout.total // self.align)
+        return super().wire_bytes(layout) + 4 * (layout.total // self.align)
 
 
 class TernGrad(Compressor):
@@ -99,6 +99,7 @@ class TernGrad(Compressor):
     """
 
     primitive = Primitive.ALL_GATHER
+    bits, scales = 2, 1
 
     @checked
     def __init__(self, clip: Clip = 2.5, seed: Seed = 0) -> None:
@@ -119,9 +120,6 @@ class TernGrad(Compressor):
         scales, packed = cut(payload.data, (torch.float32, len(layout.names)), (torch.uint8, layout.total // 4))
         tables = kernels.small_table(packed.device, 2, 1) * scales.view(-1, 1, 1)
         return Bundle(layout, kernels.look_up_each(packed, layout, tables))
-
-    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
-        return layout.total // 4 + 4 * len(layout.names)
 
 
 class GlobalInt8(Reducer):
@@ -223,6 +221,7 @@ class Sketch(Compressor):
     """
 
     primitive = Primitive.ALL_GATHER
+    bits, scales = 6, _BINS
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         layout, device = bundle.layout, bundle.flat.device
@@ -241,9 +240,6 @@ class Sketch(Compressor):
         means, packed = cut(payload.data, (torch.float32, count * _BINS), (torch.uint8, layout.total * 3 // 4))
         flat = kernels.look_up_each(_unpack6(packed), layout, means.view(count, _BINS, 1))
         return Bundle(layout, layout.clear_padding(flat))
-
-    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
-        return layout.total * 3 // 4 + 4 * _BINS * len(layout.names)
 
 
 def _ordered(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

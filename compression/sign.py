@@ -25,6 +25,7 @@ class ScaledSign(Compressor):
     """
 
     primitive = Primitive.ALL_GATHER
+    bits, scales = 1, 1
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         sums = torch.stack([view.sum() for view in bundle.magnitudes()])
@@ -36,9 +37,6 @@ class ScaledSign(Compressor):
         scales, bits = cut(payload.data, (torch.float32, len(layout.names)), (torch.uint8, layout.total // 8))
         return Bundle(layout, _of_bits(layout, bits, -scales, scales))
 
-    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
-        return layout.total // 8 + 4 * len(layout.names)
-
 
 class OneBit(Compressor):
     """1-bit SGD: sends the means of each tensor's negative and other elements, and one bit per element to tell them apart.
@@ -47,6 +45,7 @@ class OneBit(Compressor):
     """
 
     primitive = Primitive.ALL_GATHER
+    bits, scales = 1, 2
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         layout = bundle.layout
@@ -64,9 +63,6 @@ class OneBit(Compressor):
         layout, count = payload.layout, len(payload.layout.names)
         low, high, bits = cut(payload.data, (torch.float32, count), (torch.float32, count), (torch.uint8, payload.layout.total // 8))
         return Bundle(layout, _of_bits(layout, bits, low, high))
-
-    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
-        return layout.total // 8 + 8 * len(layout.names)
 
 
 def _of_bits(layout: FlatLayout, bits: Tensor, low: Tensor, high: Tensor) -> Tensor:

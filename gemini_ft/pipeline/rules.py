@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -42,9 +42,10 @@ from gemini_ft.validation import check_options, options_of
 from gemini_ft.wire.trust import switch_key
 
 # The options of every method and scheme as rules give them, and docs/pipelines.md lists them.
+_SCHEMES: dict[str, type[Scheme]] = {**SCHEMES, "auto": Auto, **LOSSY_SCHEMES}
 _INTER: Any = (Annotated[Literal[tuple(SCHEMES)], Field(description=f"the scheme between hosts, one of {', '.join(SCHEMES)}")], "zen")
 SCHEME_OPTIONS: dict[str, type[BaseModel]] = {
-    **{name: options_of(make) for name, make in {**SCHEMES, "auto": Auto, **LOSSY_SCHEMES}.items()},
+    **{name: options_of(make) for name, make in _SCHEMES.items()},
     "hierarchical": create_model("hierarchical", __base__=options_of(Hierarchical), inter=_INTER),
     **{name: options_of(make) for name, make in SWITCH_SCHEMES.items()},
 }
@@ -117,8 +118,7 @@ class Sync(BaseModel):
             return Hierarchical(SCHEMES[inter](), **options)
         if self.scheme in SWITCH_SCHEMES:
             return SWITCH_SCHEMES[self.scheme](**self.options, key=lambda: switch_key(load_config()))
-        make: Callable[..., Scheme] = Auto if self.scheme == "auto" else {**SCHEMES, **LOSSY_SCHEMES}[self.scheme]
-        return make(**self.options)
+        return _SCHEMES[self.scheme](**self.options)
 
 
 class Compression(BaseModel):
