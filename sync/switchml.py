@@ -11,14 +11,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gemini_ft.validation import checked
-
 from .exchange import Exchange
-from .options import PacketBytes, Patience, SlotCount, Switches
 from .switch_client import SwitchTerms
 from .switch_link import SwitchLink
 from .switch_packets import Array, span
-from .switch_scheme import DenseSwitchScheme, Key, add_up_without, to_packets
+from .switch_scheme import DenseSwitchScheme, add_up_without, to_packets
 from .switch_worker import PacketStream
 
 
@@ -31,10 +28,6 @@ class SwitchML(DenseSwitchScheme):
     """
 
     name = "switchml"
-
-    @checked
-    def __init__(self, switch: Switches, key: Key, slots: SlotCount = 256, packet: PacketBytes = 1408, patience: Patience = 3.0) -> None:
-        super().__init__(switch, key, slots, packet, patience)
 
     def _terms(self, dtype: torch.dtype) -> SwitchTerms:
         return SwitchTerms("int32", True, self._slots, self._packet, self._patience)
