@@ -75,22 +75,8 @@ def _parser(prog: str, text: str) -> argparse.ArgumentParser:
 
 
 def _cluster(options: argparse.Namespace, replicas: int) -> Cluster:
-    return Cluster(
-        hosts=options.hosts,
-        ranks=options.ranks,
-        state=options.state,
-        step=options.step,
-        bandwidth=options.bandwidth,
-        replicas=replicas,
-        domain=options.domain,
-        process_failures=options.process_failures,
-        host_failures=options.host_failures,
-        domain_failures=options.domain_failures,
-        restart=options.restart,
-        replace=options.replace,
-        storage_bandwidth=options.storage_bandwidth,
-        storage_interval=options.storage_interval,
-    )
+    given = {name: value for name, value in vars(options).items() if name in Cluster.__dataclass_fields__}
+    return Cluster(**{**given, "replicas": replicas})
 
 
 def _days(options: argparse.Namespace) -> float:
