@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from gemini_ft.cli.text import rate
+from gemini_ft.cli.units import rate
 
 
 def command(arguments: Sequence[str]) -> int:

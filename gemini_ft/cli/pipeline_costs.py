@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_ft.cli.text import table
 from gemini_ft.compression.base import FlatLayout, Primitive, Reducer, layout_of
 from gemini_ft.compression.sparse import kept
+from gemini_ft.core.words import table
 from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, first_plan, rule_at, trained
 from gemini_ft.pipeline.rules import Compression, Rule, Rules, load_rules

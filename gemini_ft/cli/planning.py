@@ -11,9 +11,10 @@ from math import inf, log10
 from pathlib import Path
 from typing import Any
 
-from gemini_ft.cli.text import nbytes, rate, seconds, table
+from gemini_ft.cli.units import nbytes, rate, seconds
 from gemini_ft.core.forecast import DAY, Cluster, Forecast, ReplicaChoice, best, choices, forecast, lost_work, quantile, wasted_time
 from gemini_ft.core.placement import describe, place, survival_probability
+from gemini_ft.core.words import table
 from gemini_ft.errors import ConfigError
 
 

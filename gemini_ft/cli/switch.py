@@ -9,7 +9,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gemini_ft.cli.text import nbytes
+from gemini_ft.cli.units import nbytes
 from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError
 from gemini_ft.sync.switch_server import Limits, Server

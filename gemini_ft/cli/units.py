@@ -1,20 +1,13 @@
-"""Text that sub-commands share: tables, and numbers with units, which are types of options."""
+"""Numbers with units, as types of options that sub-commands share."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
 from gemini_ft.config import parse_bytes
 
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _TIMES = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns side by side, each as wide as its widest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def nbytes(text: str) -> float:
