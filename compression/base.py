@@ -256,11 +256,13 @@ class Reducer(ABC):
         primitive: the communication it needs.
         unbiased: whether the expectation of the average is the average of the gradients.
         align: multiple at which tensors begin in its bundles; a multiple of 8.
+        kept: names of the attributes with state: memories, and the method inside.
     """
 
     primitive: Primitive
     unbiased: bool = False
     align: int = 8
+    kept: tuple[str, ...] = ()
 
     @abstractmethod
     def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
@@ -295,25 +297,33 @@ class Reducer(ABC):
             raise AttributeError(f"{type(self).__name__} has no ratio; topk, randomk, dgc, sidco_e and adaq are among the methods that do")
         return inner
 
+    def _keepers(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.kept}
+
     def state_dict(self) -> State:
         """All state that the next step depends on: tensors (not copied), numbers and dicts. It differs between ranks."""
-        return {}
+        return {name: keeper.state_dict() for name, keeper in self._keepers().items()}
 
     def hold_still(self) -> None:
         """Keeps the tensors of ``state_dict`` where they are from now on, as long as the groups stay the same.
 
         What copies them step by step can then be planned once. It costs a copy of every residual a step; results are the same bits.
         """
-        return  # most methods have no tensors to keep, or write them in place anyway
+        for keeper in self._keepers().values():
+            keeper.hold_still()
 
     def forget(self, names: Collection[str]) -> None:
         """Sets to zero all that residuals and momenta keep of the tensors of these names."""
-        return  # most methods keep nothing
+        for keeper in self._keepers().values():
+            keeper.forget(names)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a `state_dict`, to go on as if never interrupted; tensors are copied."""
-        if state:
-            raise ValueError(f"{type(self).__name__} has no state; given {sorted(state)}: was it another method's?")
+        if set(state) != set(self.kept):
+            what = " and ".join(self.kept) or "no state"
+            raise ValueError(f"{type(self).__name__} has {what}; given {sorted(state)}: was it another method's?")
+        for name, keeper in self._keepers().items():
+            keeper.load_state_dict(state[name])
 
 
 class Compressor(Reducer):
@@ -321,9 +331,15 @@ class Compressor(Reducer):
 
     Attributes:
         in_parts: whether a run of a tensor's elements gets smaller as the tensor does, which has a shape.
+        bits: of an element in a payload, and ``scales`` of a tensor beside, float32; of payloads of one length.
     """
 
     in_parts: bool = True
+    bits: int
+    scales: int = 0
+
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
+        return layout.total * self.bits // 8 + 4 * self.scales * len(layout.names)
 
     @abstractmethod
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:

@@ -13,8 +13,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from gemini_ft.validation import Seed
+
 from . import kernels
-from .base import Bundle, Compressor, FlatLayout, Payload, Primitive, Summed, Turn, cut, join
+from .base import Bundle, Compressor, Payload, Primitive, Summed, Turn, cut, join
 from .buffers import BUFFERS
 from .quantise import inverse, magnitudes
 
@@ -23,6 +25,7 @@ class Identity(Summed):
     """Sends float32 as it is: nothing is left out."""
 
     dtype = torch.float32
+    bits = 32
     unbiased = True
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
@@ -31,14 +34,12 @@ class Identity(Summed):
     def decompress(self, payload: Payload) -> Bundle:
         return Bundle(payload.layout, BUFFERS.empty(payload.layout.total, device=payload.data.device).copy_(payload.data))
 
-    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
-        return self.dtype.itemsize * layout.total
-
 
 class Fp16(Identity):
     """Rounds to the nearest float16. Values above 65504 become infinite, as under AMP."""
 
     dtype = torch.float16
+    bits = 16
     unbiased = False
 
 
@@ -46,6 +47,7 @@ class Bf16(Identity):
     """Rounds to the nearest bfloat16, which has float32's range and 8 bits of precision."""
 
     dtype = torch.bfloat16
+    bits = 16
     unbiased = False
 
 
@@ -58,8 +60,9 @@ class Natural(Compressor):
 
     primitive = Primitive.ALL_GATHER
     unbiased = True
+    bits = 9
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: Seed = 0) -> None:
         self.seed = seed
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
@@ -72,12 +75,11 @@ class Natural(Compressor):
         powers = BUFFERS.empty(total, torch.int32, bits.device).copy_(exponents).bitwise_left_shift_(23).view(torch.float32)
         return Bundle(payload.layout, powers.mul_(kernels.unpack_signs(bits)))
 
-    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
-        return layout.total + layout.total // 8
-
 
 class Natural8(Natural):
     """Sign and seven bits of exponent: from 2^-108 to 2^17. Smaller values become zero, larger ones 2^17: unbiased in between."""
+
+    bits = 8
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         exponents = kernels.natural(bundle.flat, bundle.layout, self.seed, turn)
@@ -87,9 +89,6 @@ class Natural8(Natural):
 
     def decompress(self, payload: Payload) -> Bundle:
         return Bundle(payload.layout, kernels.look_up(payload.data, _table(payload.data.device).unsqueeze(1)))
-
-    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
-        return layout.total
 
 
 def _table(device: torch.device) -> torch.Tensor:
@@ -107,6 +106,7 @@ class Dynamic8(Compressor):
     """Sends each tensor's largest magnitude, and for each element the nearest of 256 fractions of it. Needs error feedback."""
 
     primitive = Primitive.ALL_GATHER
+    bits, scales = 8, 1
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         scales = magnitudes(bundle)
@@ -120,9 +120,6 @@ class Dynamic8(Compressor):
         scales, codes = cut(payload.data, (torch.float32, len(layout.names)), (torch.uint8, layout.total))
         tables = codebook(codes.device).view(1, 256, 1) * scales.view(-1, 1, 1)
         return Bundle(layout, kernels.look_up_each(codes, layout, tables))
-
-    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
-        return layout.total + 4 * len(layout.names)
 
 
 @cache

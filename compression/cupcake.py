@@ -1,7 +1,7 @@
 """Chooses consecutive tensors to compress and communicate as one, for the least predicted iteration time. Pure.
 
 Cupcake (Wang et al., MLSys 2023), sections 3 and 4. Of N tensors there are 2^(N-1) groupings. The paper searches them with two
-prunings (`algorithm_1`); `plan` finds the same minimum in polynomial time where costs are lines, and also where the paper's
+prunings (algorithm 1); `plan` finds the same minimum in polynomial time where costs are lines, and also where the paper's
 second pruning is not safe: with measured costs, with decoding, and with an encoder beside the backward pass.
 
     best = plan(backward, costs)
@@ -216,70 +216,3 @@ def _cheapest_division(cost: Floats) -> Floats:
     for begin in reversed(range(tensors)):
         least[begin] = (cost[begin, begin + 1 :] + least[begin + 1 :]).min()
     return least
-
-
-def algorithm_1(backward: Backward, costs: GroupCosts, *, bound: bool = True, prefix: bool = True) -> GroupingPlan:
-    """The paper's own search (algorithm 1), as a reference: of exponential time in the worst case.
-
-    Args:
-        backward: the tensors.
-        costs: without decoding, encoded on the compute stream: the paper knows nothing else.
-        bound: pruning 1: leave groups out whose lower bound is above the best plan. Safe where one group costs no more than its
-            parts do together.
-        prefix: pruning 2: leave groups out that are encoded while the network is still busy, except the largest of them. Safe
-            for affine costs. **Not safe** for others: with an encoder that is flat first and linear above, a smaller group
-            can be better, because dividing what follows differently saves encoding time.
-
-    Returns:
-        The plan; its ``bound`` is minus infinity: the search proves nothing by itself.
-
-    Raises:
-        ValueError: the costs have a decoder, or an encoder beside the backward pass.
-    """
-    if not _of_the_paper(costs):
-        raise ValueError("algorithm 1 has neither decoding nor an encode stream: give decode=FREE, encode_on='compute', or call plan()")
-    return _Search(backward, costs, bound, prefix).best()
-
-
-class _Search:
-    def __init__(self, backward: Backward, costs: GroupCosts, bound: bool, prefix: bool) -> None:
-        self._backward, self._costs, self._bound, self._prefix = backward, costs, bound, prefix
-        self._ready, self._filled = [0.0, *accumulate(backward.seconds)], [0, *accumulate(backward.nbytes)]
-        tensors = len(backward)
-        first = even(tensors, min(2, tensors))
-        self._best = GroupingPlan(first, simulate(backward, costs, first).seconds, -math.inf)
-
-    def best(self) -> GroupingPlan:
-        self._find((), 0, 0.0, 0.0)
-        return self._best
-
-    def _find(self, ends: tuple[int, ...], begin: int, computed: float, communicated: float) -> None:
-        tensors = len(self._backward)
-        if begin == tensors:
-            if communicated + self._backward.forward < self._best.seconds:
-                seconds = communicated + self._backward.forward
-                self._best = GroupingPlan(Grouping(ends), seconds, -math.inf)
-            return
-        for end in range(self._first_end(begin, communicated - computed) if self._prefix and ends else begin + 1, tensors + 1):
-            if self._bound and self._lower_bound(begin, end, computed, communicated) > self._best.seconds:
-                continue
-            encoded = computed + self._compute(begin, end)
-            self._find((*ends, end), end, encoded, max(encoded, communicated) + self._communicate(begin, end))
-
-    def _first_end(self, begin: int, delay: float) -> int:
-        hidden = [end for end in range(begin + 1, len(self._ready)) if self._compute(begin, end) <= delay]
-        return max(hidden, default=begin + 1)
-
-    def _lower_bound(self, begin: int, end: int, computed: float, communicated: float) -> float:
-        last = len(self._backward)
-        encoded = computed + self._compute(begin, end)
-        network = max(encoded, communicated) + self._communicate(begin, end) + self._communicate(end, last)
-        return self._backward.forward + max(encoded + self._compute(end, last), network)
-
-    def _compute(self, begin: int, end: int) -> float:
-        if begin == end:
-            return 0.0
-        return self._ready[end] - self._ready[begin] + self._costs.encode(self._filled[end] - self._filled[begin])
-
-    def _communicate(self, begin: int, end: int) -> float:
-        return self._costs.communicate(self._filled[end] - self._filled[begin]) if end > begin else 0.0

@@ -8,19 +8,20 @@ What comes out holds the momentum already: the optimizer must have none.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .base import Bundle, Exchange, FlatLayout, Payload, Reducer, State, Turn, join
+from gemini_ft.validation import checked
+
+from .base import Bundle, Exchange, FlatLayout, Payload, Reducer, Turn, join
 from .buffers import BUFFERS
 from .feedback import WHOLE
 from .memory import Memory, non_finite, put_back
 from .norms import norms
-from .sparse import Sparsifier, WithRatio, above, check_ratio, kept, largest, within
+from .options import ClipNorm, Momentum, Nesterov, Ratio, Sample, Warmup
+from .sparse import Sparsifier, WithRatio, above, kept, largest, within
 
 _WARMUP_STAGES, _WARMUP_RATIO = 4, 0.25
 _ADAPTATIONS = 10
@@ -39,8 +40,9 @@ class SampledThreshold(WithRatio, Sparsifier):
 
     low, high = 0.8, 1.3
 
-    def __init__(self, ratio: float = 0.001, sample: float = 0.01, warmup_steps: int = 0) -> None:
-        self.ratio, self.sample, self.warmup_steps = ratio, check_ratio(sample), warmup_steps
+    @checked
+    def __init__(self, ratio: Ratio = 0.001, sample: Sample = 0.01, warmup_steps: Warmup = 0) -> None:
+        self.ratio, self.sample, self.warmup_steps = ratio, sample, warmup_steps
 
     def ratio_at(self, step: int) -> float:
         """The target of one step: the sparsity rises exponentially from 75 % (section 3.3, warm-up training)."""
@@ -89,9 +91,10 @@ class MomentumCorrection(Reducer):
         dense: send everything by an all-reduce of float32, with ordinary momentum, as long as this is set; see `ErrorFeedback`.
     """
 
-    def __init__(self, inner: Sparsifier, momentum: float = 0.9, nesterov: bool = False, clip_norm: float | None = None) -> None:
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum={momentum}: must be at least 0 and below 1")
+    kept = ("velocities", "residuals", "inner")
+
+    @checked
+    def __init__(self, inner: Sparsifier, momentum: Momentum = 0.9, nesterov: Nesterov = False, clip_norm: ClipNorm = None) -> None:
         self.inner, self.momentum, self.nesterov, self.clip_norm = inner, momentum, nesterov, clip_norm
         self.primitive, self.align = inner.primitive, inner.align
         self.dense = False
@@ -141,19 +144,6 @@ class MomentumCorrection(Reducer):
 
     def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         return (WHOLE if self.dense else self.inner).wire_bytes(layout, world=world, selected=selected)
-
-    def forget(self, names: Collection[str]) -> None:
-        self.velocities.forget(names)
-        self.residuals.forget(names)
-        self.inner.forget(names)
-
-    def state_dict(self) -> State:
-        return {"velocities": self.velocities.state_dict(), "residuals": self.residuals.state_dict(), "inner": self.inner.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.velocities.load_state_dict(state["velocities"])
-        self.residuals.load_state_dict(state["residuals"])
-        self.inner.load_state_dict(state["inner"])
 
 
 @lru_cache(maxsize=1024)

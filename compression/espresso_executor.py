@@ -13,7 +13,7 @@ while it waits for a broadcast, so lengths never travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -144,6 +144,7 @@ class OptionExecutor(Reducer):
     """
 
     primitive = Primitive.SCOPED
+    kept = ("residuals", "inner")
 
     def __init__(self, inner: Reducer, options: Option | Mapping[str, Option], topology: Topology, error_feedback: bool = True) -> None:
         if not isinstance(inner, Compressor) or inner.primitive not in (Primitive.ALL_GATHER, Primitive.ALL_REDUCE) or not inner.in_parts:
@@ -219,21 +220,12 @@ class OptionExecutor(Reducer):
                 held.follow(operation, held.divisions(option.operations[number:]))
         return total
 
-    def hold_still(self) -> None:
-        self.residuals.fixed = True
-        self.inner.hold_still()
-
-    def forget(self, names: Collection[str]) -> None:
-        self.residuals.forget(names)
-        self.inner.forget(names)
-
     def state_dict(self) -> State:
-        return {"residuals": self.residuals.state_dict(), "options": dict(sorted(self._taken.items())), "inner": self.inner.state_dict()}
+        return super().state_dict() | {"options": dict(sorted(self._taken.items()))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.residuals.load_state_dict(state["residuals"])
+        super().load_state_dict({name: each for name, each in state.items() if name != "options"})
         self._taken = dict(state["options"])
-        self.inner.load_state_dict(state["inner"])
 
 
 class _Course:

@@ -11,7 +11,7 @@ compressor whose payloads have a length known beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ class ErrorFeedback(Reducer):
         dense: send everything, residual included, by an all-reduce of float32, as long as this is set. An option and not state: alike on
             all ranks, changed between steps.
     """
+
+    kept = ("residuals", "inner")
 
     def __init__(self, inner: Compressor, beta: float = 1.0, follow_lr: bool = False) -> None:
         if not 0 < beta <= 1:
@@ -84,21 +86,12 @@ class ErrorFeedback(Reducer):
     def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         return (WHOLE if self.dense else self.inner).wire_bytes(layout, world=world, selected=selected)
 
-    def hold_still(self) -> None:
-        self.residuals.fixed = True
-        self.inner.hold_still()
-
-    def forget(self, names: Collection[str]) -> None:
-        self.residuals.forget(names)
-        self.inner.forget(names)
-
     def state_dict(self) -> State:
-        return {"residuals": self.residuals.state_dict(), "lr": dict(sorted(self._lr.items())), "inner": self.inner.state_dict()}
+        return super().state_dict() | {"lr": dict(sorted(self._lr.items()))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.residuals.load_state_dict(state["residuals"])
+        super().load_state_dict({name: each for name, each in state.items() if name != "lr"})
         self._lr = dict(state["lr"])
-        self.inner.load_state_dict(state["inner"])
 
 
 def compress_parts(
@@ -154,6 +147,7 @@ class TwoPhase(Reducer):
     """
 
     primitive = Primitive.ALL_TO_ALL
+    kept = ("sender", "owner", "inner")
 
     def __init__(self, inner: Compressor, error_feedback: bool = True) -> None:
         if inner.primitive is not Primitive.ALL_GATHER:
@@ -199,20 +193,3 @@ class TwoPhase(Reducer):
     def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         lengths = [0 if part is None else self.inner.wire_bytes(part) for part in layouts(layout, (world,))]
         return sum(lengths) + max(lengths)
-
-    def hold_still(self) -> None:
-        self.sender.fixed = self.owner.fixed = True
-        self.inner.hold_still()
-
-    def forget(self, names: Collection[str]) -> None:
-        self.sender.forget(names)
-        self.owner.forget(names)
-        self.inner.forget(names)
-
-    def state_dict(self) -> State:
-        return {"sender": self.sender.state_dict(), "owner": self.owner.state_dict(), "inner": self.inner.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.sender.load_state_dict(state["sender"])
-        self.owner.load_state_dict(state["owner"])
-        self.inner.load_state_dict(state["inner"])

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from gemini_ft import truncation
-from gemini_ft.validation import check_options
+from gemini_ft.validation import checked
 
 from .base import Bundle, Compressor, FlatLayout, Payload, Primitive, Turn, join
 from .buffers import BUFFERS
-from .options import METHOD_OPTIONS
 
 
 class Inceptionn(Compressor):
@@ -23,8 +22,8 @@ class Inceptionn(Compressor):
 
     primitive = Primitive.ALL_GATHER_V
 
-    def __init__(self, bound: int = 10) -> None:
-        check_options("Inceptionn", METHOD_OPTIONS["inceptionn"], {"bound": bound})
+    @checked
+    def __init__(self, bound: truncation.Bound = 10) -> None:
         self.bound = bound
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:

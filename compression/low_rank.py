@@ -10,7 +10,7 @@ closed form (theorem 2): p = min(1, w / t) with t such that they add up to s.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -18,10 +18,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from gemini_ft.validation import Seed, checked
+
 from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Payload, Primitive, Reducer, State, Turn
 from .buffers import BUFFERS
 from .memory import Memory, put_back
 from .norms import norms, row_norms
+from .options import Atoms, Feedback, LeastRate, Rank
 from .randomness import SHARED, generator
 
 _ALIGN = 16  # elements, 64 bytes: how a product is rounded depends on where its operands lie
@@ -45,10 +48,10 @@ class PowerSGD(Reducer):
 
     primitive = Primitive.TWO_ALL_REDUCES
     align = _ALIGN
+    kept = ("errors",)
 
-    def __init__(self, rank: int = 1, least_rate: float = 2.0, error_feedback: bool = True, seed: int = 0) -> None:
-        if rank < 1 or least_rate < 1:
-            raise ValueError(f"rank={rank}, least_rate={least_rate}: both must be at least 1")
+    @checked
+    def __init__(self, rank: Rank = 1, least_rate: LeastRate = 2.0, error_feedback: Feedback = True, seed: Seed = 0) -> None:
         self.rank, self.least_rate, self.error_feedback, self.seed = rank, least_rate, error_feedback, seed
         self.errors = Memory()
         self.factors: dict[str, Tensor] = {}  # name -> Q', (rank, n)
@@ -138,17 +141,11 @@ class PowerSGD(Reducer):
         factors = sum(len(run.numbers) * run.rank * (run.rows + run.columns) for run in runs)
         return 4 * (factors + sum(layout.sizes[number] for number in whole))
 
-    def hold_still(self) -> None:
-        self.errors.fixed = True
-
-    def forget(self, names: Collection[str]) -> None:
-        self.errors.forget(names)
-
     def state_dict(self) -> State:
-        return {"errors": self.errors.state_dict(), "factors": dict(sorted(self.factors.items()))}
+        return super().state_dict() | {"factors": dict(sorted(self.factors.items()))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.errors.load_state_dict(state["errors"])
+        super().load_state_dict({name: each for name, each in state.items() if name != "factors"})
         self.factors = {name: factor.clone() for name, factor in state["factors"].items()}
 
 
@@ -283,9 +280,8 @@ class Atomo(Compressor):
     unbiased = True
     in_parts = False
 
-    def __init__(self, atoms: int = 3, seed: int = 0) -> None:
-        if atoms < 1:
-            raise ValueError(f"atoms={atoms}: must be at least 1")
+    @checked
+    def __init__(self, atoms: Atoms = 3, seed: Seed = 0) -> None:
         self.atoms, self.seed = atoms, seed
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:

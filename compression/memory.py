@@ -13,14 +13,10 @@ from .base import Bundle, FlatLayout, State
 
 
 class Memory:
-    """One float32 tensor per name, zero at first. Tensors of a group lie in one flat buffer; groups may change at any time.
-
-    Attributes:
-        fixed: a group's buffer stays where it is while the groups are the same, for `Reducer.hold_still`.
-    """
+    """One float32 tensor per name, zero at first. Tensors of a group lie in one flat buffer; groups may change at any time."""
 
     def __init__(self) -> None:
-        self.fixed = False
+        self._fixed = False
         self._flat: dict[tuple[str, ...], tuple[FlatLayout, Tensor]] = {}
         self._waiting: dict[str, Tensor] = {}  # loaded, or of a group that is no more: not in any group yet
 
@@ -36,8 +32,8 @@ class Memory:
         return self._regroup(layout, device)
 
     def replace(self, layout: FlatLayout, flat: Tensor) -> None:
-        """Makes ``flat`` the group's buffer; a ``fixed`` buffer takes over its values."""
-        if self.fixed and layout.names in self._flat:
+        """Makes ``flat`` the group's buffer; one that holds still takes over its values."""
+        if self._fixed and layout.names in self._flat:
             self.flat(layout, flat.device).copy_(flat)
         else:
             self._flat[layout.names] = (layout, flat)
@@ -62,6 +58,10 @@ class Memory:
         for layout, flat in self._flat.values():
             state.update(zip(layout.names, layout.views(flat), strict=True))
         return dict(sorted(state.items()))
+
+    def hold_still(self) -> None:
+        """Keeps a group's buffer where it is while the groups are the same, for `Reducer.hold_still`."""
+        self._fixed = True
 
     def forget(self, names: Collection[str]) -> None:
         """Sets to zero all that is kept for these names, and for names made of them (``name/mean``, ``name#1``)."""

@@ -7,9 +7,12 @@ method = create("qsgd", levels=7)               # unbiased: none
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from gemini_ft.validation import check_options
+from pydantic import BaseModel
+
+from gemini_ft.validation import check_options, options_of
 
 from .base import Compressor, Reducer
 from .cast import Bf16, Dynamic8, Fp16, Identity, Natural, Natural8
@@ -17,11 +20,23 @@ from .dgc import MomentumCorrection, SampledThreshold
 from .feedback import ErrorFeedback, TwoPhase
 from .inceptionn import Inceptionn
 from .low_rank import Atomo, PowerSGD
-from .options import METHOD_OPTIONS
+from .options import ClipNorm, Momentum, Nesterov, Ratio, Sample, Warmup
 from .quantise import QSGD, AdaQ, GlobalInt8, Sketch, TernGrad, ThreeLC
 from .sidco import SIDCo
 from .sign import MajorityVote, OneBit, ScaledSign
 from .sparse import RandomK, Threshold, TopK
+
+
+def _dgc(
+    momentum: Momentum = 0.9,
+    nesterov: Nesterov = False,
+    clip_norm: ClipNorm = None,
+    ratio: Ratio = 0.001,
+    sample: Sample = 0.01,
+    warmup_steps: Warmup = 0,
+) -> Reducer:
+    return MomentumCorrection(SampledThreshold(ratio, sample, warmup_steps), momentum, nesterov, clip_norm)
+
 
 COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "none": Identity,
@@ -32,9 +47,9 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "threshold": Threshold,
     "hard_threshold": Threshold.hard,
     "sampled_threshold": SampledThreshold,
-    "sidco_e": lambda ratio=0.001: SIDCo(ratio, "exponential"),
-    "sidco_p": lambda ratio=0.001: SIDCo(ratio, "pareto"),
-    "sidco_gp": lambda ratio=0.001: SIDCo(ratio, "gamma"),
+    "sidco_e": partial(SIDCo, distribution="exponential"),
+    "sidco_p": partial(SIDCo, distribution="pareto"),
+    "sidco_gp": partial(SIDCo, distribution="gamma"),
     "adaq": AdaQ,
     "efsignsgd": ScaledSign,
     "onebit": OneBit,
@@ -50,16 +65,15 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
 }
 
 REDUCERS: dict[str, Callable[..., Reducer]] = {  # methods that keep their own residuals, or none: they take no error feedback around them
-    "dgc": lambda momentum=0.9, nesterov=False, clip_norm=None, ratio=0.001, sample=0.01, warmup_steps=0: MomentumCorrection(
-        SampledThreshold(ratio, sample, warmup_steps), momentum, nesterov, clip_norm
-    ),
+    "dgc": _dgc,
     "signsgd": MajorityVote,
-    "signum": lambda momentum=0.9, seed=0: MajorityVote(momentum, seed),
+    "signum": partial(MajorityVote, momentum=0.9),
     "powersgd": PowerSGD,
     "int8": GlobalInt8,
 }
 
 METHODS = (*COMPRESSORS, *REDUCERS)
+METHOD_OPTIONS: dict[str, type[BaseModel]] = {name: options_of(make) for name, make in (COMPRESSORS | REDUCERS).items()}
 
 # Without error feedback: exact, nearly exact, or unbiased.
 _NO_FEEDBACK = {"none", "fp16", "bf16", "qsgd", "terngrad", "natural", "natural8", "atomo"}

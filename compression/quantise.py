@@ -13,10 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gemini_ft.validation import Seed, checked
+
 from . import kernels
 from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Payload, Primitive, Reducer, Turn, cut, divided, join
 from .buffers import BUFFERS
 from .norms import norms, row_norms
+from .options import Bucket, Clip, Levels, Ratio, Sparsity
 from .sparse import WithRatio, kept, within
 
 _LEAST = 2.0**-126  # its reciprocal is finite
@@ -41,12 +44,6 @@ def divisible(scales: Tensor, levels: float = 1.0) -> Tensor:
     return torch.where(scales > 0, scales.clamp(min=levels * _LEAST), scales)
 
 
-def check_bucket(bucket: int) -> int:
-    if bucket < 8 or bucket % 8:
-        raise ValueError(f"bucket={bucket}: must be a multiple of 8")
-    return bucket
-
-
 class QSGD(Compressor):
     """Sends each bucket's L2 norm and, per element, one of ``2 levels + 1`` multiples of a fraction of it. Alistarh et al., NeurIPS 2017.
 
@@ -62,34 +59,33 @@ class QSGD(Compressor):
     primitive = Primitive.ALL_GATHER
     unbiased = True
 
-    def __init__(self, levels: int = 127, bucket: int = 128, seed: int = 0) -> None:
-        if not 1 <= levels <= 127:
-            raise ValueError(f"levels={levels}: must be from 1 to 127; up to 7 take half the bytes")
-        self.levels, self.align, self.seed = levels, check_bucket(bucket), seed
-        self._bits = 4 if levels <= 7 else 8
+    @checked
+    def __init__(self, levels: Levels = 127, bucket: Bucket = 128, seed: Seed = 0) -> None:
+        self.levels, self.align, self.seed = levels, bucket, seed
+        self.bits = 4 if levels <= 7 else 8
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         lengths = divisible(row_norms(bundle.flat.view(-1, self.align)), self.levels)
         codes = kernels.stochastic_round(
             bundle.flat, bundle.layout, inverse(lengths, self.levels), self.levels, self.seed, turn, bucket=self.align
         )
-        packed = codes if self._bits == 8 else kernels.pack_small((codes + 8).view(torch.uint8), 4)
+        packed = codes if self.bits == 8 else kernels.pack_small((codes + 8).view(torch.uint8), 4)
         return Payload(bundle.layout, join(lengths, packed))
 
     def decompress(self, payload: Payload) -> Bundle:
         layout = payload.layout
         buckets = layout.total // self.align
-        lengths, packed = cut(payload.data, (torch.float32, buckets), (torch.int8, layout.total * self._bits // 8))
+        lengths, packed = cut(payload.data, (torch.float32, buckets), (torch.int8, layout.total * self.bits // 8))
         flat = (
             BUFFERS.empty(layout.total, device=packed.device).copy_(packed)
-            if self._bits == 8
+            if self.bits == 8
             else kernels.unpack_small(packed.view(torch.uint8), 4, 8)
         )
         flat.view(buckets, -1).mul_((lengths / self.levels).unsqueeze(1))
         return Bundle(layout, flat)
 
     def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
-        return layout.total * self._bits // 8 + 4 * (layout.total // self.align)
+        return super().wire_bytes(layout) + 4 * (layout.total // self.align)
 
 
 class TernGrad(Compressor):
@@ -103,10 +99,10 @@ class TernGrad(Compressor):
     """
 
     primitive = Primitive.ALL_GATHER
+    bits, scales = 2, 1
 
-    def __init__(self, clip: float | None = 2.5, seed: int = 0) -> None:
-        if clip is not None and clip <= 0:
-            raise ValueError(f"clip={clip}: must be above 0, in standard deviations, or None")
+    @checked
+    def __init__(self, clip: Clip = 2.5, seed: Seed = 0) -> None:
         self.clip, self.seed = clip, seed
         self.unbiased = clip is None
 
@@ -125,9 +121,6 @@ class TernGrad(Compressor):
         tables = kernels.small_table(packed.device, 2, 1) * scales.view(-1, 1, 1)
         return Bundle(layout, kernels.look_up_each(packed, layout, tables))
 
-    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
-        return layout.total // 4 + 4 * len(layout.names)
-
 
 class GlobalInt8(Reducer):
     """Integers that add up under way: all ranks share each bucket's scale, and round so finely that the sum of all fits int8.
@@ -145,8 +138,9 @@ class GlobalInt8(Reducer):
     primitive = Primitive.TWO_ALL_REDUCES
     unbiased = True
 
-    def __init__(self, bucket: int = 128, seed: int = 0) -> None:
-        self.align, self.seed = check_bucket(bucket), seed
+    @checked
+    def __init__(self, bucket: Bucket = 128, seed: Seed = 0) -> None:
+        self.align, self.seed = bucket, seed
 
     def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
         layout = bundle.layout
@@ -178,7 +172,7 @@ class AdaQ(WithRatio, Compressor):
 
     primitive = Primitive.ALL_GATHER_V
 
-    def __init__(self, ratio: float = 0.01) -> None:
+    def __init__(self, ratio: Ratio = 0.01) -> None:
         self.ratio = ratio
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
@@ -227,6 +221,7 @@ class Sketch(Compressor):
     """
 
     primitive = Primitive.ALL_GATHER
+    bits, scales = 6, _BINS
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         layout, device = bundle.layout, bundle.flat.device
@@ -245,9 +240,6 @@ class Sketch(Compressor):
         means, packed = cut(payload.data, (torch.float32, count * _BINS), (torch.uint8, layout.total * 3 // 4))
         flat = kernels.look_up_each(_unpack6(packed), layout, means.view(count, _BINS, 1))
         return Bundle(layout, layout.clear_padding(flat))
-
-    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
-        return layout.total * 3 // 4 + 4 * _BINS * len(layout.names)
 
 
 def _ordered(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
@@ -311,9 +303,8 @@ class ThreeLC(Compressor):
     primitive = Primitive.ALL_GATHER_V
     align = 40  # whole bytes of five digits and whole bytes of eight bits
 
-    def __init__(self, sparsity: float = 1.0) -> None:
-        if not 1 <= sparsity < 2:
-            raise ValueError(f"sparsity={sparsity}: must be at least 1 and below 2")
+    @checked
+    def __init__(self, sparsity: Sparsity = 1.0) -> None:
         self.sparsity = sparsity
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:

@@ -17,6 +17,7 @@ from torch import Tensor
 from . import kernels
 from .base import Bundle, State, Turn
 from .norms import moderate
+from .options import Ratio
 from .sparse import Sparsifier, WithRatio, above, kept, within
 
 Fit: TypeAlias = Callable[[Tensor, float, float], float]
@@ -134,7 +135,7 @@ class SIDCo(WithRatio, Sparsifier):
         distribution: of the magnitudes; "gamma" fits generalized Pareto distributions from the second stage on.
     """
 
-    def __init__(self, ratio: float = 0.001, distribution: Literal["exponential", "pareto", "gamma"] = "exponential") -> None:
+    def __init__(self, ratio: Ratio = 0.001, distribution: Literal["exponential", "pareto", "gamma"] = "exponential") -> None:
         if distribution not in _FITS:
             raise ValueError(f"distribution={distribution!r}: must be one of {', '.join(_FITS)}")
         self.ratio = ratio

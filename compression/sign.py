@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from gemini_ft.validation import Seed, checked
+
 from . import kernels
-from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Payload, Primitive, Reducer, State, Turn, cut, join
+from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Payload, Primitive, Reducer, Turn, cut, join
 from .buffers import BUFFERS
 from .memory import Memory, non_finite, put_back
+from .options import Momentum
 from .randomness import random_bytes
 
 
@@ -23,6 +25,7 @@ class ScaledSign(Compressor):
     """
 
     primitive = Primitive.ALL_GATHER
+    bits, scales = 1, 1
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         sums = torch.stack([view.sum() for view in bundle.magnitudes()])
@@ -34,9 +37,6 @@ class ScaledSign(Compressor):
         scales, bits = cut(payload.data, (torch.float32, len(layout.names)), (torch.uint8, layout.total // 8))
         return Bundle(layout, _of_bits(layout, bits, -scales, scales))
 
-    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
-        return layout.total // 8 + 4 * len(layout.names)
-
 
 class OneBit(Compressor):
     """1-bit SGD: sends the means of each tensor's negative and other elements, and one bit per element to tell them apart.
@@ -45,6 +45,7 @@ class OneBit(Compressor):
     """
 
     primitive = Primitive.ALL_GATHER
+    bits, scales = 1, 2
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         layout = bundle.layout
@@ -62,9 +63,6 @@ class OneBit(Compressor):
         layout, count = payload.layout, len(payload.layout.names)
         low, high, bits = cut(payload.data, (torch.float32, count), (torch.float32, count), (torch.uint8, payload.layout.total // 8))
         return Bundle(layout, _of_bits(layout, bits, low, high))
-
-    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
-        return layout.total // 8 + 8 * len(layout.names)
 
 
 def _of_bits(layout: FlatLayout, bits: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -88,10 +86,10 @@ class MajorityVote(Reducer):
     """
 
     primitive = Primitive.ALL_TO_ALL
+    kept = ("averages",)
 
-    def __init__(self, momentum: float = 0.0, seed: int = 0) -> None:
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum={momentum}: must be at least 0 and below 1; 0.9 is Signum's")
+    @checked
+    def __init__(self, momentum: Momentum = 0.0, seed: Seed = 0) -> None:
         self.momentum, self.seed = momentum, seed
         self.averages = Memory()
 
@@ -129,15 +127,6 @@ class MajorityVote(Reducer):
     def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         block = -(-(layout.total // 8) // world)
         return world * (block + -(-len(layout.names) // 8)) + block
-
-    def forget(self, names: Collection[str]) -> None:
-        self.averages.forget(names)
-
-    def state_dict(self) -> State:
-        return {"averages": self.averages.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.averages.load_state_dict(state["averages"])
 
 
 def signs(flat: Tensor, coin: Callable[[], Tensor]) -> tuple[Tensor, bool]:

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from gemini_ft.accelerator import holds
+from gemini_ft.validation import Seed, checked
 
 from . import kernels
 from .base import Bundle, Compressor, FlatLayout, Payload, Primitive, Summed, Turn, cut, divided, join
 from .buffers import BUFFERS
+from .options import Count, Magnitude, Ratio, Scaled
 from .randomness import SHARED, generator
 
 _FEW = 4096  # elements; below, looking for candidates first costs more than it saves
@@ -73,12 +75,6 @@ def kept(size: int, ratio: float) -> int:
     return min(size, max(1, int(ratio * size)))
 
 
-def check_ratio(ratio: float) -> float:
-    if not 0 < ratio <= 1:
-        raise ValueError(f"ratio={ratio}: must be above 0 and at most 1, for example 0.01 for one element of a hundred")
-    return ratio
-
-
 def largest(magnitudes: Tensor, count: int) -> Tensor:
     """Indices of the ``count`` largest of a tensor, int64, in no order; NaN is the largest of all.
 
@@ -125,7 +121,9 @@ class WithRatio:
 
     @ratio.setter
     def ratio(self, ratio: float) -> None:
-        self._ratio = check_ratio(ratio)
+        if not 0 < ratio <= 1:
+            raise ValueError(f"ratio={ratio}: must be above 0 and at most 1, for example 0.01 for one element of a hundred")
+        self._ratio = ratio
 
 
 class TopK(WithRatio, Sparsifier):
@@ -133,7 +131,7 @@ class TopK(WithRatio, Sparsifier):
 
     primitive = Primitive.ALL_GATHER
 
-    def __init__(self, ratio: float = 0.01) -> None:
+    def __init__(self, ratio: Ratio = 0.01) -> None:
         self.ratio = ratio
 
     def pick(self, bundle: Bundle, turn: Turn) -> Tensor:
@@ -154,13 +152,12 @@ class Threshold(Sparsifier):
     The paper's choice is one value for all layers and steps: ``Threshold.hard(k)`` for k elements per step of the whole model.
     """
 
-    def __init__(self, value: float = 0.01) -> None:
-        if not value > 0:
-            raise ValueError(f"value={value}: must be above 0, in units of the gradient")
+    @checked
+    def __init__(self, value: Magnitude = 0.01) -> None:
         self.value = value
 
     @classmethod
-    def hard(cls, count: int) -> Threshold:
+    def hard(cls, count: Count) -> Threshold:
         """The threshold lambda = 1 / (2 sqrt(k)), for k elements of the whole model per step."""
         if count < 1:
             raise ValueError(f"count={count}: give how many elements of the model may travel per step, at least 1")
@@ -179,7 +176,7 @@ class RandomK(WithRatio, Summed):
         scaled: multiply by d / k, which makes it unbiased. Not with error feedback: there the residual does that.
     """
 
-    def __init__(self, ratio: float = 0.01, seed: int = 0, scaled: bool = False) -> None:
+    def __init__(self, ratio: Ratio = 0.01, seed: Seed = 0, scaled: Scaled = False) -> None:
         self.ratio, self.seed, self.scaled = ratio, seed, scaled
         self.unbiased = scaled
 

@@ -1,21 +1,44 @@
-"""Options of methods and schemes: models of their types and ranges, and an error that explains a wrong one."""
+"""Options of methods and schemes: their types and ranges, as constructors annotate them, and an error that explains a wrong one.
+
+@checked
+def __init__(self, levels: Levels = 127, seed: Seed = 0) -> None: ...     # Levels = Annotated[int, Field(ge=1, description="...")]
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from functools import cache, partial, wraps
+from inspect import signature
+from typing import Annotated, Any, ParamSpec, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 Seed = Annotated[int, Field(ge=0, lt=2**63, description="of random numbers, a whole number from 0 on")]
-Flag = bool
+P = ParamSpec("P")
 
 
-def options_model(name: str, **fields: Any) -> type[BaseModel]:
-    """A model of the options of ``name``: for each its annotated type and its default, ``...`` if it has none."""
-    return create_model(name, __config__=_STRICT, **fields)
+def options_of(make: Callable[..., Any]) -> type[BaseModel]:
+    """A model of the options of a class or function: its parameters of an annotated type, with their defaults."""
+    inner: Any = make.func if isinstance(make, partial) else make
+    hints = get_type_hints(inner.__init__ if isinstance(inner, type) else inner, include_extras=True)  # type: ignore[misc]
+    found = {name: each for name, each in signature(make).parameters.items() if get_origin(hints.get(name)) is Annotated}
+    fields: dict[str, Any] = {name: (hints[name], ... if each.default is each.empty else each.default) for name, each in found.items()}
+    return create_model("Options", __config__=_STRICT, **fields)
+
+
+def checked(init: Callable[P, None]) -> Callable[P, None]:
+    """A constructor that checks its options first, see `options_of`; a wrong one is a ValueError as by `check_options`."""
+    bind, model = signature(init).bind, cache(partial(options_of, init))
+
+    @wraps(init)
+    def checking(*args: P.args, **kwargs: P.kwargs) -> None:
+        given = bind(*args, **kwargs).arguments
+        check_options(type(given["self"]).__name__, model(), {name: given[name] for name in model().model_fields if name in given})
+        init(*args, **kwargs)
+
+    return checking
 
 
 def check_options(what: str, model: type[BaseModel], options: Mapping[str, Any], more: tuple[str, ...] = ()) -> None:

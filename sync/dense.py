@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from gemini_ft.validation import check_options
+from gemini_ft.validation import checked
 
 from . import wire
 from .base import Dimensions, SparseScheme, admit_dense
 from .exchange import Exchange
-from .options import SCHEME_OPTIONS
+from .options import Check
 from .rows import SparseRows, add_up, from_dense, to_matrix
 
 
@@ -32,8 +32,8 @@ class Dense(SparseScheme):
     name = "dense"
     dimensions = Dimensions("ring", "incremental", "parallelism", "balanced")
 
-    def __init__(self, check: bool = True) -> None:
-        check_options("Dense", SCHEME_OPTIONS["dense"], {"check": check})
+    @checked
+    def __init__(self, check: Check = True) -> None:
         self._check = check
 
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:

@@ -9,14 +9,16 @@ import logging
 import math
 import weakref
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from gemini_ft.validation import checked
+
 from .exchange import Exchange
+from .options import CompareEvery, Mode, PacketBytes, Patience, SlotCount, Switches
 from .switch_client import SwitchTerms
 from .switch_link import SwitchLink
 from .switch_packets import Array, span
@@ -112,18 +114,19 @@ class FPISA(DenseSwitchScheme):
 
     name = "fpisa"
 
+    @checked
     def __init__(
         self,
-        switch: str,
+        switch: Switches,
         key: Key,
-        mode: Literal["fpisa", "fpisa-a"] = "fpisa",
+        mode: Mode = "fpisa",
         *,
-        slots: int = 256,
-        packet: int = 1408,
-        patience: float = 3.0,
-        compare_every: int = 100,
+        slots: SlotCount = 256,
+        packet: PacketBytes = 1408,
+        patience: Patience = 3.0,
+        compare_every: CompareEvery = 100,
     ) -> None:
-        super().__init__(switch, key, slots, packet, patience, mode=mode, compare_every=compare_every)
+        super().__init__(switch, key, slots, packet, patience)
         self._mode, self._compare_every = mode, compare_every
         self._accuracies: weakref.WeakKeyDictionary[ProcessGroup, dict[torch.dtype, Accuracy]] = weakref.WeakKeyDictionary()
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from gemini_ft.torch_versions import all_gather_single, reduce_scatter_single
-from gemini_ft.validation import check_options
+from gemini_ft.validation import checked
 
 from .backends import open_exchange
 from .base import Dimensions, Scheme, SparseScheme, admit_dense
-from .options import SCHEME_OPTIONS
+from .options import LocalSize
 from .rows import from_dense, to_tensor
 
 
@@ -34,8 +34,8 @@ class Hierarchical(Scheme):
     name = "hierarchical"
     dimensions = Dimensions("hierarchy", "one-shot", "parallelism", "balanced")
 
-    def __init__(self, inter: SparseScheme, local_size: int) -> None:
-        check_options("Hierarchical", SCHEME_OPTIONS["hierarchical"], {"local_size": local_size})
+    @checked
+    def __init__(self, inter: SparseScheme, local_size: LocalSize) -> None:
         self.inter, self.local_size = inter, local_size
         self._groups: tuple[ProcessGroup, ProcessGroup, ProcessGroup] | None = None  # whole, host, place
 

@@ -6,12 +6,11 @@ import torch
 from torch.distributed import ProcessGroup
 
 from gemini_ft import truncation
-from gemini_ft.validation import check_options
+from gemini_ft.validation import checked
 
 from . import wire
 from .base import Dimensions, Scheme, admit_dense
 from .exchange import Exchange
-from .options import SCHEME_OPTIONS
 from .rows import from_dense, to_tensor
 
 
@@ -31,8 +30,8 @@ class InceptionnRing(Scheme):
     dimensions = Dimensions("ring", "incremental", "parallelism", "balanced")
     whole = True
 
-    def __init__(self, bound: int = 10) -> None:
-        check_options("InceptionnRing", SCHEME_OPTIONS[self.name], {"bound": bound})
+    @checked
+    def __init__(self, bound: truncation.Bound = 10) -> None:
         self._bound = bound
 
     def _sum(self, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

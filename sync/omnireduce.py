@@ -12,8 +12,11 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from gemini_ft.validation import checked
+
 from .base import Dimensions, SparseScheme
 from .exchange import Exchange
+from .options import Patience, SlotCount, Switches
 from .parameter_server import SparsePS
 from .rows import SparseRows, to_rows, to_tensor, union
 from .switch_client import SwitchTerms
@@ -83,7 +86,8 @@ class OmniReduceStreaming(SwitchScheme[SparseRows]):
     name = "omnireduce-streaming"
     whole = False
 
-    def __init__(self, switch: str, key: Key, slots: int = 256, patience: float = 3.0) -> None:
+    @checked
+    def __init__(self, switch: Switches, key: Key, slots: SlotCount = 256, patience: Patience = 3.0) -> None:
         super().__init__(switch, key, slots, 4 * BLOCK, patience)
 
     def _terms(self, dtype: torch.dtype) -> SwitchTerms:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from gemini_ft.validation import check_options
+from gemini_ft.validation import Seed, checked
 
 from . import wire
 from .base import Dimensions, SparseScheme
 from .exchange import Exchange
-from .options import SCHEME_OPTIONS
+from .options import Bits, Bucket
 from .parameter_server import push
 from .partition import EvenPartition
 from .rows import SparseRows, add_up, from_dense
@@ -143,8 +143,8 @@ class DSARSplitAllgather(SparseScheme):
     name = "dsar-split-allgather"
     dimensions = Dimensions("ring", "one-shot", "parallelism", "imbalanced")
 
-    def __init__(self, bits: Literal[2, 4, 8] | None = None, bucket: int = 1024, seed: int = 0) -> None:
-        check_options("DSARSplitAllgather", SCHEME_OPTIONS[self.name], {"bits": bits, "bucket": bucket, "seed": seed})
+    @checked
+    def __init__(self, bits: Bits = None, bucket: Bucket = 1024, seed: Seed = 0) -> None:
         self._bits, self._bucket, self._seed = bits, bucket, seed
         self._sums = 0
 

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from gemini_ft.validation import check_options
+from gemini_ft.validation import checked
 
 from .backends import open_exchange
 from .base import Dimensions, Scheme
 from .exchange import Exchange
-from .options import SCHEME_OPTIONS
+from .options import PacketBytes, Patience, SlotCount, Switches
 from .rows import GradientError, from_dense, to_matrix, to_tensor
 from .switch_client import Client, SwitchTerms
 from .switch_link import SwitchLink
@@ -44,10 +44,8 @@ class SwitchScheme(Scheme, Generic[Gradient]):
 
     dimensions = Dimensions("point-to-point", "incremental", "centralization", None)
 
-    def __init__(self, switch: str, key: Key, slots: int = 256, packet: int = 1408, patience: float = 3.0, **more: object) -> None:
-        given = {"switch": switch, "slots": slots, "packet": packet, "patience": patience, **more}
-        model = SCHEME_OPTIONS[self.name]
-        check_options(type(self).__name__, model, {name: value for name, value in given.items() if name in model.model_fields})
+    @checked
+    def __init__(self, switch: Switches, key: Key, slots: SlotCount = 256, packet: PacketBytes = 1408, patience: Patience = 3.0) -> None:
         self._places = [place.strip() for place in switch.split(",")]
         self._key, self._slots, self._packet, self._patience = key, slots, packet, patience
         self._links: weakref.WeakKeyDictionary[ProcessGroup, dict[str, SwitchLink]] = weakref.WeakKeyDictionary()

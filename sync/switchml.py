@@ -15,7 +15,7 @@ from .exchange import Exchange
 from .switch_client import SwitchTerms
 from .switch_link import SwitchLink
 from .switch_packets import Array, span
-from .switch_scheme import DenseSwitchScheme, Key, add_up_without, to_packets
+from .switch_scheme import DenseSwitchScheme, add_up_without, to_packets
 from .switch_worker import PacketStream
 
 
@@ -28,9 +28,6 @@ class SwitchML(DenseSwitchScheme):
     """
 
     name = "switchml"
-
-    def __init__(self, switch: str, key: Key, slots: int = 256, packet: int = 1408, patience: float = 3.0) -> None:
-        super().__init__(switch, key, slots, packet, patience)
 
     def _terms(self, dtype: torch.dtype) -> SwitchTerms:
         return SwitchTerms("int32", True, self._slots, self._packet, self._patience)

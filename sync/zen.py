@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
-from gemini_ft.validation import check_options
+from gemini_ft.validation import Seed, checked
 
 from . import wire
 from .base import Dimensions, SparseScheme
 from .exchange import Exchange
-from .options import SCHEME_OPTIONS
+from .options import Hashing
 from .parameter_server import push
 from .partition import HashedPartition, HashPartition, RotatedPartition
 from .rows import SparseRows
@@ -33,8 +31,8 @@ class Zen(SparseScheme):
     name = "zen"
     dimensions = Dimensions("point-to-point", "one-shot", "parallelism", "balanced")
 
-    def __init__(self, hashing: Literal["rotation", "hierarchical"] = "rotation", seed: int = 0) -> None:
-        check_options("Zen", SCHEME_OPTIONS["zen"], {"hashing": hashing, "seed": seed})
+    @checked
+    def __init__(self, hashing: Hashing = "rotation", seed: Seed = 0) -> None:
         self._hashing, self._seed = hashing, seed
         self._tables: dict[tuple[int, int, torch.device], HashedPartition] = {}
 

@@ -15,10 +15,9 @@ from typing import Any
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import as_error
 from gemini_ft.agent.memory import slot_files
-from gemini_ft.cli.table import table
 from gemini_ft.config import load_config
 from gemini_ft.core.versions import Version
-from gemini_ft.core.words import in_words
+from gemini_ft.core.words import in_words, table
 from gemini_ft.errors import AgentError, ConfigError, CorruptDataError, StorageError
 from gemini_ft.hosts import host_id
 from gemini_ft.recovery.agent_memory import Remembered, remembered

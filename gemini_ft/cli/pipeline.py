@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from gemini_ft.cli.units import rate
+
 
 def command(arguments: Sequence[str]) -> int:
     """``gemini pipeline CONFIG --model module:function``."""
@@ -14,7 +16,7 @@ def command(arguments: Sequence[str]) -> int:
     parser.add_argument("config", help="YAML or JSON file with a gradient_pipeline (a DeepSpeed configuration, for example)")
     parser.add_argument("--model", required=True, metavar="MODULE:FUNCTION", help="called without arguments, it returns the nn.Module")
     parser.add_argument("--ranks", type=int, default=8, help="workers (default: 8)")
-    parser.add_argument("--rate", default="1gbit", help="of each worker's link, such as 200mbit or 25gbit (default: 1gbit)")
+    parser.add_argument("--rate", type=rate, default="1gbit", help="of each worker's link, such as 200mbit or 25gbit (default: 1gbit)")
     parser.add_argument("--latency", type=float, default=50.0, help="of a message, in microseconds, for the dense patterns (default: 50)")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(arguments)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_ft.cli.table import table
 from gemini_ft.compression.base import FlatLayout, Primitive, Reducer, layout_of
 from gemini_ft.compression.sparse import kept
+from gemini_ft.core.words import table
 from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, first_plan, rule_at, trained
 from gemini_ft.pipeline.rules import Compression, Rule, Rules, load_rules
@@ -31,7 +31,6 @@ _SWITCHED: dict[str, tuple[int, Callable[[int, Link], float]]] = {
     "switchml": (4, lambda nbytes, link: switchml(nbytes // 4, link)),
     "fpisa": (0, lambda nbytes, link: fpisa(nbytes, link, itemsize=1)),
 }
-_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 
 
 @dataclass(frozen=True)
@@ -203,22 +202,11 @@ def show(options: argparse.Namespace) -> None:
         raise ConfigError(f"--ranks {options.ranks}: must be at least 1")
     if not 0 <= options.latency < 1e9:
         raise ConfigError(f"--latency {options.latency:g}: must be microseconds, at least 0; for example 50")
-    rate, rules = _rate(options.rate), load_rules(options.config)
-    description = describe(_model(options.model), rules, options.ranks, rate, 1e-6 * options.latency)
+    if not options.rate > 0:
+        raise ConfigError(f"--rate {options.rate:g}: must be above 0")
+    rules = load_rules(options.config)
+    description = describe(_model(options.model), rules, options.ranks, options.rate, 1e-6 * options.latency)
     print(json.dumps(asdict(description), indent=2) if options.json else _shown(description))
-
-
-def _rate(text: str) -> float:
-    """Bits per second."""
-    number = text.lower().rstrip("abcdefghijklmnopqrstuvwxyz/")
-    unit = text.lower().removeprefix(number).removesuffix("/s")
-    try:
-        rate = float(number) * _UNITS[unit]
-    except (ValueError, KeyError):
-        rate = 0.0
-    if not rate > 0:
-        raise ConfigError(f"--rate {text!r}: must be a number and one of {', '.join(_UNITS)}, for example 200mbit or 25gbit")
-    return rate
 
 
 def _model(path: str) -> nn.Module:

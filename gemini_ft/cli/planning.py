@@ -11,14 +11,11 @@ from math import inf, log10
 from pathlib import Path
 from typing import Any
 
-from gemini_ft.cli.table import table
-from gemini_ft.config import parse_bytes
+from gemini_ft.cli.units import nbytes, rate, seconds
 from gemini_ft.core.forecast import DAY, Cluster, Forecast, ReplicaChoice, best, choices, forecast, lost_work, quantile, wasted_time
 from gemini_ft.core.placement import describe, place, survival_probability
+from gemini_ft.core.words import table
 from gemini_ft.errors import ConfigError
-
-_RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
-_TIMES = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": DAY}
 
 
 def simulate(arguments: Sequence[str]) -> int:
@@ -40,7 +37,7 @@ def simulate(arguments: Sequence[str]) -> int:
 def plan(arguments: Sequence[str]) -> int:
     """``gemini plan --hosts 16 --state 1.2TB --memory 500GB ...``."""
     parser = _parser("gemini plan", "Choose replicas and intervals for a cluster, and say what to expect.")
-    parser.add_argument("--memory", type=_bytes, required=True, help="of each host that copies may take, such as 500GB")
+    parser.add_argument("--memory", type=nbytes, required=True, help="of each host that copies may take, such as 500GB")
     options = parser.parse_args(arguments)
     offered = choices(_cluster(options, 1), options.memory, _days(options), _runs(options), options.seed)
     chosen = best(offered)
@@ -60,17 +57,17 @@ def _parser(prog: str, text: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--hosts", type=int, required=True, help="machines of the job")
     add("--ranks", type=int, default=8, help="ranks per host (default: 8)")
-    add("--state", type=_bytes, required=True, help="of the whole job, such as 1.2TB: 12 bytes per parameter with Adam in mixed precision")
-    add("--step", type=_seconds, required=True, help="time of an optimizer step, such as 62s")
-    add("--bandwidth", type=_rate, required=True, help="of a host's link, each way, such as 100gbit")
+    add("--state", type=nbytes, required=True, help="of the whole job, such as 1.2TB: 12 bytes per parameter with Adam in mixed precision")
+    add("--step", type=seconds, required=True, help="time of an optimizer step, such as 62s")
+    add("--bandwidth", type=rate, required=True, help="of a host's link, each way, such as 100gbit")
     add("--host-failures", type=float, default=0.015, help="per host and day that take its memory (default: 0.015)")
     add("--process-failures", type=float, default=0.015, help="per host and day that leave its memory (default: 0.015)")
     add("--domain", type=int, default=0, help="hosts per failure domain, such as a rack (default: there are none)")
     add("--domain-failures", type=float, default=0.0, help="per domain and day (default: 0)")
-    add("--restart", type=_seconds, default=60.0, help="from a failed process until the state is loaded (default: 60s)")
-    add("--replace", type=_seconds, default=300.0, help="the same where a host is replaced (default: 5min)")
-    add("--storage-bandwidth", type=_rate, default=0.0, help="of the whole job to storage, such as 20gbit (default: nothing is stored)")
-    add("--storage-interval", type=_seconds, default=10800.0, help="between checkpoints from memory to storage (default: 3h)")
+    add("--restart", type=seconds, default=60.0, help="from a failed process until the state is loaded (default: 60s)")
+    add("--replace", type=seconds, default=300.0, help="the same where a host is replaced (default: 5min)")
+    add("--storage-bandwidth", type=rate, default=0.0, help="of the whole job to storage, such as 20gbit (default: nothing is stored)")
+    add("--storage-interval", type=seconds, default=10800.0, help="between checkpoints from memory to storage (default: 3h)")
     add("--days", type=float, default=30.0, help="length of a run (default: 30)")
     add("--runs", type=int, default=20, help="runs (default: 20)")
     add("--seed", type=int, default=1, help="of the random failures (default: 1)")
@@ -79,22 +76,8 @@ def _parser(prog: str, text: str) -> argparse.ArgumentParser:
 
 
 def _cluster(options: argparse.Namespace, replicas: int) -> Cluster:
-    return Cluster(
-        hosts=options.hosts,
-        ranks=options.ranks,
-        state=options.state,
-        step=options.step,
-        bandwidth=options.bandwidth,
-        replicas=replicas,
-        domain=options.domain,
-        process_failures=options.process_failures,
-        host_failures=options.host_failures,
-        domain_failures=options.domain_failures,
-        restart=options.restart,
-        replace=options.replace,
-        storage_bandwidth=options.storage_bandwidth,
-        storage_interval=options.storage_interval,
-    )
+    given = {name: value for name, value in vars(options).items() if name in Cluster.__dataclass_fields__}
+    return Cluster(**{**given, "replicas": replicas})
 
 
 def _days(options: argparse.Namespace) -> float:
@@ -107,30 +90,6 @@ def _runs(options: argparse.Namespace) -> int:
     if options.runs < 1:
         raise ConfigError(f"--runs {options.runs}: must be at least 1")
     return int(options.runs)
-
-
-def _bytes(text: str) -> float:
-    try:
-        return float(parse_bytes(text))  # type: ignore[arg-type]
-    except (ValueError, TypeError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give a number and a unit, such as 1.2TB or 500GiB") from None
-
-
-def _rate(text: str) -> float:
-    return _number(text, _RATES, "rate", "100gbit or 200mbit")
-
-
-def _seconds(text: str) -> float:
-    return _number(text, _TIMES, "time", "62s, 5min, 3h or 2d")
-
-
-def _number(text: str, units: dict[str, float], what: str, example: str) -> float:
-    digits = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-    unit = text.strip()[len(digits) :].strip().lower()
-    try:
-        return float(digits) * units[unit]
-    except (ValueError, KeyError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no {what}; give a number and a unit, such as {example}") from None
 
 
 # -- what is shown ----------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gemini_ft.config import load_config, parse_bytes
+from gemini_ft.cli.units import nbytes
+from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError
 from gemini_ft.sync.switch_server import Limits, Server
 from gemini_ft.wire.network import bound
@@ -27,14 +28,14 @@ def command(argv: Sequence[str]) -> int:
     parser.add_argument("--host", default="0.0.0.0", help="interface to listen on (default: all IPv4 ones)")
     parser.add_argument("--port", type=int, default=29600, help="UDP port to listen on; 0: any free one (default: %(default)s)")
     parser.add_argument("--part", default="1/1", metavar="K/N", help="which part of the slots, with N switches (default: %(default)s)")
-    parser.add_argument("--memory", default="256MiB", help="for the slots of all jobs (default: %(default)s)")
+    parser.add_argument("--memory", type=nbytes, default="256MiB", help="for the slots of all jobs (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=limits.jobs, help="at once (default: %(default)s)")
     parser.add_argument(
         "--idle", type=float, default=limits.idle, help="seconds after which a silent job makes room for another (default: %(default)g)"
     )
     options = parser.parse_args(argv)
     part, parts = _part(options.part)
-    limits = replace(limits, memory=_bytes(options.memory), jobs=options.jobs, idle=options.idle)
+    limits = replace(limits, memory=int(options.memory), jobs=options.jobs, idle=options.idle)
     with bound(options.host, options.port, socket.SOCK_DGRAM) as listening:
         server = Server(listening, switch_key(load_config()), limits, part, parts)
         stop, stopped = socket.socketpair()
@@ -53,10 +54,3 @@ def _part(text: str) -> tuple[int, int]:
     if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
         raise ConfigError(f"--part {text}: must be K/N with K from 1 to N, such as 2/4 for the second of four switches")
     return int(number) - 1, int(count)
-
-
-def _bytes(text: str) -> int:
-    try:
-        return int(str(parse_bytes(text)))
-    except ValueError as error:
-        raise ConfigError(f"--memory {text}: {error}; give bytes, with a unit if you like, such as 512MiB") from None

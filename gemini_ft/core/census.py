@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
 
+from gemini_ft.core import words
 from gemini_ft.errors import UnsupportedStateError
 
 
@@ -138,8 +139,7 @@ def table(findings: Sequence[Finding]) -> str:
     """Findings as a table for people: place, kind, fate, bytes and more."""
     rows = [("what", "where", "fate", "bytes", "how")]
     rows += [(item.rule.what, item.where, str(item.rule.fate), f"{item.nbytes:,}", item.note or item.rule.how) for item in findings]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return words.table(rows)
 
 
 def whole_table() -> str:

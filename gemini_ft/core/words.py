@@ -1,6 +1,8 @@
-"""Numbers as people say them."""
+"""Times and tables as people read them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def in_words(seconds: float) -> str:
@@ -9,3 +11,9 @@ def in_words(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.1f} {unit}"
     return f"{max(0.0, seconds):.0f} s"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns side by side, each as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)

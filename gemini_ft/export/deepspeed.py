@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from gemini_ft.errors import ConfigError, StorageError, UnsupportedStateError
+from gemini_ft.errors import ConfigError, UnsupportedStateError
 from gemini_ft.export.source import Checkpoint
-from gemini_ft.export.state import on_cpu
+from gemini_ft.export.state import on_cpu, save_file
 from gemini_ft.export.zero import Engine, is_engine
 
 _ZERO12, _ZERO3, _BF16 = "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer"
@@ -48,31 +48,29 @@ class _ZeroWriter:
             raise UnsupportedStateError(f"{self._kind} at stage 0 has files of its own; use --format dcp or safetensors")
 
     def write(self) -> None:
-        (self._folder / self._tag).mkdir()
+        folder = self._folder / self._tag
+        folder.mkdir()
         params = self._engine.parameters(with_state=self._about["stage"] == 0)
         weights = {name: held[""].to(getattr(torch, self._about["params"][name][1])) for name, held in params.items()}
         for rank in range(len(self._extras)):
             partition = self._engine.partition(rank)
             buffers = {name.removeprefix("buffer."): tensor for name, tensor in partition.items() if name.startswith("buffer.")}
             if self._about["stage"] == 3:
-                self._save(
-                    f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", self._model_states(self._placeholders(weights) | buffers, partition)
+                save_file(
+                    folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt",
+                    self._model_states(self._placeholders(weights) | buffers, partition),
                 )
             elif rank == 0:
                 optimizer = self._whole_optimizer(params) if self._about["stage"] == 0 else None
                 frozen = {f"frozen.{name}": tensor for name, tensor in weights.items()}
-                self._save("mp_rank_00_model_states.pt", self._model_states(weights | buffers, frozen, optimizer))
+                save_file(folder / "mp_rank_00_model_states.pt", self._model_states(weights | buffers, frozen, optimizer))
             if self._about["stage"] > 0:
                 prefix = "bf16_" if self._about["bf16"] else ""
                 content = {"optimizer_state_dict": self._optimizer_states(rank, partition), "ds_config": self._about["config"]}
-                self._save(f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", content | {"ds_version": self._about["version"]})
+                save_file(
+                    folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", content | {"ds_version": self._about["version"]}
+                )
         (self._folder / "latest").write_text(self._tag)
-
-    def _save(self, name: str, content: object) -> None:
-        try:
-            torch.save(content, self._folder / self._tag / name)
-        except RuntimeError as error:  # its writer's error for a full disk
-            raise StorageError(f"{name}: torch cannot write it: {str(error).partition(chr(10))[0]}; is there room?") from None
 
     def _placeholders(self, weights: Iterable[str]) -> dict[str, torch.Tensor]:
         """Empty weights, as the module has them between steps at stage 3: they are in the optimizer's partitions."""

@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from gemini_ft.core.layout import PER_RANK, Layout, Piece, Read
-from gemini_ft.errors import CorruptDataError, StateError, UnsupportedStateError
+from gemini_ft.errors import CorruptDataError, StateError, StorageError, UnsupportedStateError
 from gemini_ft.export.source import Checkpoint
 from gemini_ft.recovery.readers import ShardReader
 from gemini_ft.recovery.restore import scatter
@@ -287,3 +288,15 @@ def on_cpu(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(on_cpu, value))
     return value
+
+
+def save_file(path: Path, content: object) -> None:
+    """Writes a file of ``torch.save``.
+
+    Raises:
+        StorageError: torch cannot write it.
+    """
+    try:
+        torch.save(content, path)
+    except RuntimeError as error:  # its writer's error for a full disk
+        raise StorageError(f"{path}: torch cannot write it: {str(error).partition(chr(10))[0]}; is there room?") from None

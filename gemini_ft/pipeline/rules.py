@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,26 +30,24 @@ from pydantic import (
 from gemini_ft.compression.base import Compressor, Reducer
 from gemini_ft.compression.dgc import MomentumCorrection
 from gemini_ft.compression.feedback import ErrorFeedback
-from gemini_ft.compression.methods import COMPRESSORS, METHODS, create
-from gemini_ft.compression.options import METHOD_OPTIONS
+from gemini_ft.compression.methods import COMPRESSORS, METHOD_OPTIONS, METHODS, create
 from gemini_ft.compression.sparse import Sparsifier, WithRatio
 from gemini_ft.config import Bytes, load_config
 from gemini_ft.errors import ConfigError
-from gemini_ft.sync import options as of_schemes
 from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.base import Scheme
 from gemini_ft.sync.hierarchical import Hierarchical
 from gemini_ft.sync.schemes import LOSSY_SCHEMES, SCHEMES, SWITCH_SCHEMES
-from gemini_ft.validation import check_options, options_model
+from gemini_ft.validation import check_options, options_of
 from gemini_ft.wire.trust import switch_key
 
 # The options of every method and scheme as rules give them, and docs/pipelines.md lists them.
+_SCHEMES: dict[str, type[Scheme]] = {**SCHEMES, "auto": Auto, **LOSSY_SCHEMES}
 _INTER: Any = (Annotated[Literal[tuple(SCHEMES)], Field(description=f"the scheme between hosts, one of {', '.join(SCHEMES)}")], "zen")
 SCHEME_OPTIONS: dict[str, type[BaseModel]] = {
-    **{name: options_model(name) for name in (*SCHEMES, "auto")},
-    **{name: of_schemes.SCHEME_OPTIONS[name] for name in of_schemes.SCHEME_OPTIONS if name not in SWITCH_SCHEMES},
-    "hierarchical": create_model("hierarchical", __base__=of_schemes.SCHEME_OPTIONS["hierarchical"], inter=_INTER),
-    **{name: of_schemes.SCHEME_OPTIONS[name] for name in SWITCH_SCHEMES},
+    **{name: options_of(make) for name, make in _SCHEMES.items()},
+    "hierarchical": create_model("hierarchical", __base__=options_of(Hierarchical), inter=_INTER),
+    **{name: options_of(make) for name, make in SWITCH_SCHEMES.items()},
 }
 
 SYNCS = (*SCHEMES, "auto", "hierarchical", *LOSSY_SCHEMES, *SWITCH_SCHEMES)
@@ -120,8 +118,7 @@ class Sync(BaseModel):
             return Hierarchical(SCHEMES[inter](), **options)
         if self.scheme in SWITCH_SCHEMES:
             return SWITCH_SCHEMES[self.scheme](**self.options, key=lambda: switch_key(load_config()))
-        make: Callable[..., Scheme] = Auto if self.scheme == "auto" else {**SCHEMES, **LOSSY_SCHEMES}[self.scheme]
-        return make(**self.options)
+        return _SCHEMES[self.scheme](**self.options)
 
 
 class Compression(BaseModel):

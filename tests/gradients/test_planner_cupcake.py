@@ -10,9 +10,10 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from cupcake_paper import algorithm_1
 
 from gemini_ft.compression.costs import FREE, Affine, Cost, Measured, Sample, fit_line, interpolate
-from gemini_ft.compression.cupcake import GroupingPlan, algorithm_1, plan
+from gemini_ft.compression.cupcake import GroupingPlan, plan
 from gemini_ft.compression.timeline import Backward, GroupCosts, Grouping, buckets, even, layer_wise, simulate
 
 

@@ -296,7 +296,6 @@ def test_the_command_serves_until_it_is_stopped_and_reports(tmp_path: Path) -> N
     ("arguments", "words"),
     [
         (["--part", "3/2"], "--part 3/2: must be K/N"),
-        (["--memory", "lots"], "--memory lots: "),
         (["--port", "99999"], "the largest port is 65535"),
         (["--port", "0"], "give it and them the same GEMINI_SECRET_FILE"),
     ],

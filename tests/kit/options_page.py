@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from gemini_ft.compression.options import METHOD_OPTIONS
+from gemini_ft.compression.methods import METHOD_OPTIONS
 from gemini_ft.config import SET_BY_LAUNCHER, VARIABLES, GeminiConfig, MemoryConfig, StorageConfig, TrafficConfig
 from gemini_ft.pipeline.rules import SCHEME_OPTIONS
 
