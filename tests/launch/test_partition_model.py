@@ -135,7 +135,8 @@ class Job:
         self.dice, self.size = dice, dice.choice([2, 2, 3])
         self.network = Network(dice.randint(1, 3))
         self.worlds: dict[str, World] = {}
-        self.starts = 0
+        self.starts, self.first = 0, frozenset[str]()  # hosts of the first complete round
+        self.kept = 0  # committed before the first cut
         timeout, interval = RendezvousTimeout(), timedelta(seconds=1)
         self._settings = RendezvousSettings("run", self.size, self.size, timeout, interval, 3)
         names = [f"host{number}" for number in range(self.size + dice.randint(0, 2))]
@@ -194,6 +195,7 @@ class Job:
         elif not one.world:
             if self._act(one, one.join) is _Action.FINISH and one.holder.state.complete:
                 one.world = spares.world_of(one.holder.state) or ""
+                self.first = self.first or spares.members_of(one.holder.state)
         else:
             self._act(one, _RendezvousKeepAliveOp())
             if one.backend.overtaken:
@@ -218,11 +220,11 @@ class Job:
     def _resume(self, this: World) -> None:
         hosts = this.hosts
         began = [world for world in self.worlds.values() if world.has_begun]
-        took_part = not began or any({*world.hosts} & {*hosts} for world in began)
-        assert took_part, f"{hosts} form a world, and none of them has taken part before: {self.worlds}"
+        took_part = self.first.union(*(world.hosts for world in began))
+        assert not began or took_part & {*hosts}, f"{hosts} form a world, and none of them has taken part before: {self.worlds}"
         held = {owner: max((self.launchers[host].memory.get(owner, 0) for host in hosts), default=0) for owner in range(self.size)}
         start = min(held.values())
-        committed = max((world.committed for world in self.worlds.values()), default=0)
+        committed = max((world.committed for world in began if {*world.hosts} & {*hosts}), default=self.kept)
         known = [self.worlds[last] for host in hosts if (last := self.launchers[host].last)]
         newest = max(known, key=lambda world: world.formed, default=None)
         if not start and newest is not None and {host for owner in held if not held[owner] for host in newest.holders[owner]} - {*hosts}:
@@ -341,7 +343,7 @@ def scenario(seed: int, networks: list[Network]) -> None:
     networks.append(job.network)
     if dice.random() < 0.8:
         job.run(60, lambda: any(world.committed > 20 for world in job.training))
-    committed = max((world.committed for world in job.worlds.values()), default=0)
+    committed = job.kept = max((world.committed for world in job.worlds.values()), default=0)
     cut, forgets = job.network.now, seed >= FORGETTING
     for _ in range(dice.randint(1, 4)):
         job.cut()
