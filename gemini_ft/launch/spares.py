@@ -296,7 +296,7 @@ def pause(hosts: int) -> float:
 
 
 @contextmanager
-def better_rendezvous(hosts: int, **facts: Callable[..., Any]) -> Iterator[None]:
+def better_rendezvous(hosts: int, **facts: Any) -> Iterator[None]:
     """Inside, torch's launcher joins a job of ``hosts`` hosts in the way described above; ``facts`` are attributes of `LaunchingHost`.
 
     Torch has no settings for that, so its classes and its functions are replaced.
