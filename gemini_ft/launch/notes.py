@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,14 +91,14 @@ class Notes:
         return any(word.startswith(_HOSTS) for word in self._words())
 
     def kept(self) -> dict[str, str]:
-        """Stream -> the hosts that have what was committed of it last, for `learn` of another launcher."""
-        return {name: word.partition("=")[2] for name, word in _of(self._words()).items()}
+        """Stream -> the hosts that have what was committed of it last, for `learn` of another launcher; pickled once for all streams."""
+        return {name: sys.intern(word.partition(",")[2]) for name, word in _of(self._words()).items()}
 
     def learn(self, kept: Mapping[str, str]) -> None:
         """Takes in what other launchers know of that."""
         known = self.kept()
         with open(self.path, "a") as file:  # where workers write, too
-            file.writelines(f"{_TOLD}{about}\n" for name, about in kept.items() if about != known.get(name))
+            file.writelines(f"{_TOLD}{name},{about}\n" for name, about in kept.items() if about != known.get(name))
 
     @property
     def total(self) -> int | None:

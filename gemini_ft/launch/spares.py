@@ -135,7 +135,7 @@ class PatientJoin:
             members = members or frozenset(names[node] for node in participants if node in names)
             setattr(state, _WORLD, uuid.uuid4().hex)
         setattr(state, _MEMBERS, members)
-        setattr(state, _KEPT, getattr(state, _KEPT, {}) | self._host.kept())
+        setattr(state, _KEPT, {**getattr(state, _KEPT, {}), **self._host.kept()})
 
     def _wanted(self, ctx: Any, deadline: float) -> Any:
         """The next step, as if hosts that are not seen were dead."""
@@ -202,7 +202,7 @@ def take_part(state: Any, node: Any, host: LaunchingHost) -> bool:
     if not state.complete or node not in state.participants or host.world != world_of(state):
         return False
     before = getattr(state, _KEPT, {}), members_of(state)
-    kept = before[0] | host.kept()
+    kept = {**before[0], **host.kept()}
     members = before[1] | ({host.name} if host.keeps() or not kept else set())
     host.has_taken_part |= host.name in members
     setattr(state, _KEPT, kept)
