@@ -32,7 +32,7 @@ from gemini_ft.core.census import Census, Fate, Finding, declare, table
 from gemini_ft.errors import ConfigError, RecoveryError, StateError
 from gemini_ft.faults import inject as faults
 from gemini_ft.launch import notes
-from gemini_ft.recovery.restore import read_extras
+from gemini_ft.recovery.restore import putting_back, read_extras
 from gemini_ft.state import ddp
 from gemini_ft.state.base import PlainState, TrainingState
 from gemini_ft.state.ddp import ddp_state, findings, first_tensors, refuse_hooks, restore_buckets, restore_sync, send_first
@@ -170,22 +170,22 @@ class Checkpointer:
             if self._init_sync:
                 send_first(first_tensors(self._models, all(map(buffers_are_broadcast, self._wrapped.values()))), exchange)
             return 0
-        saved = found.extras["state"]
-        with self._script_to_blame():
+        with self.putting_back():
+            saved = found.extras["state"]
             if saved.keys() != self._stateful.keys():
                 raise StateError(
                     f"the snapshot has state of {sorted(saved)}, this job has {sorted(self._stateful)}; give the same `state` as before"
                 )
         self.load_tensors()
-        for name, value in found.extras["ddp"].items():
-            if name in self._wrapped:
-                restore_buckets(self._wrapped[name], value)
-                with self._script_to_blame():
+        with self.putting_back():
+            for name, value in found.extras["ddp"].items():
+                if name in self._wrapped:
+                    restore_buckets(self._wrapped[name], value)
                     restore_sync(self._wrapped[name], value)
-        for name, value in saved.items():
-            self._stateful[name].load_state_dict(value)
-        self.scalars = found.extras["scalars"]
-        set_rng_state(found.extras["rng"])
+            for name, value in saved.items():
+                self._stateful[name].load_state_dict(value)
+            self.scalars = {**found.extras["scalars"]}
+            set_rng_state(found.extras["rng"])
         return found.iteration
 
     def step(self, **scalars: Any) -> None:
@@ -251,10 +251,17 @@ class Checkpointer:
         self._iteration = self.stats.committed = plan.version.iteration
         with self._script_to_blame():
             extras = on_all_ranks(lambda: read_extras(session.sources, session.rank, session.world_size, session.secret, trust))
-        own = extras[session.rank % plan.world_size]
-        self._state_extras = {owner: value["tensors"] for owner, value in extras.items()}
-        self._hyperparameters.then = own.get("given", {})  # snapshots in storage may be older
-        return Snapshot(self._iteration, own["extras"], plan.kind, plan.world_size)
+        with self.putting_back():
+            own = extras[session.rank % plan.world_size]
+            self._state_extras = {owner: value["tensors"] for owner, value in extras.items()}
+            self._hyperparameters.then = own.get("given", {})  # snapshots in storage may be older
+            return Snapshot(self._iteration, own["extras"], plan.kind, plan.world_size)
+
+    @contextlib.contextmanager
+    def putting_back(self) -> Iterator[None]:
+        """Refuses, inside, a snapshot that has another form than the one in which its parts are put back (`recovery.restore`)."""
+        with self._script_to_blame(), putting_back(self._iteration):
+            yield
 
     def bind(self, models: nn.Module | Mapping[str, nn.Module], optimizers: Any = (), *, modes: bool = True) -> None:
         """Names the objects to capture; call it as early as they exist.
@@ -342,15 +349,26 @@ class Checkpointer:
         if session.plan.version is None:
             raise RecoveryError("load_tensors() was called, but open() found nothing to resume")
         begin = time.perf_counter()
-        changed = exchange_or_raise(lambda: self._hyperparameters.compare(self._iteration))
+
+        def compare() -> Any:
+            with putting_back(self._iteration):
+                return self._hyperparameters.compare(self._iteration)
+
+        def put_back() -> None:
+            with putting_back(self._iteration):
+                self._state.apply_extras(own)
+
+        changed = exchange_or_raise(compare)
         if session.rank == 0:
             warn(changed)
         if isinstance(self._bound, PlainState):
             self._bound.remember()
-        changes = self._state_extras[session.rank % session.plan.world_size].get("changes")
+        with self.putting_back():
+            found = self._state_extras[session.rank % session.plan.world_size].get("changes")
+            changes = Changes(**found) if found is not None else None
         if changes is not None and self._rebuild is not None:
             fresh = self._bound
-            self._rebuild(Changes(**changes))
+            self._rebuild(changes)
             if isinstance(fresh, PlainState) and isinstance(self._bound, PlainState):
                 self._bound.inherit(fresh)
         self._find_gradients()
@@ -358,7 +376,7 @@ class Checkpointer:
             if self._gradients is None:
                 on_all_ranks(lambda: check_presence(self._state_extras[session.rank % session.plan.world_size], attached=False))
             self.stats.restored, own = fill(session, self._state, self._state_extras)
-            on_all_ranks(lambda: self._state.apply_extras(own), self.config.timeout + 600)
+            on_all_ranks(put_back, self.config.timeout + 600)
         seconds = self.stats.restore_seconds = time.perf_counter() - begin
         self._joined.events.write("resumed", iteration=self._iteration, sources=self.stats.restored, seconds=seconds)
         self._state_extras = {}

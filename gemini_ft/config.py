@@ -293,7 +293,9 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     return found
 
 
-PASSWORD = r"(?<=://)\S+(?=@)"  # and a user's name, in a URL; a password may have any sign in it, so up to the last @
+# A user and a password in a URL, which a path makes one of with a single stroke; a password may have any sign in it, so up to the last @.
+# And the values in a URL's query, where signatures and tokens are.
+PASSWORD = r"(?<=://)\S+(?=@)|(?<=:/)(?!/)\S+(?=@)|(?<=\?)[^\s'\"]*=[^\s'\"]*"
 _SECTIONS: dict[str, type[BaseModel]] = {"storage": StorageConfig, "traffic": TrafficConfig}
 
 
@@ -318,7 +320,7 @@ def _shown(text: str) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """A text as logs may show it: without users and passwords in URLs."""
+    """A text as logs may show it: without users, passwords and queries in URLs."""
     return re.sub(PASSWORD, "...", text)
 
 

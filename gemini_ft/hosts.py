@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import socket
+import time
 from pathlib import Path
+
+_BOOT = 8  # digits of the boot id in a host's name
 
 
 def host_id() -> str:
     """Name of this host: GEMINI_HOST_ID, the node's in a SLURM job, or the hostname with the boot id (two containers may share a name)."""
-    return given_id() or f"{socket.gethostname()}-{machine_id()[:8]}"
+    return given_id() or f"{socket.gethostname()}-{machine_id()[:_BOOT]}"
+
+
+def is_earlier_boot(before: str, host: str, machine: str) -> bool:
+    """Whether a host's name is that which another one, with the machine's boot id, had before it was booted: by default names have that id.
+
+    Two hosts of a job need different hostnames; where they have not, this says nothing.
+    """
+    hostname, _, boot = host.rpartition("-")
+    then = re.fullmatch(rf"{re.escape(hostname)}-[0-9a-f]{{{_BOOT}}}", before)
+    return boot == machine[:_BOOT] and before != host and then is not None
+
+
+def uptime() -> float:
+    """Seconds since the kernel began."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def given_id() -> str:

@@ -256,13 +256,14 @@ class _Protection:
         if (found := self.checkpointer.open()) is None:
             return
         self.checkpointer.load_tensors()
-        if isinstance(self._model, DistributedDataParallel):
-            restore_buckets(self._model, found.extras["ddp"])
-            restore_sync(self._model, found.extras["ddp"])
-        if self._scaler is not None:
-            self._scaler.load_state_dict(found.extras["scaler"])
-        self.client_state, self.resumed, self._steps = found.extras["client_state"], found.iteration, found.iteration
-        set_rng_state(found.extras["rng"])
+        with self.checkpointer.putting_back():
+            if isinstance(self._model, DistributedDataParallel):
+                restore_buckets(self._model, found.extras["ddp"])
+                restore_sync(self._model, found.extras["ddp"])
+            if self._scaler is not None:
+                self._scaler.load_state_dict(found.extras["scaler"])
+            self.client_state, self.resumed, self._steps = {**found.extras["client_state"]}, found.iteration, found.iteration
+            set_rng_state(found.extras["rng"])
 
     def save(self) -> None:
         """Takes a snapshot if there was a step since the last one and the interval says so."""

@@ -77,14 +77,16 @@ class Protection:
         bound_collectives(engine, self.checkpointer.config.hang_timeout)
         self._iteration = 0  # of the last update that counted; it never goes back, whatever is loaded into the engine
         found = self.checkpointer.open()
-        self._data = EngineData(_kept(found))
+        with self.checkpointer.putting_back():
+            self._data = EngineData(_kept(found))
         self.checkpointer.census.register("data", lambda: (LOADERS.found(name) for name in self._data.objects))
         self.checkpointer.bind_state(state)
         if found is not None:
             self.checkpointer.load_tensors()
-            self.client_state = found.extras["client_state"]
-            self._border.is_late = found.extras["late"]
-            set_rng_state(found.extras["rng"])
+            with self.checkpointer.putting_back():
+                self.client_state = {**found.extras["client_state"]}
+                self._border.is_late = bool(found.extras["late"])
+                set_rng_state(found.extras["rng"])
             if dist.get_rank() >= found.world_size:
                 branch_randomness(dist.get_rank())
             self._resumed, self._iteration = engine.global_steps, found.iteration

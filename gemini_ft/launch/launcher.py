@@ -92,7 +92,10 @@ def command(argv: Sequence[str]) -> int:
             stack.enter_context(started_ahead(run_id, host_id()))
             notes = stack.enter_context(notes_of_workers())
             hosts = torchrun.parse_min_max_nnodes(options.nnodes)[1]
-            stack.enter_context(better_rendezvous(hosts, partial(notes.have, FIXED), partial(notes.count, LACKS)))
+            is_fixed, lacks = partial(notes.have, FIXED), partial(notes.count, LACKS)
+            stack.enter_context(
+                better_rendezvous(hosts, is_fixed=is_fixed, lacks=lacks, keeps=notes.keeps, kept=notes.kept, learn=notes.learn)
+            )
             stack.enter_context(surviving_stores())
             stack.enter_context(whole_rounds())
             stack.enter_context(own_log_dir(options))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -19,6 +20,7 @@ DRAINED_STATUS = 85  # ERESTART; with which a worker leaves then, and its launch
 
 _TOTAL = "total="  # and the number of optimizer steps of the whole job
 _HOSTS = "hosts="  # and a stream, and the names of the hosts that took part when something of it was committed, all as in URLs
+_TOLD = "told="  # and the same, which the launcher has from others
 
 step: int | None = None  # iterations that this worker's newest stream has done; None: it has none
 
@@ -37,23 +39,32 @@ def say_total(steps: int) -> None:
 
 def say_committed(run: str, stream: str, hosts: Collection[str]) -> None:
     """Tells ``gemini run``, if it does not know yet, that something of a stream was committed, or resumed, and which hosts have it."""
-    if {*hosts} == hosts_of_commits(run, stream):
-        return
-    say(",".join([_HOSTS + _name(run, stream), *map(quote, sorted(hosts))]))
+    word = ",".join([_HOSTS + _name(run, stream), *map(quote, sorted(hosts))])
+    if _of(_words_here()).get(_name(run, stream)) != word:
+        say(word)
 
 
 def hosts_of_commits(run: str, stream: str) -> frozenset[str]:
-    """The hosts of which this host's workers of this launch have said last that they have something of a stream; none: nobody has."""
+    """The hosts of which workers of this launch have said last that they have something of a stream; none: nobody has."""
+    return frozenset(map(unquote, _of(_words_here()).get(_name(run, stream), "").split(",")[1:]))
+
+
+def _words_here() -> list[str]:
+    """What the workers of this host, and its launcher, have said."""
     try:
-        lines = Path(os.environ[NOTES]).read_text().splitlines()
+        return Path(os.environ[NOTES]).read_text().split()
     except (KeyError, OSError, ValueError):
-        return frozenset()
-    about = [line.split(",")[1:] for line in lines if line.startswith(f"{_HOSTS}{_name(run, stream)},")]
-    return frozenset(map(unquote, about[-1])) if about else frozenset()
+        return []
+
+
+def _of(words: Iterable[str]) -> dict[str, str]:
+    """Stream -> what was said last of the hosts that have something of it."""
+    said = [word for word in words if word.startswith((_HOSTS, _TOLD))]
+    return {word.partition(",")[0].partition("=")[2]: word for word in said}
 
 
 def _name(run: str, stream: str) -> str:
-    return quote(f"{run}/{stream}")
+    return quote(f"{run}/{stream}", safe="")
 
 
 class Notes:
@@ -74,6 +85,20 @@ class Notes:
     def count(self, word: str) -> int:
         """How often workers have said it."""
         return self._words().count(word)
+
+    def keeps(self) -> bool:
+        """Whether a worker has said that it has something that was committed."""
+        return any(word.startswith(_HOSTS) for word in self._words())
+
+    def kept(self) -> dict[str, str]:
+        """Stream -> the hosts that have what was committed of it last, for `learn` of another launcher; pickled once for all streams."""
+        return {name: sys.intern(word.partition(",")[2]) for name, word in _of(self._words()).items()}
+
+    def learn(self, kept: Mapping[str, str]) -> None:
+        """Takes in what other launchers know of that."""
+        known = self.kept()
+        with open(self.path, "a") as file:  # where workers write, too
+            file.writelines(f"{_TOLD}{name},{about}\n" for name, about in kept.items() if about != known.get(name))
 
     @property
     def total(self) -> int | None:

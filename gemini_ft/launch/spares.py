@@ -7,9 +7,12 @@ end. Here others step forward only where no host of the job that still gives sig
 steps back. Torch deletes a host's sign of life when it leaves its place to come to the next round; here it stays until it is too old.
 
 Nothing begins without a host that took part. Spares that are cut off from the job together could make up a world of their own, and train
-under the same run id. So the state of the rendezvous names the hosts that have ever taken part in a complete round, and nobody else takes
-the first place in a round. A launcher that is started again on such a host counts as that host, also after a reboot. One that ends, and
-whose workers have ended therefore, takes its host off the list: where all have done so, others begin.
+under the same run id. So the state of the rendezvous names the hosts that have taken part, and nobody else takes the first place in a
+round: those of the first complete round, and a host that comes later once its workers have something that was committed. A place
+beside a host that took part is not enough, as that one may have been cut off before anything was read from it. A launcher that is
+started again on such a host counts as that host, also after a reboot. One that ends, and whose workers have ended therefore, takes its
+host off the list: where all have done so, others begin. The state also says which hosts have what was committed last, so that launchers
+which were started since, and their workers, miss those that are absent.
 
 A job stays as large as its state. With ``--nnodes 1:4`` torch restarts a healthy job for every host that comes. State that only the
 same number of ranks can load would be lost by that, so a worker with such state says so (`gemini_ft.launch.notes`), the hosts write
@@ -52,7 +55,8 @@ _JOIN, _DELAY, _STATE, _DUE, _NAMING = _CHANGED  # torch's names
 _HOSTS = "gemini_hosts"  # the number of hosts that the job's state is made for
 _WORLD = "gemini_world"  # a random name of the complete round: copies of it in two stores are one world
 _NAMES = "gemini_names"  # the lasting name of each launcher that lives and has taken a place in a round
-_MEMBERS = "gemini_members"  # the names of the hosts that have taken part in a complete round and may be at work
+_MEMBERS = "gemini_members"  # the names of the hosts that have taken part and may be at work
+_KEPT = "gemini_kept"  # stream -> the hosts that have what was committed of it last, in the words of `gemini_ft.launch.notes`
 _QUICKEST = 0.05  # seconds between two looks in the smallest job
 _HOSTS_PER_SECOND = 100  # in a look every host reads the states of all: large jobs keep torch's pace
 _YIELDING = 3  # times the patience of other spares
@@ -68,10 +72,13 @@ class LaunchingHost:
 
     patience: float  # seconds for which it leaves an open round to others, unless it belongs to the job
     name: str = field(default_factory=lasting_name)
-    has_taken_part: bool = False
+    has_taken_part: bool = False  # in a world that began
     world: str | None = None  # of the last complete round that it found its place in
     lacks: Callable[[], int] = lambda: 0  # how often its workers found the state not whole without absent hosts, and this none that had it
     lacked: int = 0  # the same, when it wished to join last
+    keeps: Callable[[], bool] = lambda: False  # whether its workers have said that they have something that was committed
+    kept: Callable[[], Mapping[str, str]] = dict  # stream -> the hosts that have what was committed of it last, as far as it knows
+    learn: Callable[[Mapping[str, str]], None] = lambda kept: None  # takes in the same, as others know it
     is_fixed: Callable[[], bool] = lambda: False  # whether the state of its workers can be loaded by the same number of ranks only
 
 
@@ -118,16 +125,17 @@ class PatientJoin:
         return False
 
     def _sign(self, ctx: Any, completes: bool) -> None:
-        """Writes this host's name into the state beside its place, and all names into the list of members if that completes the round."""
+        """Writes this host's name beside its place, its workers' words, and all names as members if that completes the first round."""
         state, participants = ctx.state, {*ctx.state.participants, ctx.node}
         known = {node: name for node, name in getattr(state, _NAMES, {}).items() if node in state.last_heartbeats}
         names = known | {ctx.node: self._host.name}
         setattr(state, _NAMES, names)
-        took_part = {self._host.name} if self._host.has_taken_part else set()
+        members = members_of(state) | ({self._host.name} if self._host.has_taken_part else set())
         if completes or len(participants) >= ctx.settings.max_nodes:
-            took_part |= {names[node] for node in participants if node in names}
+            members = members or frozenset(names[node] for node in participants if node in names)
             setattr(state, _WORLD, uuid.uuid4().hex)
-        setattr(state, _MEMBERS, members_of(state) | took_part)
+        setattr(state, _MEMBERS, members)
+        setattr(state, _KEPT, {**getattr(state, _KEPT, {}), **self._host.kept()})
 
     def _wanted(self, ctx: Any, deadline: float) -> Any:
         """The next step, as if hosts that are not seen were dead."""
@@ -140,7 +148,9 @@ class PatientJoin:
             return _Action.REMOVE_FROM_WAIT_LIST  # it is not needed any more: torch's next decision makes it a spare
         action = self._join(ctx, deadline)
         if action == _Action.FINISH:
-            self._host.has_taken_part, self._host.world = True, world_of(state)
+            self._host.has_taken_part |= self._host.name in members_of(state)
+            self._host.world = world_of(state)
+            self._host.learn(getattr(state, _KEPT, {}))
         is_new = action == _Action.ADD_TO_PARTICIPANTS and state.round > 0 and (self._yields or not self._host.has_taken_part)
         if not (is_new or action == _Action.REMOVE_FROM_REDUNDANCY_LIST) or self._is_its_turn(ctx):
             return action
@@ -183,8 +193,21 @@ def is_left_out(state: Any, node: Any, world: str | None) -> bool:
 
 
 def members_of(state: Any) -> frozenset[str]:
-    """The names of the hosts that have taken part in a complete round of a rendezvous, and have not said that they ended."""
+    """The names of the hosts that have taken part in the job of a rendezvous, and have not said that they ended."""
     return frozenset(getattr(state, _MEMBERS, ()))
+
+
+def take_part(state: Any, node: Any, host: LaunchingHost) -> bool:
+    """Writes what this host's workers have said, and its name, into the state of a round that is at work; whether there was any news."""
+    if not state.complete or node not in state.participants or host.world != world_of(state):
+        return False
+    before = getattr(state, _KEPT, {}), members_of(state)
+    kept = {**before[0], **host.kept()}
+    members = before[1] | ({host.name} if host.keeps() or not kept else set())
+    host.has_taken_part |= host.name in members
+    setattr(state, _KEPT, kept)
+    setattr(state, _MEMBERS, members)
+    return (kept, members) != before
 
 
 def has_left(state: Any, name: str) -> bool:
@@ -219,15 +242,17 @@ def nodes_waiting(original: Callable[[Any], int], host: LaunchingHost, handler: 
     if is_left_out(handler._state_holder.state, handler._this_node, host.world):
         logger.warning("the job goes on without this host, which was cut off: it stops its workers, and waits as a spare")
         return 1
-    if not host.is_fixed():
-        return waiting
     with handler._heartbeat_lock:
         holder = handler._state_holder
-        state = holder.state
-        if state.complete and handler._this_node in state.participants and not hasattr(state, _HOSTS):
+        state, is_news = holder.state, take_part(holder.state, handler._this_node, host)
+        if host.is_fixed() and state.complete and handler._this_node in state.participants and not hasattr(state, _HOSTS):
             setattr(state, _HOSTS, len(state.participants))
+            is_news = True
+        if is_news:
             holder.mark_dirty()
             holder.sync()
+    if not host.is_fixed():
+        return waiting
     return 0 if len(state.participants) >= getattr(state, _HOSTS, 1) else waiting  # else one of its hosts has been lost
 
 
@@ -271,8 +296,8 @@ def pause(hosts: int) -> float:
 
 
 @contextmanager
-def better_rendezvous(hosts: int, is_fixed: Callable[[], bool] = lambda: False, lacks: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """Inside, torch's launcher joins a job of ``hosts`` hosts in the way described above; ``is_fixed`` and ``lacks`` as in `LaunchingHost`.
+def better_rendezvous(hosts: int, **facts: Any) -> Iterator[None]:
+    """Inside, torch's launcher joins a job of ``hosts`` hosts in the way described above; ``facts`` are attributes of `LaunchingHost`.
 
     Torch has no settings for that, so its classes and its functions are replaced.
     """
@@ -284,7 +309,7 @@ def better_rendezvous(hosts: int, is_fixed: Callable[[], bool] = lambda: False, 
         logger.warning("spares may displace hosts of the job, as this version of torch brings hosts together in an unknown way")
         yield
         return
-    this, interval = LaunchingHost(pause(hosts) + _GRACE, is_fixed=is_fixed, lacks=lacks), pause(hosts)
+    this, interval = LaunchingHost(pause(hosts) + _GRACE, **facts), pause(hosts)
     changed = {
         _JOIN: lambda: PatientJoin(join(), this),
         _DELAY: lambda seconds: delay(interval if seconds == 1 else seconds),

@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gemini_ft.checkpointer import GIVEN, Checkpointer
+from gemini_ft.checkpointer import GIVEN, Checkpointer, Snapshot
 from gemini_ft.core.census import LOADERS, Finding
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.lightning import compat
@@ -238,6 +238,11 @@ class GeminiFabricMixin(Gemini, _Strategy):
                 send_first(first_tensors(models, compat.sends_buffers(self)), exchange)
             return {}
         checkpointer.load_tensors()
+        with checkpointer.putting_back():
+            return self._put_back(found, state, others, strict)
+
+    def _put_back(self, found: Snapshot, state: dict[str, Any], others: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+        """Fills what is neither model nor optimizer; returns what the state has no place for."""
         saved = dict(found.extras["state"])
         if strict and (missing := others.keys() - saved.keys()):
             raise StateError(

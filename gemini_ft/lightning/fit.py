@@ -97,10 +97,11 @@ class Fit:
         if found is None:
             return
         self._found, self._iteration = found.extras, found.iteration
-        self._make_loaders_as(training=found.extras.get("training_data"), validation=found.extras.get("validation_data"))
-        trainer_checkpoints.offer_checkpoint(self._trainer, self.checkpoint)
-        self._logs.go_on(found.extras["loggers"], trainer_checkpoints.logged_steps(self.checkpoint))
-        trainer_checkpoints.pin_checkpoint_folders(self._trainer, self.checkpoint)
+        with self.checkpointer.putting_back():
+            self._make_loaders_as(training=found.extras.get("training_data"), validation=found.extras.get("validation_data"))
+            trainer_checkpoints.offer_checkpoint(self._trainer, self.checkpoint)
+            self._logs.go_on(found.extras["loggers"], trainer_checkpoints.logged_steps(self.checkpoint))
+            trainer_checkpoints.pin_checkpoint_folders(self._trainer, self.checkpoint)
 
     def wrapped(self, model: Any) -> None:
         """Takes the module that Lightning has wrapped, before anything else is attached to the wrapper."""
@@ -109,7 +110,8 @@ class Fit:
             frozen_at_first(model)
             self.checkpointer.wrapped_by({"module": model})
             if self._found is not None:
-                restore_buckets(model, self._found["ddp"])
+                with self.checkpointer.putting_back():
+                    restore_buckets(model, self._found["ddp"])
 
     def bind(self) -> None:
         """Takes model and optimizers in their final form, and the object that synchronises gradients, if there is one."""
@@ -221,14 +223,15 @@ class Fit:
         if len(optimizers) != len(self._optimizers) or any(a is not b for a, b in zip(optimizers, self._optimizers, strict=True)):
             self._follow_optimizers()
         if self._found is not None:
-            self._begin_files(self._found.get("files", {}))
             found, self._found = self._found, None
-            restore(self._trainer, self._package, found)
-            if self._ddp is not None:
-                restore_sync(self._ddp, found["ddp"])
             loaders = map(bookmark_of, trainer_loops.training_loaders(self._trainer))
-            self._restore_modes(found["modes"], but=[item for mark in loaders if mark is not None for item in mark.own_objects])
-            self._refuse_lost(found.get("lost", []))  # snapshots in storage may be older
+            with self.checkpointer.putting_back():
+                self._begin_files(found.get("files", {}))
+                restore(self._trainer, self._package, found)
+                if self._ddp is not None:
+                    restore_sync(self._ddp, found["ddp"])
+                self._restore_modes(found["modes"], but=[item for mark in loaders if mark is not None for item in mark.own_objects])
+                self._refuse_lost(found.get("lost", []))  # snapshots in storage may be older
         elif self._last_step is None:
             self._begin_files(None)
         step = self._steps

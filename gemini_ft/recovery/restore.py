@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from gemini_ft import __version__
 from gemini_ft.core.layout import Layout, Read, plan_reads, stored_specs
+from gemini_ft.errors import StateError
 from gemini_ft.recovery.readers import ShardReader, ShardReaders
 from gemini_ft.state import codec
 from gemini_ft.state.base import TrainingState
 from gemini_ft.state.copies import copy_into
 
 _READERS = 4  # shards read at a time
+_OF_ANOTHER_FORM = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+
+
+@contextmanager
+def putting_back(step: int) -> Iterator[None]:
+    """Refuses by name what a snapshot holds in another form than the one in which it is put back inside.
+
+    Its format has a number, and checksums; that says nothing of what a development version, another script or an attacker has written.
+
+    Raises:
+        StateError: in place of whatever Python raises for a key, a type or a value that was not expected.
+    """
+    try:
+        yield
+    except _OF_ANOTHER_FORM as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise StateError(
+            f"the snapshot of step {step} does not have the form that this script and gemini-ft {__version__} put back "
+            f"({type(error).__name__}: {error}; {Path(last.filename).name}, line {last.lineno}): it was made by others. Resume it with "
+            "those, or begin anew with GEMINI_RESUME=never or another run id"
+        ) from error
 
 
 def read_extras(sources: ShardReaders, rank: int, world_size: int, secret: bytes, trust_pickle: bool) -> dict[int, Any]:
@@ -64,7 +90,8 @@ class StateRestore:
         layouts: Mapping[int, Layout] | None = None,
     ) -> None:
         self._sources, self._rank = sources, rank
-        reads, self.tensors, self.own = _prepare(sources, state, extras, rank, world_size, layouts or {})
+        with putting_back(sources.plan.version.iteration if sources.plan.version is not None else 0):
+            reads, self.tensors, self.own = _prepare(sources, state, extras, rank, world_size, layouts or {})
         self.reads: dict[int, list[Read]] = {}
         for read in reads:
             self.reads.setdefault(read.owner, []).append(read)

@@ -16,6 +16,7 @@ from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, 
 from botocore.httpsession import URLLib3SSLError
 from botocore.parsers import ResponseParserError
 
+from gemini_ft.config import without_passwords
 from gemini_ft.errors import ObjectGoneError, StorageError
 
 _BROKEN: Final = (BotoCoreError, Boto3Error, URLLib3SSLError, OSError)  # boto3 lets a body that breaks within TLS pass as it is
@@ -96,7 +97,7 @@ def explained(url: str, what: str, silence: float) -> Iterator[None]:
     except RecursionError:  # boto3 asks the bucket for its region, and is redirected again
         raise StorageError(f"{url}: {what}: redirected in a circle; {_REGION.format(region='')}") from None
     except _BROKEN as error:
-        reason = str(error).partition("?")[0]  # a signed URL's query must not be shown
+        reason = without_passwords(str(error).partition("?")[0])  # of the endpoint, or a proxy; nor is a signed URL's query shown
         raise StorageError(f"{url}: {what}: {reason}; is the endpoint up and reachable from this host?") from None
 
 

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from gemini_ft.config import GeminiConfig
+from gemini_ft.config import GeminiConfig, without_passwords
 from gemini_ft.errors import ConfigError, SecretError
 
 _AUTHORITY = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "gemini-ft run")])
@@ -41,7 +41,9 @@ def read_secret(config: GeminiConfig) -> bytes:
     try:
         mode, secret = path.stat().st_mode, path.read_bytes().strip()
     except OSError as error:
-        raise SecretError(f"secret_file={path}: {error.strerror}; create it with `umask 077; openssl rand -hex 32 > {path}`") from None
+        shown = without_passwords(str(path)) if path.is_absolute() else "(no absolute path: not shown, since it may be the secret itself)"
+        way = "give the path of a file, made with `umask 077; openssl rand -hex 32 > FILE`; GEMINI_SECRET takes the secret itself"
+        raise SecretError(f"secret_file={shown}: {error.strerror}; {way}") from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise SecretError(f"secret_file={path} has mode {stat.S_IMODE(mode):04o} and may be read by others; `chmod 600 {path}`")
     if not secret:

@@ -13,6 +13,7 @@ from gemini_ft.agent.client import AgentClient
 from gemini_ft.config import GeminiConfig
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, ObjectGoneError, PeerError, StorageError, StorageUnclearError, WorldSizeError
+from gemini_ft.hosts import is_earlier_boot, uptime
 from gemini_ft.launch import notes
 from gemini_ft.recovery.plan import Holding, RecoveryPlan, genuine, plan_recovery, require
 from gemini_ft.storage.base import Storage
@@ -164,9 +165,10 @@ class Chooser:
         here = {info.owner for _, info in genuine([(host, info) for host, info in slots if info.version == version])}
         lost = [owner for owner in range(sizes[version]) if owner not in here] if version is not None else []
         told = exchange_or_raise(partial(self._hosts_of, version, lost), self._config.timeout)
-        if not (absent := sorted({host for _, holders in told for host in holders} - self._holdings.keys())):
+        rebooted = self._rebooted(version, {host for hosts, _, _ in told for host in hosts}, [up for _, _, up in told])
+        if not (absent := sorted({host for _, holders, _ in told for host in holders} - self._holdings.keys() - rebooted)):
             return
-        if not any(self._client.welcome.info.host in hosts for hosts, _ in told):
+        if not any(self._client.welcome.info.host in hosts for hosts, _, _ in told):
             notes.say(notes.LACKS)
         time.sleep(_ABSENT_SECONDS)
         what = "something was committed, and no host here has any of it"
@@ -175,21 +177,38 @@ class Chooser:
         then, way = "Nothing is begun", "start the command with GEMINI_RESUME=never, or with another --run-id"
         if instead is not None:
             then, way = "Nothing older is resumed", f"GEMINI_RESUME=found goes on from step {instead.iteration}"
-        raise PeerError(f"{what}; these hosts may: {', '.join(absent)}. {then} without them. If they are lost for good, {way}")
+        raise PeerError(
+            f"{what}; these hosts may: {', '.join(absent)}. {then} without them. One of them that is here under another name, as it was "
+            f"renamed or booted since, counts as absent: GEMINI_HOST_ID gives a host a name that stays. If they are lost for good, {way}"
+        )
 
-    def _hosts_of(self, version: Version | None, owners: Sequence[int]) -> tuple[set[str], set[str]]:
-        """The hosts of the session that committed a version or resumed it last, and those that held some owners' shards, if known here.
+    def _rebooted(self, version: Version | None, hosts: set[str], uptimes: Sequence[float]) -> set[str]:
+        """Hosts of the session that are here under the name of a later boot, and have therefore lost all their memory.
+
+        Only what was booted since the version was written can be such a host, and not another machine of the same hostname.
+        """
+        age = min((about.ages[version] for about in self._everyone if version in about.ages), default=0.0) if version is not None else 0.0
+        found = set[str]()
+        for about, up in zip(self._everyone, uptimes, strict=True):
+            this = about.welcome.info
+            before = {host for host in hosts if is_earlier_boot(host, this.host, this.machine)}
+            found |= before if up < age and len(before) == 1 else set()
+        return found
+
+    def _hosts_of(self, version: Version | None, owners: Sequence[int]) -> tuple[set[str], set[str], float]:
+        """The hosts of the session that committed a version or resumed it last, those that held some owners' shards, and this uptime.
 
         Without a version: those of which this launch knows that they had something.
         """
         if version is None:
             hosts = {*notes.hosts_of_commits(self._everyone[0].run, self._stream)}
-            return hosts, hosts
+            return hosts, hosts, uptime()
         streams = self._client.call(Visit(), Visited)[0].streams
         spec = streams[self._stream].spec if self._stream in streams else None
         if spec is None or (spec.incarnation != version.incarnation and spec.resumed != version):
-            return set(), set()
-        return set(spec.hosts), {host for owner in owners for host in (*spec.holders.get(owner, ()), *spec.sources.get(owner, ()))}
+            return set(), set(), uptime()
+        holders = {host for owner in owners for host in (*spec.holders.get(owner, ()), *spec.sources.get(owner, ()))}
+        return set(spec.hosts), holders, uptime()
 
     def _chosen(self, plan: RecoveryPlan, given_up: frozenset[Version]) -> Choice:
         descent = self._descent(plan.version)

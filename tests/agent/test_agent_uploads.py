@@ -280,7 +280,9 @@ def test_of_two_jobs_begun_together_with_one_id_the_first_to_store_goes_on(tmp_p
 
     async def scenario() -> None:
         assert await one.upload(1) == ""
-        assert "another job has taken run id 'run' over. End one of the two" in await other.upload(5)
+        said = await other.upload(5)
+        assert "another job has taken run id 'run' over. End one of the two" in said
+        assert "storage.history=1-0000000b goes on from what this part has stored, storage.history=1-0000000c from the other's" in said
         assert await one.upload(2) == ""
         assert one.steps() == [2, 1]
 

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import EndpointConnectionError
 
 from gemini_ft.agent.lifecycle import log_path
 from gemini_ft.config import GeminiConfig, MemoryConfig, StorageConfig, TrafficConfig, load_config, unknown_variables
-from gemini_ft.errors import ConfigError
+from gemini_ft.errors import ConfigError, SecretError, StorageError
 from gemini_ft.events import EventLog
 from gemini_ft.storage.opening import open_storage
+from gemini_ft.storage.s3errors import explained
 from gemini_ft.wire.trust import read_secret
 
 
@@ -116,6 +118,23 @@ def test_a_password_in_an_address_is_in_no_error(password: str) -> None:
             call()
         assert text in str(caught.value)
         assert "ter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given", ["https://bob:hunter2@host/key", "/mnt/https:/bob:hunter2@host", "hunter2", "aGVs/hunter2=", "/key?sig=hunter2"]
+)
+def test_a_secret_given_in_place_of_its_file_is_in_no_error(given: str) -> None:
+    with pytest.raises(SecretError, match=r"secret_file=.*: No such file or directory; give the path of a file") as caught:
+        read_secret(load_config({}, {"GEMINI_SECRET_FILE": given}))
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_signed_address_is_in_no_error() -> None:
+    with pytest.raises(ConfigError) as wrong:
+        load_config({}, {"GEMINI_CONFIG": "https://host/x?X-Amz-Signature=hunter2"})
+    with pytest.raises(StorageError) as broken, explained("s3://b", "cannot write x", 1.0):
+        raise EndpointConnectionError(endpoint_url="https://bob:hunter2@host/x")
+    assert "hunter2" not in f"{wrong.value} {broken.value}"
 
 
 VALUES = ["{", "{" * 9999, '{"a":' * 99999, f'{{"a": {"9" * 5000}}}', "9" * 5000, "\udcff", "nan", "inf", "1e99", "a\nb", "x" * 9999]

@@ -27,9 +27,10 @@ from gemini_ft.errors import (
     StateError,
     WorldSizeError,
 )
+from gemini_ft.hosts import machine_id
 from gemini_ft.launch.notes import LACKS
 from gemini_ft.wire.messages import PROTOCOL_VERSION
-from gemini_ft.worker import session
+from gemini_ft.worker import resume_choice, session
 
 
 def run(steps: int = 3, **options: Any) -> Any:
@@ -50,6 +51,11 @@ def same_error(results: list[Any], kind: type[GeminiError]) -> str:
 def _of_its_own_version() -> Any:
     session.PROTOCOL_VERSION += int(os.environ.get("NEWER", "0"))
     return loop(3)
+
+
+def _booted_later(up: float) -> Any:
+    resume_choice.uptime = lambda: up
+    return loop(1, replicas=1)
 
 
 class TestVersions:
@@ -218,6 +224,15 @@ class TestAbsentHosts:
         assert [result["start"] for result in two.outcome(*run(replicas=1))] == [3, 3]
         two.hosts = ["host0", "host7"]
         assert [result["start"] for result in two.outcome(*run(replicas=1, resume="never"))] == [0, 0]
+
+    def test_that_have_been_booted_since_are_here_and_have_nothing(self, two: World) -> None:
+        two.hosts = [f"{name}-{boot}" for name, boot in (("here", "0123abcd"), ("node", "0123abcd"))]
+        two.outcome(*run(replicas=1))
+        two.hosts = [two.hosts[0], f"node-{machine_id()[:8]}"]  # as if by default
+        text = same_error(two.outcome(_booted_later, 1e9), PeerError)
+        assert "these hosts may: node-0123abcd. " in text, "this machine was there before, so it is another one of the same name"
+        assert "renamed or booted since, counts as absent: GEMINI_HOST_ID gives" in text
+        assert [result["start"] for result in two.outcome(_booted_later, 0.0)] == [0, 0]
 
     def test_are_known_to_an_agent_that_has_been_started_anew(self, two: World, slots_folder: Path) -> None:
         """Its slots are files, and so is the rest that it has to know."""

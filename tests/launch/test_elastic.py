@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_ren
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout, _Action, _NodeDesc, _RendezvousState
 
 from gemini_ft.launch import spares
+from gemini_ft.launch.notes import Notes, hosts_of_commits, say_committed
 from gemini_ft.launch.spares import LaunchingHost, PatientJoin, better_rendezvous, pause
 from gemini_ft.testing import EmulatedHosts
 
@@ -106,6 +108,28 @@ def test_spares_begin_nothing_without_a_host_that_took_part() -> None:
     assert scene.actions(3)[-1] is _Action.REMOVE_FROM_REDUNDANCY_LIST
 
 
+def test_a_place_beside_a_host_that_is_lost_before_anything_was_read_from_it_is_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, workers = Scene(), Notes()
+    monkeypatch.setenv("GEMINI_NOTES_FILE", workers.path)
+    scene.host.keeps, scene.host.kept, scene.host.learn = workers.keeps, workers.kept, workers.learn
+    scene.made_by(*HOSTS)
+    scene.state.redundancy_list.clear()
+    setattr(scene.state, "gemini_kept", {"r%2Fs": "host0,host1"})  # noqa: B010  # as spares.py does
+    scene.state.participants = {HOSTS[1]: 0, HOSTS[2]: 1, SPARE: 2}
+    assert scene.action() is _Action.FINISH
+    assert not spares.take_part(scene.state, SPARE, scene.host)
+    assert hosts_of_commits("r", "s") == {"host0", "host1"}, "its workers miss them if they are absent"
+    scene.open_round()
+    assert scene.action() is _Action.SYNC
+    scene.state.complete, scene.state.participants = True, {HOSTS[1]: 0, HOSTS[2]: 1, SPARE: 2}
+    assert scene.action() is _Action.FINISH
+    say_committed("r", "s", ["host1", "spare"])
+    assert spares.take_part(scene.state, SPARE, scene.host)
+    assert scene.state.gemini_kept == {"r%2Fs": "host1,spare"}  # type: ignore[attr-defined]
+    scene.open_round()
+    assert scene.action() is _Action.ADD_TO_PARTICIPANTS
+
+
 def test_so_does_a_host_that_comes_while_the_job_restarts() -> None:
     scene = Scene()
     scene.state.redundancy_list.clear()
@@ -123,6 +147,7 @@ def test_its_patience_starts_anew_with_every_round() -> None:
 def test_hosts_of_the_job_take_their_places_at_once() -> None:
     scene = Scene()
     assert scene.action(HOSTS[0]) is _Action.FINISH
+    assert spares.take_part(scene.state, HOSTS[0], scene.host)  # when all have met, as its launcher does
     scene.open_round()
     assert scene.action(HOSTS[0]) is _Action.ADD_TO_PARTICIPANTS
 
@@ -205,8 +230,9 @@ def test_a_host_that_the_job_has_left_out_stops_its_workers_and_comes_back_as_a_
     scene = Scene()
 
     def waiting(node: _NodeDesc) -> int:
-        holder = SimpleNamespace(state=scene.state)
-        return spares.nodes_waiting(lambda handler: 0, scene.host, SimpleNamespace(_state_holder=holder, _this_node=node))
+        holder = SimpleNamespace(state=scene.state, mark_dirty=lambda: None, sync=lambda: None)
+        handler = SimpleNamespace(_state_holder=holder, _this_node=node, _heartbeat_lock=nullcontext())
+        return spares.nodes_waiting(lambda handler: 0, scene.host, handler)
 
     setattr(scene.state, "gemini_world", "one")  # noqa: B010  # as spares.py does
     assert scene.action(HOSTS[0]) is _Action.FINISH
