@@ -185,6 +185,7 @@ class Checkpointer:
         for name, value in saved.items():
             self._stateful[name].load_state_dict(value)
         self.scalars = found.extras["scalars"]
+        self._joined.prepare(self._state, found.extras, self._hyperparameters.saved())
         set_rng_state(found.extras["rng"])
         return found.iteration
 
@@ -200,6 +201,8 @@ class Checkpointer:
             GeminiError: something that must stop the job has happened since the last call.
         """
         begin = time.perf_counter()
+        if ddp.has_left_join(self._wrapped.values()):
+            self._count_alike()
         self._iteration += 1
         if not self._has_looked:
             check_epochs(self._stateful.values(), then=self.scalars, now=scalars)
@@ -210,6 +213,8 @@ class Checkpointer:
         self.scalars.update(scalars)
         before, self._updates = self._updates, self._updates + self._steps.take()
         if self.due(before, self._updates):
+            if not self.stats.snapshots and self._joined.session.plan.version is None:
+                ddp.refuse_absence(self._wrapped.values())
             extras = {
                 "state": {name: value.state_dict() for name, value in self._stateful.items()},
                 "scalars": self.scalars,
@@ -494,10 +499,22 @@ class Checkpointer:
         if self._joined.session.rank == 0 and any(model._join_config.enable for model in self._wrapped.values()):
             waits = ", and each waits for one in vain (on_late='wait')" if self.config.waits else ""
             _log.warning(
-                "this loop is inside join(): steps that a rank makes after another has made its last one have no snapshots%s. After a "
-                "failure there the job cannot go on. Give all ranks the same number of steps (drop_last=True, DistributedSampler)",
+                "this loop is inside join(): steps that a rank makes after another has made its last one have no snapshots%s. A failure "
+                "there costs them all. To have them all protected, give all ranks the same number of steps (drop_last=True, DistributedSampler)",
                 waits,
             )
+
+    def _count_alike(self) -> None:
+        """Counts on from the rank that has made most steps inside a `join()` that is over: equal numbers are to mean one moment. Collective.
+
+        Raises:
+            ReplicaDivergedError: the steps that only some ranks have made have left ranks with different optimizer state.
+        """
+        ddp.refuse_absence(self._wrapped.values())
+        counts = exchange((self._iteration, self._updates), self.config.timeout)
+        self._iteration, self._updates = max(counts)
+        if min(counts) != max(counts):
+            self._joined.compare(self._state)
 
     def _end_with_process(self) -> None:
         """Ends this rank's threads with the process; after Ctrl-C leaves the run: the agents' memory will not be needed."""
