@@ -164,7 +164,10 @@ def flags(models: Iterable[DistributedDataParallel]) -> list[bool]:
 
 def has_left_join(models: Iterable[Any]) -> bool:
     """Whether a `join()` has ended since this was asked last: the same on all ranks, even on one that had no inputs in it."""
-    return any([vars(model).pop("_authoritative_rank", None) is not None for model in models])  # set when the ranks' models are made alike
+    left = [
+        model for model in models if vars(model).pop("_authoritative_rank", None) is not None
+    ]  # set when ranks are made alike at its end
+    return bool(left)
 
 
 def refuse_absence(models: Iterable[DistributedDataParallel]) -> None:
@@ -177,13 +180,13 @@ def refuse_absence(models: Iterable[DistributedDataParallel]) -> None:
     """
     for model in models:
         if model._join_config.enable and model._join_config.is_first_joinable:
-            present = torch.ones(1, device=model.join_device)
+            present, ranks = torch.ones(1, device=model.join_device), dist.get_world_size(model.join_process_group)
             dist.all_reduce(present, group=model.join_process_group)
-            if int(present) < dist.get_world_size(model.join_process_group):
+            if int(present) < ranks:
                 raise UnsupportedStateError(
-                    f"only {int(present)} of {dist.get_world_size(model.join_process_group)} ranks have had inputs inside this join() up to the "
-                    "step at which all of them must agree: the first with a snapshot, and the first after another join(). Give every rank "
-                    "inputs for it, or the same number to all (drop_last=True, DistributedSampler)"
+                    f"only {int(present)} of {ranks} ranks have inputs inside this join() at a step that all of them must make: the first "
+                    "with a snapshot, or the first after another join(). Give every rank inputs for it, or the same number to all "
+                    "(drop_last=True, DistributedSampler)"
                 )
 
 

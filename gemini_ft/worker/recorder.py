@@ -169,7 +169,7 @@ class Recorder:
         return self._reservation.fit(state, live, len(blob), self._copy_when.at_step), blob
 
     def prepare(self, state: TrainingState, extras: Any, given: Any) -> None:
-        """Gets the memory for snapshots of a state that has been resumed, so that a rank may take the first one without another. Collective."""
+        """Gets the memory for snapshots of a state that has been resumed, so that no rank's first one needs another rank. Collective."""
         with self.slots_lock:
             self._fit(state, {"extras": extras, "given": given})
 
