@@ -38,11 +38,11 @@ from gemini_ft.state.base import PlainState, TrainingState
 from gemini_ft.state.ddp import ddp_state, findings, first_tensors, refuse_hooks, restore_buckets, restore_sync, send_first
 from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence
 from gemini_ft.state.hyperparameters import Given, Hyperparameters, warn
-from gemini_ft.state.iterators import check_epochs, is_plain_loader
-from gemini_ft.state.loop import LoopWatch
+from gemini_ft.state.iterators import check_epochs
+from gemini_ft.state.loop import LoopWatch, keepable
 from gemini_ft.state.optimizer_steps import OptimizerSteps
 from gemini_ft.state.rebuilding import Changes
-from gemini_ft.state.rng import GENERATORS, GivenGenerator, rng_state, set_rng_state
+from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.state.tensors import every_optimizer
 from gemini_ft.storage.base import WORD
 from gemini_ft.torch_versions import buffers_are_broadcast
@@ -115,21 +115,10 @@ class Checkpointer:
             raise ConfigError(f"give either config or single options, not both: {sorted(options)}")
         if not re.fullmatch(WORD, name) or len(name) > 64:
             raise ConfigError(f"name={name!r}: must be 1 to 64 letters, digits and . _ -, not beginning with a dot")
-        for key, value in (state or {}).items():
-            if is_plain_loader(value):
-                raise ConfigError(
-                    f"state[{key!r}] is a {type(value).__qualname__} that draws other random numbers when it is iterated again after a "
-                    "failure; give gemini_ft.resumable(loader), here and to the loop, which goes on with the very batch"
-                )
-            if not isinstance(value, GENERATORS) and not all(hasattr(value, method) for method in ("state_dict", "load_state_dict")):
-                raise ConfigError(
-                    f"state[{key!r}] is a {type(value).__qualname__}; what is given there has the methods state_dict and load_state_dict, "
-                    "or is a random generator. Plain values are given to step(name=value), and found in checkpointer.scalars"
-                )
         self.config = config if config is not None else load_config(options)
         self.name = name
         self.scalars: dict[str, Any] = {}
-        self._stateful = {key: GivenGenerator(value) if isinstance(value, GENERATORS) else value for key, value in (state or {}).items()}
+        self._stateful = {key: keepable(value, f"state[{key!r}]") for key, value in (state or {}).items()}
         self.stats = Stats()
         self.census = Census(self.config.ignore)
         self.census.register("models and optimizers", lambda: self._state.findings(), lambda: self._state.structure())

@@ -51,7 +51,7 @@ class Generators:
     """
 
     def __init__(self, given: Iterable[Any]) -> None:
-        known = {id(random._inst), id(np.random.mtrand._rand)}  # type: ignore[attr-defined]  # the process's own, which are captured
+        known = {id(random._inst), id(np.random.mtrand._rand)}  # the process's own, which are captured
         known |= {id(each) for each in private_generators(given=[*given], loaders=[*instances(DataLoader)]).values()}
         found = private_generators(**_variables())
         self._unknown = {path: generator for path, generator in found.items() if id(generator) not in known}
@@ -104,3 +104,9 @@ def _held_by(item: Any) -> list[Any]:
     if isinstance(item, list | tuple):
         return [*item[:_MANY]]
     return [*(item if isinstance(item, dict) else getattr(item, "__dict__", {})).values()][:_MANY]
+
+
+def not_saved(module: nn.Module) -> list[str]:
+    """The states of metrics (torchmetrics) in a module that its ``state_dict`` leaves out, as most do: whoever loads that loses them."""
+    metrics = [(path, metric) for path, metric in module.named_modules() if isinstance(getattr(metric, "_persistent", None), dict)]
+    return [f"{path}.{name}".lstrip(".") for path, metric in metrics for name, is_saved in metric._persistent.items() if not is_saved]

@@ -1,4 +1,4 @@
-"""Watches a plain loop for state that no snapshot has, and names it while nothing has failed yet."""
+"""What a script gives beside its models, and what its loop has that no snapshot has, which is named while nothing has failed yet."""
 
 from __future__ import annotations
 
@@ -8,11 +8,44 @@ from typing import Any
 
 from torch import nn
 
-from gemini_ft.state.iterators import Source, unkept, wrappers
-from gemini_ft.state.left_out import Generators, left_out
+from gemini_ft.errors import ConfigError
+from gemini_ft.state.iterators import Source, is_plain_loader, unkept, wrappers
+from gemini_ft.state.left_out import Generators, left_out, not_saved
+from gemini_ft.state.rng import GENERATORS, GivenGenerator
 
 _log = logging.getLogger("gemini_ft")
 _BEGINS = "after a failure it begins anew"
+
+
+def keepable(item: Any, given: str) -> Any:
+    """An object that is to be kept by its ``state_dict`` and ``load_state_dict``; of a random generator one that has these.
+
+    Args:
+        item: what the script has given.
+        given: how, in words.
+
+    Raises:
+        ConfigError: it does not go on where it was by these.
+    """
+    if isinstance(item, GENERATORS):
+        return GivenGenerator(item)
+    kind = type(item).__qualname__
+    if is_plain_loader(item):
+        raise ConfigError(
+            f"{given} is a {kind} that draws other random numbers when it is iterated again after a failure; give "
+            "gemini_ft.resumable(loader), here and to the loop, which goes on with the very batch"
+        )
+    if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+        raise ConfigError(
+            f"{given} is a {kind}; what is given here has the methods state_dict and load_state_dict, or is a random generator. Of a "
+            "loader give gemini_ft.resumable(loader); a plain loop gives plain values to step(name=value), for checkpointer.scalars"
+        )
+    if isinstance(item, nn.Module) and (lost := not_saved(item)):
+        raise ConfigError(
+            f"{given} is a {kind} whose state_dict() lacks {', '.join(lost)}; call its persistent(True), or give it as a model beside the "
+            "others, Checkpointer({'model': model, 'metric': metric}, optimizer), which keeps all of it"
+        )
+    return item
 
 
 class LoopWatch:

@@ -18,6 +18,7 @@ from three_ways import WAYS, Cell, differing, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 import gemini_ft
 from gemini_ft.errors import ConfigError, UnsupportedStateError
@@ -132,5 +133,7 @@ def test_a_rank_without_any_input_is_refused_and_not_waited_for(tmp_path: Path) 
 
 def test_state_is_something_that_can_be_kept() -> None:
     model = nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match=r"state\['mean'\] is a ModuleList whose state_dict\(\) lacks 0.mean_value, .*as a model"):
+        gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters()), state={"mean": nn.ModuleList([MeanMetric()])})
     with pytest.raises(ConfigError, match=r"state\['best'\] is a float; .* step\(name=value\)"):
         gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters()), state={"best": 0.5})

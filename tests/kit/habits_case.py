@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler, random_split
+from torchmetrics import MeanMetric
 
 import gemini_ft
 
@@ -289,22 +290,23 @@ def normed(loop: Loop) -> Iterator[None]:
 
 
 def generators(loop: Loop) -> Iterator[None]:
-    """Generators of the script's own, given as state; seeds in the loop; a sampler's generator."""
-    model = wrapped(net())
+    """Generators of the script's own, given as state; seeds in the loop; a sampler's generator; a metric."""
+    model, mean = wrapped(net()), MeanMetric()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     drawn, numpy, own = torch.Generator().manual_seed(1), np.random.default_rng(2), random.Random(3)
     old = np.random.RandomState(4)
     sampled = torch.Generator().manual_seed(6)
     loader = loop.loader(rows(), 4, sampler=RandomSampler(rows(), generator=sampled))
-    loop.begin(model, optimizer, drawn=drawn, numpy=numpy, own=own, old=old, loader=loader)
+    loop.begin({"model": model, "mean": mean}, optimizer, drawn=drawn, numpy=numpy, own=own, old=old, loader=loader)
     yield
     for epoch in range(loop.scalars.get("epoch", 0), 2):
         for (x,) in loader:
             random.seed(loop.steps)
+            mean.update(x)
             x = x * torch.rand(x.shape, generator=drawn) * float(numpy.random()) * own.random() * old.rand() + random.random()
             loop.step(x, train(model, x, optimizer), epoch=epoch)
             yield
-    loop.end(model.state_dict(), float(numpy.random()))
+    loop.end(model.state_dict(), mean.compute(), float(numpy.random()))
 
 
 def uneven(loop: Loop) -> Iterator[None]:
