@@ -38,8 +38,8 @@ from gemini_ft.state.base import PlainState, TrainingState
 from gemini_ft.state.ddp import ddp_state, findings, first_tensors, refuse_hooks, restore_buckets, restore_sync, send_first
 from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence
 from gemini_ft.state.hyperparameters import Given, Hyperparameters, warn
-from gemini_ft.state.iterators import check_epochs, is_plain_loader, unkept
-from gemini_ft.state.left_out import left_out
+from gemini_ft.state.iterators import check_epochs
+from gemini_ft.state.loop import LoopWatch, keepable
 from gemini_ft.state.optimizer_steps import OptimizerSteps
 from gemini_ft.state.rebuilding import Changes
 from gemini_ft.state.rng import rng_state, set_rng_state
@@ -75,7 +75,8 @@ class Checkpointer:
     Args:
         model: module, or name -> module.
         optimizers: one, or several. Their ``step`` is hooked: it waits for the copy under way.
-        state: name -> object with ``state_dict``/``load_state_dict`` (schedulers, scalers, loaders made by `gemini_ft.resumable`).
+        state: name -> object with ``state_dict``/``load_state_dict`` (schedulers, scalers, loaders made by `gemini_ft.resumable`), or a
+            random generator of Python, numpy or torch.
         config: options; default: from ``options``, ``GEMINI_*`` and ``GEMINI_CONFIG``.
         name: of the stream; several at a time need different ones.
         hooks: False: the caller calls ``wait_before_update`` and ``save`` itself.
@@ -114,16 +115,10 @@ class Checkpointer:
             raise ConfigError(f"give either config or single options, not both: {sorted(options)}")
         if not re.fullmatch(WORD, name) or len(name) > 64:
             raise ConfigError(f"name={name!r}: must be 1 to 64 letters, digits and . _ -, not beginning with a dot")
-        for key, value in (state or {}).items():
-            if is_plain_loader(value):
-                raise ConfigError(
-                    f"state[{key!r}] is a {type(value).__qualname__} that draws other random numbers when it is iterated again after a "
-                    "failure; give gemini_ft.resumable(loader), here and to the loop, which goes on with the very batch"
-                )
         self.config = config if config is not None else load_config(options)
         self.name = name
         self.scalars: dict[str, Any] = {}
-        self._stateful = dict(state or {})
+        self._stateful = {key: keepable(value, f"state[{key!r}]") for key, value in (state or {}).items()}
         self.stats = Stats()
         self.census = Census(self.config.ignore)
         self.census.register("models and optimizers", lambda: self._state.findings(), lambda: self._state.structure())
@@ -140,7 +135,8 @@ class Checkpointer:
         self._recorder: Recorder | None = None
         self._state_extras: dict[int, Any] = {}  # of the resumed snapshot, by rank, until load_tensors
         self._iteration = 0
-        self._has_looked = False  # for loaders whose positions are in no snapshot
+        self._has_looked = False  # at how the loop steps
+        self._watch = LoopWatch()
         self._updates = 0
         self._blocked = 0.0
         self._steps = OptimizerSteps(self._wait_for_copy)
@@ -185,6 +181,8 @@ class Checkpointer:
             for name, value in saved.items():
                 self._stateful[name].load_state_dict(value)
             self.scalars = {**found.extras["scalars"]}
+        self._joined.prepare(self._state, found.extras, self._hyperparameters.saved())
+        with self.putting_back():
             set_rng_state(found.extras["rng"])
         return found.iteration
 
@@ -200,16 +198,22 @@ class Checkpointer:
             GeminiError: something that must stop the job has happened since the last call.
         """
         begin = time.perf_counter()
+        if ddp.has_left_join(self._wrapped.values()):
+            self._count_alike()
         self._iteration += 1
         if not self._has_looked:
             check_epochs(self._stateful.values(), then=self.scalars, now=scalars)
-            self._look_for_what_is_left_out()
+            self._has_looked = True
             self._look_for_uneven_steps()
+        if self._joined.session.rank == 0:
+            self._watch.look(self._models.values(), self._stateful, every_optimizer(self._optimizers).values())
         self._steps.refuse_stranger()
         self._end_of_step()
         self.scalars.update(scalars)
         before, self._updates = self._updates, self._updates + self._steps.take()
         if self.due(before, self._updates):
+            if not self.stats.snapshots and self._joined.session.plan.version is None:
+                ddp.refuse_absence(self._wrapped.values())
             extras = {
                 "state": {name: value.state_dict() for name, value in self._stateful.items()},
                 "scalars": self.scalars,
@@ -487,35 +491,27 @@ class Checkpointer:
         if not self._is_replicated:
             raise ConfigError("init_sync=True is for ranks that hold the same, and replicated=False was given; leave one of them out")
 
-    def _look_for_what_is_left_out(self) -> None:
-        """Warns, at the first step and not after a failure, of data and other parts that would not go on where they were."""
-        self._has_looked = True
-        if self._joined.session.rank != 0:
-            return
-        if isinstance(self._bound, PlainState) and (
-            others := left_out([*self._models.values(), *self._stateful.values()], every_optimizer(self._bound.optimizers).values())
-        ):
-            _log.warning(
-                "this script has a %s that is in no snapshot: after a failure it begins anew. Give it as state={'scheduler': scheduler}, a "
-                "model beside the others",
-                ", a ".join(others),
-            )
-        if found := unkept(self._stateful.values()):
-            _log.warning(
-                "this loop iterates a DataLoader (of a %s) that is not in `state`: after a failure its epoch begins anew, and other random "
-                "numbers are drawn. Iterate loader = gemini_ft.resumable(loader), and give it as state={'loader': loader}",
-                ", ".join(found),
-            )
-
     def _look_for_uneven_steps(self) -> None:
         """Warns of ranks that may make unequal numbers of steps, at the first of them."""
         if self._joined.session.rank == 0 and any(model._join_config.enable for model in self._wrapped.values()):
             waits = ", and each waits for one in vain (on_late='wait')" if self.config.waits else ""
             _log.warning(
-                "this loop is inside join(): steps that a rank makes after another has made its last one have no snapshots%s. After a "
-                "failure there the job cannot go on. Give all ranks the same number of steps (drop_last=True, DistributedSampler)",
+                "this loop is inside join(): steps that a rank makes after another has made its last one have no snapshots%s. A failure "
+                "there costs all of these. Give all ranks the same number of steps (drop_last=True, DistributedSampler) to protect each",
                 waits,
             )
+
+    def _count_alike(self) -> None:
+        """Counts on from the rank that has made most steps inside a `join()` that is over: a number is to mean one moment. Collective.
+
+        Raises:
+            ReplicaDivergedError: the steps that only some ranks have made have left ranks with different optimizer state.
+        """
+        ddp.refuse_absence(self._wrapped.values())
+        counts = exchange((self._iteration, self._updates), self.config.timeout)
+        self._iteration, self._updates = max(counts)
+        if min(counts) != max(counts):
+            self._joined.compare(self._state)
 
     def _end_with_process(self) -> None:
         """Ends this rank's threads with the process; after Ctrl-C leaves the run: the agents' memory will not be needed."""
@@ -585,6 +581,10 @@ class Checkpointer:
     @property
     def _models(self) -> Mapping[str, nn.Module]:
         return self._bound.models if isinstance(self._bound, PlainState) else {}
+
+    @property
+    def _optimizers(self) -> Sequence[Any]:
+        return self._bound.optimizers if isinstance(self._bound, PlainState) else ()
 
     @property
     def _wrapped(self) -> dict[str, DistributedDataParallel]:

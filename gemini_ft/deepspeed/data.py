@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.loaders import resumable
-from gemini_ft.state.iterators import is_plain_loader
+from gemini_ft.state.loop import keepable
 
 TRAINING = "training_data"  # the name of the state of the loader that an engine is made with
 
@@ -61,12 +61,7 @@ class EngineData:
         if isinstance(item, DeepSpeedDataLoader):
             self.follow(item, name)
             return
-        if is_plain_loader(item) or not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
-            raise ConfigError(
-                f"keep({name}=...): a {type(item).__qualname__} cannot go on where it was: it needs state_dict and load_state_dict. "
-                "Of a loader give gemini_ft.resumable(loader), here and to the loop"
-            )
-        self._add(name, item)
+        self._add(name, keepable(item, f"keep({name}=...)"))
 
     def _add(self, name: str, item: Any) -> None:
         self.objects[name] = item

@@ -24,6 +24,9 @@ def resumable(loader: Any, data_resume: DataResume = "auto") -> Any:
     its position by loading the batches of the epoch again. Numbers that an iteration draws when it begins, such as the seed of the
     workers and the order of the samples, are those that were drawn then, and the process's generators stay as `resume` has left them.
 
+    A loop that numbers its batches gives ``enumerate(loader, loader.batches_done)``, by the batches that an iteration after a failure
+    leaves out.
+
     A loader of validations, beside that of the training, begins anew where its iteration was over, left early or not. So do all loaders of
     a loop that calls `step` once after each epoch; it gives the next one's number, ``step(epoch=epoch + 1)``. A snapshot of the last batch,
     of a loop that calls `step` in its iterations, goes on at that end: the first iteration has no batches.

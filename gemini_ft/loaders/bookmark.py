@@ -44,6 +44,7 @@ class Bookmark:
         to_go_on: how many have a position to go on at, and have not begun.
         began_anew: whether the first iteration after a restart began at the first batch, because a whole one had been the step.
         was_empty: whether the first iteration after a restart has ended without a batch.
+        is_counted_on: whether the loop has asked how many batches the next iteration leaves out.
     """
 
     gone_on: ClassVar[int] = 0
@@ -79,6 +80,7 @@ class Bookmark:
         self._gone_on_before = 0
         self._asks_in_vain = 0  # that follow from a restart
         self.began_anew = self.was_empty = False
+        self.is_counted_on = False
         # The following describes the iteration that is under way.
         self._running = False
         self._over = False  # it has come to its end, or was left before that, but may be what a loop goes on with
@@ -164,12 +166,9 @@ class Bookmark:
         if self._active is not None and not self._active():
             return self._beside(start)
         position, self._resume = self._resume, None
-        if position is not None and "left" in position:
-            others_began = Bookmark.gone_on > self._gone_on_before  # that iteration was over by then
-            begins_anew = others_began or not (Bookmark.to_go_on or position.get("stepped", True))
-            self.began_anew = begins_anew and not others_began and position["ended"]
-            if begins_anew:
-                position, self._iterations = None, self._iterations + 1
+        if position is not None and self._begins_anew(position):
+            self.began_anew = position["ended"] and Bookmark.gone_on <= self._gone_on_before
+            position, self._iterations = None, self._iterations + 1
         if self._epoch is None:
             self._parts.tell_epoch(self._iterations)
         self._iterations += 1
@@ -192,6 +191,28 @@ class Bookmark:
         if not position["ahead"]:
             self._put(position["now"], position)
         return self._batches_after(position, batches)
+
+    def _begins_anew(self, position: dict[str, Any]) -> bool:
+        """Whether an iteration that was over when the snapshot was taken is followed by another, and is not what the loop goes on with."""
+        others_began = Bookmark.gone_on > self._gone_on_before  # that iteration was over by then
+        return "left" in position and (others_began or not (Bookmark.to_go_on or position.get("stepped", True)))
+
+    @property
+    def batches_done(self) -> int:
+        """How many batches the next iteration leaves out, because they were used before a failure."""
+        self.is_counted_on = True
+        then = self._resume
+        return 0 if then is None or self._begins_anew(then) else int(then["batches"])
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """A value that changes with every batch, and whenever an iteration begins."""
+        return self._iterations, self._taken
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an iteration has begun, and has not come to its end or been left."""
+        return self._running and not self._over
 
     def hand_workers_to(self, successor: Bookmark) -> None:
         """Lets another bookmark of the same loader follow the worker processes that live on from what the loader has served before."""

@@ -90,6 +90,11 @@ class ResumableIterable:
     def __iter__(self) -> Iterator[Any]:
         return _Batches(self._gemini.iterate(lambda: iter(self.iterable)), self)
 
+    @property
+    def batches_done(self) -> int:
+        """How many batches the next iteration leaves out, because they were used before a failure."""
+        return self._gemini.batches_done
+
     def __len__(self) -> int:
         return len(self.iterable)  # type: ignore[arg-type]  # the TypeError of an iterable without a length is right
 
@@ -161,6 +166,10 @@ def _resumable_class(base: Any) -> Any:
             """Pickled (with its Trainer, after a fit) it is the loader that the user made."""
             state = {name: value for name, value in vars(self).items() if name != "_gemini"}
             return _empty, (base,), state
+
+        @property
+        def batches_done(self) -> int:
+            return self._gemini.batches_done if self._gemini else 0
 
         def state_dict(self) -> dict[str, Any]:
             return self._gemini.state_dict() if self._gemini else {}

@@ -162,6 +162,34 @@ def flags(models: Iterable[DistributedDataParallel]) -> list[bool]:
     return [param.requires_grad for model in models for param in frozen_at_first(model).values()]
 
 
+def has_left_join(models: Iterable[Any]) -> bool:
+    """Whether a `join()` has ended since this was asked last: the same on all ranks, even on one that had no inputs in it."""
+    left = [
+        model for model in models if vars(model).pop("_authoritative_rank", None) is not None
+    ]  # set when ranks are made alike at its end
+    return bool(left)
+
+
+def refuse_absence(models: Iterable[DistributedDataParallel]) -> None:
+    """Refuses to wait, inside `join()`, for ranks that have come to the end of their inputs. Collective.
+
+    Those ranks ask in a collective, before each further step of the others, how many have inputs; this answers in place of a step.
+
+    Raises:
+        UnsupportedStateError: there are some.
+    """
+    for model in models:
+        if model._join_config.enable and model._join_config.is_first_joinable:
+            present, ranks = torch.ones(1, device=model.join_device), dist.get_world_size(model.join_process_group)
+            dist.all_reduce(present, group=model.join_process_group)
+            if int(present) < ranks:
+                raise UnsupportedStateError(
+                    f"only {int(present)} of {ranks} ranks have inputs inside this join() at a step that all of them must make: the first "
+                    "with a snapshot, or the first after another join(). Give every rank inputs for it, or the same number to all "
+                    "(drop_last=True, DistributedSampler)"
+                )
+
+
 def findings(name: str, model: DistributedDataParallel) -> Iterator[Finding]:
     """The communication hooks of a model in the census."""
     for hook, saved in _hooks(model):
@@ -201,8 +229,10 @@ def _buckets(model: Any) -> list[list[int]]:
     if model.find_unused_parameters and not model.static_graph:
         return []  # never sorted again
     if "_gemini_buckets" not in vars(model):
-        # The next forward would sort them. Doing it now makes the result visible; the forward then has nothing to do.
-        model.reducer._rebuild_buckets()
+        # The next forward would sort them. Doing it now makes the result visible; the forward then has nothing to do. A rank that has come
+        # to the end of its inputs, which it can have done only before the failure, does it before the next forward of the others.
+        if not ("_gemini_first_buckets" in vars(model) and model._join_config.enable):
+            model.reducer._rebuild_buckets()
         model.logger.set_runtime_stats_and_log()
         text = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
         if not text:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from types import GeneratorType
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -58,6 +61,48 @@ def check_epochs(state: Iterable[Any], *, then: Mapping[str, Any], now: Mapping[
             "does after an epoch. A loop that counts its epochs from the number of steps has an epoch less now: give step(epoch=epoch), "
             "and begin with range(checkpointer.scalars.get('epoch', 0), epochs)"
         )
+
+
+class Source:
+    """Where the steps of a loop take their batches from: as long as they do, from the loaders in its ``state``."""
+
+    def __init__(self) -> None:
+        self._places: list[Any] = []
+        self._was_fed = False  # a step was made inside an iteration
+        self._strange = 0  # steps in a row
+
+    def has_changed(self, state: Iterable[Any]) -> bool:
+        """Whether, as of this step, the loop goes on without the loaders that it began with; to be asked at every step.
+
+        One step after the end of an epoch belongs to it: gradients that were left, an evaluation.
+        """
+        marks = [mark for value in state if (mark := getattr(value, "_gemini", None)) is not None]
+        before, self._places = self._places, [mark.place for mark in marks]
+        is_inside = any(mark.is_under_way for mark in marks)
+        self._was_fed = self._was_fed or is_inside
+        self._strange = self._strange + 1 if self._was_fed and not is_inside and self._places == before else 0
+        return self._strange == 2
+
+
+def wrappers(state: Iterable[Any]) -> set[str]:
+    """Names what the loop has put around iterations of loaders in ``state``, and no snapshot has: "cycle", and an "enumerate" that knows
+    nothing of the batches that a resume leaves out.
+    """
+    loaders = {id(value): mark for value in state if (mark := getattr(value, "_gemini", None)) is not None}
+    found = set[str]()
+    for wrapper in gc.get_objects():
+        if type(wrapper) in (enumerate, itertools.cycle):
+            marks = [loaders[each] for inner in gc.get_referents(wrapper) for each in _sources(inner) if each in loaders]
+            if any(type(wrapper) is itertools.cycle or not mark.is_counted_on for mark in marks):
+                found.add(type(wrapper).__name__)
+    return found
+
+
+def _sources(iterator: Any) -> Iterator[int]:
+    """The ids of what an iterator takes its items from, as far as that is a loader, a progress bar's too."""
+    frame = iterator.gi_frame if isinstance(iterator, GeneratorType) else None
+    for item in (iterator, *(frame.f_locals.values() if frame is not None else ())):
+        yield from (id(getattr(item, name, None)) for name in ("_loader", "iterable"))
 
 
 def _has_generator(iterator: Any) -> bool:

@@ -1,17 +1,27 @@
-"""What a script's own loop uses and has not given to be captured: LR schedulers, scalers of losses and averages of weights."""
+"""What a script's own loop uses and has not given to be captured: LR schedulers, scalers of losses, averages of weights, generators."""
 
 from __future__ import annotations
 
 import gc
+import os
+import pickle
+import random
+import sys
 from collections.abc import Collection, Iterable, Iterator
-from types import ModuleType
+from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
+from gemini_ft.state.rng import generator_states, private_generators
+
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent))  # this package, and Python's, with what is installed there
 _MANY = 100  # more are data
 
 
@@ -31,6 +41,42 @@ def left_out(given: Iterable[Any], optimizers: Collection[Any]) -> list[str]:
         and (not isinstance(item, torch.amp.GradScaler) or item._scale is not None)  # it has scaled a loss
     )
     return sorted({type(item).__qualname__ for item in found})
+
+
+class Generators:
+    """Generators that the script keeps in its variables beside what it has given, and that its steps draw from.
+
+    Args:
+        given: models, and objects with a state of their own.
+    """
+
+    def __init__(self, given: Iterable[Any]) -> None:
+        known = {id(random._inst), id(np.random.mtrand._rand)}  # the process's own, which are captured
+        known |= {id(each) for each in private_generators(given=[*given], loaders=[*instances(DataLoader)]).values()}
+        found = private_generators(**_variables())
+        self._unknown = {path: generator for path, generator in found.items() if id(generator) not in known}
+        self._states = self._present()
+
+    def drawn_from(self) -> list[str]:
+        """The variables of those that have been drawn from since; each is named once."""
+        drawn = sorted(path for path, state in self._present().items() if state != self._states[path])
+        for path in drawn:
+            del self._unknown[path]
+        return drawn
+
+    def _present(self) -> dict[str, bytes]:
+        return {path: pickle.dumps(state) for path, state in generator_states(self._unknown).items()}
+
+
+def _variables() -> dict[str, Any]:
+    """The variables of the functions that are under way and of their modules, without those of libraries."""
+    found: dict[str, Any] = {}
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if "site-packages" not in (name := frame.f_code.co_filename) and not name.startswith(_LIBRARIES):
+            found = frame.f_globals | frame.f_locals | found
+        frame = frame.f_back
+    return {name: value for name, value in found.items() if not isinstance(value, ModuleType | type)}
 
 
 def instances(*kinds: type) -> Iterator[Any]:
@@ -58,3 +104,9 @@ def _held_by(item: Any) -> list[Any]:
     if isinstance(item, list | tuple):
         return [*item[:_MANY]]
     return [*(item if isinstance(item, dict) else getattr(item, "__dict__", {})).values()][:_MANY]
+
+
+def not_saved(module: nn.Module) -> list[str]:
+    """The states of metrics (torchmetrics) in a module that its ``state_dict`` leaves out, as most do: whoever loads that loses them."""
+    metrics = [(path, metric) for path, metric in module.named_modules() if isinstance(getattr(metric, "_persistent", None), dict)]
+    return [f"{path}.{name}".lstrip(".") for path, metric in metrics for name, is_saved in metric._persistent.items() if not is_saved]

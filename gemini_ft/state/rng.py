@@ -22,6 +22,8 @@ from gemini_ft import accelerator
 # (torch's bytes, (version, words, gauss) of `random`, numpy's: (name, words, position, has_gauss, gauss) of its usual generator)
 Randomness = tuple[bytes, tuple[int, bytes, float | None], tuple[str, bytes, int, int, float] | dict[str, Any]]
 
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
 
 def randomness() -> Randomness:
     """The state of this process's global generators: about 10 KB, as few objects, for it is taken at every step."""
@@ -90,6 +92,19 @@ def unchanged_randomness() -> Iterator[None]:
         set_randomness(before)
 
 
+class GivenGenerator:
+    """A generator of the script's own, with the methods of whatever is given as ``state=``."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": _state_of(self._generator)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        _set_state_of(self._generator, state["generator"])
+
+
 def private_generators(**roots: Any) -> dict[str, Any]:
     """Generators that objects hold for themselves, by the path that leads to them from ``roots``.
 
@@ -105,7 +120,7 @@ def private_generators(**roots: Any) -> dict[str, Any]:
             if id(item) in seen or len(seen) > 2000 + len(roots):
                 continue
             seen.add(id(item))
-            if isinstance(item, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
+            if isinstance(item, GENERATORS):
                 found[path] = item
             else:
                 below += [(f"{path}.{name}", inner) for name, inner in _parts(item)]

@@ -24,6 +24,7 @@ from gemini_ft.faults.plan import World
 from gemini_ft.launch import notes, ray_train
 from gemini_ft.state import codec
 from gemini_ft.state.base import TrainingState
+from gemini_ft.state.copy_plan import CopyPlan
 from gemini_ft.state.writes import CopyWhen
 from gemini_ft.wire.messages import Failed, Notice, Paced
 from gemini_ft.wire.worker_messages import (
@@ -151,9 +152,7 @@ class Recorder:
         self._stats.snapshots += 1
 
     def _submit(self, iteration: int, state: TrainingState, beside: dict[str, Any], is_compared: bool) -> None:
-        live = state.survey()
-        blob = codec.encode({"tensors": state.extras()} | beside, self.session.secret)
-        plan = self._reservation.fit(state, live, len(blob), self._copy_when.at_step)
+        plan, blob = self._fit(state, beside)
         self._stats.shard_bytes = plan.nbytes
         plan.stage()
         digest_due = is_compared or (self._digest_at is not None and iteration >= self._digest_at)
@@ -162,6 +161,25 @@ class Recorder:
         job = PendingSnapshot(iteration=iteration, extras=blob, digest=digest, marks=plan.marks(), ready=plan.ready())
         self._copy_when.follow(plan, job.marks)
         self._copying.submit(job)
+
+    def _fit(self, state: TrainingState, beside: dict[str, Any]) -> tuple[CopyPlan, bytes]:
+        """The way to copy the state, and what is captured beside it."""
+        live = state.survey()
+        blob = codec.encode({"tensors": state.extras()} | beside, self.session.secret)
+        return self._reservation.fit(state, live, len(blob), self._copy_when.at_step), blob
+
+    def prepare(self, state: TrainingState, extras: Any, given: Any) -> None:
+        """Gets the memory for snapshots of a state that has been resumed, so that no rank's first one needs another rank. Collective."""
+        with self.slots_lock:
+            self._fit(state, {"extras": extras, "given": given})
+
+    def compare(self, state: TrainingState) -> None:
+        """Compares what all ranks must hold alike, now. Collective.
+
+        Raises:
+            ReplicaDivergedError: it differs.
+        """
+        self._reservation.compare(state, state.survey())
 
     def _is_compared(self, iteration: int) -> bool:
         """Whether the ranks' replicated state is compared after ``iteration`` though no upload is due; the same on all ranks."""

@@ -85,6 +85,10 @@ class Reservation:
         assert self._snapshotter.plan is not None
         return self._snapshotter.plan
 
+    def compare(self, state: TrainingState, live: Sequence[Live]) -> None:
+        """Compares the replicas of ``state`` across ranks; raises ReplicaDivergedError where they differ. Collective."""
+        check_replicas(state.describe(live, self._session.rank, self._session.world_size), exchange)
+
     def renew(self) -> None:
         """Gets as many slots as before, of an agent that may be another one."""
         self._reserve(self._extras_bytes)

@@ -1,0 +1,106 @@
+"""What a script gives beside its models, and what its loop has that no snapshot has, which is named while nothing has failed yet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from gemini_ft.errors import ConfigError
+from gemini_ft.state.iterators import Source, is_plain_loader, unkept, wrappers
+from gemini_ft.state.left_out import Generators, left_out, not_saved
+from gemini_ft.state.rng import GENERATORS, GivenGenerator
+
+_log = logging.getLogger("gemini_ft")
+_BEGINS = "after a failure it begins anew"
+
+
+def keepable(item: Any, given: str) -> Any:
+    """An object that is to be kept by its ``state_dict`` and ``load_state_dict``; of a random generator one that has these.
+
+    Args:
+        item: what the script has given.
+        given: how, in words.
+
+    Raises:
+        ConfigError: it does not go on where it was by these.
+    """
+    if isinstance(item, GENERATORS):
+        return GivenGenerator(item)
+    kind = type(item).__qualname__
+    if is_plain_loader(item):
+        raise ConfigError(
+            f"{given} is a {kind} that draws other random numbers when it is iterated again after a failure; give "
+            "gemini_ft.resumable(loader), here and to the loop, which goes on with the very batch"
+        )
+    if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+        raise ConfigError(
+            f"{given} is a {kind}; what is given here has the methods state_dict and load_state_dict, or is a random generator. Of a "
+            "loader give gemini_ft.resumable(loader); a plain loop gives plain values to step(name=value), for checkpointer.scalars"
+        )
+    if isinstance(item, nn.Module) and (lost := not_saved(item)):
+        raise ConfigError(
+            f"{given} is a {kind} whose state_dict() lacks {', '.join(lost)}; call its persistent(True), or give it as a model beside the "
+            "others, Checkpointer({'model': model, 'metric': metric}, optimizer), which keeps all of it"
+        )
+    return item
+
+
+class LoopWatch:
+    """Looks at a loop at each of its steps, on one rank; says each thing once."""
+
+    def __init__(self) -> None:
+        self._source = Source()
+        self._generators: Generators | None = None
+
+    def look(self, models: Iterable[nn.Module], state: Mapping[str, Any], optimizers: Collection[Any]) -> None:
+        """Looks as of a step that ends now.
+
+        Args:
+            models: those that were given.
+            state: what was given beside them.
+            optimizers: those that are captured; none: what belongs to them is not looked for.
+        """
+        loaders = state.values()
+        is_elsewhere = self._source.has_changed(loaders)
+        if self._generators is None:
+            given = [*models, *loaders]
+            self._generators = Generators(given)
+            self._look_first(given, loaders, optimizers)
+            return
+        if is_elsewhere:
+            _log.warning(
+                "this loop no longer takes its batches from the loaders in `state`, which have come to their end: after a failure it goes "
+                "on with others. Give each loader that it iterates as state, made once, before resume()"
+            )
+        if drawn := self._generators.drawn_from():
+            _log.warning(
+                "this loop draws from the generator %s, which is in no snapshot: %s. Give it, state={'generator': generator}",
+                *(", ".join(drawn), _BEGINS),
+            )
+
+    def _look_first(self, given: list[Any], loaders: Collection[Any], optimizers: Collection[Any]) -> None:
+        if optimizers and (others := left_out(given, optimizers)):
+            _log.warning(
+                "this script has a %s that is in no snapshot: %s. Give it as state={'scheduler': scheduler}, a model beside the others",
+                *(", a ".join(others), _BEGINS),
+            )
+        if found := unkept(loaders):
+            _log.warning(
+                "this loop iterates a DataLoader (of a %s) that is not in `state`: after a failure its epoch begins anew, and other random "
+                "numbers are drawn. Iterate loader = gemini_ft.resumable(loader), and give it as state={'loader': loader}",
+                ", ".join(found),
+            )
+        around = wrappers(loaders)
+        if "enumerate" in around:
+            _log.warning(
+                "this loop numbers its batches by enumerate(loader): after a failure it counts from 0 again, in the middle of the epoch. "
+                "Where the numbers matter, give enumerate(loader, loader.batches_done)"
+            )
+        if "cycle" in around:
+            _log.warning(
+                "this loop iterates itertools.cycle(loader), which keeps the batches of the first epoch where no snapshot has them: after "
+                "a failure it goes on with others. Iterate the loader again, by `while True:` around `for batch in loader:`"
+            )

@@ -1,0 +1,139 @@
+"""What scripts do around a plain loop: under plain DDP, undisturbed under gemini and killed it ends with the same bits, or it is named."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_kit import World
+from three_ways import WAYS, Cell, differing, run
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+import gemini_ft
+from gemini_ft.errors import ConfigError, UnsupportedStateError
+
+CASE = Path(__file__).parents[1] / "kit" / "habits_case.py"
+TOGETHER = ["scaler", "lbfgs", "averages", "zipped", "counted", "adversaries", "unfreezes", "normed", "generators", "accumulates"]
+CELLS = {
+    "together": Cell({"trainings": TOGETHER}, ["0:4", "1:6"]),
+    "uneven": Cell({"trainings": ["uneven"]}, ["1:5", "0:2"]),  # when rank 0 has no more inputs, and in the next epoch
+}
+
+
+def test_habits_of_plain_loops_three_ways(tmp_path: Path) -> None:
+    """Scaled losses, closures, averages, zipped and unfinished epochs, several optimizers and models, generators; and uneven inputs."""
+    folders = {way: tmp_path / way for way in WAYS}
+    for way, folder in folders.items():
+        folder.mkdir()
+        run(CASE, way, folder=folder, cells=CELLS)
+    for name, cell in CELLS.items():
+        assert all((folders["killed"] / name / f"killed-{kill}").exists() for kill in cell.kills)
+        for training in cell.options["trainings"]:
+            assert differing({way: folder / name for way, folder in folders.items()}, training, Cell()) == []
+
+
+class Bar:
+    """A progress bar."""
+
+    def __init__(self, iterable: Any) -> None:
+        self.iterable = iterable
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.iterable
+
+
+def _anew(loader: Any) -> Iterator[Any]:
+    yield from loader
+    yield from DataLoader(loader.dataset, 6)
+
+
+def _drawn(loader: Any) -> Iterator[Any]:
+    """Its caller's generators are drawn from."""
+    yield from loader
+
+
+HABITS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "numbered": (enumerate, "numbers its batches by enumerate"),
+    "numbered bar": (lambda loader: enumerate(Bar(loader)), "numbers its batches by enumerate"),
+    "numbered on": (lambda loader: enumerate(loader, loader.batches_done), ""),
+    "cycle": (lambda loader: itertools.islice(itertools.cycle(loader), 5), "iterates itertools.cycle"),
+    "anew": (_anew, "no longer takes its batches from the loaders in `state`"),
+    "drawn": (_drawn, "draws from the generator numpy, own, which is in no snapshot"),
+    "plain": (lambda loader: itertools.chain(loader, loader), ""),
+}
+
+
+def loop_in_every_way() -> dict[str, list[str]]:
+    """What each loop is told, where nothing fails."""
+    said: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gemini_ft").addHandler(listener)
+    found = {}
+    for name, (batches, _) in HABITS.items():
+        said.clear()
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        numpy, own, unused, given = np.random.default_rng(1), random.Random(2), random.Random(3), torch.Generator()
+        loader: Any = gemini_ft.resumable(DataLoader(TensorDataset(torch.ones(8, 3)), 4, shuffle=True, generator=torch.Generator()))
+        stream = name.replace(" ", "-")
+        with gemini_ft.Checkpointer(
+            model, optimizer, state={"loader": loader, "given": given}, name=stream, on_late="skip"
+        ) as checkpointer:
+            checkpointer.resume()
+            for _ in batches(loader):
+                model(torch.rand(2, 3, generator=given)).sum().backward()
+                optimizer.step()
+                if name == "drawn":
+                    numpy.random(), own.random()
+                checkpointer.step()
+        assert unused.random()
+        found[name] = [text for text in said if text.startswith("this ")]
+    return found
+
+
+def test_what_a_resume_would_change_is_named_before_anything_fails(tmp_path: Path) -> None:
+    with World(tmp_path, 1) as ranks:
+        (found,) = ranks.outcome(loop_in_every_way)
+    for name, (_, warning) in HABITS.items():
+        assert len(found[name]) == bool(warning) or name == "cycle", found
+        assert all(warning in text for text in found[name][:1]), found
+
+
+def step_without_the_other() -> None:
+    gemini_ft.init_process_group("gloo")
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gemini_ft.Checkpointer(model, optimizer) as checkpointer:
+        checkpointer.resume()
+        with model.join():
+            for _ in range(int(os.environ["RANK"])):
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                checkpointer.step()
+
+
+def test_a_rank_without_any_input_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    with World(tmp_path, 2) as ranks:
+        error = ranks.outcome(step_without_the_other)[1]
+    assert isinstance(error, UnsupportedStateError)
+    assert "only 1 of 2 ranks have inputs inside this join()" in str(error)
+
+
+def test_state_is_something_that_can_be_kept() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match=r"state\['mean'\] is a ModuleList whose state_dict\(\) lacks 0.mean_value, .*as a model"):
+        gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters()), state={"mean": nn.ModuleList([MeanMetric()])})
+    with pytest.raises(ConfigError, match=r"state\['best'\] is a float; .* step\(name=value\)"):
+        gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters()), state={"best": 0.5})
