@@ -14,7 +14,7 @@ import torch
 
 from gemini_ft.testing import assert_identical
 
-pytestmark = pytest.mark.preloaded("lightning.pytorch")  # as the drill itself asks for it
+pytestmark = pytest.mark.preloaded("lightning")  # as the drill itself asks for it
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -116,9 +116,12 @@ def test_the_same_training_under_other_stages(tmp_path: Path, config: str) -> No
     assert_identical(*states)
 
 
-def test_an_embedding_is_trained_with_zen() -> None:
+@pytest.mark.parametrize(
+    "launcher", [["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"], pytest.param([], marks=pytest.mark.soak)]
+)
+def test_an_embedding_is_trained_with_zen(launcher: list[str]) -> None:
     options = ["--steps=3", "--batch=4", "--vocabulary=3000", "--width=16", "--megabytes=0.3"]
-    output = run(sys.executable, str(EXAMPLES / "zen_language_model.py"), *options, timeout=200)
+    output = run(sys.executable, *launcher, str(EXAMPLES / "zen_language_model.py"), *options, timeout=200)
     rows = re.findall(r"^(DDP, dense|DDP, sparse|Zen) +([\d.]+) +[\d.]+ +([\d.]+) ", output, re.MULTILINE)
     assert [path for path, _, _ in rows] == ["DDP, dense", "DDP, sparse", "Zen"]
     losses = [float(loss) for _, loss, _ in rows]
