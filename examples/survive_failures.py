@@ -52,7 +52,7 @@ class Drill:
 
     steps: int
     size: Sequence[str]  # of the model: arguments of train_gpt.py
-    imports = "lightning.pytorch"
+    imports = "lightning"
     note = "under DDP each rank owns a quarter of the state and reads all of it."
 
     @property

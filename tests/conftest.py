@@ -137,6 +137,24 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+# Folders of tests: those of whole jobs first, which mostly wait, and small files last, so that all processes of the tests end together.
+_ORDER = [
+    "jobs",
+    "launch",
+    "integrations",
+    "project",
+    "gradients",
+    "export",
+    "state",
+    "agent",
+    "storage",
+    "cli",
+    "recovery",
+    "wire",
+    "core",
+]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", default="1/1", help="2/3: of the tests that are selected the second third (scripts/soak)")
 
@@ -147,6 +165,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)  # after the selection by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _ORDER.index(item.path.relative_to(Path(__file__).parent).parts[0]))
     number, count = map(int, config.getoption("share").split("/"))
     first, end = (len(items) * each // count for each in (number - 1, number))  # neighbours stay together: they may share a job
     config.hook.pytest_deselected(items=[*items[:first], *items[end:]])

@@ -8,6 +8,7 @@ import errno
 import mmap
 import os
 import resource
+import selectors
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from agent_kit import CHUNK, Job, agent_pid, eventually, slots_of_this_process
@@ -28,7 +30,7 @@ from gemini_ft.agent.memory.budget import Budget
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
 from gemini_ft.agent.memory.slot_store import SlotStore
 from gemini_ft.agent.replication.serve import Fetcher
-from gemini_ft.agent.workers import WorkerListener
+from gemini_ft.agent.workers import WorkerConnection, WorkerListener
 from gemini_ft.core.decisions import Commit
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.versions import Incarnation, Version
@@ -38,6 +40,7 @@ from gemini_ft.launch import launcher
 from gemini_ft.state.copy_plan import map_slots
 from gemini_ft.wire.frames import BlockingWire, receive_fds
 from gemini_ft.wire.handshake import Listener
+from gemini_ft.wire.messages import Failed, pack
 from gemini_ft.wire.peer_messages import Describe, Description, Fetch, Heartbeat, Rejoin, WayUp
 from gemini_ft.wire.worker_messages import GetInventory, Inventory, Reserved
 from gemini_ft.worker.outcomes import Stats
@@ -333,6 +336,38 @@ class TestDescriptors:
             return attempts
 
         assert asyncio.run(look()) == 1
+
+    def test_a_worker_that_has_read_everything_at_last_costs_nothing_more(self) -> None:
+        """Its socket can be written to all the time, of which an agent is told only while it has something to write."""
+
+        class Counting(selectors.DefaultSelector):
+            looks = 0
+
+            def select(self, timeout: float | None = None) -> Any:
+                self.looks += 1
+                return super().select(timeout)
+
+        async def look() -> int:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            with ours, theirs:
+                ours.setblocking(False)
+                theirs.setblocking(False)
+                worker = WorkerConnection(Mock(), ours, os.getpid())
+                message = Failed(call=0, error="", text="x" * 2**20, fatal=False)
+                worker.send(message)
+                left = len(pack(message))
+                while left:
+                    with contextlib.suppress(BlockingIOError):
+                        left -= len(theirs.recv(2**16))
+                    await asyncio.sleep(0)
+                before = selector.looks
+                await asyncio.sleep(0.1)
+                worker.close()
+                return selector.looks - before
+
+        selector = Counting()
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+            assert runner.run(look()) < 10
 
 
 class TestReaders:

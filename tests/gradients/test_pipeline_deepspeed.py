@@ -80,7 +80,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> list[Ran]:
     """By rank."""
 
     def run(name: str) -> None:
-        names = next(batch for batch in batched(CASES, 24) if name in batch)
+        names = next(batch for batch in batched(CASES, 8) if name in batch)
         with World(tmp_path_factory.mktemp("engines"), 2) as ranks:
             results = ranks.outcome(every, {name: CASES[name] for name in names})
         assert not any(isinstance(found, Exception) for found in results), results

@@ -118,6 +118,10 @@ JOBS = {
         {
             "stream": Scenario(["1:step:4", "0:step:14"], "stream"),
             "workers": Scenario(["1:step:3", "0:step:10"], "workers"),
+        }
+    ),
+    "any-way": Job(
+        {
             "fabric": Scenario(["1:step:8", "0:update:13"], "fabric"),
             "sharded": Scenario(["1:step:8"], "sharded", {"strategy": "gemini_fsdp2"}),
         }

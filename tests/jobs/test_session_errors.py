@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from agent_kit import end_agent
 from rank_kit import World
-from session_case import loop, overheard, wait_for_upload
+from session_case import grow_small_state, loop, overheard, wait_for_upload
 
 from gemini_ft.agent.memory.slot_files import folder_of
-from gemini_ft.agent.memory.slot_memory import SlotMemory
+from gemini_ft.agent.memory.slot_memory import EXTRAS_ROOM, SlotMemory
 from gemini_ft.errors import (
     ConfigError,
     GeminiError,
@@ -141,6 +141,13 @@ class TestMemory:
     def test_too_little_is_refused_at_the_first_step_on_all_ranks(self, two: World) -> None:
         text = same_error(two.outcome(*run(memory_limit="12MiB", width=2**18)), MemoryBudgetError)
         assert "bytes of snapshots; its agent may hold 12,582,912. Raise memory_limit (GEMINI_MEMORY_LIMIT), lower replicas (now 2)" in text
+
+    def test_small_state_that_outgrows_its_room_gets_more(self, one: World) -> None:
+        (grown,) = one.outcome(*run(4, during=grow_small_state))
+        assert grown["committed"] == 4
+        (resumed,) = one.outcome(*run(1))
+        assert resumed["start"] == 4
+        assert resumed["scalars"]["grown"] == "g" * 2 * EXTRAS_ROOM
 
     def test_too_little_on_one_host_is_refused_on_all_ranks(self, two: World) -> None:
         attempt = two.start(*run(width=2**18), per_rank=[{}, {"GEMINI_MEMORY_LIMIT": "12MiB"}])

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
 from agent_kit import WAIT, context, end_agent
 
 from gemini_ft.agent import ahead, lifecycle
@@ -46,10 +47,14 @@ class Attempt:
         return pid
 
     def wait(self, timeout: float = 2 * WAIT) -> bool:
-        """Until all have ended well (True), or one has not."""
-        end = time.monotonic() + timeout
+        """Until all have ended well (True), or one has not. Ranks that compute do not hang, however long they take on a busy machine."""
+        end, computed = time.monotonic() + timeout, self._computed()
         while self._pipes_open():
-            assert time.monotonic() < end, f"ranks {self._pipes_open()} did not end within {timeout:g} s"
+            if time.monotonic() > end:
+                before, computed = computed, self._computed()
+                slow = [rank for rank in self._pipes_open() if computed[rank] > before[rank] + timeout / 100]
+                assert slow, f"ranks {self._pipes_open()} did not end within {timeout:g} s, nor compute for a hundredth of it"
+                end = time.monotonic() + timeout
             pipes = {self._pipes[rank]: rank for rank in self._pipes_open()}
             ready = wait(list(pipes), 0.1)
             for rank in [rank for pipe, rank in pipes.items() if pipe in ready]:
@@ -61,6 +66,17 @@ class Attempt:
                 if isinstance(self.said[rank], Exception):
                     return False
         return True
+
+    def _computed(self) -> list[float]:
+        """Processor seconds of each rank so far; 0 where it has ended."""
+        seconds = []
+        for process in self.processes:
+            try:
+                times = psutil.Process(process.pid).cpu_times()
+                seconds.append(times.user + times.system)
+            except psutil.NoSuchProcess:
+                seconds.append(0.0)
+        return seconds
 
     def _pipes_open(self) -> list[int]:
         return [rank for rank in range(len(self._pipes)) if rank not in self.said]

@@ -345,13 +345,13 @@ def test_another_torch_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.timeout(300)
 def test_a_spare_replaces_a_lost_host_and_never_a_living_one(tmp_path: Path) -> None:
-    faults = "step=20:rank=1:sigkill; step=40:rank=0:sigkill; step=60:host=1:kill; step=80:rank=1:sigkill"
+    faults = "step=20:rank=0:sigkill; step=40:host=1:kill; step=60:rank=1:sigkill"
     env = {"GEMINI_FAULTS": faults, "GEMINI_ON_LATE": "wait"}
-    with EmulatedHosts(3, [PLAIN_LOOP, "--steps=100"], tmp_path, env=env) as hosts:
+    with EmulatedHosts(3, [PLAIN_LOOP, "--steps=70"], tmp_path, env=env) as hosts:
         hosts.wait_for(lambda: hosts.events("joined"))
         hosts.add()
         hosts.finish(250)
         worlds = [sorted(event["hosts"]) for event in hosts.events("joined") if event["rank"] == 0]  # ranks go by who came first
         iterations = [event["iteration"] for event in hosts.events("joined") if event["rank"] == 0]
-    assert worlds == [["host0", "host1", "host2"]] * 3 + [["host0", "host2", "host3"]] * 2
-    assert iterations in ([0, 19, 39, 59, 79], [0, 19, 39, 58, 79])  # the host may have died before its last commit
+    assert worlds == [["host0", "host1", "host2"]] * 2 + [["host0", "host2", "host3"]] * 2
+    assert iterations in ([0, 19, 39, 59], [0, 19, 38, 59])  # the host may have died before its last commit

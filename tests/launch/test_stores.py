@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, c10d_rendezvous_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from gemini_ft.cli.store import open_store
@@ -284,6 +284,21 @@ def test_a_host_that_has_not_taken_part_carries_no_rendezvous_to_another_store(p
     job.set_state(pickle.dumps(known), token[1])
     job.sign_off()
     assert members_of(pickle.loads(seen(job) or b"")) == frozenset()
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_launcher_that_ends_before_the_job_says_so(is_over: bool, places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it others may begin then; where the job is over, all that took part stay known."""
+    monkeypatch.setenv("GEMINI_HOST_ID", "host0")
+    port, known = places.serve(), _RendezvousState()
+    known.complete, known.closed = True, is_over
+    setattr(known, "gemini_members", frozenset({"host0", "host1"}))  # noqa: B010  # as spares.py does
+    with stores.surviving_stores():
+        parameters = RendezvousParameters("c10d", f"{HERE}:{port}", "run", 1, 2, is_host="false")
+        backend, _ = c10d_rendezvous_backend.create_backend(parameters)
+        backend.set_state(pickle.dumps(known))
+    left = {"host1"} if not is_over else {"host0", "host1"}
+    assert members_of(pickle.loads(seen(launcher(port)) or b"")) == left
 
 
 # A command that ends while a thread waits in torch's code, and an end that takes longer than that.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import runpy
@@ -14,7 +15,7 @@ import torch
 
 from gemini_ft.testing import assert_identical
 
-pytestmark = pytest.mark.preloaded("lightning.pytorch")  # as the drill itself asks for it
+pytestmark = pytest.mark.preloaded("lightning")  # as the drill itself asks for it
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -26,8 +27,43 @@ def run(*command: str, timeout: float, **env: str) -> str:
     return done.stdout
 
 
+def cells_of(output: str) -> dict[str, list[str]]:
+    """What was killed -> at step, detected, own memory, peers, storage, read in, resumed at, steps lost, next step after."""
+    rows = {match[1]: match[0] for match in re.finditer(r"^│ (a \w+).*$", output, re.MULTILINE)}
+    return {name: [cell.strip() for cell in row.strip("│").split("│")] for name, row in rows.items()}
+
+
+def assert_survived(output: str, folder: Path, steps: int, *, all_have_all: bool) -> None:
+    cells = cells_of(output)
+    assert [cell != "-" for cell in cells["a worker"][3:6]] == [True, not all_have_all, False]
+    assert [cell != "-" for cell in cells["a host"][3:6]] == [True, True, False]
+    assert all(int(cells[name][8]) >= 1 for name in ("a worker", "a host"))  # more on a busy machine: what was not committed yet
+    assert "IDENTICAL: not one bit differs" in output
+    states = [torch.load(folder / name / "final.ckpt", weights_only=False) for name in ("undisturbed", "disturbed")]
+    assert states[0]["global_step"] == steps
+    assert_identical(*(state["optimizer_states"] for state in states))
+
+
+@pytest.mark.timeout(300)
+def test_a_drill_on_two_hosts_survives_the_loss_of_a_worker_and_of_a_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = importlib.import_module("survive_failures")
+
+    class Small(example.Drill):  # type: ignore[misc,name-defined]
+        faults = {"a worker": "step=6:rank=1:sigkill", "a host": "step=15:host=1:kill"}  # noqa: RUF012
+
+    monkeypatch.setattr(example, "HOSTS", 2)
+    monkeypatch.setattr(sys, "argv", ["survive_failures.py", "--folder", str(tmp_path)])
+    drill = Small(24, ["--width=64", "--layers=2"])
+    assert example.main(drill, drill) == 0
+    assert_survived(capsys.readouterr().out, tmp_path, drill.steps, all_have_all=True)
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("forked", [True, False])
 def test_the_drill_survives_three_ways_of_being_killed(
     tmp_path: Path, forked: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -39,17 +75,9 @@ def test_the_drill_survives_three_ways_of_being_killed(
         output = capsys.readouterr().out
     else:
         output = run(sys.executable, *command, "--cold", timeout=500)
-    rows = {match[1]: match[0] for match in re.finditer(r"^│ (a \w+).*$", output, re.MULTILINE)}
-    cells = {name: [cell.strip() for cell in row.strip("│").split("│")] for name, row in rows.items()}
-    # killed, at step, detected, own memory, peers, storage, read in, resumed at, steps lost, next step after
-    assert [cell != "-" for cell in cells["a worker"][3:6]] == [True, True, False]
-    assert [cell != "-" for cell in cells["a host"][3:6]] == [True, True, False]
-    assert [cell != "-" for cell in cells["a group"][3:6]] == [False, True, True]  # each shard is read from storage once, then from peers
-    assert all(int(cells[name][8]) >= 1 for name in ("a worker", "a host"))  # more on a busy machine: what was not committed yet
-    assert "IDENTICAL: not one bit differs" in output
-    states = [torch.load(tmp_path / "drill" / name / "final.ckpt", weights_only=False) for name in ("undisturbed", "disturbed")]
-    assert states[0]["global_step"] == 24
-    assert_identical(*(state["optimizer_states"] for state in states))
+    # each shard is read from storage once, then from peers
+    assert [cell != "-" for cell in cells_of(output)["a group"][3:6]] == [False, True, True]
+    assert_survived(output, tmp_path / "drill", 24, all_have_all=False)
 
 
 def test_the_drill_speaks_before_it_imports_torch() -> None:
@@ -116,9 +144,12 @@ def test_the_same_training_under_other_stages(tmp_path: Path, config: str) -> No
     assert_identical(*states)
 
 
-def test_an_embedding_is_trained_with_zen() -> None:
+@pytest.mark.parametrize(
+    "launcher", [["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"], pytest.param([], marks=pytest.mark.soak)]
+)
+def test_an_embedding_is_trained_with_zen(launcher: list[str]) -> None:
     options = ["--steps=3", "--batch=4", "--vocabulary=3000", "--width=16", "--megabytes=0.3"]
-    output = run(sys.executable, str(EXAMPLES / "zen_language_model.py"), *options, timeout=200)
+    output = run(sys.executable, *launcher, str(EXAMPLES / "zen_language_model.py"), *options, timeout=200)
     rows = re.findall(r"^(DDP, dense|DDP, sparse|Zen) +([\d.]+) +[\d.]+ +([\d.]+) ", output, re.MULTILINE)
     assert [path for path, _, _ in rows] == ["DDP, dense", "DDP, sparse", "Zen"]
     losses = [float(loss) for _, loss, _ in rows]
