@@ -46,6 +46,7 @@ from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.state.tensors import every_optimizer
 from gemini_ft.storage.base import WORD
 from gemini_ft.torch_versions import buffers_are_broadcast
+from gemini_ft.worker.attempt import belongs, watch
 from gemini_ft.worker.outcomes import Stats
 from gemini_ft.worker.recorder import Recorder
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise, on_all_ranks
@@ -145,6 +146,7 @@ class Checkpointer:
         self._blocked = 0.0
         self._steps = OptimizerSteps(self._wait_for_copy)
         self._hyperparameters = Hyperparameters(self._stateful)
+        belongs(self, to_loop=hooks)
         if gradients is not None:
             self.attach_gradients(gradients)
         if model is not None:
@@ -278,6 +280,8 @@ class Checkpointer:
         for wrapper in self._wrapped.values():
             ddp.frozen_at_first(wrapper)
         others = [value for value in self._stateful.values() if isinstance(value, torch.optim.Optimizer)]
+        params = [param for model in state.models.values() for param in model.parameters()]
+        watch([*state.models.values(), *params, *every_optimizer(state.optimizers).values(), *self._stateful.values()])
         self._steps.follow(state, others, hooks=self._hooks)
 
     def bind_state(self, state: TrainingState) -> None:
