@@ -6,6 +6,7 @@ an exception in the middle of anybody's code would leave that torn.
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import threading
@@ -21,14 +22,14 @@ class OverError(BaseException):
     """Ends an attempt of which another worker has failed. No Exception, which loops may take for an error of their own."""
 
 
-class Listener:
+class OwnAttempt:
     """The end of this worker's channel to the launcher.
 
     Attributes:
         is_over: whether the launcher has said that the attempt is.
         watched: references to what the attempt has given to be captured; it must be gone before the next attempt begins.
         checkpointers: those that it has made.
-        is_plain: whether all of them are of plain loops.
+        refusal: the reason why this process cannot stay after it; empty: nobody knows of one.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -38,7 +39,7 @@ class Listener:
         self._order: tuple[dict[str, str], list[int]] | None = None
         self.watched: list[Callable[[], Any]] = []
         self.checkpointers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.is_plain = True
+        self.refusal = ""
 
     def await_order(self) -> tuple[dict[str, str], list[int]]:
         """The next attempt's environment and standard streams, once the launcher has sent them.
@@ -46,8 +47,10 @@ class Listener:
         Raises:
             ConnectionError: the launcher is gone.
         """
+        waiting = select.poll()
+        waiting.register(self._end, select.POLLIN)
         while self._order is None:
-            select.select([self._end], [], [])
+            waiting.poll()
             self.look()
         return self._order
 
@@ -84,7 +87,7 @@ class Listener:
         channel.send(self._end, {"word": word, **more})
 
 
-listener: Listener | None = None
+present: OwnAttempt | None = None
 
 
 def leave_if_over() -> None:
@@ -93,26 +96,40 @@ def leave_if_over() -> None:
     Raises:
         OverError: it is so.
     """
-    if listener is not None:
-        listener.leave_if_over()
+    if present is not None:
+        present.leave_if_over()
 
 
 def watch(captured: Iterable[Any]) -> None:
     """Takes note of what is captured."""
-    if listener is not None:
+    if present is not None:
         for each in captured:
             try:
-                listener.watched.append(weakref.ref(each))
+                present.watched.append(weakref.ref(each))
             except TypeError:  # it cannot be watched, and so counts as alive
-                listener.watched.append(partial(_itself, each))
+                present.watched.append(partial(_itself, each))
 
 
 def _itself(each: Any) -> Any:
     return each
 
 
-def belongs(checkpointer: Any, *, to_loop: bool) -> None:
-    """Has a Checkpointer closed when the attempt is over; ``to_loop``: it is one of a plain loop, and not of an integration."""
-    if listener is not None:
-        listener.checkpointers.add(checkpointer)
-        listener.is_plain &= to_loop
+def close_with(checkpointer: Any) -> None:
+    """Has a Checkpointer closed when the attempt is over."""
+    if present is not None:
+        present.checkpointers.add(checkpointer)
+
+
+def never_stay(why: str) -> None:
+    """Has this process replaced after a failure, for a reason."""
+    if present is not None:
+        present.refusal = why
+
+
+def _forget() -> None:
+    """A forked child has no attempt of its own."""
+    global present
+    present = None
+
+
+os.register_at_fork(after_in_child=_forget)

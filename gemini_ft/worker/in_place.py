@@ -25,7 +25,7 @@ from gemini_ft.launch.in_place import FAILED, IN_PLACE, LEAVES, PARKED
 from gemini_ft.launch.script import record, take_rank
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.worker import attempt, rendezvous
-from gemini_ft.worker.attempt import Listener, OverError
+from gemini_ft.worker.attempt import OverError, OwnAttempt
 
 T = TypeVar("T")
 
@@ -60,18 +60,19 @@ def run(train: Callable[[], T]) -> T:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         end.connect(f"\0{address}")
         known, randomness = {*threading.enumerate()}, rng_state()
-        while True:
-            attempt.listener = listener = Listener(end)
-            try:
-                if done := _once(train, listener):
+        try:
+            while True:
+                attempt.present = present = OwnAttempt(end)
+                if done := _once(train, present):
                     return done[0]
-                _stay(listener, known)
-            finally:
-                attempt.listener = None
-            set_rng_state(randomness)
+                _stay(present, known)
+                set_rng_state(randomness)
+        finally:
+            attempt.present = None
+            end.shutdown(socket.SHUT_RDWR)  # processes of a DataLoader may have the descriptor, too
 
 
-def _once(train: Callable[[], T], listener: Listener) -> list[T]:
+def _once(train: Callable[[], T], present: OwnAttempt) -> list[T]:
     """The result of ``train`` in a list; empty if the attempt is over, and what has been raised is forgotten."""
     try:
         return [train()]
@@ -80,29 +81,29 @@ def _once(train: Callable[[], T], listener: Listener) -> list[T]:
     except Exception as error:
         if getattr(error, "exit_status", 1) != 1:  # the launcher has to know which one it was
             raise
-        listener.look()
-        if not listener.is_over:
+        present.look()
+        if not present.is_over:
             record(error)
             traceback.print_exception(error)
-            listener.say(FAILED)
+            present.say(FAILED)
     return []
 
 
-def _stay(listener: Listener, known: Collection[threading.Thread]) -> None:
+def _stay(present: OwnAttempt, known: Collection[threading.Thread]) -> None:
     """Returns when the next attempt may begin, as what the launcher has said of it.
 
     Raises:
         SystemExit: this process cannot stay.
     """
     try:
-        why = _leftovers(listener, known)
+        why = _leftovers(present, known)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
     if why:
-        listener.say(LEAVES, why=why)
+        present.say(LEAVES, why=why)
         raise SystemExit(1)
-    listener.say(PARKED)
-    environ, streams = listener.await_order()
+    present.say(PARKED)
+    environ, streams = present.await_order()
     for target, stream in enumerate(streams):
         os.dup2(stream, target)
         os.close(stream)
@@ -110,13 +111,13 @@ def _stay(listener: Listener, known: Collection[threading.Thread]) -> None:
     take_rank(environ)
 
 
-def _leftovers(listener: Listener, known: Collection[threading.Thread]) -> str:
+def _leftovers(present: OwnAttempt, known: Collection[threading.Thread]) -> str:
     """Lets go of what the attempt has made, so that its connections close; the reason why this process cannot stay, empty if it can."""
     if accelerator.in_use() is not None:
         return "it uses a device, and groups of devices are not yet made anew in place"
-    if not listener.is_plain:
-        return "Lightning, DeepSpeed and transformers begin anew in a new process only"
-    listener.close_checkpointers()
+    if present.refusal:
+        return present.refusal
+    present.close_checkpointers()
     if dist.is_initialized():
         dist.destroy_process_group()
     rendezvous.forget_group()
@@ -124,7 +125,7 @@ def _leftovers(listener: Listener, known: Collection[threading.Thread]) -> str:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     gc.collect()
-    alive = Counter(type(each).__qualname__ for ref in listener.watched if (each := ref()) is not None)
+    alive = Counter(type(each).__qualname__ for ref in present.watched if (each := ref()) is not None)
     if alive:
         return f"what train() has trained is still referenced from outside of it: {', '.join(sorted(alive))}"
     end = time.monotonic() + _THREADS_SECONDS

@@ -28,9 +28,9 @@ kept: list[Any] = []  # what survives an attempt, as a script's mistake
 
 
 def reached(moment: object, model: Any = None) -> None:
-    attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
-    for deed in (each.rpartition(":")[2] for each in DEEDS if each.rpartition(":")[0] in (f"{attempt}:{rank}:{moment}", f"*:{rank}:{moment}")):
-        match deed:
+    here = [f"{attempt}:{os.environ['RANK']}:{moment}" for attempt in (os.environ["TORCHELASTIC_RESTART_COUNT"], "*")]
+    for when, _, deed in (each.rpartition(":") for each in DEEDS):
+        match deed if when in here else "":
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
@@ -48,7 +48,7 @@ def reached(moment: object, model: Any = None) -> None:
 def train() -> None:
     rank, world = os.environ["RANK"], int(os.environ["WORLD_SIZE"])
     with open(f"{FOLDER}/rank-{rank}", "a", buffering=1) as trace:
-        print("attempt", os.getpid(), torch.rand(()).item().hex(), file=trace)  # random numbers begin anew as well
+        print("attempt", os.getpid(), float(torch.rand(())).hex(), file=trace)  # random numbers begin anew as well
         reached("start")
         if world > 1:
             dist.init_process_group("gloo")
