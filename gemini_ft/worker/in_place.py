@@ -18,11 +18,13 @@ from collections.abc import Callable, Collection
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from gemini_ft import accelerator
 from gemini_ft.launch import notes
 from gemini_ft.launch.in_place import FAILED, IN_PLACE, LEAVES, PARKED
 from gemini_ft.launch.script import record, take_rank
+from gemini_ft.state.left_out import instances
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.worker import attempt, rendezvous
 from gemini_ft.worker.attempt import OverError, OwnAttempt
@@ -59,7 +61,7 @@ def run(train: Callable[[], T]) -> T:
         return train()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         end.connect(f"\0{address}")
-        known, randomness = {*threading.enumerate()}, rng_state()
+        known, randomness = [*threading.enumerate(), *instances(_MultiProcessingDataLoaderIter)], rng_state()
         try:
             while True:
                 attempt.present = present = OwnAttempt(end)
@@ -89,7 +91,7 @@ def _once(train: Callable[[], T], present: OwnAttempt) -> list[T]:
     return []
 
 
-def _stay(present: OwnAttempt, known: Collection[threading.Thread]) -> None:
+def _stay(present: OwnAttempt, known: Collection[object]) -> None:
     """Returns when the next attempt may begin, as what the launcher has said of it.
 
     Raises:
@@ -111,7 +113,7 @@ def _stay(present: OwnAttempt, known: Collection[threading.Thread]) -> None:
     take_rank(environ)
 
 
-def _leftovers(present: OwnAttempt, known: Collection[threading.Thread]) -> str:
+def _leftovers(present: OwnAttempt, known: Collection[object]) -> str:
     """Lets go of what the attempt has made, so that its connections close; the reason why this process cannot stay, empty if it can."""
     if accelerator.in_use() is not None:
         return "it uses a device, and groups of devices are not yet made anew in place"
@@ -124,6 +126,7 @@ def _leftovers(present: OwnAttempt, known: Collection[threading.Thread]) -> str:
     notes.step = None
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    _end_loaders(known)
     gc.collect()
     alive = Counter(type(each).__qualname__ for ref in present.watched if (each := ref()) is not None)
     if alive:
@@ -134,3 +137,10 @@ def _leftovers(present: OwnAttempt, known: Collection[threading.Thread]) -> str:
         thread.join(max(0.0, end - time.monotonic()))
     names = [thread.name for thread in threads if thread.is_alive()]
     return f"threads that train() has started still run: {', '.join(names)}" if names else ""
+
+
+def _end_loaders(known: Collection[object]) -> None:
+    """Ends the processes of loaders. The collector would first close the queues through which they are told, and wait for them in vain."""
+    for iterator in list(instances(_MultiProcessingDataLoaderIter)):
+        if iterator not in known:
+            iterator._shutdown_workers()

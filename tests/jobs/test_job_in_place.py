@@ -14,7 +14,7 @@ from gemini_ft.errors import FINAL
 from gemini_ft.testing import EmulatedHosts
 
 SCRIPT = str(Path(__file__).parents[1] / "kit" / "in_place_case.py")
-TORCHRUN, GEMINI = ("-m", "torch.distributed.run"), ("-m", "gemini_ft.cli.main", "run", "--restart", "in_place")
+LAUNCHER = ("-m", "gemini_ft.cli.main", "run", "--standalone")
 
 
 @dataclass
@@ -56,9 +56,7 @@ def read(folder: Path) -> list[Rank]:
     return ranks
 
 
-def job(
-    folder: Path, *deeds: str, launcher: tuple[str, ...] = GEMINI, keeper: str = "gemini", workers: int = 2, timeout: str = "20"
-) -> Outcome:
+def job(folder: Path, *deeds: str, keeper: str = "gemini", restart: str = "in_place", workers: int = 2, timeout: str = "20") -> Outcome:
     env = {name: value for name, value in os.environ.items() if not name.startswith("GEMINI_")}
     env |= {
         "GLOO_SOCKET_IFNAME": "lo",
@@ -66,7 +64,7 @@ def job(
         "GEMINI_LINGER": "30",
     }
     env |= {"GEMINI_IN_PLACE_TIMEOUT": timeout}
-    command = [sys.executable, *launcher, "--standalone", f"--nproc-per-node={workers}", SCRIPT, str(folder), keeper, *deeds]
+    command = [sys.executable, *LAUNCHER, f"--restart={restart}", f"--nproc-per-node={workers}", SCRIPT, str(folder), keeper, *deeds]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     return Outcome(done.returncode, done.stdout + done.stderr, read(folder))
 
@@ -74,7 +72,7 @@ def job(
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The same loop by DDP alone."""
-    outcome = job(tmp_path_factory.mktemp("jobs") / "plain", launcher=TORCHRUN, keeper="nothing")
+    outcome = job(tmp_path_factory.mktemp("jobs") / "plain", keeper="nothing", restart="process")
     assert outcome.status == 0, outcome.output
     return outcome
 
@@ -95,6 +93,7 @@ def test_an_exception_costs_no_process_and_a_kill_one(plain: Outcome, tmp_path: 
     assert one != another
     assert all(rank.first == other.first for rank, other in zip(outcome.ranks, plain.ranks, strict=True))
     assert "bad luck" in outcome.output
+    assert "in_place_timeout" not in outcome.output  # the loaders' processes end when they are told
 
 
 def test_a_second_failure_during_the_recovery(plain: Outcome, tmp_path: Path) -> None:

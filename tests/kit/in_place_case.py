@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 import gemini_ft
 from gemini_ft.testing import digest
@@ -59,12 +60,16 @@ def train() -> None:
         torch.manual_seed(int(rank))
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        loader: Any = DataLoader(TensorDataset(torch.randn(48, 8)), 8, shuffle=True, num_workers=1, persistent_workers=True)
         start, checkpointer = 0, None
         if KEEPER == "gemini":
-            checkpointer = gemini_ft.Checkpointer(model, optimizer, state={"scheduler": scheduler}, on_late="wait")
+            loader = gemini_ft.resumable(loader)
+            state = {"scheduler": scheduler, "loader": loader}
+            checkpointer = gemini_ft.Checkpointer(model, optimizer, state=state, on_late="wait")
             start = checkpointer.resume()
+        batches = (batch for _ in iter(int, 1) for batch in loader)  # epoch after epoch
         for step in range(start, STEPS):
-            loss = model(torch.randn(8, 8)).square().mean()
+            loss = model(next(batches)[0]).square().mean()
             loss.backward()
             reached(step, model)
             optimizer.step()
@@ -74,8 +79,8 @@ def train() -> None:
             if checkpointer is not None:
                 checkpointer.step()
                 checkpointer.flush()
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
-        print("end", digest(state), file=trace)
+        final = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+        print("end", digest(final), file=trace)
         if checkpointer is not None:
             checkpointer.close()
 
