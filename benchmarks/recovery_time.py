@@ -292,7 +292,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="64 MB, plain loop, one killed worker: under a minute, writes no report")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, metavar="JOB", help=f"of: {', '.join(JOBS)}")
-    parser.add_argument("--scenarios", nargs="+", choices=("worker", "exception", "host"))
+    parser.add_argument(
+        "--scenarios", nargs="+", choices=("worker", "exception", "host"), help="default: worker host; exception: plain loops only"
+    )
     parser.add_argument("--sizes", nargs="+", type=int, default=None, metavar="MB", help="megabytes of state; default: 64 1000")
     parser.add_argument("--failures", type=int, help="failures per job and round; default: 2")
     parser.add_argument("--rounds", type=int, help="rounds over all jobs; default: 3")
@@ -300,7 +302,7 @@ def main() -> None:
     common.clean_up_on_sigterm()
 
     rounds, failures = (arguments.rounds or (1 if arguments.quick else 3)), (arguments.failures or (1 if arguments.quick else 2))
-    scenarios, sizes = arguments.scenarios or ["worker", "exception", "host"], arguments.sizes or [64, 1000]
+    scenarios, sizes = arguments.scenarios or ["worker", "host"], arguments.sizes or [64, 1000]
     jobs = arguments.jobs or list(JOBS)
     if arguments.quick:
         scenarios, sizes, jobs = scenarios[:1], sizes[:1], arguments.jobs or ["gemini_plain", "gemini_in_place", BASELINE]

@@ -13,7 +13,6 @@ import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -101,6 +100,8 @@ def plain_job(arguments: argparse.Namespace, log: Log) -> None:
     import gemini_ft
 
     log.started()
+    told: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, frame: told.append(number))
     gemini_ft.init_process_group("gloo", timeout=timedelta(seconds=60))
     log.write("group")
     load = Load(arguments.megabytes * 10**6, TOKENS, seed=0)
@@ -112,6 +113,8 @@ def plain_job(arguments: argparse.Namespace, log: Log) -> None:
     log.write("restored", step=start)
     inputs = Inputs(STEPS, TOKENS)
     for step in range(start, STEPS):
+        if told:
+            raise RuntimeError(f"told to fail at {time.monotonic()}")
         loss = model(inputs[step])
         log.write("forward")
         loss.backward()
@@ -119,11 +122,6 @@ def plain_job(arguments: argparse.Namespace, log: Log) -> None:
         load.update()
         log.write("step", step=step + 1)
         checkpointer.step()
-
-
-def _raise(number: int, frame: FrameType | None) -> None:
-    """An exception in the training code of this rank."""
-    raise RuntimeError(f"told to fail at {time.monotonic()}")
 
 
 def main() -> None:
@@ -136,7 +134,6 @@ def main() -> None:
     arguments = parser.parse_args()
     log = Log(arguments.events)
     torch.set_num_threads(1)
-    signal.signal(signal.SIGUSR2, _raise)
     if arguments.loop == "plain":
         import gemini_ft
 
