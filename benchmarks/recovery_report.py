@@ -93,7 +93,7 @@ def report(
                 cells = [f"no result: {row['problem']}".replace("|", "/"), *[""] * (len(PHASES) + 4)]
             lines.append([titles[name], *cells])
         scenario, _, megabytes = case.partition(" ")
-        what = "a killed worker" if scenario == "worker" else "a lost host, a spare waiting"
+        what = {"worker": "a killed worker", "exception": "an exception in one worker", "host": "a lost host, a spare waiting"}[scenario]
         header = ["job", *PHASES, "(ordinary step)", "total", "worst", "steps lost", "failures"]
         parts.append(f"## {what.capitalize()}, {megabytes} of state\n\n{common.table(header, lines)}")
         parts += explanation({titles[name]: row for name, row in rows.items()})

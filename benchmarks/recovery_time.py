@@ -1,6 +1,6 @@
 """Seconds from a failure to the next optimizer step, split into phases: gemini-ft beside plain torchrun, in one run.
 
-A worker is killed with SIGKILL; or a whole host (its launcher, worker and agent at once) while a spare waits in the
+A worker is killed with SIGKILL, or raises an exception; or a whole host (its launcher, worker and agent at once) while a spare waits in the
 rendezvous. Plain torchrun resumes from Lightning's checkpoint of every step on local disk. See benchmarks/README.md.
 """
 
@@ -44,6 +44,7 @@ class Job:
     launcher: tuple[str, ...]
     loop: str
     keeper: str
+    in_place: bool = False  # survivors keep their processes
 
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -51,6 +52,7 @@ GEMINI_RUN = (sys.executable, "-m", "gemini_ft.cli.main", "run")
 JOBS = {
     "gemini_lightning": Job("gemini-ft, Lightning", GEMINI_RUN, "lightning", "gemini"),
     "gemini_plain": Job("gemini-ft, plain loop", GEMINI_RUN, "plain", "gemini"),
+    "gemini_in_place": Job("gemini-ft, plain loop, in place", (*GEMINI_RUN, "--restart=in_place"), "plain", "gemini", in_place=True),
     "torchrun": Job("torchrun, Lightning's checkpoint of every step", TORCHRUN, "lightning", "lightning"),
 }
 BASELINE = "torchrun"
@@ -153,18 +155,19 @@ class Attempt:
     """The newest set of workers that has all its ranks."""
 
     pids: Mapping[int, int]  # rank -> process
+    lives: Mapping[int, str]  # rank -> process and which of its attempts
     hosts: Mapping[int, str]  # rank -> host it runs on
     events: Sequence[Mapping[str, Any]]
 
     @classmethod
     def newest(cls, events: Sequence[Mapping[str, Any]]) -> Attempt | None:
-        """None until a world's ranks have all started; a rank counts as its latest process."""
+        """None until a world's ranks have all started; a rank counts as its latest attempt."""
         starts = {event["rank"]: event for event in events if event["event"] == "started"}
         if not starts or len(starts) < next(iter(starts.values()))["world"]:
             return None
-        pids = {rank: start["pid"] for rank, start in starts.items()}
-        own = [event for event in events if event["pid"] in pids.values()]
-        return cls(pids, {rank: start["host"] for rank, start in starts.items()}, own)
+        pids, lives = ({rank: start[key] for rank, start in starts.items()} for key in ("pid", "life"))
+        own = [event for event in events if event["life"] in lives.values()]
+        return cls(pids, lives, {rank: start["host"] for rank, start in starts.items()}, own)
 
     def times(self, event: str, key: str = "at") -> list[float]:
         """The times at which each rank first had ``event``; ranks that never had it are left out."""
@@ -180,16 +183,16 @@ class Attempt:
 
     def ordinary_step(self) -> float:
         """Median seconds from the end of a step to the end of the next one."""
-        ends: dict[int, list[float]] = {}
+        ends: dict[str, list[float]] = {}
         for entry in self.events:
             if entry["event"] == "step":
-                ends.setdefault(entry["pid"], []).append(entry["at"])
+                ends.setdefault(entry["life"], []).append(entry["at"])
         return common.median(b - a for each in ends.values() for a, b in pairwise(each)) or 0.0
 
     def has_stepped(self, count: int) -> bool:
         """Whether every rank has made ``count`` steps."""
-        made = Counter(entry["pid"] for entry in self.events if entry["event"] == "step")
-        return all(made[pid] >= count for pid in self.pids.values())
+        made = Counter(entry["life"] for entry in self.events if entry["event"] == "step")
+        return all(made[life] >= count for life in self.lives.values())
 
 
 # --------------------------------------------------------------------------- failures
@@ -198,28 +201,29 @@ class Attempt:
 def fail(job: Running, scenario: str) -> Recovery:
     """Let the job train a little, make one failure, and wait for the next optimizer step of all ranks."""
     old = _attempt(job.wait(lambda events: _stepped(events, STEPS_BETWEEN)))
-    watched = {pid: os.pidfd_open(pid) for pid in old.pids.values()}
-    rank = max(old.pids) if scenario == "worker" else next(rank for rank, host in old.hosts.items() if host != "host0")
+    rank = next(rank for rank, host in old.hosts.items() if host != "host0") if scenario == "host" else max(old.pids)
+    dying = {*old.pids.values()} if not job.job.in_place else {old.pids[rank]} if scenario != "exception" else set()
+    watched = {pid: os.pidfd_open(pid) for pid in dying}
     at = time.monotonic()
-    if scenario == "worker":
-        os.kill(old.pids[rank], signal.SIGKILL)
-    else:
+    if scenario == "host":
         _kill_host(job.mark, old.hosts[rank])
+    else:
+        os.kill(old.pids[rank], signal.SIGKILL if scenario == "worker" else signal.SIGUSR2)
     marks = {"start": at, **_watch(watched, {old.pids[rank]})}  # the host that is lost has no other worker
-    known = set(old.pids.values())
+    known = set(old.lives.values())
     new = _attempt(job.wait(lambda events: _stepped(events, 1, besides=known)))
     marks["created"] = max(new.times("started", "created"))
     own = [event for event in job.own_events() if event["pid"] in new.pids.values() and event["event"] in ("joined", "prepared", "resumed")]
-    seen = Attempt(new.pids, new.hosts, [*new.events, *own])
+    seen = replace(new, events=[*new.events, *(event for event in own if event["at"] > at)])
     marks |= {mark: max(times) for mark in PARTS if (times := seen.times(mark))}
-    before = _attempt([event for event in job.events() if event["pid"] in known])
+    before = _attempt([event for event in job.events() if event["life"] in known])
     phases, parts = split(marks)
     return Recovery(phases, parts, max(before.steps()) - max(new.steps("restored")), before.ordinary_step())
 
 
-def _stepped(events: Sequence[Mapping[str, Any]], count: int, besides: set[int] | None = None) -> bool:
+def _stepped(events: Sequence[Mapping[str, Any]], count: int, besides: set[str] | None = None) -> bool:
     attempt = Attempt.newest(events)
-    return attempt is not None and not (besides or set()) & set(attempt.pids.values()) and attempt.has_stepped(count)
+    return attempt is not None and not (besides or set()) & set(attempt.lives.values()) and attempt.has_stepped(count)
 
 
 def _attempt(events: Sequence[Mapping[str, Any]]) -> Attempt:
@@ -274,7 +278,7 @@ def measure(job: Job, scenario: str, megabytes: int, failures: int) -> tuple[lis
     """One job, ``failures`` times failed and recovered; with the reason if it did not come back."""
     found: list[Recovery] = []
     try:
-        with running(job, megabytes, hosts=1 if scenario == "worker" else 2) as job_run:
+        with running(job, megabytes, hosts=2 if scenario == "host" else 1) as job_run:
             for _ in range(failures):
                 if scenario == "host":
                     job_run.start_spare()
@@ -288,7 +292,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="64 MB, plain loop, one killed worker: under a minute, writes no report")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, metavar="JOB", help=f"of: {', '.join(JOBS)}")
-    parser.add_argument("--scenarios", nargs="+", choices=("worker", "host"))
+    parser.add_argument(
+        "--scenarios", nargs="+", choices=("worker", "exception", "host"), help="default: worker host; exception: plain loops only"
+    )
     parser.add_argument("--sizes", nargs="+", type=int, default=None, metavar="MB", help="megabytes of state; default: 64 1000")
     parser.add_argument("--failures", type=int, help="failures per job and round; default: 2")
     parser.add_argument("--rounds", type=int, help="rounds over all jobs; default: 3")
@@ -299,7 +305,7 @@ def main() -> None:
     scenarios, sizes = arguments.scenarios or ["worker", "host"], arguments.sizes or [64, 1000]
     jobs = arguments.jobs or list(JOBS)
     if arguments.quick:
-        scenarios, sizes, jobs = scenarios[:1], sizes[:1], arguments.jobs or ["gemini_plain", BASELINE]
+        scenarios, sizes, jobs = scenarios[:1], sizes[:1], arguments.jobs or ["gemini_plain", "gemini_in_place", BASELINE]
     cases = [(scenario, size) for scenario in scenarios for size in sizes]
     found: dict[str, dict[str, list[Recovery]]] = {f"{kind} {size} MB": {name: [] for name in jobs} for kind, size in cases}
     problems: dict[tuple[str, str], str | None] = {}

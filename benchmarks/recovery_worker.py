@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,17 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._attempts = 0  # that this process has begun
+
+    def started(self) -> None:
+        """An attempt begins, in a process made for it or in one that has stayed."""
+        self._attempts += 1
+        at = created() if self._attempts == 1 else time.monotonic()
+        self.write("started", created=at, host=os.environ.get("GEMINI_HOST_ID", ""), world=int(os.environ["WORLD_SIZE"]))
 
     def write(self, event: str, **more: Any) -> None:
-        line = {"event": event, "at": time.monotonic(), "pid": os.getpid(), "rank": int(os.environ["RANK"]), **more}
+        who = {"pid": os.getpid(), "life": f"{os.getpid()}.{self._attempts}", "rank": int(os.environ["RANK"])}
+        line = {"event": event, "at": time.monotonic(), **who, **more}
         os.write(self._file, (json.dumps(line) + "\n").encode())
 
 
@@ -86,9 +96,12 @@ def lightning_job(arguments: argparse.Namespace, log: Log) -> None:
 
 
 def plain_job(arguments: argparse.Namespace, log: Log) -> None:
-    """A loop of one's own around gemini-ft's Checkpointer."""
+    """A loop of one's own around gemini-ft's Checkpointer, from the beginning of an attempt."""
     import gemini_ft
 
+    log.started()
+    told: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, frame: told.append(number))
     gemini_ft.init_process_group("gloo", timeout=timedelta(seconds=60))
     log.write("group")
     load = Load(arguments.megabytes * 10**6, TOKENS, seed=0)
@@ -100,6 +113,8 @@ def plain_job(arguments: argparse.Namespace, log: Log) -> None:
     log.write("restored", step=start)
     inputs = Inputs(STEPS, TOKENS)
     for step in range(start, STEPS):
+        if told:
+            raise RuntimeError(f"told to fail at {time.monotonic()}")
         loss = model(inputs[step])
         log.write("forward")
         loss.backward()
@@ -118,11 +133,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where Lightning's checkpoints go")
     arguments = parser.parse_args()
     log = Log(arguments.events)
-    log.write("started", created=created(), host=os.environ.get("GEMINI_HOST_ID", ""), world=int(os.environ["WORLD_SIZE"]))
     torch.set_num_threads(1)
     if arguments.loop == "plain":
-        plain_job(arguments, log)
+        import gemini_ft
+
+        gemini_ft.run(partial(plain_job, arguments, log))
     else:
+        log.started()
         lightning_job(arguments, log)
     if dist.is_initialized():
         dist.destroy_process_group()

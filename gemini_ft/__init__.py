@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gemini_ft.errors import GeminiError
     from gemini_ft.loaders import resumable
     from gemini_ft.pipeline import GradientSynchronizer
+    from gemini_ft.worker.in_place import run
     from gemini_ft.worker.rendezvous import init_process_group
 
 __version__ = "0.2.0"
@@ -40,6 +41,7 @@ __all__ = [
     "lightning",
     "pytorch_lightning",
     "resumable",
+    "run",
 ]
 
 # public name -> the module that defines it; a submodule stands for itself
@@ -54,6 +56,7 @@ _LAZY = {
     "lightning": "gemini_ft.lightning",
     "pytorch_lightning": "gemini_ft.pytorch_lightning",
     "resumable": "gemini_ft.loaders",
+    "run": "gemini_ft.worker.in_place",
 }
 
 

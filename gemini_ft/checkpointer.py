@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gemini_ft.config import GeminiConfig, load_config
@@ -46,6 +47,7 @@ from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.state.tensors import every_optimizer
 from gemini_ft.storage.base import WORD
 from gemini_ft.torch_versions import buffers_are_broadcast
+from gemini_ft.worker.attempt import close_with, never_stay, watch
 from gemini_ft.worker.outcomes import Stats
 from gemini_ft.worker.recorder import Recorder
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise, on_all_ranks
@@ -141,6 +143,9 @@ class Checkpointer:
         self._blocked = 0.0
         self._steps = OptimizerSteps(self._wait_for_copy)
         self._hyperparameters = Hyperparameters(self._stateful)
+        close_with(self)
+        if not hooks:
+            never_stay("Lightning, DeepSpeed and transformers begin anew in a new process only")
         if gradients is not None:
             self.attach_gradients(gradients)
         if model is not None:
@@ -289,6 +294,10 @@ class Checkpointer:
         for wrapper in self._wrapped.values():
             ddp.frozen_at_first(wrapper)
         others = [value for value in self._stateful.values() if isinstance(value, torch.optim.Optimizer)]
+        params = [param for model in state.models.values() for param in model.parameters()]
+        if any(isinstance(param, DTensor) for param in params):
+            never_stay("torch keeps the meshes of sharded parameters (FSDP2) for the whole process")
+        watch([*state.models.values(), *params, *every_optimizer(state.optimizers).values(), *self._stateful.values()])
         self._steps.follow(state, others, hooks=self._hooks)
 
     def bind_state(self, state: TrainingState) -> None:
@@ -325,6 +334,7 @@ class Checkpointer:
         if self.stats.snapshots or self.stats.restore_seconds:
             raise StateError("attach_gradients() must come before resume() or load_tensors(), and before the first snapshot")
         self._gradients = gradients
+        watch([gradients])
         self._state = WithGradients(self._bound, gradients)
         self._reporter = FiguresReporter(gradients.summary, lambda message: self._joined.client.offer(message))
 

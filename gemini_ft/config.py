@@ -181,6 +181,8 @@ class GeminiConfig(_Model):
     leader_timeout: float = Field(LEADER_TIMEOUT, ge=0, description="Seconds without a sign of life from the host that leads the commits until the next one does; twice as many after each change, up to eight times; 0 = no other host ever leads.")
     start_timeout: float = Field(1800.0, ge=0, description="Seconds without progress until local workers are killed that join, restore or make their first three steps; 0 = never.")
     hang_timeout: float | None = Field(None, ge=0, description="Seconds without progress until local workers are killed; 0 = never; default: the greater of 300 s and 10 median steps.")
+    restart: Literal["process", "in_place"] = Field("process", description="After a failure, `gemini run` starts all workers anew (process), or keeps those inside `gemini_ft.run` that live, and has them begin anew in the same process (in_place).")
+    in_place_timeout: float = Field(10.0, gt=0, description="Seconds for a surviving worker to come back from the step that is given up; then it is killed, and another one started.")
     drain_signal: Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "none"] = Field("SIGUSR1", description="Signal at which `gemini run`, or a worker, finishes its step, commits it and ends with status 85, unless the script has its own use of it.")
     drain_seconds: float = Field(25.0, gt=0, description="Seconds that a drain may take, uploads included; then `gemini run` ends its workers as at SIGTERM.")
     linger: float = Field(1800.0, ge=0, description="Seconds an agent keeps its memory after the job has crashed.")
@@ -276,7 +278,7 @@ VARIABLES = {
     "GEMINI_FAULTS_DIR": "Folder in which injected failures are noted, so that each happens once.",
     "GEMINI_FAULTS_FILL_LIMIT": "Most bytes that the drill of a full disk may write; default: 256MiB.",
 }
-SET_BY_LAUNCHER = ("GEMINI_LAUNCH", "GEMINI_LAUNCHER_PID", "GEMINI_NOTES_FILE")
+SET_BY_LAUNCHER = ("GEMINI_IN_PLACE", "GEMINI_LAUNCH", "GEMINI_LAUNCHER_PID", "GEMINI_NOTES_FILE")
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

@@ -48,7 +48,7 @@ from functools import partial
 from typing import Any
 
 from gemini_ft.hosts import began, is_readable
-from gemini_ft.launch.script import die_with, import_root, run
+from gemini_ft.launch.script import die_with, import_root, run, take_rank
 from gemini_ft.wire import channel as messages
 
 OPTIONAL = "?"  # ends the name of a module that may be missing, or fail
@@ -258,10 +258,7 @@ def _become_worker(environ: Mapping[str, str]) -> None:
     """Takes over the worker's environment, and corrects what imported modules have already taken from the server's."""
     os.environ.clear()
     os.environ.update(environ)
-    # These read the rank of the process while they are imported.
-    for module, variable in (("lightning_utilities.core.rank_zero", "RANK"), ("torchmetrics.utilities.prints", "LOCAL_RANK")):
-        if module in sys.modules and variable in environ:
-            sys.modules[module].rank_zero_only.rank = int(environ[variable])
+    take_rank(environ)
 
 
 _DRAWN_BITS = 64  # numpy draws 128 bits for a generator without a seed; no user writes a seed that long

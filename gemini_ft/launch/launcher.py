@@ -53,7 +53,7 @@ from gemini_ft.wire.worker_messages import Launch
 logger = logging.getLogger(__name__)
 
 _MAX_RESTARTS = 10
-_DRAIN_SIGNALS = get_args(GeminiConfig.model_fields["drain_signal"].annotation)
+_DRAIN_SIGNALS, _RESTARTS = (get_args(GeminiConfig.model_fields[name].annotation) for name in ("drain_signal", "restart"))
 # Torchrun's options that say how hosts meet.
 _MEETING = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "node_rank", "standalone")
 # A host is lost after interval times attempts. Torch's own 15 s are longer than all the rest of a recovery.
@@ -220,6 +220,11 @@ def make_parser() -> argparse.ArgumentParser:
         choices=_DRAIN_SIGNALS,
         help="signal at which workers end after a step that is committed (default: GEMINI_DRAIN_SIGNAL, or SIGUSR1)",
     )
+    ours.add_argument(
+        "--restart",
+        choices=_RESTARTS,
+        help="after a failure, start all workers anew, or keep those inside gemini_ft.run that live (default: GEMINI_RESTART, or process)",
+    )
     ours.add_argument("--cold", action="store_true", help="start every worker from nothing instead of forking it from a warm process")
     ours.add_argument(
         "--preload",
@@ -282,6 +287,8 @@ def prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
     os.environ[LAUNCH] = uuid.uuid4().hex
     if options.drain_signal:
         os.environ["GEMINI_DRAIN_SIGNAL"] = options.drain_signal
+    if options.restart:
+        os.environ["GEMINI_RESTART"] = options.restart
     if options.explain:
         os.environ["GEMINI_EXPLAIN"] = "1"
     os.environ["GEMINI_LAUNCHER_PID"] = str(os.getpid())

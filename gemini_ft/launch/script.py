@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import gemini_ft
@@ -69,6 +69,13 @@ def die_with(launcher: int) -> None:
         os._exit(1)  # it has died before
 
 
+def take_rank(environ: Mapping[str, str]) -> None:
+    """Corrects the rank in modules that have read it while they were imported, for the sake of another process or attempt."""
+    for module, variable in (("lightning_utilities.core.rank_zero", "RANK"), ("torchmetrics.utilities.prints", "LOCAL_RANK")):
+        if module in sys.modules and variable in environ:
+            sys.modules[module].rank_zero_only.rank = int(environ[variable])
+
+
 def run(program: Sequence[str], copy: str | None = None) -> None:
     """Runs ``[-m] name arguments...`` as Python itself does, in a new ``__main__``; plus the hooks for DeepSpeed and transformers.
 
@@ -93,13 +100,13 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
     except SystemExit as end:
         refused = bool(end.code) and is_refusal(end.__context__)  # a script that shows its errors by itself
         if end.code == _USAGE or isinstance(end.code, str) or refused:  # any other number is a word between the script and who starts it
-            _record(end)
+            record(end)
         if refused:
             notes.say(notes.REFUSED)
         if end.code or not autoprotect.at_end:
             raise
     except (Exception, KeyboardInterrupt) as error:
-        _record(error)
+        record(error)
         sys.excepthook = partial(_show, sys.excepthook)
         status = getattr(error, "exit_status", 1)  # of this package's errors, where the launcher has to know which one it was
         if is_refusal(error):
@@ -147,7 +154,7 @@ def _run_script(script: str, copy: str | None, main: types.ModuleType) -> None:
     exec(code, main.__dict__)
 
 
-def _record(error: BaseException) -> None:
+def record(error: BaseException) -> None:
     """Writes the exception where torch's launcher looks for its report, in the form it expects.
 
     Whole or not at all: the launcher itself fails on a file whose writer it has killed half-way. Torch's own

@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from gemini_ft.errors import GeminiError
 from gemini_ft.launch import cold_start, forkserver
 from gemini_ft.launch.grace import Process, Workers
+from gemini_ft.launch.in_place import Attempt, Stays, staying
 from gemini_ft.launch.script import starter
 from gemini_ft.wire import channel as messages
 
@@ -229,12 +230,18 @@ class WarmStart:
 class _Handler(SubprocessHandler):
     """Torch's handler of a worker process, with a forked one inside where that is possible."""
 
-    def __init__(self, workers: Workers, warm: WarmStart | None, cold_start: ColdStart, **arguments: Any) -> None:
-        self.workers, self._warm, self._cold = workers, warm, cold_start
+    def __init__(self, workers: Workers, warm: WarmStart | None, cold_start: ColdStart, stays: Stays | None, **arguments: Any) -> None:
+        self.workers, self._warm, self._cold, self._stays = workers, warm, cold_start, stays
         super().__init__(**arguments)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         self.workers.go_on()
+        if self._stays is None:
+            return self._started(args, env)
+        streams = [0, _descriptor(self._stdout, 1), _descriptor(self._stderr, 2)]
+        return self._stays.go_on(env, streams) or self._stays.begin(self._started(args, env), env)
+
+    def _started(self, args: tuple[str, ...], env: dict[str, str]) -> Process:
         if args[:2] == (sys.executable, "-u"):  # else it is wrapped in something, such as numactl
             streams = [0, _descriptor(self._stdout, 1), _descriptor(self._stderr, 2)]
             worker = self._warm.start_worker(args[2:], env, streams) if self._warm is not None else None
@@ -247,7 +254,13 @@ class _Handler(SubprocessHandler):
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Closes as torch's own does, but does not signal a worker again that has had the signal."""
-        self.workers.send(self.proc, death_sig or signal.SIGTERM)  # type: ignore[arg-type]  # see _popen
+        process: Any = self.proc  # see _popen
+        signum = death_sig or signal.SIGTERM
+        if isinstance(process, Attempt):
+            if signum == signal.SIGTERM and self.workers.stopped_by is None and process.is_over():
+                return
+            process = process.process
+        self.workers.send(process, signum)
         for file in (self._stdout, self._stderr):
             if file:
                 file.close()
@@ -307,9 +320,9 @@ def _is_known() -> bool:
 def _started_by(workers: Workers, warm: WarmStart | None, cold_start: ColdStart) -> Iterator[None]:
     """Replaces torch's function that starts a worker process, as torch has no setting for it."""
     original = getattr(torch_api, _STARTER)
-    setattr(torch_api, _STARTER, partial(_Handler, workers, warm, cold_start))
     try:
-        with workers.signalled():
+        with workers.signalled(), staying(workers) as stays:
+            setattr(torch_api, _STARTER, partial(_Handler, workers, warm, cold_start, stays))
             try:
                 yield
                 workers.go_on()

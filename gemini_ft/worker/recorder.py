@@ -46,6 +46,7 @@ from gemini_ft.wire.worker_messages import (
     Travelled,
 )
 from gemini_ft.worker import drain
+from gemini_ft.worker.attempt import leave_if_over
 from gemini_ft.worker.collectives import Observation
 from gemini_ft.worker.courier import Courier
 from gemini_ft.worker.drain import Drain
@@ -283,6 +284,7 @@ class Recorder:
         end = time.monotonic() + seconds
         with self._standing_still():
             while self._outcomes.is_open and not self.client.lost and time.monotonic() < end:
+                leave_if_over()
                 time.sleep(_POLL)
 
     def _standing_still(self) -> contextlib.AbstractContextManager[None]:
@@ -295,7 +297,8 @@ class Recorder:
         return self.session.spec.incarnation.number > 1 or self.session.plan.version is not None
 
     def raise_fatal(self) -> None:
-        """Raises an error that the agents found in the background, if it must stop the job."""
+        """Raises an error that the agents found in the background, if it must stop the job; ends an attempt that is over."""
+        leave_if_over()
         if self._fatal is not None:
             raise self._fatal
 

@@ -30,6 +30,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from gemini_ft import errors
 from gemini_ft.errors import ConfigError, GeminiError, PeerError
+from gemini_ft.worker.attempt import leave_if_over
 from gemini_ft.worker.store_listener import await_store
 
 T = TypeVar("T")
@@ -120,6 +121,7 @@ def _gather_attempt(store: Store, world_size: int, timeout: timedelta) -> str:
     answered: dict[int, str] = {}
     end, pause = time.monotonic() + timeout.total_seconds(), 0.001
     while pending:
+        leave_if_over()
         for rank in sorted(pending):
             if store.check([f"acknowledged/{number}/{rank}"]):
                 pending.discard(rank)
@@ -156,6 +158,7 @@ def _await(store: Store, keys: Sequence[str], seconds: float) -> bool:
     """Waits until all ``keys`` are set; False if that takes more than ``seconds``."""
     end = time.monotonic() + seconds
     while not store.check(list(keys)):
+        leave_if_over()
         left = end - time.monotonic()
         if left <= 0:
             return False
@@ -208,6 +211,12 @@ def _use_board(board: _Board) -> _Board:
     global _current
     _current = board
     return board
+
+
+def forget_group() -> None:
+    """Lets go of the group, which has been destroyed, and of its store."""
+    global _current
+    _current = None
 
 
 def _board() -> _Board:

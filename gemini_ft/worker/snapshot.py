@@ -25,11 +25,13 @@ from gemini_ft.errors import AgentError, ConcurrentWriteError, GeminiError
 from gemini_ft.state.copy_plan import CopyPlan, MappedSlot, same_bytes
 from gemini_ft.wire.messages import Chunk
 from gemini_ft.wire.worker_messages import Copied, GiveUp, HoldsBack, Landed, Request, ToAgent
+from gemini_ft.worker.attempt import leave_if_over
 from gemini_ft.worker.copy_window import CopyWindow
 from gemini_ft.worker.outcomes import ENDING, LATE
 from gemini_ft.worker.supervision import Supervision
 
 _GRANT_POLL = 0.25  # seconds between looks at whether the agent still lives
+_GLANCE = 0.1  # seconds between looks for the end of the attempt
 _RETRY = 20.0  # seconds between attempts to start another
 _UNSEEN = 8  # snapshots
 _LOOK = 0.001  # seconds between looks at how far the device has come
@@ -250,9 +252,13 @@ class Snapshotter:
 
     def _comes_to(self, job: PendingSnapshot, states: tuple[SnapshotState, ...], seconds: float) -> bool:
         """Waits, with the condition held. A device that has yet to come to the state itself costs no patience."""
-        while not self._condition.wait_for(lambda: job.state in states, seconds):
-            if job.ready is None or job.ready.query():
-                return False
+        end = time.monotonic() + seconds
+        while not self._condition.wait_for(lambda: job.state in states, min(_GLANCE, seconds)):
+            leave_if_over()
+            if time.monotonic() >= end:
+                if job.ready is None or job.ready.query():
+                    return False
+                end += seconds
         return True
 
     def _forget(self, job: PendingSnapshot, reason: str) -> None:

@@ -1,0 +1,135 @@
+"""A worker's attempt inside `gemini_ft.run`: hears from the launcher that it is over, and knows what it has made.
+
+The main thread looks for the launcher's word wherever it is in this package's hands, at each step at least. It is interrupted nowhere else:
+an exception in the middle of anybody's code would leave that torn.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from gemini_ft.wire import channel
+
+
+class OverError(BaseException):
+    """Ends an attempt of which another worker has failed. No Exception, which loops may take for an error of their own."""
+
+
+class OwnAttempt:
+    """The end of this worker's channel to the launcher.
+
+    Attributes:
+        is_over: whether the launcher has said that the attempt is.
+        watched: references to what the attempt has given to be captured; it must be gone before the next attempt begins.
+        checkpointers: those that it has made.
+        refusal: the reason why this process cannot stay after it; empty: nobody knows of one.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end, self._thread = end, threading.get_ident()
+        end.setblocking(False)
+        self.is_over = False
+        self._order: tuple[dict[str, str], list[int]] | None = None
+        self.watched: list[Callable[[], Any]] = []
+        self.checkpointers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.refusal = ""
+
+    def await_order(self) -> tuple[dict[str, str], list[int]]:
+        """The next attempt's environment and standard streams, once the launcher has sent them.
+
+        Raises:
+            ConnectionError: the launcher is gone.
+        """
+        waiting = select.poll()
+        waiting.register(self._end, select.POLLIN)
+        while self._order is None:
+            waiting.poll()
+            self.look()
+        return self._order
+
+    def look(self) -> None:
+        """Hears what the launcher has said.
+
+        Raises:
+            ConnectionError: the launcher is gone.
+        """
+        try:
+            received = channel.receive(self._end)
+        except BlockingIOError:
+            return
+        if received is None:
+            raise ConnectionError("the launcher has ended")
+        message, descriptors = received
+        self.is_over = True
+        if "environ" in message:
+            self._order = message["environ"], descriptors
+
+    def leave_if_over(self) -> None:
+        """Raises OverError in the thread of the training."""
+        if threading.get_ident() == self._thread:
+            self.look()
+            if self.is_over:
+                raise OverError
+
+    def close_checkpointers(self) -> None:
+        """Closes those that the attempt has made, without a word to the agent that training is over."""
+        for checkpointer in list(self.checkpointers):
+            checkpointer.close(finished=False)
+
+    def say(self, word: str, **more: str) -> None:
+        channel.send(self._end, {"word": word, **more})
+
+
+present: OwnAttempt | None = None
+
+
+def leave_if_over() -> None:
+    """Ends the attempt, if another worker has failed meanwhile.
+
+    Raises:
+        OverError: it is so.
+    """
+    if present is not None:
+        present.leave_if_over()
+
+
+def watch(captured: Iterable[Any]) -> None:
+    """Takes note of what is captured."""
+    if present is not None:
+        for each in captured:
+            try:
+                present.watched.append(weakref.ref(each))
+            except TypeError:  # it cannot be watched, and so counts as alive
+                present.watched.append(partial(_itself, each))
+
+
+def _itself(each: Any) -> Any:
+    return each
+
+
+def close_with(checkpointer: Any) -> None:
+    """Has a Checkpointer closed when the attempt is over."""
+    if present is not None:
+        present.checkpointers.add(checkpointer)
+
+
+def never_stay(why: str) -> None:
+    """Has this process replaced after a failure, for a reason."""
+    if present is not None:
+        present.refusal = why
+
+
+def _forget() -> None:
+    """A forked child has no attempt of its own."""
+    global present
+    present = None
+
+
+os.register_at_fork(after_in_child=_forget)

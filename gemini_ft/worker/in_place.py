@@ -1,0 +1,146 @@
+"""`gemini_ft.run`: a training function that is called again in the same process when another worker, or this one, has failed.
+
+What an attempt has made is gone before the next one begins: else the process does not stay. Random numbers begin anew as in a new process.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Collection
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from gemini_ft import accelerator
+from gemini_ft.launch import notes
+from gemini_ft.launch.in_place import FAILED, IN_PLACE, LEAVES, PARKED
+from gemini_ft.launch.script import record, take_rank
+from gemini_ft.state.left_out import instances
+from gemini_ft.state.rng import rng_state, set_rng_state
+from gemini_ft.worker import attempt, rendezvous
+from gemini_ft.worker.attempt import OverError, OwnAttempt
+
+T = TypeVar("T")
+
+_log = logging.getLogger("gemini_ft")
+_THREADS_SECONDS = 1.0  # for threads of an attempt to end
+_has_begun = False  # another worker, started anew, would begin with the first function of the script
+
+
+def run(train: Callable[[], T]) -> T:
+    """Calls ``train``, and again after a failure, if ``gemini run --restart in_place`` has started this worker.
+
+    A worker that lives when another one fails, or that has raised an exception itself, keeps its process, its imports and its device's
+    context. ``train`` makes all the rest: the process group, models, optimizers, loaders, the Checkpointer and the loop. It is called
+    again with the environment of the new attempt, and with random numbers as at the first call. Elsewhere, and where that is not
+    possible, ``train`` is called once, and a worker is started anew after a failure.
+
+    Args:
+        train: the training from the beginning.
+
+    Returns:
+        The result of ``train``.
+    """
+    global _has_begun
+    is_first, _has_begun = not _has_begun, True
+    address = os.environ.get(IN_PLACE)
+    if address is None:
+        return train()
+    if not is_first or dist.is_initialized():
+        why = "the process group was made before it" if is_first else "it is not the first of this script"
+        _log.warning("gemini_ft.run: after a failure this worker is started anew, as %s", why)
+        return train()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        end.connect(f"\0{address}")
+        known, randomness = [*threading.enumerate(), *instances(_MultiProcessingDataLoaderIter)], rng_state()
+        try:
+            while True:
+                attempt.present = present = OwnAttempt(end)
+                if done := _once(train, present):
+                    return done[0]
+                _stay(present, known)
+                set_rng_state(randomness)
+        finally:
+            attempt.present = None
+            end.shutdown(socket.SHUT_RDWR)  # processes of a DataLoader may have the descriptor, too
+
+
+def _once(train: Callable[[], T], present: OwnAttempt) -> list[T]:
+    """The result of ``train`` in a list; empty if the attempt is over, and what has been raised is forgotten."""
+    try:
+        return [train()]
+    except OverError:
+        pass
+    except Exception as error:
+        if getattr(error, "exit_status", 1) != 1:  # the launcher has to know which one it was
+            raise
+        present.look()
+        if not present.is_over:
+            record(error)
+            traceback.print_exception(error)
+            present.say(FAILED)
+    return []
+
+
+def _stay(present: OwnAttempt, known: Collection[object]) -> None:
+    """Returns when the next attempt may begin, as what the launcher has said of it.
+
+    Raises:
+        SystemExit: this process cannot stay.
+    """
+    try:
+        why = _leftovers(present, known)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+    if why:
+        present.say(LEAVES, why=why)
+        raise SystemExit(1)
+    present.say(PARKED)
+    environ, streams = present.await_order()
+    for target, stream in enumerate(streams):
+        os.dup2(stream, target)
+        os.close(stream)
+    os.environ.update(environ)
+    take_rank(environ)
+
+
+def _leftovers(present: OwnAttempt, known: Collection[object]) -> str:
+    """Lets go of what the attempt has made, so that its connections close; the reason why this process cannot stay, empty if it can."""
+    if accelerator.in_use() is not None:
+        return "it uses a device, and groups of devices are not yet made anew in place"
+    if present.refusal:
+        return present.refusal
+    present.close_checkpointers()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    rendezvous.forget_group()
+    notes.step = None
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    _end_loaders(known)
+    gc.collect()
+    alive = Counter(type(each).__qualname__ for ref in present.watched if (each := ref()) is not None)
+    if alive:
+        return f"what train() has trained is still referenced from outside of it: {', '.join(sorted(alive))}"
+    end = time.monotonic() + _THREADS_SECONDS
+    threads = [thread for thread in threading.enumerate() if thread not in known]
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    names = [thread.name for thread in threads if thread.is_alive()]
+    return f"threads that train() has started still run: {', '.join(names)}" if names else ""
+
+
+def _end_loaders(known: Collection[object]) -> None:
+    """Ends the processes of loaders. The collector would first close the queues through which they are told, and wait for them in vain."""
+    for iterator in list(instances(_MultiProcessingDataLoaderIter)):
+        if iterator not in known:
+            iterator._shutdown_workers()

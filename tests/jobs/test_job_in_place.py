@@ -1,0 +1,147 @@
+"""Recovery in place: the workers that live when another one fails keep their processes, and the job ends with the same bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gemini_ft.errors import FINAL
+from gemini_ft.testing import EmulatedHosts
+
+SCRIPT = str(Path(__file__).parents[1] / "kit" / "in_place_case.py")
+LAUNCHER = ("-m", "gemini_ft.cli.main", "run", "--standalone")
+
+
+@dataclass
+class Rank:
+    """What a rank has written down."""
+
+    pids: list[str]  # of its attempts
+    first: set[str]  # the first random number of each
+    steps: dict[str, str]  # step -> loss
+    end: str
+
+
+@dataclass
+class Outcome:
+    """What has become of a job."""
+
+    status: int
+    output: str
+    ranks: list[Rank]
+
+    @property
+    def bits(self) -> list[tuple[dict[str, str], str]]:
+        return [(rank.steps, rank.end) for rank in self.ranks]
+
+
+def read(folder: Path) -> list[Rank]:
+    ranks = []
+    for path in sorted(folder.glob("rank-*")):
+        rank = Rank([], set(), {}, "")
+        for word, *values in map(str.split, path.read_text().splitlines()):
+            if word == "attempt":
+                rank.pids.append(values[0])
+                rank.first.add(values[1])
+            elif word == "step":
+                assert rank.steps.setdefault(values[0], values[1]) == values[1], f"{path.name}, step {values[0]}"
+            else:
+                rank.end = values[0]
+        ranks.append(rank)
+    return ranks
+
+
+def job(folder: Path, *deeds: str, keeper: str = "gemini", restart: str = "in_place", workers: int = 2, timeout: str = "20") -> Outcome:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GEMINI_")}
+    env |= {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "GEMINI_RUN_ID": f"in-place-{os.getpid()}-{folder.parent.name}-{folder.name}",
+        "GEMINI_LINGER": "30",
+    }
+    env |= {"GEMINI_IN_PLACE_TIMEOUT": timeout}
+    command = [sys.executable, *LAUNCHER, f"--restart={restart}", f"--nproc-per-node={workers}", SCRIPT, str(folder), keeper, *deeds]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return Outcome(done.returncode, done.stdout + done.stderr, read(folder))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The same loop by DDP alone."""
+    outcome = job(tmp_path_factory.mktemp("jobs") / "plain", keeper="nothing", restart="process")
+    assert outcome.status == 0, outcome.output
+    return outcome
+
+
+def test_undisturbed_it_is_the_plain_loop(plain: Outcome, tmp_path: Path) -> None:
+    outcome = job(tmp_path / "job")
+    assert outcome.status == 0, outcome.output
+    assert outcome.bits == plain.bits
+
+
+def test_an_exception_costs_no_process_and_a_kill_one(plain: Outcome, tmp_path: Path) -> None:
+    outcome = job(tmp_path / "job", "0:1:4:raise", "1:0:8:kill")
+    assert outcome.status == 0, outcome.output
+    assert outcome.bits == plain.bits
+    (one, *_, another), kept = outcome.ranks[0].pids, outcome.ranks[1].pids
+    assert outcome.ranks[0].pids == [one, one, another]
+    assert kept == [kept[0]] * 3
+    assert one != another
+    assert all(rank.first == other.first for rank, other in zip(outcome.ranks, plain.ranks, strict=True))
+    assert "bad luck" in outcome.output
+    assert "in_place_timeout" not in outcome.output  # the loaders' processes end when they are told
+
+
+def test_a_second_failure_during_the_recovery(plain: Outcome, tmp_path: Path) -> None:
+    """A survivor that waits for the other ranks in this package's hands hears of it; one that waits in torch's is replaced in time."""
+    outcome = job(tmp_path / "job", "0:1:4:raise", "1:1:group:kill", "2:1:start:kill", timeout="2")
+    assert outcome.status == 0, outcome.output
+    assert outcome.bits == plain.bits
+    assert len({*outcome.ranks[0].pids[:3]}) == 1
+    assert outcome.ranks[0].pids[3] != outcome.ranks[0].pids[2]
+    assert "has not come back within 2 s (in_place_timeout)" in outcome.output
+
+
+@pytest.mark.parametrize("deed", ["stop", "sleep"])
+def test_a_survivor_that_is_stuck_is_replaced(deed: str, plain: Outcome, tmp_path: Path) -> None:
+    outcome = job(tmp_path / "job", f"0:0:4:{deed}", "0:1:4:raise", timeout="2")
+    assert outcome.status == 0, outcome.output
+    assert outcome.bits == plain.bits
+    assert len({*outcome.ranks[0].pids}) == 2
+    assert len({*outcome.ranks[1].pids}) == 1
+    assert "has not come back within 2 s (in_place_timeout)" in outcome.output
+
+
+def test_what_an_attempt_leaves_behind_never_meets_the_next_one(tmp_path: Path) -> None:
+    whole = job(tmp_path / "whole", workers=1)
+    outcome = job(tmp_path / "job", "0:0:2:keep", "0:0:3:raise", "1:0:5:thread", "1:0:6:raise", "2:0:8:raise", workers=1)
+    assert (whole.status, outcome.status) == (0, 0), outcome.output
+    assert outcome.bits == whole.bits
+    first, second, third, fourth = outcome.ranks[0].pids
+    assert len({first, second, third}) == 3
+    assert third == fourth
+    assert "what train() has trained is still referenced from outside of it: " in outcome.output
+    assert "threads that train() has started still run: forgotten" in outcome.output
+
+
+def test_the_same_error_at_the_same_step_ends_the_job(tmp_path: Path) -> None:
+    outcome = job(tmp_path / "job", "*:1:4:raise")
+    assert outcome.status == FINAL, outcome.output
+    assert [len({*rank.pids}) for rank in outcome.ranks] == [1, 1]
+    assert [len(rank.pids) for rank in outcome.ranks] == [2, 2]
+    assert "the same ValueError for the second time, after step 4" in outcome.output
+
+
+def test_the_survivors_of_other_hosts_stay_too(plain: Outcome, tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    program = [SCRIPT, str(tmp_path / "job"), "gemini", "0:1:4:kill"]
+    with EmulatedHosts(2, program, tmp_path, env={"GEMINI_RESTART": "in_place", "GEMINI_IN_PLACE_TIMEOUT": "20"}) as hosts:
+        hosts.wait_for(lambda: not hosts.alive)
+        assert [hosts.status(host) for host in ("host0", "host1")] == [0, 0]
+    ranks = read(tmp_path / "job")
+    assert [(rank.steps, rank.end) for rank in ranks] == plain.bits
+    assert sorted(len({*rank.pids}) for rank in ranks) == [1, 2]

@@ -1,0 +1,94 @@
+"""The script of test_job_in_place.py: a small DDP loop inside `gemini_ft.run`, or plain; it fails on purpose as its arguments say.
+
+``in_place_case.py FOLDER KEEPER [ATTEMPT:RANK:MOMENT:DEED]...``; KEEPER is "gemini" or "nothing", a MOMENT "start", "group" or a number
+of steps done. Each rank writes what every step has computed to a file of its own, in hex, with its process id.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import gemini_ft
+from gemini_ft.testing import digest
+
+STEPS = 12
+FOLDER, KEEPER, *DEEDS = sys.argv[1:]
+kept: list[Any] = []  # what survives an attempt, as a script's mistake
+
+
+def reached(moment: object, model: Any = None) -> None:
+    here = [f"{attempt}:{os.environ['RANK']}:{moment}" for attempt in (os.environ["TORCHELASTIC_RESTART_COUNT"], "*")]
+    for when, _, deed in (each.rpartition(":") for each in DEEDS):
+        match deed if when in here else "":
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "sleep":
+                time.sleep(1000)
+            case "raise":
+                raise ValueError("bad luck")
+            case "keep":
+                kept.append(model)
+            case "thread":
+                threading.Thread(target=time.sleep, args=(1000,), daemon=True, name="forgotten").start()
+
+
+def train() -> None:
+    rank, world = os.environ["RANK"], int(os.environ["WORLD_SIZE"])
+    with open(f"{FOLDER}/rank-{rank}", "a", buffering=1) as trace:
+        print("attempt", os.getpid(), float(torch.rand(())).hex(), file=trace)  # random numbers begin anew as well
+        reached("start")
+        if world > 1:
+            dist.init_process_group("gloo")
+        reached("group")
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 1))
+        model = DistributedDataParallel(net) if world > 1 else net
+        torch.manual_seed(int(rank))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        loader: Any = DataLoader(TensorDataset(torch.randn(48, 8)), 8, shuffle=True, num_workers=1, persistent_workers=True)
+        start, checkpointer = 0, None
+        if KEEPER == "gemini":
+            loader = gemini_ft.resumable(loader)
+            state = {"scheduler": scheduler, "loader": loader}
+            checkpointer = gemini_ft.Checkpointer(model, optimizer, state=state, on_late="wait")
+            start = checkpointer.resume()
+        batches = (batch for _ in iter(int, 1) for batch in loader)  # epoch after epoch
+        for step in range(start, STEPS):
+            loss = model(next(batches)[0]).square().mean()
+            loss.backward()
+            reached(step, model)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            print("step", step, loss.item().hex(), file=trace)
+            if checkpointer is not None:
+                checkpointer.step()
+                checkpointer.flush()
+        final = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+        print("end", digest(final), file=trace)
+        if checkpointer is not None:
+            checkpointer.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    Path(FOLDER).mkdir(exist_ok=True)
+    gemini_ft.run(train)
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,81 @@
+"""Workers that stay: what keeps one from it, and what an attempt's end reaches."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+import gemini_ft
+from gemini_ft.wire import channel
+from gemini_ft.worker import attempt, in_place
+from gemini_ft.worker.attempt import OverError, OwnAttempt, leave_if_over
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The launcher's end of the channel of an attempt that this process is in."""
+    theirs, ours = channel.pair()
+    with theirs, ours:
+        monkeypatch.setattr(attempt, "present", OwnAttempt(ours))
+        yield theirs
+
+
+def refusal() -> str:
+    assert attempt.present is not None
+    return attempt.present.refusal
+
+
+def test_an_attempt_ends_where_the_package_looks_for_the_launchers_word(launcher: socket.socket) -> None:
+    leave_if_over()
+    channel.send(launcher, {"over": True})
+    for _ in range(2):  # whatever the loop makes of the first one
+        with pytest.raises(OverError):
+            leave_if_over()
+
+
+def test_a_process_that_the_worker_has_forked_has_no_attempt(launcher: socket.socket) -> None:
+    channel.send(launcher, {"over": True})
+    pid = os.fork()
+    if pid == 0:
+        os._exit(attempt.present is not None)
+    assert os.waitpid(pid, 0)[1] == 0
+    with pytest.raises(OverError):  # the word is still there
+        leave_if_over()
+
+
+def test_a_plain_loop_may_stay_and_an_integration_not(launcher: socket.socket) -> None:
+    gemini_ft.Checkpointer(torch.nn.Linear(2, 2), on_late="wait")
+    assert refusal() == ""
+    gemini_ft.Checkpointer(hooks=False)
+    assert "Lightning" in refusal()
+
+
+def test_sharded_parameters_may_not(launcher: socket.socket) -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = torch.nn.Linear(2, 2)
+        model.weight = torch.nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,))))
+        gemini_ft.Checkpointer(model)
+        assert "sharded parameters" in refusal()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["a group made before", "the second call"])
+def test_another_worker_would_begin_elsewhere(is_first: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("GEMINI_IN_PLACE", "nobody-listens-here")
+    monkeypatch.setattr(in_place, "_has_begun", not is_first)
+    monkeypatch.setattr(dist, "is_initialized", lambda: is_first)
+    seen: list[Any] = []
+    assert gemini_ft.run(lambda: seen.append(attempt.present) or "done") == "done"
+    assert seen == [None]
+    assert "after a failure this worker is started anew, as" in caplog.text
