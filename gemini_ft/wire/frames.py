@@ -105,8 +105,12 @@ class BlockingWire:
             raise PeerError(f"the agent at {self.peer} refused this host: {getattr(answer, 'text', kind_of(answer))}")
         return answer
 
-    def _open_lane(self, address: tuple[str, int], timeout: float, accepted: Accepted, on_error: contextlib.ExitStack) -> BlockingLane:
-        (opens,) = accepted.lanes
+    def _open_lane(
+        self, address: tuple[str, int], timeout: float, accepted: Accepted, on_error: contextlib.ExitStack
+    ) -> BlockingLane | None:
+        if not accepted.lanes:
+            return None
+        opens = accepted.lanes[0]
         sock = on_error.enter_context(_connect(address, timeout))
         sock.sendall(MARK + opens[:ID_BYTES])
         return BlockingLane(sock, opens[ID_BYTES:], dialled=True, encrypt=accepted.encrypt, peer=f"the agent at {self.peer}")
@@ -131,6 +135,8 @@ class BlockingWire:
         Raises:
             PeerError: it does not come, or is not what the peer sent.
         """
+        if self._lane is None:
+            raise PeerError(f"the agent at {self.peer} has opened no lane for payloads")
         try:
             return self._lane.receive(out, len(out))
         except OSError as error:
@@ -151,7 +157,8 @@ class BlockingWire:
 
     def close(self) -> None:
         self._socket.close()
-        self._lane.socket.close()
+        if self._lane is not None:
+            self._lane.socket.close()
 
 
 def _connect(address: tuple[str, int], timeout: float) -> socket.socket:
