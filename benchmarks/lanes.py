@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from multiprocessing.connection import Connection as Pipe
+from typing import Any
 
 import common
 from gemini_ft.agent.replication.carriers import ByAgents
@@ -40,23 +41,8 @@ IN_FLIGHT = 4  # as gemini_ft.agent.replication.send has it
 Row = tuple[str, int]  # kind, lanes
 
 
-class NoTag:
-    """Stands for both ends of a seal, and seals nothing."""
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def add(self, piece: memoryview) -> memoryview:
-        return piece
-
-    def close(self) -> bytes:
-        return bytes(lane.TAG_BYTES)
-
-    def check(self, *_: object) -> None:
-        pass
-
-
-REAL = lane.Seal, lane.Unseal
+SEALING: dict[Any, Any] = {lane.Seal: lane.Seal.add, lane.Unseal: lane.Unseal.add}
+BARE: dict[Any, Any] = {lane.Seal: lambda seal, piece: piece, lane.Unseal: lambda unseal, piece: None}  # tags over nothing
 
 
 class Receiving:
@@ -102,7 +88,8 @@ def _memory(chunks: int) -> memoryview:
 async def _row(pipe: Pipe, row: Row, sends: bool, seconds: float, source: memoryview, target: memoryview) -> None:
     """Measures one row, at one end: tells the parent the address, then bytes received, seconds, processor seconds."""
     kind, lanes = row
-    lane.Seal, lane.Unseal = (NoTag, NoTag) if kind == "bare" else REAL  # type: ignore[assignment, misc]
+    for end, add in (BARE if kind == "bare" else SEALING).items():
+        end.add = add
     receiving, theirs = Receiving(target), []
 
     def accept(connection: Connection, claims: Claims) -> Receiving:

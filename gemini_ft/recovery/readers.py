@@ -6,8 +6,11 @@ import contextlib
 import itertools
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 from gemini_ft.agent.client import AgentClient
@@ -25,6 +28,23 @@ from gemini_ft.wire.worker_messages import Map, Mapped
 
 T = TypeVar("T")
 _KEPT = 16  # shards that a reader keeps open: each is a connection, and in a large job all ranks read
+
+
+def _threads() -> int:
+    """Threads of one reader: every rank of a host may read at the same time."""
+    return max(1, min(4, len(os.sched_getaffinity(0)) // 4))
+
+
+def _in_order(deeds: Iterator[Callable[[], T]], threads: int) -> Iterator[T]:
+    """What ``deeds`` return, in order; so many are under way at a time, and one fewer while the caller is at work."""
+    if threads == 1:
+        yield from (deed() for deed in deeds)
+        return
+    with ThreadPoolExecutor(threads, "gemini-read") as pool:
+        under_way = deque(pool.submit(deed) for deed in itertools.islice(deeds, threads))
+        while under_way:
+            yield under_way.popleft().result()
+            under_way.extend(pool.submit(deed) for deed in itertools.islice(deeds, 1))
 
 
 class ShardReader(Protocol):
@@ -89,14 +109,14 @@ class LocalShard:
 
     def _verified(self, extras: bool) -> Iterator[tuple[int, memoryview]]:
         first = self._memory.shape.data_bytes
-        for index, (offset, nbytes) in [each for each in self._cuts if (each[1][0] >= first) == extras]:
-            view = self._memory.data(offset, nbytes)
-            _compare(
-                checksum(view),
-                self._memory.chunks[index][2],
-                f"chunk {index} of rank {self._memory.shape.owner}'s shard in this host's memory",
-            )
-            yield offset, view
+        cuts = [each for each in self._cuts if (each[1][0] >= first) == extras]
+        return _in_order((partial(self._sound, index, *cut) for index, cut in cuts), _threads())
+
+    def _sound(self, index: int, offset: int, nbytes: int) -> tuple[int, memoryview]:
+        view = self._memory.data(offset, nbytes)
+        what = f"chunk {index} of rank {self._memory.shape.owner}'s shard in this host's memory"
+        _compare(checksum(view), self._memory.chunks[index][2], what)
+        return offset, view
 
     def stay(self) -> None:
         """Nothing to do: what is mapped stays."""
@@ -129,7 +149,8 @@ class PeerShard:
         self._owner, self._version = owner, version
         self._calls = itertools.count(1)
         self._sending, self._reading = threading.Lock(), 0  # how many answers are under way
-        self._wire = BlockingWire(address, claims.model_copy(update={"to": host}), secret, timeout)
+        self._lanes = _threads()
+        self._wire = BlockingWire(address, claims.model_copy(update={"to": host, "lanes": self._lanes}), secret, timeout)
         try:
             self.about = self._describe(host)
             check_description(self.about, root, f"rank {owner}'s shard of {version} from {self.where}")
@@ -154,7 +175,7 @@ class PeerShard:
                 check_answer(asked, message)
                 return message
             if isinstance(message, Data):
-                self._wire.receive_payload(memoryview(bytearray(message.nbytes)))
+                self._wire.payload()(memoryview(bytearray(message.nbytes)))
 
     @property
     def root(self) -> str:
@@ -194,17 +215,27 @@ class PeerShard:
         asked = Fetch(call=next(self._calls), owner=self._owner, version=self._version, offset=start, nbytes=stop - start)
         self._wire.send(asked)
         first = 0 if start == 0 else len(self.about.digests) - self._extras_chunks(stop - start)
-        at, index, buffer = start, first, bytearray(0)
-        while at < stop:
+        yield from _in_order(self._announced(asked, stop, first), self._lanes)
+
+    def _announced(self, asked: Fetch, stop: int, first: int) -> Iterator[Callable[[], tuple[int, memoryview]]]:
+        """Each chunk as its peer announces it, still to be received: into memory that the chunk before it on the same lane has had."""
+        at, buffers = asked.offset, [bytearray(0) for _ in range(self._lanes)]
+        for index in itertools.count(first):
+            if at == stop:
+                return
             head = self._answer(asked)
             if not isinstance(head, Data) or head.offset != at or not 0 < head.nbytes <= stop - at:
                 raise PeerError(f"{self.where} sent {kind_of(head)!r} where bytes from {at} were due")
-            if len(buffer) != head.nbytes:
-                buffer = bytearray(head.nbytes)
-            found = self._wire.receive_payload(memoryview(buffer))
-            _compare(found, self.about.digests[index], f"chunk {index} of rank {self._owner}'s shard from {self.where}")
-            yield at, memoryview(buffer)
-            at, index = at + head.nbytes, index + 1
+            turn = index % self._lanes
+            if len(buffers[turn]) != head.nbytes:
+                buffers[turn] = bytearray(head.nbytes)
+            yield partial(self._receive, self._wire.payload(), index, at, memoryview(buffers[turn]))
+            at += head.nbytes
+
+    def _receive(self, payload: Callable[[memoryview], int], index: int, at: int, buffer: memoryview) -> tuple[int, memoryview]:
+        what = f"chunk {index} of rank {self._owner}'s shard from {self.where}"
+        _compare(payload(buffer), self.about.digests[index], what)
+        return at, buffer
 
     def _extras_chunks(self, nbytes: int) -> int:
         return -(-nbytes // self.about.chunk_bytes)

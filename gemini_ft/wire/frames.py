@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import array
 import contextlib
+import itertools
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from gemini_ft.errors import PeerError, SecretError
 from gemini_ft.wire.lane import ID_BYTES, MARK, BlockingLane
@@ -83,7 +85,9 @@ class BlockingWire:
             try:
                 plain = on_error.enter_context(_connect(address, timeout))
                 self._socket: ssl.SSLSocket = on_error.enter_context(tls_context(secret, server=False).wrap_socket(plain))
-                self._lane = self._open_lane(address, timeout, self._be_accepted(claims), on_error)
+                accepted = self._be_accepted(claims)
+                self._lanes = [self._open_lane(address, timeout, opens, accepted.encrypt, on_error) for opens in accepted.lanes]
+                self._payloads = itertools.count()
             except ssl.SSLCertVerificationError:
                 raise SecretError(
                     f"the agent at {self.peer} does not know this run's secret; something else listens at its address"
@@ -105,11 +109,12 @@ class BlockingWire:
             raise PeerError(f"the agent at {self.peer} refused this host: {getattr(answer, 'text', kind_of(answer))}")
         return answer
 
-    def _open_lane(self, address: tuple[str, int], timeout: float, accepted: Accepted, on_error: contextlib.ExitStack) -> BlockingLane:
-        (opens,) = accepted.lanes
+    def _open_lane(
+        self, address: tuple[str, int], timeout: float, opens: bytes, encrypt: bool, on_error: contextlib.ExitStack
+    ) -> BlockingLane:
         sock = on_error.enter_context(_connect(address, timeout))
         sock.sendall(MARK + opens[:ID_BYTES])
-        return BlockingLane(sock, opens[ID_BYTES:], dialled=True, encrypt=accepted.encrypt, peer=f"the agent at {self.peer}")
+        return BlockingLane(sock, opens[ID_BYTES:], dialled=True, encrypt=encrypt, peer=f"the agent at {self.peer}")
 
     def send(self, message: PeerMessage) -> None:
         try:
@@ -118,21 +123,26 @@ class BlockingWire:
             raise self._silent(error) from None
 
     def receive(self) -> PeerMessage:
-        """The next message. One that announces a payload is followed by `receive_payload`."""
+        """The next message. One that announces a payload is followed by `payload`."""
         head = bytearray(4)
         self._fill(memoryview(head))
         body = bytearray(frame_length(head))
         self._fill(memoryview(body))
         return peers.unpack(body)
 
-    def receive_payload(self, out: memoryview) -> int:
-        """Fills ``out`` with the payload that the last message announced; returns its `gemini_ft.core.roots.checksum`.
+    def payload(self) -> Callable[[memoryview], int]:
+        """The payload that the last message announced: called with memory for it, fills that, and returns its checksum.
 
-        Raises:
-            PeerError: it does not come, or is not what the peer sent.
+        Payloads travel on the lanes in turn. As many as there are lanes may be received at a time, each by a thread of its own; the call
+        raises PeerError if its payload does not come, or is not what the peer sent.
         """
+        if not self._lanes:
+            raise PeerError(f"the agent at {self.peer} has opened no lane for payloads")
+        return partial(self._receive_on, self._lanes[next(self._payloads) % len(self._lanes)])
+
+    def _receive_on(self, lane: BlockingLane, out: memoryview) -> int:
         try:
-            return self._lane.receive(out, len(out))
+            return lane.receive(out, len(out))
         except OSError as error:
             raise self._silent(error) from None
 
@@ -151,7 +161,8 @@ class BlockingWire:
 
     def close(self) -> None:
         self._socket.close()
-        self._lane.socket.close()
+        for lane in self._lanes:
+            lane.socket.close()
 
 
 def _connect(address: tuple[str, int], timeout: float) -> socket.socket:

@@ -2,7 +2,7 @@
 
 Messages are the event loop's. The payload that a message announces goes on one of the connection's lanes, in turn, and each lane has a
 thread (`gemini_ft.wire.lane_thread`): payloads travel beside each other, and beside the messages that announce more of them. Any other
-message is heard when all payloads that were announced before it are there, so that it means what it would mean on one wire.
+message but `Unchanged` is heard when all payloads that were announced before it are there, so that it means what it would on one wire.
 
 Lanes receive into the slot's own pages and send from them; neither copies in Python.
 ``sendfile`` would spare the kernel's copy and was measured to cost twice the processor time on both sides: it
@@ -26,7 +26,7 @@ from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.frames import frame_length
 from gemini_ft.wire.lane_thread import LaneThread, Meter, Outcome, Valve, metered
 from gemini_ft.wire.messages import MAX_MESSAGE, Chunk, pack
-from gemini_ft.wire.peer_messages import Data, PeerMessage, peers
+from gemini_ft.wire.peer_messages import Data, PeerMessage, Unchanged, peers
 
 Address = tuple[str, int]
 _SILENCE = 60  # seconds after which the kernel gives a peer up whose host is gone, or that takes nothing in
@@ -137,7 +137,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _may_hear(self, message: PeerMessage) -> bool:
         if not announces_payload(message):
-            return not self._coming
+            return not self._coming or isinstance(message, Unchanged)  # which stands among chunks, and is of another one than those
         return not self._lanes or (self._lanes_there.is_set() and self._coming < AHEAD * len(self._lanes))
 
     def _hear(self, message: PeerMessage) -> None:
@@ -225,11 +225,12 @@ class Connection(asyncio.BufferedProtocol):
             max_rate: bytes per second at which the kernel paces; None: as fast as it can.
             low_priority: mark packets as lower effort, for switches that respect it.
         """
-        for sock in self.payload_sockets:
+        sockets = self.payload_sockets
+        for sock in sockets if not (self._aborted or self.closed.is_set()) else []:
             if hold_back:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
             if max_rate is not None:
-                sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=Q", max(1, max_rate // len(self.payload_sockets))))
+                sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=Q", max(1, max_rate // len(sockets))))
             if low_priority and sock.family == socket.AF_INET6:
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _LOWER_EFFORT)
             elif low_priority:

@@ -12,6 +12,7 @@ import pytest
 from agent_kit import CHUNK, EXTRAS, Job, Proxy, Rank, content, end_agent, eventually, stopped, versions
 
 from gemini_ft.errors import AgentError, CorruptDataError, PeerError, RecoveryError, SupersededError
+from gemini_ft.recovery import readers
 from gemini_ft.recovery.readers import LocalShard, PeerShard
 
 
@@ -400,7 +401,11 @@ class TestRecovery:
         with pytest.raises(AgentError, match="host b has no copy of rank 0's shard of iteration 7 of incarnation 1 any more"):
             LocalShard(ranks[1].client, 0, job.version(7))
 
-    def test_a_bit_that_flips_in_memory_is_found_and_the_copy_is_given_up(self, job: Job) -> None:
+    @pytest.mark.parametrize("threads", [1, 3])
+    def test_a_bit_that_flips_in_memory_is_found_and_the_copy_is_given_up(
+        self, threads: int, job: Job, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(readers, "_threads", lambda: threads)
         ranks = job.start()
         job.commit(ranks, 1, 2)
         ranks[0].corrupt(1)

@@ -41,6 +41,7 @@ from gemini_ft.core.roots import checksum
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import AgentTimeoutError, CorruptDataError, PeerError, RecoveryError, SupersededError
 from gemini_ft.hosts import host_id
+from gemini_ft.recovery import readers
 from gemini_ft.recovery.agent_memory import RememberedShard, open_newest, remembered
 from gemini_ft.recovery.plan import RecoveryPlan
 from gemini_ft.recovery.readers import LocalShard, PeerShard, ShardReaders
@@ -93,7 +94,9 @@ class TestLateAnswers:
         LocalShard(rank.client, 0, job.version(1)).close()
         assert rank.client.late_answers == 1
 
-    def test_of_a_peer_are_what_a_reader_has_left_unread(self, job: Job) -> None:
+    @pytest.mark.parametrize("threads", [1, 3])
+    def test_of_a_peer_are_what_a_reader_has_left_unread(self, threads: int, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(readers, "_threads", lambda: threads)
         ranks = job.start()
         job.commit(ranks, 1)
         shard = PeerShard("b", ranks[1].address, job.claims(), SECRET, 0, job.version(1), timeout=10.0)
@@ -101,6 +104,14 @@ class TestLateAnswers:
         assert shard.extras() == EXTRAS
         assert bytes_of(shard) == content(0, 1, 4 * CHUNK)
         shard.close()
+
+    def test_that_never_come_end_a_reader_of_several_threads(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(readers, "_threads", lambda: 2)
+        ranks = job.start()
+        job.commit(ranks, 1)
+        reader = PeerShard("b", ranks[1].address, job.claims(), SECRET, 0, job.version(1), timeout=0.5)
+        with contextlib.closing(reader), stopped(job.pid("b")), pytest.raises(PeerError, match="stopped answering"):
+            bytes_of(reader)
 
 
 class TestAnswersAboutAnotherShard:

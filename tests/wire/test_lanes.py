@@ -20,7 +20,7 @@ from gemini_ft.wire import lane_thread
 from gemini_ft.wire.handshake import dial, listen
 from gemini_ft.wire.lane import BlockingLane
 from gemini_ft.wire.messages import Chunk, Notice
-from gemini_ft.wire.peer_messages import Claims, PeerMessage
+from gemini_ft.wire.peer_messages import Claims, PeerMessage, Unchanged
 from gemini_ft.wire.tcp import Connection
 
 LANES, SLICES, SLICE = 3, 4, 64 * 1024
@@ -181,6 +181,37 @@ def test_a_lane_that_is_cut_at_any_slice_brings_no_wrong_byte(lane: int, number:
                 assert pair.theirs.room[index * NBYTES :][:NBYTES] == SOURCE[index * NBYTES :][:NBYTES]
 
     run(work())
+
+
+def test_a_connection_that_has_just_been_lost_can_be_shaped() -> None:
+    """Its lanes were dialled, and it is lost before its sender goes on: an error there would end all replication to that peer."""
+
+    async def work() -> None:
+        async with Pair() as pair:
+            pair.theirs.connection.abort("lost")
+            await until(lambda: pair.mine.lost)
+            pair.mine.connection.shape(hold_back=True, max_rate=1000, low_priority=True)
+
+    run(work())
+
+
+def test_chunks_that_are_unchanged_do_not_wait_for_others() -> None:
+    async def work() -> None:
+        async with Pair() as pair:
+            chunk = Chunk(owner=0, iteration=1, index=0, offset=0, nbytes=NBYTES, digest=0)
+            pair.mine.connection.send(chunk, memoryview(SOURCE)[:NBYTES], never)
+            pair.mine.connection.send(unchanged := Unchanged(chunk=chunk.model_copy(update={"index": 1})))
+            pair.mine.connection.send(Notice(text="all"))
+            await until(lambda: pair.theirs.heard == [chunk, unchanged])
+            await asyncio.sleep(0.01)
+            assert pair.theirs.heard == [chunk, unchanged]
+
+    run(work())
+
+
+async def never(nbytes: int) -> int:
+    """A gate that stays closed."""
+    return await asyncio.get_running_loop().create_future()
 
 
 def test_the_sender_reads_nothing_more_after_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from gemini_ft.agent.replication.gate import Gate
 from gemini_ft.agent.replication.send import LinkContext, PeerLink
 from gemini_ft.config import TrafficConfig
 from gemini_ft.errors import PeerError
+from gemini_ft.recovery import readers
 from gemini_ft.recovery.readers import PeerShard
 from gemini_ft.wire.lane import ID_BYTES, MARK
 from gemini_ft.wire.peer_messages import Claims
@@ -172,7 +173,9 @@ class TestBetween:
             assert once.done
             assert again.done
 
-    def test_a_reader_takes_nothing_that_was_rewritten(self, job: Job) -> None:
+    @pytest.mark.parametrize("threads", [1, 3])
+    def test_a_reader_takes_nothing_that_was_rewritten(self, threads: int, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(readers, "_threads", lambda: threads)
         ranks = job.start()
         job.commit(ranks, 1)
         with Relay(ranks[1].address) as relay:
@@ -180,6 +183,7 @@ class TestBetween:
             with pytest.raises(PeerError, match="a payload was changed on its way; something stands between the two hosts"):
                 shard(job, relay.address, 0, 1)
             assert shard(job, relay.address, 0, 1) == content(0, 1, 4 * CHUNK)
+            assert len(relay.lanes) == 2 * threads
 
     def test_cuts_in_the_middle_of_a_payload_cost_a_repetition(self, job: Job) -> None:
         ranks = job.join(["a", "b"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -88,7 +89,12 @@ class SlotStore:
     async def _check(self, version: Version) -> list[int]:
         sound = []
         copies = [(owner, memory) for (owner, _), memory in self.memory.items() if memory.version == version]
-        damages = await asyncio.gather(*(asyncio.to_thread(memory.damaged) for _, memory in copies))
+
+        def look() -> list[list[int]]:
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "gemini-verify") as pool:
+                return [memory.damaged(pool.map) for _, memory in copies]
+
+        damages = await asyncio.to_thread(look)
         for (owner, memory), damaged in zip(copies, damages, strict=True):
             if not damaged and memory.is_genuine:
                 sound.append(owner)
