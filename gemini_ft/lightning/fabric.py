@@ -40,6 +40,7 @@ from gemini_ft.lightning.fit import log
 from gemini_ft.lightning.gradients import synchronizer_of
 from gemini_ft.loaders.bookmark import Bookmark
 from gemini_ft.loaders.loader import bookmark_of, make_resumable
+from gemini_ft.loaders.parts import is_stateful
 from gemini_ft.state.ddp import ddp_state, first_tensors, frozen_at_first, restore_buckets, restore_sync, send_first
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.worker.rendezvous import exchange
@@ -218,7 +219,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
         if not checkpointer.due(self._gemini_saves - 1, self._gemini_saves):
             checkpointer.alive(self._gemini_saves)
         else:
-            saved = {name: item.state_dict() if _is_stateful(item) else item for name, item in others.items()}
+            saved = {name: item.state_dict() if is_stateful(item) else item for name, item in others.items()}
             ddp = {name: ddp_state(item) for name, item in state.items() if isinstance(item, DistributedDataParallel)}
             checkpointer.save(self._gemini_saves, {"state": saved, "ddp": ddp, "rng": rng_state()})
 
@@ -250,7 +251,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
                 "models and optimizers; save and load the same state, or give strict=False"
             )
         for name in others.keys() & saved.keys():
-            if _is_stateful(others[name]):
+            if is_stateful(others[name]):
                 others[name].load_state_dict(saved.pop(name))
             else:
                 state[name] = saved.pop(name)
@@ -294,10 +295,6 @@ def _is_ours(path: Any) -> bool:
     if str(path) != LATEST:
         raise ConfigError(f"path {str(path)!r}: in memory there is only the newest state, {LATEST!r}; other paths are files")
     return True
-
-
-def _is_stateful(item: Any) -> bool:
-    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
 
 
 def _findings(state: Mapping[str, Any]) -> Iterator[Finding]:

@@ -30,7 +30,7 @@ from gemini_ft.state.modules import Extras, apply_extras, collect_extras, destin
 from gemini_ft.state.rebuilding import Changes, Structure, build, difference, local_shape, refuse
 from gemini_ft.state.rebuilding import describe as describe_all
 from gemini_ft.state.survey import Models, Survey, Surveyor
-from gemini_ft.state.tensors import Live, Source, describe, every_optimizer
+from gemini_ft.state.tensors import Live, Source, describe, every_optimizer, local
 
 WAITING = declare(
     "gradients that wait: an optimizer accumulates while another one steps", Fate.CAPTURED, "copied at once, as large as the parameters"
@@ -83,7 +83,7 @@ class PendingGradients:
                         "in every iteration that ends with checkpointer.step()"
                     )
                 else:
-                    waiting[name] = _local(grad).detach()
+                    waiting[name] = local(grad).detach()
         return {"waiting": waiting, "present": True if len(present) == len(params) else present, "sparse": sparse}
 
     def restore(self, saved: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> None:
@@ -108,12 +108,8 @@ class PendingGradients:
             yield WAITING.found(f"{name}.grad", grad.nbytes)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _version(grad: torch.Tensor) -> int:
-    return _local(grad)._version
+    return local(grad)._version
 
 
 def _is_zero(grad: torch.Tensor) -> bool:
@@ -122,7 +118,7 @@ def _is_zero(grad: torch.Tensor) -> bool:
     Looking at bytes is one pass, which takes 10 ms for 85 MB and is the price of `set_to_none=False`. Marking them in ``zero_grad()``
     would spare it, and lose what is then written past the version counter: by a hook of DDP into its bucket, by ``grad.data``.
     """
-    part = _local(grad).detach()
+    part = local(grad).detach()
     if part.is_sparse:
         return part._nnz() == 0  # rows that are named get an update, whatever their values are
     if part.layout != torch.strided or part.is_conj() or part.is_neg():
@@ -139,8 +135,8 @@ def _no_rows(param: torch.Tensor) -> torch.Tensor:
 def _like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """The gradient of a parameter, with its strides."""
     if isinstance(param, DTensor):
-        local = torch.empty_like(param._local_tensor, dtype=value.dtype).copy_(value)
-        return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
+        part = torch.empty_like(param._local_tensor, dtype=value.dtype).copy_(value)
+        return DTensor.from_local(part, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
     return torch.empty_like(param, dtype=value.dtype).copy_(value)
 
 

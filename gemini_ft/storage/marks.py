@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, ObjectGoneError
 from gemini_ft.storage.base import Storage
+from gemini_ft.storage.checkpoints import body_checksum
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Mark(BaseModel):
     def to_bytes(self) -> bytes:
         """The mark as JSON, with its own checksum."""
         body = self.model_dump(mode="json")
-        return json.dumps({**body, "xxh3": _checksum(body)}, indent=1).encode()
+        return json.dumps({**body, "xxh3": body_checksum(body)}, indent=1).encode()
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> Mark:
@@ -46,7 +47,7 @@ class Mark(BaseModel):
             body = json.loads(blob)
         except RecursionError:
             raise ValueError("it is nested without end") from None
-        if not isinstance(body, dict) or body.pop("xxh3", None) != _checksum(body):
+        if not isinstance(body, dict) or body.pop("xxh3", None) != body_checksum(body):
             raise ValueError("it does not match its own checksum")
         return cls.model_validate(body)
 
@@ -119,7 +120,3 @@ def note_path(url: str, run: str, stream: str) -> Path:
     """The file in which this host notes what was stored."""
     place = xxhash.xxh3_64_hexdigest(url.rstrip("/").encode())
     return state_folder() / f"{run}-{stream}-{place}.json"
-
-
-def _checksum(body: dict[str, object]) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
