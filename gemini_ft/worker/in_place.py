@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger("gemini_ft")
 _THREADS_SECONDS = 1.0  # for threads of an attempt to end
-_has_begun = False  # another worker, started anew, would begin with the first function of the script
+has_begun = False  # another worker, started anew, would begin with the first function of the script
 
 
 def run(train: Callable[[], T]) -> T:
@@ -50,8 +50,8 @@ def run(train: Callable[[], T]) -> T:
     Returns:
         The result of ``train``.
     """
-    global _has_begun
-    is_first, _has_begun = not _has_begun, True
+    global has_begun
+    is_first, has_begun = not has_begun, True
     address = os.environ.get(IN_PLACE)
     if address is None:
         return train()
