@@ -63,7 +63,7 @@ def check_epochs(state: Iterable[Any], *, then: Mapping[str, Any], now: Mapping[
         )
 
 
-class Source:
+class BatchSource:
     """Where the steps of a loop take their batches from: as long as they do, from the loaders in its ``state``."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from gemini_ft.errors import ConfigError
-from gemini_ft.state.iterators import Source, is_plain_loader, unkept, wrappers
+from gemini_ft.state.iterators import BatchSource, is_plain_loader, unkept, wrappers
 from gemini_ft.state.left_out import Generators, left_out, not_saved
 from gemini_ft.state.rng import GENERATORS, GivenGenerator
 
@@ -52,7 +52,7 @@ class LoopWatch:
     """Looks at a loop at each of its steps, on one rank; says each thing once."""
 
     def __init__(self) -> None:
-        self._source = Source()
+        self._source = BatchSource()
         self._generators: Generators | None = None
 
     def look(self, models: Iterable[nn.Module], state: Mapping[str, Any], optimizers: Collection[Any]) -> None:

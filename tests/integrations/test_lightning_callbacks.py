@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.tuner import Tuner
 from test_lightning_hooks import Boom, Case, fit, table, weights
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import MeanMetric
 
 from gemini_ft.errors import UnsupportedStateError
@@ -291,6 +292,39 @@ def test_averaging_goes_on_in_mid_epoch(name: str, fit: Callable[..., Case]) -> 
     assert min(resumed.diary) in ({(2, 5)} if name == "statistics" else {(crash[0], batch) for batch in range(1, crash[1] + 1)})
     assert resumed.diary == {step: value for step, value in plain.diary.items() if step >= min(resumed.diary)}
     assert weights(resumed) == weights(plain)
+
+
+class Stopped(Tuned):
+    """Gets worse, has its rate lowered for it and is stopped, and crashes after that."""
+
+    def changed(self, loss: torch.Tensor) -> torch.Tensor:
+        self.log("loss", 1.0 + self.current_epoch)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer, patience=0), "monitor": "loss"}}
+
+    def on_train_end(self) -> None:
+        if self.crash is not None:
+            raise Boom
+
+
+def test_what_was_stopped_before_the_crash_stays_stopped(fit: Callable[..., Case]) -> None:
+    def make() -> Any:
+        return shipped.EarlyStopping("loss", patience=0, check_on_train_epoch_end=True)
+
+    plain = fit(Stopped, None, "ddp", callbacks=[make])
+    with pytest.raises(Boom):
+        fit(Stopped, None, "gemini", (9, 9), callbacks=[make])
+    resumed = fit(Stopped, None, "gemini", callbacks=[make])
+    assert max(plain.diary) == (1, 5)  # of three epochs
+    assert min(resumed.diary) > (1, 0)
+    assert resumed.diary == {step: value for step, value in plain.diary.items() if step >= min(resumed.diary)}
+    assert weights(resumed) == weights(plain)
+    for of in (resumed, plain):
+        assert (of.trainer.current_epoch, of.trainer.callbacks[0].stopped_epoch) == (2, 1)
+        assert of.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.001)
 
 
 class Searched(Tuned):

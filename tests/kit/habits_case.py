@@ -130,7 +130,7 @@ def lbfgs(loop: Loop) -> Iterator[None]:
             loss.backward()  # type: ignore[no-untyped-call]
             return loss
 
-        loop.step(optimizer.step(closure))
+        loop.step(optimizer.step(closure))  # type: ignore[no-untyped-call]
         yield
     loop.end(model.state_dict(), optimizer.state_dict())
 
