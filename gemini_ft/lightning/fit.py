@@ -223,10 +223,10 @@ class Fit:
         if len(optimizers) != len(self._optimizers) or any(a is not b for a, b in zip(optimizers, self._optimizers, strict=True)):
             self._follow_optimizers()
         if self._found is not None:
-            found, self._found = self._found, None
             loaders = map(bookmark_of, trainer_loops.training_loaders(self._trainer))
             with self.checkpointer.putting_back():
-                self._begin_files(found.get("files", {}))
+                self._begin_files(self._found.get("files", {}))
+                found, self._found = self._found, None
                 restore(self._trainer, self._package, found)
                 if self._ddp is not None:
                     restore_sync(self._ddp, found["ddp"])

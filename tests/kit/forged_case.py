@@ -7,15 +7,23 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from forging import places, put_at
+from forging import places
 from torch import nn
 
 import gemini_ft
 from gemini_ft.errors import GeminiError
-from gemini_ft.recovery import restore
+from gemini_ft.state import codec as codec_of_snapshots
 
-STRANGE = (None, [], {}, "a text", -1)
-GONE = object()
+
+def always(value: Any) -> Callable[[Any], Any]:
+    return lambda _: value
+
+
+def more(held: Any) -> Any:
+    return {**held, "unknown": 1} if isinstance(held, dict) else [held, held]
+
+
+CHANGES = (more, *map(always, (None, [], {}, "a text", -1)))
 
 
 def job() -> gemini_ft.Checkpointer:
@@ -37,38 +45,40 @@ def train(steps: int) -> None:
 
 def resume_forged() -> list[str]:
     """All that does not end in a refusal by name, or well."""
-    read, found = restore.codec.decode, list[Any]()
-    wrong = list[str]()
-
-    def attempt(forge: Callable[[Any], Any]) -> None:
-        restore.codec.decode = lambda *args, **options: forge(copy.deepcopy(found[0]))
-        checkpointer = job()
-        try:
-            checkpointer.resume()
-        finally:
-            checkpointer.close()
+    codec: Any = codec_of_snapshots
+    read, found, wrong = codec.decode, list[Any](), list[str]()
 
     def look(*args: Any, **options: Any) -> Any:
         found.append(read(*args, **options))
         return found[0]
 
-    restore.codec.decode = look
+    def forged(at: tuple[Any, ...], change: Callable[[Any], Any] | None) -> Callable[..., Any]:
+        return lambda *args, **options: changed(copy.deepcopy(found[0]), at, change)
+
+    codec.decode = look
     job().resume()
-    everywhere = [at for at in places(found[0]) if at]
-    cases = [(at, value) for number, at in enumerate(everywhere) for value in (GONE, STRANGE[number % len(STRANGE)])]
-    for at, value in cases:
-        try:
-            attempt(lambda body, at=at, value=value: without(body, at) if value is GONE else put_at(body, at, value))  # type: ignore[misc]
-        except GeminiError:
-            pass
-        except Exception as error:
-            wrong.append(f"{at} {'gone' if value is GONE else repr(value)}: {type(error).__name__}: {error}")
+    for number, at in enumerate(at for at in places(found[0]) if at):
+        for change in (None, CHANGES[number // 2 % len(CHANGES)])[: 1 + number % 2]:
+            codec.decode = forged(at, change)
+            checkpointer = job()
+            try:
+                checkpointer.resume()
+            except GeminiError:
+                pass
+            except Exception as error:
+                wrong.append(f"{at}, {number}: {type(error).__name__}: {error}")
+            finally:
+                checkpointer.close()
     return wrong
 
 
-def without(body: Any, at: tuple[Any, ...]) -> Any:
+def changed(body: Any, at: tuple[Any, ...], change: Callable[[Any], Any] | None) -> Any:
+    """A copy in which the value at a place is gone, or another one."""
+    rest = body.copy() if isinstance(body, dict) else list(body)
     if len(at) > 1:
-        return put_at(body, at[:1], without(body[at[0]], at[1:]))
-    rest = dict(body) if isinstance(body, dict) else list(body)
-    del rest[at[0]]
+        rest[at[0]] = changed(body[at[0]], at[1:], change)
+    elif change is not None:
+        rest[at[0]] = change(body[at[0]])
+    else:
+        del rest[at[0]]
     return rest
