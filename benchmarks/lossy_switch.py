@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gemini_ft.sync.switch_packets import Array
-from gemini_ft.sync.switch_server import Server
+from gemini_ft.sync.switch_server import SwitchServer
 from gemini_ft.sync.switch_udp import Datagrams
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     listening = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     listening.bind(("0.0.0.0", job["port"]))
-    server = Server(listening, bytes.fromhex(job["key"]), part=job["part"], parts=job["parts"])
+    server = SwitchServer(listening, bytes.fromhex(job["key"]), part=job["part"], parts=job["parts"])
     if job["loss"]:
         server._socket = Lossy(listening, job["loss"], job["seed"])
     stop, _held = socket.socketpair()

@@ -9,6 +9,7 @@ from .cast import Bf16 as Bf16
 from .cast import Dynamic8 as Dynamic8
 from .cast import Fp16 as Fp16
 from .cast import Identity as Identity
+from .cast import Inceptionn as Inceptionn
 from .cast import Natural as Natural
 from .cast import Natural8 as Natural8
 from .collective import ScopedGroups as ScopedGroups
@@ -22,7 +23,6 @@ from .dgc import SampledThreshold as SampledThreshold
 from .espresso_executor import OptionExecutor as OptionExecutor
 from .feedback import ErrorFeedback as ErrorFeedback
 from .feedback import TwoPhase as TwoPhase
-from .inceptionn import Inceptionn as Inceptionn
 from .low_rank import Atomo as Atomo
 from .low_rank import PowerSGD as PowerSGD
 from .methods import METHODS as METHODS

@@ -4,6 +4,8 @@ float16 and bfloat16, added up under way: the baseline that every other method h
 one of the two powers of two around each element, unbiased, with a variance of at most an eighth of the squared norm. 8-bit dynamic tree
 quantisation (Dettmers, ICLR 2016): a sign, a decimal exponent of variable length, and a fraction in what is left; it reaches seven decades
 below the largest magnitude, and is finer in the upper ones.
+
+INCEPTIONN (Li et al., MICRO 2018): floats truncated to words of 0 to 32 bits under an error bound, as its network cards do it.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from gemini_ft.validation import Seed
+from gemini_ft import truncation
+from gemini_ft.validation import Seed, checked
 
 from . import kernels
-from .base import Bundle, Compressor, Payload, Primitive, Summed, Turn, cut, join
+from .base import Bundle, Compressor, FlatLayout, Payload, Primitive, Summed, Turn, cut, join
 from .buffers import BUFFERS
 from .quantise import inverse, magnitudes
 
@@ -153,3 +156,34 @@ def nearest(relative: Tensor) -> Tensor:
     codes = first.index_select(0, (relative.view(torch.int32) >> 16 & 0xFFFF))
     passed = relative > borders.index_select(0, codes.int())
     return codes.add_(passed).to(torch.uint8)
+
+
+class Inceptionn(Compressor):
+    """Sends each element as a word of 0, 8, 16 or 32 bits, by its magnitude, and a tag of 2 bits. No element is off by 2^-bound.
+
+    Elements from 1 on, infinities and NaN travel as they are; below 2^-bound they wait in the residual. The paper keeps none
+    (``feedback=0``). `gemini_ft.truncation` has the format. The exchange of the paper, in which sums travel truncated too, is
+    `gemini_ft.sync.inceptionn`.
+
+    Args:
+        bound: b of the error bound 2^-b, from 1 to 14; the paper's are 6, 8 and 10.
+    """
+
+    primitive = Primitive.ALL_GATHER_V
+
+    @checked
+    def __init__(self, bound: truncation.Bound = 10) -> None:
+        self.bound = bound
+
+    def compress(self, bundle: Bundle, turn: Turn) -> Payload:
+        return Payload(bundle.layout, join(*truncation.encode(bundle.flat, self.bound)))
+
+    def decompress(self, payload: Payload) -> Bundle:
+        flat = BUFFERS.empty(payload.layout.total, device=payload.data.device)
+        return Bundle(payload.layout, truncation.decode(payload.data, flat, self.bound))
+
+    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
+        """Bytes of the payload, where ``selected`` is the number of bytes of all words."""
+        if selected is None:
+            raise ValueError("INCEPTIONN: how long words are depends on the data; give selected=")
+        return truncation.packed(layout.total) + selected

@@ -15,10 +15,9 @@ from pydantic import BaseModel
 from gemini_ft.validation import check_options, options_of
 
 from .base import Compressor, Reducer
-from .cast import Bf16, Dynamic8, Fp16, Identity, Natural, Natural8
+from .cast import Bf16, Dynamic8, Fp16, Identity, Inceptionn, Natural, Natural8
 from .dgc import MomentumCorrection, SampledThreshold
 from .feedback import ErrorFeedback, TwoPhase
-from .inceptionn import Inceptionn
 from .low_rank import Atomo, PowerSGD
 from .options import ClipNorm, Momentum, Nesterov, Ratio, Sample, Warmup
 from .quantise import QSGD, AdaQ, GlobalInt8, Sketch, TernGrad, ThreeLC

@@ -1,10 +1,10 @@
 # The names that `from gemini_ft.sync import Zen` finds. This folder has no __init__.py: gemini_ft/beside.py reads this file.
 from .auto import Auto as Auto
 from .base import Scheme as Scheme
+from .builtin import AGsparse as AGsparse
+from .builtin import Dense as Dense
 from .ddp_hook import HookState as HookState
 from .ddp_hook import hook as hook
-from .dense import AGsparse as AGsparse
-from .dense import Dense as Dense
 from .fpisa import FPISA as FPISA
 from .hierarchical import Hierarchical as Hierarchical
 from .inceptionn import InceptionnRing as InceptionnRing

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup
 
 from .base import Scheme
-from .dense import Dense
+from .builtin import Dense
 from .zen import Zen
 
 

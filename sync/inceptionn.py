@@ -20,7 +20,7 @@ class InceptionnRing(Scheme):
     Each part of the gradient goes around once, and every rank adds its own values to what comes; then the sums go around. With n ranks a
     value is truncated n times on its way, so it is off by less than n 2^-bound beside the roundings of float32, in which values are
     added. Every rank has the same bits. Infinities and NaN travel as they are. A sparse gradient is made dense; float64 is rounded to
-    float32 first. Nothing is kept of what is left out: for error feedback there is `gemini_ft.compression.inceptionn`.
+    float32 first. Nothing is kept of what is left out: for error feedback there is `gemini_ft.compression.cast`.
 
     Args:
         bound: b of the error bound 2^-b, from 1 to 14, in units of the gradients that are added up; the paper's are 6, 8 and 10.

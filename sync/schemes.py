@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from .base import Dimensions, Scheme, SparseScheme
-from .dense import AGsparse, Dense
+from .builtin import AGsparse, Dense
 from .fpisa import FPISA
 from .hierarchical import Hierarchical
 from .inceptionn import InceptionnRing
@@ -19,17 +19,7 @@ from .zen import Zen
 
 SCHEMES: Mapping[str, type[SparseScheme]] = {
     scheme.name: scheme
-    for scheme in (
-        Dense,
-        AGsparse,
-        SSARRecursiveDoubling,
-        SSARSplitAllgather,
-        DSARSplitAllgather,
-        SinglePS,
-        SparsePS,
-        OmniReduce,
-        Zen,
-    )
+    for scheme in (Dense, AGsparse, SSARRecursiveDoubling, SSARSplitAllgather, DSARSplitAllgather, SinglePS, SparsePS, OmniReduce, Zen)
 }
 """The schemes that can be made without arguments and give the exact sum, but for its roundings, by name."""
 

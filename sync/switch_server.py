@@ -1,7 +1,7 @@
 """The switch: a process that adds up packets of workers.
 
-`Server` has the socket and the clock. `Jobs` decides who joins and leaves, and what memory there is for it, and `switch_slots.Slots` what
-becomes of a packet; both are pure: addresses and times are given, and replies are returned.
+`SwitchServer` has the socket and the clock. `Jobs` decides who joins and leaves, and what memory there is for it, and `switch_slots.Slots`
+what becomes of a packet; both are pure: addresses and times are given, and replies are returned.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _need(join: Join) -> int:
     return 2 * join.slots * (_PER_ROW + int(join.nbytes * ADDERS[join.adder].register_bytes))
 
 
-class Server:
+class SwitchServer:
     """Serves on one socket.
 
     Args:

@@ -162,11 +162,7 @@ class OwnShards:
         context, owner = self._context, worker.rank
         fds = [context.slot_store.memory[owner, index].fd for index in indices]
         reserved = Reserved(
-            call=message.call,
-            layout_hash=message.layout_hash,
-            slots=indices,
-            data_offset=shape.data_offset,
-            capacity=shape.capacity,
+            call=message.call, layout_hash=message.layout_hash, slots=indices, data_offset=shape.data_offset, capacity=shape.capacity
         )
         worker.send(reserved, fds)
         self._inbound.entrust_all()

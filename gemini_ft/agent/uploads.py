@@ -1,4 +1,7 @@
-"""Uploads committed memory to storage, while training goes on."""
+"""Uploads committed memory to storage, while training goes on.
+
+It is long because an upload's beginning, end and every way to fail share one state.
+"""
 
 from __future__ import annotations
 

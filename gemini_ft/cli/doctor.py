@@ -158,9 +158,7 @@ def _memory(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
         yield CheckResult("wrong", "memory", text)
     else:
         yield CheckResult(
-            "ok",
-            "memory",
-            f"the agent may hold {limit:,} of {available:,} bytes: enough for a state of {_state(limit, config, hosts):,}",
+            "ok", "memory", f"the agent may hold {limit:,} of {available:,} bytes: enough for a state of {_state(limit, config, hosts):,}"
         )
     pages = SHARED_PAGES.read_text().partition("[")[2].partition("]")[0] if SHARED_PAGES.exists() else "never"
     if config.memory.folder is None and pages in ("never", "deny"):
@@ -250,9 +248,7 @@ def _versions(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     )
     for name, wanted in _unsupported(found):
         yield CheckResult(
-            "warn",
-            "versions",
-            f"{name} {found[name]} is outside of {wanted}, with which gemini-ft was tested (docs/versions.md)",
+            "warn", "versions", f"{name} {found[name]} is outside of {wanted}, with which gemini-ft was tested (docs/versions.md)"
         )
 
 

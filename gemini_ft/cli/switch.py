@@ -12,7 +12,7 @@ from dataclasses import replace
 from gemini_ft.cli.units import nbytes
 from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError
-from gemini_ft.sync.switch_server import Limits, Server
+from gemini_ft.sync.switch_server import Limits, SwitchServer
 from gemini_ft.wire.network import bound
 from gemini_ft.wire.trust import switch_key
 
@@ -37,7 +37,7 @@ def command(argv: Sequence[str]) -> int:
     part, parts = _part(options.part)
     limits = replace(limits, memory=int(options.memory), jobs=options.jobs, idle=options.idle)
     with bound(options.host, options.port, socket.SOCK_DGRAM) as listening:
-        server = Server(listening, switch_key(load_config()), limits, part, parts)
+        server = SwitchServer(listening, switch_key(load_config()), limits, part, parts)
         stop, stopped = socket.socketpair()
         stopped.setblocking(False)
         signal.set_wakeup_fd(stopped.fileno())

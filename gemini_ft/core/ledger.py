@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from gemini_ft.core.decisions import Abort, Commit, Decision, Fatal, Holders, Thaw, WriteManifest
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Report, Skipped
 from gemini_ft.core.protocol import NO_ROOTS
-from gemini_ft.core.rounds import Folded, Pair, Round
+from gemini_ft.core.rounds import FoldedRound, Pair, Round
 from gemini_ft.core.versions import MOST, Incarnation, Version
 
 _END = Version(Incarnation(MOST + 1, ""), 0)  # after all versions: an owner that has finished has gone past them
@@ -52,11 +52,7 @@ class Ledger:
     """
 
     def __init__(
-        self,
-        holders: Mapping[int, tuple[str, ...]],
-        committed: Version | None,
-        replica_timeout: float,
-        cadence: Cadence | None = None,
+        self, holders: Mapping[int, tuple[str, ...]], committed: Version | None, replica_timeout: float, cadence: Cadence | None = None
     ) -> None:
         self.holders = dict(holders)
         self.committed = committed
@@ -74,7 +70,7 @@ class Ledger:
         self._timeout = replica_timeout
         self._cadence = cadence
         self._pairs = sum(map(len, self.holders.values()))
-        self._folded = Folded(self.holders)  # of one version, and then there is no round
+        self._folded = FoldedRound(self.holders)  # of one version, and then there is no round
         self._joined: set[str] = set()
         self._joined_at: dict[str, Version] = {}  # host -> newest version reported when it joined for the last time, if it matters
         self._newest: Version | None = None  # that was reported
@@ -178,7 +174,7 @@ class Ledger:
                 what was committed before stays where it is.
         """
         silent, folded = frozenset(absent), self._folded
-        under_way: dict[Version, Round | Folded] = dict(self._rounds)
+        under_way: dict[Version, Round | FoldedRound] = dict(self._rounds)
         if folded.version is not None:
             under_way[folded.version] = folded
         for version, current in sorted(under_way.items()):
@@ -309,7 +305,7 @@ class Ledger:
             each.readmit(back)
         return [self._epoch(frozenset())]
 
-    def _all_rounds(self) -> list[Round | Folded]:
+    def _all_rounds(self) -> list[Round | FoldedRound]:
         return [*self._rounds.values(), self._folded]
 
     def _epoch(self, newly: frozenset[Pair]) -> Holders:
@@ -328,7 +324,7 @@ class Ledger:
             "Look for updates that depend on the rank, or for gradients that were not reduced.",
         )
 
-    def _try_commit(self, version: Version, current: Round | Folded, now: float) -> list[Decision]:
+    def _try_commit(self, version: Version, current: Round | FoldedRound, now: float) -> list[Decision]:
         if not current.complete:
             return []
         roots, compared = current.roots, current.compared

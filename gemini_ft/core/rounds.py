@@ -1,7 +1,7 @@
 """One version on its way to its commit, as the leader's ledger counts it: constant work per report, whatever the size of the job. Pure.
 
 A ledger that counts each copy, as `Round` does, spends a second on the hundred thousands of a large job. So while little is out of the
-ordinary, reports are kept as they came, and compared once all are there (`Folded`): the copies of a host are one string, and two
+ordinary, reports are kept as they came, and compared once all are there (`FoldedRound`): the copies of a host are one string, and two
 holders of the same shards are compared by one comparison of two stretches of text. Copies that are late, differ, or do not count are looked
 at one by one, and only these.
 """
@@ -152,7 +152,7 @@ def _tally(counts: dict[str, int], value: str, step: int) -> None:
         del counts[value]
 
 
-class Folded:
+class FoldedRound:
     """Reports of one version, with one layout and one digest, that say of no copy two different things.
 
     Args:

@@ -230,10 +230,7 @@ def _refuse(reasons: Iterator[str]) -> None:
 
 def _unsupported_engine(engine: Any) -> Iterator[tuple[bool, str]]:
     """The reason why the pipeline cannot be used with an engine, or None."""
-    yield (
-        isinstance(engine, deepspeed.PipelineEngine),
-        "a PipelineEngine averages gradients in its own way; leave the section out",
-    )
+    yield (isinstance(engine, deepspeed.PipelineEngine), "a PipelineEngine averages gradients in its own way; leave the section out")
     plain = deepspeed.DeepSpeedEngine in (type(engine), *type(engine).__bases__)
     yield not plain, f"a {type(engine).__name__} is not known; supported: DeepSpeedEngine"
     nobody = engine.optimizer is None or isinstance(engine.optimizer, DummyOptim)

@@ -15,7 +15,7 @@ import torch
 
 from gemini_ft.errors import ConfigError, UnsupportedStateError
 from gemini_ft.export.source import Checkpoint
-from gemini_ft.export.state import on_cpu, save_file
+from gemini_ft.export.state_dicts import on_cpu, save_file
 from gemini_ft.export.zero import Engine, is_engine
 
 _ZERO12, _ZERO3, _BF16 = "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer"

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from gemini_ft.errors import ConfigError, StorageError, UnsupportedStateError
 from gemini_ft.export.source import Checkpoint
-from gemini_ft.export.state import OptimizerState, on_cpu, save_file
+from gemini_ft.export.state_dicts import OptimizerState, on_cpu, save_file
 from gemini_ft.export.zero import read_states
 from gemini_ft.lightning.capture import file_checkpoint
 from gemini_ft.storage.shard import CODES

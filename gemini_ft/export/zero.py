@@ -12,7 +12,7 @@ from gemini_ft.core.layout import Read
 from gemini_ft.deepspeed.reshard import Cut, Fragment, OldShards
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.export.source import Checkpoint
-from gemini_ft.export.state import OptimizerState, State, check_covered
+from gemini_ft.export.state_dicts import OptimizerState, State, check_covered
 from gemini_ft.recovery.restore import scatter
 from gemini_ft.state import codec
 
@@ -85,7 +85,7 @@ class Engine:
 
 
 class EngineStates:
-    """The interface of `gemini_ft.export.state.State` for an engine: one model, one optimizer.
+    """The interface of `gemini_ft.export.state_dicts.State` for an engine: one model, one optimizer.
 
     Args:
         checkpoint: where to read; it is closed then.

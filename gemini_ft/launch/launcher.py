@@ -3,6 +3,8 @@
 It takes torchrun's own arguments and behaves like it: the same environment, logs, signals and exit status. What it
 does besides: it names the run for the hosts' agents and tells the local one when the job has ended, it keeps torch
 2.13 from restarting workers on the key-value store of the attempt before, and it notices a lost host within seconds.
+
+Scripts that come through a pipe: standard input, a FIFO, ``<(...)``. They can be read once, but every rank and restart needs them.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ import json
 import logging
 import os
 import signal
+import stat
 import sys
 import time
 import uuid
 import zipfile
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -39,7 +42,6 @@ from gemini_ft.launch.drain import LEFT, drain_of
 from gemini_ft.launch.endings import ENDED_ELSEWHERE, NOT_STORED, OVERTAKEN, final_endings
 from gemini_ft.launch.launched import LAUNCH
 from gemini_ft.launch.notes import FIXED, LACKS, notes_of_workers
-from gemini_ft.launch.piped import copied_from_pipe
 from gemini_ft.launch.preload import early_environment, modules_to_preload
 from gemini_ft.launch.reports import own_log_dir
 from gemini_ft.launch.run_id import default_run_id, is_passing
@@ -342,3 +344,27 @@ def _show_messages() -> None:
     ours = logging.getLogger("gemini_ft")
     ours.addHandler(handler)
     ours.propagate = False
+
+
+@contextmanager
+def copied_from_pipe(program: Sequence[str]) -> Iterator[Path | None]:
+    """A copy of the script, if it comes through a pipe, for as long as the context lasts; else None.
+
+    Args:
+        program: script and arguments; ``-`` is standard input.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    script = program[0]
+    if script != "-" and (stat.S_ISREG(mode := os.stat(script).st_mode) or stat.S_ISDIR(mode)):
+        yield None
+        return
+    try:
+        with open(sys.stdin.fileno() if script == "-" else script, "rb", closefd=script != "-") as pipe:
+            text = pipe.read()
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"the script {script!r} cannot be read ({error}); give the path of a file") from error
+    with open(os.memfd_create("gemini-script", os.MFD_CLOEXEC), "wb", buffering=0) as copy:  # which is gone with this process
+        copy.write(text)
+        yield Path(f"/proc/{os.getpid()}/fd/{copy.fileno()}")

@@ -13,6 +13,8 @@ A network that falls apart leaves a store on each side. A host that has never ta
 store: it waits there, and comes back when it can. At the first start nobody has taken part, and every store is asked before one is used.
 Where hosts that took part are on both sides, as of two hosts with a spare each, both may go on; as soon as they can see each other, one
 of them ends.
+
+It is long because a store that is lost is met in each call of one interface, torch's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The position in one loader: all that is needed to continue with the batch that would have come next."""
+"""The position in one loader: all that is needed to continue with the batch that would have come next.
+
+It is long because each way to a position (skip, replay, the loader's own state) reads and writes the one iteration that is under way.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.launch import notes
 from gemini_ft.loaders.between import OF_WORKERS, Between
-from gemini_ft.loaders.parts import (
-    DataResume,
-    LoaderParts,
-    Way,
-    facts,
-    is_sized,
-    is_stateful,
-    is_torchdata,
-    refuse_gone,
-)
+from gemini_ft.loaders.parts import DataResume, LoaderParts, Way, facts, is_sized, is_stateful, is_torchdata, refuse_gone
 from gemini_ft.loaders.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates
 from gemini_ft.state.rng import randomness, set_generator_states, set_randomness, unchanged_randomness
 

@@ -1,7 +1,7 @@
 """The body that plain loops, DDP and engines share: one model's averager, ready times and tuner, which go from step to step together.
 
-After every step `Drift` checks that all ranks are at the same step, with the same plan and the same choices. Ranks that are not would send
-each other what does not belong together, often without an error: indices that are drawn by a counter, for example, differ where
+After every step `RankComparison` checks that all ranks are at the same step, with the same plan and the same choices. Ranks that are not
+would send each other what does not belong together, often without an error: indices that are drawn by a counter, for example, differ where
 counters do.
 """
 
@@ -26,7 +26,7 @@ from gemini_ft.pipeline.telemetry import Step
 from gemini_ft.pipeline.tuner import Tuner
 
 
-class Drift:
+class RankComparison:
     """Compares hashes over ranks; a few bytes per rank travel beside the update and the next forward pass.
 
     Args:
@@ -149,7 +149,7 @@ class Body:
         self.averager = Averager(tensors, rules, group, control, device)
         self._ready_times = ReadyTimes(model)
         self._tuner = Tuner(self.averager, self._ready_times, profile_steps, device)
-        self._drift = Drift(control, self._common, self.averager.controls.told, self.averager.controls.heard)
+        self._drift = RankComparison(control, self._common, self.averager.controls.told, self.averager.controls.heard)
         self.averager.on_begin = self._drift.check
         self._untuned = False  # a step has been counted, and the tuner, which is collective, has not heard of it yet
 

@@ -1,7 +1,7 @@
 """Ratios that follow the network: what a rule's ``control: dc2`` does while training.
 
-After a step every rank has measured how long its collectives took; the slowest one's figures, which travel with `Drift`'s hashes beside the
-update, are the same on all ranks by the next step's first average, and so is the ratio that `DelayControl` makes of them.
+After a step every rank has measured how long its collectives took; the slowest one's figures, which travel with `RankComparison`'s hashes
+beside the update, are the same on all ranks by the next step's first average, and so is the ratio that `DelayControl` makes of them.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from gemini_ft.pipeline.plan import Group, rule_at
 from gemini_ft.pipeline.routes import Plain, Route, Sparse, by_option, route_of, scheme_maker, topology_of
 from gemini_ft.pipeline.rules import Rules
 from gemini_ft.sync.base import Scheme
-from gemini_ft.sync.dense import Dense
+from gemini_ft.sync.builtin import Dense
 
 
 class Routes:

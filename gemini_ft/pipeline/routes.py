@@ -32,7 +32,7 @@ from gemini_ft.pipeline.lanes import PendingCollective, Work
 from gemini_ft.pipeline.rules import Rule, payload_of_one_length
 from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.base import Scheme
-from gemini_ft.sync.dense import Dense
+from gemini_ft.sync.builtin import Dense
 
 Gradients: TypeAlias = Mapping[str, Tensor]
 _ONE_COLLECTIVE = (Primitive.ALL_REDUCE, Primitive.ALL_GATHER, Primitive.ALL_GATHER_V)

@@ -79,10 +79,7 @@ class Control(_RuleModel):
 
     method: Literal["dc2"]
     deadline: float | None = Field(
-        None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Seconds that its collectives may take in a step; default: as long as a step computes.",
+        None, gt=0, allow_inf_nan=False, description="Seconds that its collectives may take in a step; default: as long as a step computes."
     )
     every: int = Field(5, ge=1, description="Steps between two decisions.")
 
@@ -168,8 +165,7 @@ class Rule(_RuleModel):
         description="Which gradients travel together: layer-wise, {bucket: 25MB}, {groups: 4}, or planned by cupcake, espresso, or auto.",
     )
     quality: Literal["equal", "any"] = Field(
-        "equal",
-        description="What fusion auto chooses among: equal, all-reduces in the gradients' dtype and in 16 bits; any, compress too.",
+        "equal", description="What fusion auto chooses among: equal, all-reduces in the gradients' dtype and in 16 bits; any, compress too."
     )
     control: Annotated[Control | None, _named("method")] = Field(
         None, description="Whether the ratio of compress follows the network: dc2; default: it stays."

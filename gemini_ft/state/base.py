@@ -1,143 +1,32 @@
-"""The state that a checkpointer captures and puts back: torch modules and optimizers, or an engine around them.
-
-Gradients are part of it where they wait for an update when a snapshot is taken: one optimizer accumulates while another one steps.
-
-An optimizer's step uses its gradients up. The next update needs all that has been written to a gradient since then, so it is kept
-with the snapshot, each rank's own. Gradients that were used up, or are zero, are given back as zeros, because an optimizer treats a
-parameter without gradient otherwise. A loop that uses a gradient again after the step (scales it down in place of zeroing it)
-finds zeros after a restart. A parameter of no optimizer keeps its gradient too, since it may get one; freeze what is not trained.
-"""
+"""The state that a checkpointer captures and puts back: torch modules and optimizers, or an engine around them."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from gemini_ft.core.census import Fate, Finding, declare
 from gemini_ft.core.layout import Layout, Read, TensorSpec
-from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError, WorldSizeError
+from gemini_ft.errors import WorldSizeError
 from gemini_ft.state.hyperparameters import Given, of_groups
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.modules import Extras, apply_extras, collect_extras, destinations, findings, structure
+from gemini_ft.state.pending import PendingGradients
 from gemini_ft.state.rebuilding import Changes, Structure, build, difference, local_shape, refuse
 from gemini_ft.state.rebuilding import describe as describe_all
 from gemini_ft.state.survey import Models, Survey, Surveyor
-from gemini_ft.state.tensors import Live, Source, describe, every_optimizer, local
+from gemini_ft.state.tensors import Live, Source, describe, every_optimizer
 
-WAITING = declare(
-    "gradients that wait: an optimizer accumulates while another one steps", Fate.CAPTURED, "copied at once, as large as the parameters"
-)
 declare(
     "gradients that an optimizer's step has used up",
     Fate.DERIVED,
     "given back as zeros: a loop must not use them again (scale them down in place of zeroing them)",
 )
-
-_Mark = tuple[weakref.ref[torch.Tensor], int]  # a gradient and its version counter
-
-
-class PendingGradients:
-    """The gradients that have been written since the optimizers of their parameters stepped."""
-
-    def __init__(self) -> None:
-        self._used: dict[int, _Mark] = {}  # by the id of its parameter; a mark of one that is gone matches no gradient
-
-    def watch(self, optimizers: Iterable[Optimizer]) -> list[Any]:
-        """Looks at every step from now on; returns the handles of the hooks."""
-        return [optimizer.register_step_post_hook(self._stepped) for optimizer in optimizers]
-
-    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if (grad := param.grad) is not None:
-                    self._used[id(param)] = (weakref.ref(grad), _version(grad))
-
-    def collect(self, params: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """The gradients that wait, by the names of their parameters; and which parameters have a gradient beside these.
-
-        Args:
-            params: name -> parameter.
-
-        Raises:
-            UnsupportedStateError: a gradient that waits is sparse.
-        """
-        waiting, present, sparse = dict[str, torch.Tensor](), list[str](), list[str]()
-        for name, param in params.items():
-            if (grad := param.grad) is not None:
-                mark = self._used.get(id(param))
-                if (mark is not None and mark[0]() is grad and mark[1] == _version(grad)) or _is_zero(grad):
-                    present.append(name)
-                    if grad.is_sparse:
-                        sparse.append(name)
-                elif grad.layout != torch.strided:
-                    raise UnsupportedStateError(
-                        f"the gradient of {name} waits for its optimizer, and is sparse, which cannot be captured; let this optimizer step "
-                        "in every iteration that ends with checkpointer.step()"
-                    )
-                else:
-                    waiting[name] = local(grad).detach()
-        return {"waiting": waiting, "present": True if len(present) == len(params) else present, "sparse": sparse}
-
-    def restore(self, saved: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> None:
-        """Gives every parameter the gradient that it had, and none to the others.
-
-        Raises:
-            LayoutMismatchError: there is no such parameter.
-        """
-        if absent := saved["waiting"].keys() - params.keys():
-            raise LayoutMismatchError(f"the snapshot has a gradient of {min(absent)}, which is not there now")
-        present = set(params if saved["present"] is True else saved["present"])
-        sparse = set(saved.get("sparse", ()))  # an optimizer for sparse gradients refuses dense ones; older snapshots do not say
-        for name, param in params.items():
-            if (value := saved["waiting"].get(name)) is not None:
-                param.grad = _like(param, value)
-            else:
-                param.grad = None if name not in present else _no_rows(param) if name in sparse else torch.zeros_like(param)
-
-    def findings(self, params: Mapping[str, torch.Tensor]) -> Iterable[Finding]:
-        """The gradients that wait now, for the census."""
-        for name, grad in self.collect(params)["waiting"].items():
-            yield WAITING.found(f"{name}.grad", grad.nbytes)
-
-
-def _version(grad: torch.Tensor) -> int:
-    return local(grad)._version
-
-
-def _is_zero(grad: torch.Tensor) -> bool:
-    """Whether it can be given back as zeros: every bit is. A negative zero is none.
-
-    Looking at bytes is one pass, which takes 10 ms for 85 MB and is the price of `set_to_none=False`. Marking them in ``zero_grad()``
-    would spare it, and lose what is then written past the version counter: by a hook of DDP into its bucket, by ``grad.data``.
-    """
-    part = local(grad).detach()
-    if part.is_sparse:
-        return part._nnz() == 0  # rows that are named get an update, whatever their values are
-    if part.layout != torch.strided or part.is_conj() or part.is_neg():
-        return False
-    return not bool(part.contiguous().view(-1).view(torch.uint8).any())
-
-
-def _no_rows(param: torch.Tensor) -> torch.Tensor:
-    rows = torch.empty((1, 0), dtype=torch.int64, device=param.device)
-    values = torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device)
-    return torch.sparse_coo_tensor(rows, values, param.shape, check_invariants=False)
-
-
-def _like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The gradient of a parameter, with its strides."""
-    if isinstance(param, DTensor):
-        part = torch.empty_like(param._local_tensor, dtype=value.dtype).copy_(value)
-        return DTensor.from_local(part, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
-    return torch.empty_like(param, dtype=value.dtype).copy_(value)
 
 
 class TrainingState(Protocol):

@@ -170,13 +170,7 @@ class Attributes:
         return [item for path, item in self._objects.items() if path.startswith(below)]
 
     def give_back(
-        self,
-        values: Values,
-        below: str | tuple[str, ...] = "",
-        *,
-        shared: bool = True,
-        lost: bool = True,
-        but: Iterable[Any] = (),
+        self, values: Values, below: str | tuple[str, ...] = "", *, shared: bool = True, lost: bool = True, but: Iterable[Any] = ()
     ) -> None:
         """Sets all plain attributes to their values at the mark, but for ``values``. One that has its value stays the object it is.
 

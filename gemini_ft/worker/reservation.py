@@ -21,8 +21,8 @@ from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, MemoryBudgetError
 from gemini_ft.ordered import Ordered
 from gemini_ft.state.base import TrainingState
-from gemini_ft.state.copies import begin_digest, check_replicas, replicated_digest
 from gemini_ft.state.copy_plan import CopyPlan, MappedSlot, map_slots
+from gemini_ft.state.replicas import begin_digest, check_replicas, replicated_digest
 from gemini_ft.state.tensors import Live, Source, fingerprint
 from gemini_ft.wire.worker_messages import Reserve, Reserved
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise

@@ -23,13 +23,12 @@ from disks import small_disk
 from gemini_ft import Checkpointer
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.context import RunContext
-from gemini_ft.agent.identity import AgentIdentity, Past
 from gemini_ft.agent.memory import slot_files
 from gemini_ft.agent.memory.budget import Budget
 from gemini_ft.agent.memory.slot_files import SlotFiles
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
 from gemini_ft.agent.memory.slot_store import SlotStore
-from gemini_ft.agent.streams import Streams
+from gemini_ft.agent.streams import AgentIdentity, Past, Streams
 from gemini_ft.agent.watchdog import LeftMemory
 from gemini_ft.cli.main import main
 from gemini_ft.core.protocol import Host

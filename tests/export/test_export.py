@@ -33,7 +33,7 @@ from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.cli import main as cli
 from gemini_ft.core.layout import PER_RANK
 from gemini_ft.errors import UnsupportedStateError
-from gemini_ft.export.state import join_parts
+from gemini_ft.export.state_dicts import join_parts
 from gemini_ft.state.survey import survey
 from gemini_ft.storage.checkpoints import list_checkpoints
 from gemini_ft.storage.opening import open_storage

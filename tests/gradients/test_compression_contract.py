@@ -17,10 +17,10 @@ from torch import Tensor
 
 from gemini_ft.compression import buffers, kernels
 from gemini_ft.compression.base import Bundle, Compressor, Payload, Primitive, Reducer, Turn
+from gemini_ft.compression.cast import Inceptionn
 from gemini_ft.compression.collective import reduce, run, simulate
 from gemini_ft.compression.dgc import MomentumCorrection, SampledThreshold
 from gemini_ft.compression.feedback import ErrorFeedback, TwoPhase
-from gemini_ft.compression.inceptionn import Inceptionn
 from gemini_ft.compression.low_rank import PowerSGD
 from gemini_ft.compression.methods import COMPRESSORS, create
 from gemini_ft.compression.quantise import ThreeLC

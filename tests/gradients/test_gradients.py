@@ -28,7 +28,7 @@ from gemini_ft.core.layout import PER_RANK, Layout, Read, build_layout
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import LayoutMismatchError, StateError, UnsupportedStateError
 from gemini_ft.export.source import Checkpoint
-from gemini_ft.export.state import State
+from gemini_ft.export.state_dicts import State
 from gemini_ft.recovery.restore import StateRestore
 from gemini_ft.state import codec
 from gemini_ft.state.base import PlainState, TrainingState

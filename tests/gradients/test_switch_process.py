@@ -25,7 +25,7 @@ from gemini_ft.sync import switch_udp
 from gemini_ft.sync.switch_client import Client, SwitchRefusedError, SwitchTerms
 from gemini_ft.sync.switch_control import Envelope, Join, SwitchHello, SwitchLeave, SwitchWelcome
 from gemini_ft.sync.switch_packets import Array
-from gemini_ft.sync.switch_server import Jobs, Limits, Server
+from gemini_ft.sync.switch_server import Jobs, Limits, SwitchServer
 from gemini_ft.sync.switchml import SwitchMLStream
 
 preload("switch_case")
@@ -224,7 +224,7 @@ def test_a_job_is_heard_of_by_what_is_sealed_only() -> None:
     """Whoever writes the address of a worker that has died on a datagram would keep its job, and its memory, for ever."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bound:
         bound.bind(("127.0.0.1", 0))
-        server = Server(bound, KEY, Limits(jobs=1, idle=100.0))
+        server = SwitchServer(bound, KEY, Limits(jobs=1, idle=100.0))
         assert join(server.jobs, ("a", 1), now=0.0) == "joined"
         server.take([(np.zeros((1, 100), np.uint8), ("a", 1))], 90.0)
         assert server.report()["forged"] == 1

@@ -16,7 +16,7 @@ from switch_kit import KEY, places, switches
 
 from gemini_ft.sync import omnireduce, sparcml, wire
 from gemini_ft.sync.base import Scheme
-from gemini_ft.sync.dense import Dense
+from gemini_ft.sync.builtin import Dense
 from gemini_ft.sync.hierarchical import Hierarchical
 from gemini_ft.sync.rows import SparseRows
 from gemini_ft.sync.schemes import SCHEMES

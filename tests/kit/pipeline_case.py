@@ -31,7 +31,7 @@ from gemini_ft.compression.espresso_options import Processor
 from gemini_ft.compression.espresso_options import options as every_option
 from gemini_ft.compression.methods import METHODS, create
 from gemini_ft.pipeline import GradientSynchronizer, tuner
-from gemini_ft.pipeline.body import Drift
+from gemini_ft.pipeline.body import RankComparison
 from gemini_ft.pipeline.lanes import Work
 from gemini_ft.pipeline.routes import option_way
 from gemini_ft.pipeline.tuner import Candidates
@@ -736,7 +736,7 @@ def _break(loop: Loop, how: str, is_compressed: bool) -> None:
         return
     route: Any = averager.routes.of(averager.plan.groups[2])
     if how == "killed between steps":
-        setattr(Drift, "begin", fail)  # noqa: B010 - for types it is a method
+        setattr(RankComparison, "begin", fail)  # noqa: B010 - for types it is a method
         loop.step(own(2))
     elif is_compressed:
         route.reducer.inner.compress = fail

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gemini_ft
 from gemini_ft.pipeline import GradientSynchronizer
-from gemini_ft.pipeline.body import Drift
+from gemini_ft.pipeline.body import RankComparison
 from gemini_ft.sync import auto
 from gemini_ft.testing import digest
 
@@ -177,14 +177,14 @@ def saved_alone() -> list[bool]:
     rank, store = join().rank(), dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     saved = []
     for ddp in (False, True):
-        begin, key = Drift.begin, f"saved, DDP={ddp}"
+        begin, key = RankComparison.begin, f"saved, DDP={ddp}"
 
-        def late(drift: Drift, begin: Callable[[Drift], None] = begin, key: str = key) -> None:
+        def late(drift: RankComparison, begin: Callable[[RankComparison], None] = begin, key: str = key) -> None:
             store.wait([key])
             begin(drift)
 
         with (
-            patch.object(Drift, "begin", late if rank else begin),
+            patch.object(RankComparison, "begin", late if rank else begin),
             closing(Loop(rule(compress=compress("topk")), ddp, Leaves(SMALL))) as loop,
         ):
             loop.step(own(0, SMALL))

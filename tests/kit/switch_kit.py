@@ -10,7 +10,7 @@ from typing import Any
 
 from agent_kit import WAIT, context
 
-from gemini_ft.sync.switch_server import Limits, Server
+from gemini_ft.sync.switch_server import Limits, SwitchServer
 
 KEY = b"of the tests' switches, 32 bytes"
 PATIENCE = 20.0  # seconds; where a dead switch is no part of the test
@@ -62,7 +62,7 @@ def places(made: list[Switch]) -> str:
 def _serve(pipe: Any, port: int, part: int, parts: int, key: bytes, limits: Limits | None) -> None:
     listening = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     listening.bind(("127.0.0.1", port))
-    server = Server(listening, key, limits or Limits(jobs=1000), part, parts)  # ranks of tests end without a word
+    server = SwitchServer(listening, key, limits or Limits(jobs=1000), part, parts)  # ranks of tests end without a word
     stop, stopped = socket.socketpair()
 
     def wait() -> None:

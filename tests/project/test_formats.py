@@ -45,7 +45,7 @@ SMALL_STATE = [
     "state.ddp:ddp_state",
     "state.modes:Modes.collect",
     "state.modules:collect_extras",
-    "state.base:PendingGradients.collect",
+    "state.pending:PendingGradients.collect",
     "worker.recorder:Recorder._submit",
     "worker.recorder:Recorder.record",
 ]

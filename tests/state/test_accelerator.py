@@ -30,8 +30,8 @@ from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.core.roots import checksum
 from gemini_ft.errors import AgentError
 from gemini_ft.state import copy_plan
-from gemini_ft.state.copies import begin_digest
 from gemini_ft.state.copy_plan import MappedSlot
+from gemini_ft.state.replicas import begin_digest
 from gemini_ft.state.tensors import Source
 from gemini_ft.wire.worker_messages import Collect, Copied, Dispatch, GiveUp, Landed, Request
 from gemini_ft.worker.snapshot import PendingSnapshot
@@ -368,7 +368,7 @@ def courier(module: Any, fake: FakeAccelerator) -> None:
 SCENARIOS: dict[str, tuple[str, Scenario]] = {
     "snapshot": ("gemini_ft.worker.snapshot", snapshot),
     "several batches": ("gemini_ft.worker.snapshot", several_batches),
-    "compared": ("gemini_ft.state.copies", compared),
+    "compared": ("gemini_ft.state.replicas", compared),
     "readiness": ("gemini_ft.state.copy_plan", readiness),
     "neighbours": ("gemini_ft.state.copy_plan", neighbours),
     "staging": ("gemini_ft.state.copy_plan", staging),

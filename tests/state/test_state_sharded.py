@@ -25,8 +25,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from gemini_ft.core.layout import Layout, build_layout, plan_reads, stored_specs
 from gemini_ft.errors import LayoutMismatchError, ReplicaDivergedError, UnsupportedStateError
 from gemini_ft.state import codec
-from gemini_ft.state.copies import check_replicas, copy_into, first_difference, replicated_digest, tensor_digests
+from gemini_ft.state.copies import copy_into
 from gemini_ft.state.modules import apply_extras, destinations
+from gemini_ft.state.replicas import check_replicas, first_difference, replicated_digest, tensor_digests
 from gemini_ft.state.tensors import Source
 
 WORLD = 2

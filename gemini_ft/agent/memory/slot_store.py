@@ -42,12 +42,7 @@ class SlotStore:
     """Makes, finds and frees slot memory. The protocol (``host``) decides what a slot's bytes are worth."""
 
     def __init__(
-        self,
-        host: Host,
-        budget: Budget,
-        log: Callable[[str], None],
-        on_free: Callable[[SlotMemory], None],
-        files: SlotFiles | None = None,
+        self, host: Host, budget: Budget, log: Callable[[str], None], on_free: Callable[[SlotMemory], None], files: SlotFiles | None = None
     ) -> None:
         self.memory: dict[tuple[int, int], SlotMemory] = {}  # (owner, slot) -> its memfd
         self._host, self._budget, self._log, self._on_free, self._files = host, budget, log, on_free, files

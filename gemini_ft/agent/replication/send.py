@@ -52,13 +52,7 @@ class LinkContext:
 class PeerLink:
     """Sends everything for one peer, over one connection that is dialled for as long as there is something to send."""
 
-    def __init__(
-        self,
-        common: LinkContext,
-        peer: str,
-        address: Address,
-        claims: Claims,
-    ) -> None:
+    def __init__(self, common: LinkContext, peer: str, address: Address, claims: Claims) -> None:
         self._common, self._context, self._gate = common, common.context, common.gate
         self.peer, self._address, self._claims = peer, address, claims
         self._log = RateLimitedLog(common.context.log)  # an attacker in between can break every connection
