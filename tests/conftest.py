@@ -165,7 +165,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)  # after the selection by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _ORDER.index(item.path.relative_to(Path(__file__).parent).parts[0]))
+    items.sort(key=lambda item: _ORDER.index(item.path.parent.name) if item.path.parent.name in _ORDER else len(_ORDER))
     number, count = map(int, config.getoption("share").split("/"))
     first, end = (len(items) * each // count for each in (number - 1, number))  # neighbours stay together: they may share a job
     config.hook.pytest_deselected(items=[*items[:first], *items[end:]])

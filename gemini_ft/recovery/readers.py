@@ -30,7 +30,7 @@ T = TypeVar("T")
 _KEPT = 16  # shards that a reader keeps open: each is a connection, and in a large job all ranks read
 
 
-def _threads() -> int:
+def threads_of_a_reader() -> int:
     """Threads of one reader: every rank of a host may read at the same time."""
     return max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 
@@ -110,7 +110,7 @@ class LocalShard:
     def _verified(self, extras: bool) -> Iterator[tuple[int, memoryview]]:
         first = self._memory.shape.data_bytes
         cuts = [each for each in self._cuts if (each[1][0] >= first) == extras]
-        return _in_order((partial(self._sound, index, *cut) for index, cut in cuts), _threads())
+        return _in_order((partial(self._sound, index, *cut) for index, cut in cuts), threads_of_a_reader())
 
     def _sound(self, index: int, offset: int, nbytes: int) -> tuple[int, memoryview]:
         view = self._memory.data(offset, nbytes)
@@ -149,7 +149,7 @@ class PeerShard:
         self._owner, self._version = owner, version
         self._calls = itertools.count(1)
         self._sending, self._reading = threading.Lock(), 0  # how many answers are under way
-        self._lanes = _threads()
+        self._lanes = threads_of_a_reader()
         self._wire = BlockingWire(address, claims.model_copy(update={"to": host, "lanes": self._lanes}), secret, timeout)
         try:
             self.about = self._describe(host)

@@ -26,7 +26,7 @@ from gemini_ft.wire.lane import TAG_BYTES, BlockingLane
 Valve = Callable[[int], Awaitable[int]]  # given how many bytes are ready, waits, and says how many of them may go
 Outcome = Exception | int
 _TCP_INFO = struct.Struct("=68xI48xQ40xQ")  # of linux/tcp.h: tcpi_rtt, tcpi_bytes_acked, tcpi_busy_time
-_LET_GO_SECONDS = 5.0  # for a thread that was told to stop; half of the time after which a silent agent is taken for one that hangs
+LET_GO_SECONDS = 5.0  # for a thread that was told to stop; half of the time after which a silent agent is taken for one that hangs
 HUNG = 70  # exit status
 
 
@@ -142,7 +142,7 @@ class LaneThread:
         self._lane.stop()
         self._orders.put(None)
         self._ready = asyncio.Queue()
-        if self._thread is not None and not self._let_go.wait(_LET_GO_SECONDS):
+        if self._thread is not None and not self._let_go.wait(LET_GO_SECONDS):
             print(f"a lane to {self._lane.peer} hangs, and may still write to memory: this agent ends", file=sys.stderr, flush=True)
             os._exit(HUNG)
         self.socket.close()

@@ -37,7 +37,7 @@ _GLANCE = 0.1  # seconds between looks for the end of the attempt
 _RETRY = 20.0  # seconds between attempts to start another
 _UNSEEN = 8  # snapshots
 _LOOK = 0.001  # seconds between looks at how far the device has come
-_PER_EVENT = 6  # batches of a device that end with an event for the host: whoever wakes takes the interpreter lock from the training
+PER_EVENT = 6  # batches of a device that end with an event for the host: whoever wakes takes the interpreter lock from the training
 _END_SECONDS = 5.0  # that a copy under way has left when the process ends, and again that its last chunk and the digest may take
 
 
@@ -501,7 +501,7 @@ class Snapshotter:
             with accelerator.module_of(device).stream(stream):
                 slot.write(number - 1, batch)
             accelerator.give_way(stream, device)
-            if number % _PER_EVENT == 0 or number == len(self.plan.batches):
+            if number % PER_EVENT == 0 or number == len(self.plan.batches):
                 upto = min(number * self.plan.batch_bytes, self.plan.nbytes)
                 landings.append((upto, accelerator.event_on(stream, device, sleeps=True)))
         job.copied = accelerator.event_on(stream, device, timed=True)

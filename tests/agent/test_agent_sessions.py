@@ -405,7 +405,7 @@ class TestRecovery:
     def test_a_bit_that_flips_in_memory_is_found_and_the_copy_is_given_up(
         self, threads: int, job: Job, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(readers, "_threads", lambda: threads)
+        monkeypatch.setattr(readers, "threads_of_a_reader", lambda: threads)
         ranks = job.start()
         job.commit(ranks, 1, 2)
         ranks[0].corrupt(1)

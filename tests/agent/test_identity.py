@@ -96,7 +96,7 @@ class TestLateAnswers:
 
     @pytest.mark.parametrize("threads", [1, 3])
     def test_of_a_peer_are_what_a_reader_has_left_unread(self, threads: int, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(readers, "_threads", lambda: threads)
+        monkeypatch.setattr(readers, "threads_of_a_reader", lambda: threads)
         ranks = job.start()
         job.commit(ranks, 1)
         shard = PeerShard("b", ranks[1].address, job.claims(), SECRET, 0, job.version(1), timeout=10.0)
@@ -106,7 +106,7 @@ class TestLateAnswers:
         shard.close()
 
     def test_that_never_come_end_a_reader_of_several_threads(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(readers, "_threads", lambda: 2)
+        monkeypatch.setattr(readers, "threads_of_a_reader", lambda: 2)
         ranks = job.start()
         job.commit(ranks, 1)
         reader = PeerShard("b", ranks[1].address, job.claims(), SECRET, 0, job.version(1), timeout=0.5)

@@ -87,7 +87,7 @@ def snapshot(module: Any, fake: FakeAccelerator, plans: Any = copy_plan, batches
         snapshotter = _snapshotter(module, tell)
         snapshotter.plan, snapshotter.slots = plan, {0: slot}
         with fake.held(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "_PER_EVENT", per_event)
+            patch.setattr(module, "PER_EVENT", per_event)
             weights.fill_(1.0)
             snapshotter.submit(module.PendingSnapshot(iteration=1, extras=b"", digest=None, marks=plan.marks(), ready=plan.ready()))
             snapshotter.granted(1, 0)

@@ -241,7 +241,7 @@ def test_the_sender_reads_nothing_more_after_an_abort(monkeypatch: pytest.Monkey
 
 def test_a_thread_that_hangs_ends_the_agent_before_its_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that the kernel does not bring, for example. Nothing else can keep its bytes from landing later."""
-    monkeypatch.setattr(lane_thread, "_LET_GO_SECONDS", 0.05)
+    monkeypatch.setattr(lane_thread, "LET_GO_SECONDS", 0.05)
     ended: list[tuple[int, str | None]] = []
     gone = threading.Event()
 

@@ -175,7 +175,7 @@ class TestBetween:
 
     @pytest.mark.parametrize("threads", [1, 3])
     def test_a_reader_takes_nothing_that_was_rewritten(self, threads: int, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(readers, "_threads", lambda: threads)
+        monkeypatch.setattr(readers, "threads_of_a_reader", lambda: threads)
         ranks = job.start()
         job.commit(ranks, 1)
         with Relay(ranks[1].address) as relay:
