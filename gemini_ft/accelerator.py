@@ -67,7 +67,7 @@ def give_way(stream: DeviceStream, device: torch.device) -> None:
 
 @cache
 def _stream_writer() -> Any:
-    """What queues the write of a word of host memory, which ends what the engine takes at once; None: there is no such thing (ROCm)."""
+    """A function that queues the write of a word of host memory, which lets the engine serve other queues; None: there is none (ROCm)."""
     with contextlib.suppress(OSError, AttributeError):
         function, word = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2, torch.zeros(1, dtype=torch.int32, pin_memory=True)
         return lambda stream: function(stream, ctypes.c_void_p(word.data_ptr()), ctypes.c_uint32(0), ctypes.c_uint(0))

@@ -295,8 +295,8 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     return found
 
 
-# A user and a password in a URL, which a path makes one of with a single stroke; a password may have any sign in it, so up to the last @.
-# And the values in a URL's query, where signatures and tokens are.
+# A user and a password in a URL, also behind the single slash that a Path leaves of two; a password may hold any character, so up to the
+# last @. And the query of a URL, where signatures and tokens are.
 PASSWORD = r"(?<=://)\S+(?=@)|(?<=:/)(?!/)\S+(?=@)|(?<=\?)[^\s'\"]*=[^\s'\"]*"
 _SECTIONS: dict[str, type[BaseModel]] = {"storage": StorageConfig, "traffic": TrafficConfig}
 

@@ -18,7 +18,7 @@ def host_id() -> str:
 
 
 def is_earlier_boot(before: str, host: str, machine: str) -> bool:
-    """Whether a host's name is that which another one, with the machine's boot id, had before it was booted: by default names have that id.
+    """Whether ``before`` is the default name that ``host``, now with ``machine``'s boot id, had before a reboot: it ends with that id.
 
     Two hosts of a job need different hostnames; where they have not, this says nothing.
     """

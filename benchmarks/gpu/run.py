@@ -3,7 +3,7 @@
     python benchmarks/gpu/run.py [--out build/gpu] [--budget 540] [--kit build/gpu-kit] [part ...]
 
 Needs no network: what the machine lacks comes from the folder of wheels that `make gpu-kit` has filled, and goes into a folder of its own.
-Parts that judge run side by side, three on 16 cores; those that measure follow, and run alone. After every part the report is written anew,
+Tests and drills run side by side, three on 16 cores; benchmarks follow, and run alone. After every part the report is written anew,
 so that a run that was cut off still tells. GEMINI_FAKE_GPU=1 runs all of it on a CPU: tests marked `gpu` are skipped, gloo stands for NCCL,
 benchmarks are tiny, and the report and the log say that they are fake.
 """

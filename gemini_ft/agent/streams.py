@@ -1,6 +1,6 @@
 """All streams of a run on one host: found by name, taken over from an agent before this one, and open to peers.
 
-An agent's own knowledge that no slot repeats, in memory that its successor finds when the agent has to be killed.
+`AgentIdentity` keeps what the agent knows and no slot repeats, in memory that its successor finds when the agent has to be killed.
 """
 
 from __future__ import annotations

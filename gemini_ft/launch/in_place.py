@@ -58,8 +58,8 @@ class Attempt:
         """Waits for the end as Popen's method does."""
         return self.process.wait(timeout) if self._status is None else self._status
 
-    def is_over(self) -> bool:
-        """Ends it, as another worker has failed; False: the worker does not listen, and is to be signalled."""
+    def end_in_place(self) -> bool:
+        """Ends the attempt, as another worker has failed; returns False if the worker does not listen, and must be signalled."""
         if self.poll() is None and self._stays.tell(self.pid, {"over": True}):
             self._end(-signal.SIGTERM)
         return self._status is not None
@@ -131,7 +131,7 @@ class Stays:
         return self._words.get(pid)
 
     def tell(self, pid: int, message: Mapping[str, Any], descriptors: Sequence[int] = (), *, anew: bool = False) -> bool:
-        """Sends a message to a worker; with ``anew`` its words so far are of the past. False: it does not listen."""
+        """Sends a message to a worker; with ``anew`` its last word is forgotten first. Returns False if it does not listen."""
         self._hear()
         if pid not in self._channels:
             return False

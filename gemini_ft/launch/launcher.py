@@ -4,7 +4,8 @@ It takes torchrun's own arguments and behaves like it: the same environment, log
 does besides: it names the run for the hosts' agents and tells the local one when the job has ended, it keeps torch
 2.13 from restarting workers on the key-value store of the attempt before, and it notices a lost host within seconds.
 
-Scripts that come through a pipe: standard input, a FIFO, ``<(...)``. They can be read once, but every rank and restart needs them.
+A script that comes through a pipe (standard input, a FIFO, ``<(...)``) can be read only once, but every rank and restart needs it:
+a copy is kept in memory.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def members_of(state: Any) -> frozenset[str]:
 
 
 def take_part(state: Any, node: Any, host: LaunchingHost) -> bool:
-    """Writes what this host's workers have said, and its name, into the state of a round that is at work; whether there was any news."""
+    """Writes what this host's workers have said, and its name, into the state of a complete round; returns whether anything was new."""
     if not state.complete or node not in state.participants or host.world != world_of(state):
         return False
     before = getattr(state, _KEPT, {}), members_of(state)

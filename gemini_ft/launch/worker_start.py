@@ -257,7 +257,7 @@ class _Handler(SubprocessHandler):
         process: Any = self.proc  # see _popen
         signum = death_sig or signal.SIGTERM
         if isinstance(process, Attempt):
-            if signum == signal.SIGTERM and self.workers.stopped_by is None and process.is_over():
+            if signum == signal.SIGTERM and self.workers.stopped_by is None and process.end_in_place():
                 return
             process = process.process
         self.workers.send(process, signum)

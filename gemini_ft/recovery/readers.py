@@ -36,7 +36,7 @@ def threads_of_a_reader() -> int:
 
 
 def _in_order(deeds: Iterator[Callable[[], T]], threads: int) -> Iterator[T]:
-    """What ``deeds`` return, in order; so many are under way at a time, and one fewer while the caller is at work."""
+    """Runs ``deeds`` and yields their results in order; ``threads`` of them run at a time, one fewer while the caller uses a result."""
     if threads == 1:
         yield from (deed() for deed in deeds)
         return

@@ -38,8 +38,8 @@ def putting_back(step: int) -> Iterator[None]:
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise StateError(
             f"the snapshot of step {step} does not have the form that this script and gemini-ft {__version__} put back "
-            f"({type(error).__name__}: {error}; {Path(last.filename).name}, line {last.lineno}): it was made by others. Resume it with "
-            "those, or begin anew with GEMINI_RESUME=never or another run id"
+            f"({type(error).__name__}: {error}; {Path(last.filename).name}, line {last.lineno}). Resume it with the "
+            "script and version that wrote it, or begin anew with GEMINI_RESUME=never or another run id"
         ) from error
 
 

@@ -164,9 +164,8 @@ def flags(models: Iterable[DistributedDataParallel]) -> list[bool]:
 
 def has_left_join(models: Iterable[Any]) -> bool:
     """Whether a `join()` has ended since this was asked last: the same on all ranks, even on one that had no inputs in it."""
-    left = [
-        model for model in models if vars(model).pop("_authoritative_rank", None) is not None
-    ]  # set when ranks are made alike at its end
+    # DDP sets it at the end of a join(), when it makes the ranks alike; it is taken from each model, so no any() here.
+    left = [model for model in models if vars(model).pop("_authoritative_rank", None) is not None]
     return bool(left)
 
 

@@ -18,14 +18,14 @@ _BEGINS = "after a failure it begins anew"
 
 
 def keepable(item: Any, given: str) -> Any:
-    """An object that is to be kept by its ``state_dict`` and ``load_state_dict``; of a random generator one that has these.
+    """The object whose ``state_dict`` and ``load_state_dict`` keep ``item``: itself, or a wrapper around a random generator.
 
     Args:
         item: what the script has given.
-        given: how, in words.
+        given: how it was given, for errors: ``state['scheduler']``.
 
     Raises:
-        ConfigError: it does not go on where it was by these.
+        ConfigError: it lacks these methods, or would not go on where it was by them.
     """
     if isinstance(item, GENERATORS):
         return GivenGenerator(item)

@@ -201,7 +201,7 @@ def check_not_superseded(storage: Storage, manifest: Manifest) -> None:
         raise SupersededError(
             f"{storage.url}: {info.folder} is of an incarnation that this job's, {manifest.incarnation}, does not know: another job has "
             f"taken run id {manifest.run!r} over. End one of the two, or give them different run ids (GEMINI_RUN_ID). If that was a part "
-            "of this job that was cut off, choose when the same command is started again: storage.history="
+            "of this job that was cut off, start the same command again with one of two options: storage.history="
             f"{manifest.incarnation} goes on from what this part has stored, storage.history={info.version.incarnation} from the other's"
         )
 

@@ -1,6 +1,6 @@
 """Asynchronous connections between agents: messages through TLS, and payloads on lanes, straight into and out of slot memory.
 
-Messages are the event loop's. The payload that a message announces goes on one of the connection's lanes, in turn, and each lane has a
+The event loop handles messages. The payload that a message announces goes on one of the connection's lanes, in turn, and each lane has a
 thread (`gemini_ft.wire.lane_thread`): payloads travel beside each other, and beside the messages that announce more of them. Any other
 message but `Unchanged` is heard when all payloads that were announced before it are there, so that it means what it would on one wire.
 
@@ -166,7 +166,7 @@ class Connection(asyncio.BufferedProtocol):
     # -- lanes
 
     def expect_lanes(self, count: int) -> None:
-        """Makes payloads wait for so many lanes, which may be there a moment later than the first of them is announced."""
+        """Makes payloads wait until ``count`` lanes are attached, which may be a moment after the first payload is announced."""
         self._lanes = [None] * count
 
     def attach(self, number: int, lane: LaneThread) -> None:

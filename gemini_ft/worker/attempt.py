@@ -1,7 +1,7 @@
 """A worker's attempt inside `gemini_ft.run`: hears from the launcher that it is over, and knows what it has made.
 
 The main thread looks for the launcher's word wherever it is in this package's hands, at each step at least. It is interrupted nowhere else:
-an exception in the middle of anybody's code would leave that torn.
+an exception in the middle of other code could leave its objects half changed.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def leave_if_over() -> None:
     """Ends the attempt, if another worker has failed meanwhile.
 
     Raises:
-        OverError: it is so.
+        OverError: another worker has failed.
     """
     if present is not None:
         present.leave_if_over()

@@ -53,9 +53,9 @@ class CopyWindow:
 
     @property
     def need(self) -> tuple[int, str]:
-        """Steps between snapshots of which the copies hold updates back for at most 2 % of the time, and why; 1: they fit beside each.
+        """The least number of steps between snapshots whose copies hold updates back for at most 2 % of the time, and why; 1: they fit.
 
-        A first copy can take several times as long as those that follow, and a step as one that is compiled meanwhile.
+        Medians, because a first copy can take several times as long as later ones, and so can a step during which torch compiles.
         """
         if min(len(self._windows), len(self._copies)) < _REMEMBERED:
             return 1, ""

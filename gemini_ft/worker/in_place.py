@@ -33,16 +33,16 @@ T = TypeVar("T")
 
 _log = logging.getLogger("gemini_ft")
 _THREADS_SECONDS = 1.0  # for threads of an attempt to end
-has_begun = False  # another worker, started anew, would begin with the first function of the script
+has_begun = False  # whether a script has called `run`: only its first call is repeated, as a worker started anew begins with it
 
 
 def run(train: Callable[[], T]) -> T:
     """Calls ``train``, and again after a failure, if ``gemini run --restart in_place`` has started this worker.
 
-    A worker that lives when another one fails, or that has raised an exception itself, keeps its process, its imports and its device's
-    context. ``train`` makes all the rest: the process group, models, optimizers, loaders, the Checkpointer and the loop. It is called
-    again with the environment of the new attempt, and with random numbers as at the first call. Elsewhere, and where that is not
-    possible, ``train`` is called once, and a worker is started anew after a failure.
+    A worker that lives when another one fails, or that has raised an exception itself, keeps its process and its imports. ``train`` makes
+    all the rest: the process group, models, optimizers, loaders, the Checkpointer and the loop. It is called again with the environment
+    of the new attempt, and with random numbers as at the first call. Elsewhere, and where that is not possible (on a device, for
+    example), ``train`` is called once, and a worker is started anew after a failure.
 
     Args:
         train: the training from the beginning.

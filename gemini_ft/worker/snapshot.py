@@ -387,7 +387,7 @@ class Snapshotter:
         self._next_try = 0.0
 
     def _say_what_copies_need(self) -> None:
-        """Tells the agent how far apart snapshots must be, again and again while they are: it believes in less after a while only."""
+        """Tells the agent with each snapshot how many steps apart they must be; a lower figure counts only after several of them."""
         steps, why = self._window.need
         if not self._waits and (steps > 1 or self._holds_back):
             self._tell(HoldsBack(steps=steps, why=why))

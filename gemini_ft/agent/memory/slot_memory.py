@@ -227,7 +227,7 @@ class SlotMemory:
         self._write_header()
 
     def forget(self, index: int | None = None) -> None:
-        """Takes note that a chunk is about to be overwritten, and counts for nothing until it is there; None: that all bytes may change."""
+        """Takes note that a chunk is about to be overwritten: it counts again when it is put. None: `keep` finds no chunk any more."""
         if index is None:
             self._held.clear()
         else:
@@ -288,7 +288,7 @@ class SlotMemory:
         self._view[_MARK_AT:_HEADER_BYTES] = self._digest
 
     def damaged(self, over: Callable[..., Iterable[int]] = map) -> list[int]:
-        """Checks every chunk against its digest, ``over`` several threads at a time perhaps; returns the indices that do not match."""
+        """Checks every chunk against its digest; returns the indices that do not match. ``over``: `map`, or that of a pool of threads."""
         found = over(checksum, [self.data(at, nbytes) for at, nbytes, _ in self.chunks.values()])
         return [index for (index, (*_, digest)), formed in zip(self.chunks.items(), found, strict=True) if formed != digest]
 

@@ -39,7 +39,7 @@ class Carrier(Protocol):
         """Queues a chunk of a slot; ``payload`` are its bytes."""
 
     async def flushed(self, below: int) -> None:
-        """Waits until fewer than ``below`` things are queued, more where several travel at a time, or the connection is closed."""
+        """Waits until fewer than ``below`` pieces are queued (a few more where several lanes carry them), or the connection is closed."""
 
     def close(self) -> None:
         """Takes note that the connection is closed."""

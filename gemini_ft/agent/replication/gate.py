@@ -18,7 +18,7 @@ from gemini_ft.core.traffic import Profile, room
 from gemini_ft.wire.control_page import ControlPage
 
 LEAST = 16 * 2**10  # bytes of a slice, if there are as many
-_PART = 16  # what a slice is at least divided by: lanes that wait for room are not woken for less, each time that some bytes arrive
+_PART = 16  # a sixteenth of a slice must be free before anything may go, so that lanes do not wake for every few bytes that arrive
 SLICE = 128 * 2**10  # bytes of a slice while the speed of the network is not known
 # Seconds for which an unforeseen collective may have to wait for the network. Pieces that workers carry cost more each, so they are larger.
 _SLICE_SECONDS = {"tcp": 0.004, "collective": 0.02}
