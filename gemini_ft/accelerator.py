@@ -76,7 +76,10 @@ def _stream_writer() -> Any:
 
 def is_capturing(device: torch.device) -> bool:
     """Whether this thread's work is being captured into a graph: it is not done now, and events of it can never be asked."""
-    asked = getattr(module_of(device), "is_current_stream_capturing", None)
+    try:
+        asked = getattr(module_of(device), "is_current_stream_capturing", None)
+    except RuntimeError:  # no module belongs to it (meta)
+        return False
     return asked is not None and bool(asked())
 
 

@@ -125,6 +125,12 @@ def test_only_what_has_stepped_is_a_step_and_no_other_optimizer_announces_a_repl
     assert "captured into a graph" in said
 
 
+def test_an_optimizer_of_tensors_on_no_device_steps_as_without_this_package() -> None:
+    param = nn.Parameter(torch.zeros(2, device="meta"))
+    param.grad = torch.zeros_like(param)
+    torch.optim.SGD([param], lr=0.1).step()
+
+
 def test_a_loop_whose_steps_nobody_sees_is_told_so_once(tmp_path: Path) -> None:
     with World(tmp_path, 1) as ranks:
         ((snapshots, said),) = ranks.outcome(_never)
