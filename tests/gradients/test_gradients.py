@@ -69,7 +69,7 @@ class Shards:
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
-        self.plan = SimpleNamespace(world_size=len(shards))
+        self.plan = SimpleNamespace(world_size=len(shards), version=Version(Incarnation(1, "a"), 1))
         self.extras = {owner: codec.decode(shard.extras())["tensors"] for owner, shard in enumerate(shards)}
 
     def read(self, owner: int, rank: int, use: Callable[[Shard], Any], keep: bool = False) -> Any:
