@@ -520,8 +520,11 @@ class Checkpointer:
             ReplicaDivergedError: the steps that only some ranks have made have left ranks with different optimizer state.
         """
         ddp.refuse_absence(self._wrapped.values())
-        counts = exchange((self._iteration, self._updates), self.config.timeout)
-        self._iteration, self._updates = max(counts)
+        steps = self._steps
+        told = exchange(((self._iteration, self._updates, steps.made), steps.has_stepped), self.config.timeout)
+        counts, stepped = zip(*told, strict=True)
+        self._iteration, self._updates, steps.made = max(counts)
+        steps.has_stepped = any(stepped)  # one that has had no inputs has the others' weights
         if min(counts) != max(counts):
             self._joined.compare(self._state)
 
