@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -145,3 +146,18 @@ def test_a_look_that_fails_says_so_once(caplog: pytest.LogCaptureFixture) -> Non
     for _ in range(2):
         watched.look([], {"odd": odd}, [])
     assert ["no class yet" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_batches_done_of_what_can_be_iterated_once_are_those_of_the_iteration() -> None:
+    def stream() -> Any:
+        return gemini_ft.resumable(iter(range(20)))
+
+    first, second, third = stream(), stream(), stream()
+    assert [*itertools.islice(first, 5)] == [0, 1, 2, 3, 4]
+    assert [*itertools.islice(first, 2)] == [5, 6]
+    second.load_state_dict(first.state_dict())
+    assert [*itertools.islice(enumerate(second, second.batches_done), 1)] == [(2, 7)]
+    third.load_state_dict(second.state_dict())
+    assert [*itertools.islice(enumerate(third, third.batches_done), 2)] == [(3, 8), (4, 9)]
+    assert third.batches_done == 0
+    assert [*itertools.islice(third, 1)] == [10]
