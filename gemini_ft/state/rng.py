@@ -101,13 +101,13 @@ class GivenGenerator:
     """A generator of the script's own, with the methods of whatever is given as ``state=``."""
 
     def __init__(self, generator: Any) -> None:
-        self._generator = generator
+        self.generator = generator
 
     def state_dict(self) -> dict[str, Any]:
-        return {"generator": _state_of(self._generator)}
+        return {"generator": _state_of(self.generator)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _set_state_of(self._generator, state["generator"])
+        _set_state_of(self.generator, state["generator"])
 
 
 def private_generators(**roots: Any) -> dict[str, Any]:
