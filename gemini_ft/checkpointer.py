@@ -45,7 +45,7 @@ from gemini_ft.state.iterators import check_epochs
 from gemini_ft.state.loop import LoopWatch, keepable
 from gemini_ft.state.optimizer_steps import OptimizerSteps
 from gemini_ft.state.rebuilding import Changes
-from gemini_ft.state.rng import rng_state, set_rng_state
+from gemini_ft.state.rng import GivenGenerator, rng_state, set_rng_state
 from gemini_ft.state.tensors import every_optimizer
 from gemini_ft.storage.base import WORD
 from gemini_ft.torch_versions import buffers_are_broadcast
@@ -299,7 +299,8 @@ class Checkpointer:
         params = [param for model in state.models.values() for param in model.parameters()]
         if any(isinstance(param, DTensor) for param in params):
             never_stay("torch keeps the meshes of sharded parameters (FSDP2) for the whole process")
-        watch([*state.models.values(), *params, *every_optimizer(state.optimizers).values(), *self._stateful.values()])
+        given = [value.generator if isinstance(value, GivenGenerator) else value for value in self._stateful.values()]
+        watch([*state.models.values(), *params, *every_optimizer(state.optimizers).values(), *given])
         self._steps.follow(state, others, hooks=self._hooks)
 
     def bind_state(self, state: TrainingState) -> None:
@@ -520,8 +521,11 @@ class Checkpointer:
             ReplicaDivergedError: the steps that only some ranks have made have left ranks with different optimizer state.
         """
         ddp.refuse_absence(self._wrapped.values())
-        counts = exchange((self._iteration, self._updates), self.config.timeout)
-        self._iteration, self._updates = max(counts)
+        steps = self._steps
+        told = exchange(((self._iteration, self._updates, steps.made), steps.has_stepped), self.config.timeout)
+        counts, stepped = zip(*told, strict=True)
+        self._iteration, self._updates, steps.made = max(counts)
+        steps.has_stepped = any(stepped)  # one that has had no inputs has the others' weights
         if min(counts) != max(counts):
             self._joined.compare(self._state)
 

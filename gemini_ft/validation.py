@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache, partial, wraps
 from inspect import signature
+from numbers import Integral
 from typing import Annotated, Any, ParamSpec, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -60,11 +61,16 @@ def check_options(what: str, model: type[BaseModel], options: Mapping[str, Any],
     if needed := [name for name, field in fields.items() if field.is_required() and name not in options]:
         raise ValueError(f"{what} needs the option {needed[0]!r}; {there}")
     try:
-        model.model_validate(dict(options))
+        model.model_validate({name: _plain(value) for name, value in options.items()})
     except ValidationError as error:
         wrong = [str(item["loc"][0]) for item in error.errors()]
         said = [f"{name}={options[name]!r}: must be {_allowed(model, name)}" for name in dict.fromkeys(wrong)]
         raise ValueError(f"{what}: {'; '.join(said)}") from None
+
+
+def _plain(value: Any) -> Any:
+    """A whole number of another library as one of Python's, which strict models insist on."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 def _allowed(model: type[BaseModel], name: str) -> str:

@@ -90,7 +90,8 @@ class Bookmark:
         self._draws = False  # its batches draw random numbers in this process
         self._drew = False  # its first batch drew random numbers in this process
         self._own_begin: Any = None
-        self._taken = 0  # batches that came out of it, skipped ones included
+        self._taken = 0  # batches that came out of it, skipped ones included; of what is iterated once, in all iterations
+        self._taken_before = 0  # those of earlier iterations among them
         self._before_last: dict[str, Any] | None = None
         self._own_before_last: Any = None
 
@@ -119,6 +120,7 @@ class Bookmark:
         own = None if self._way != "own" or replayed or is_fresh else self._own_before_last if ahead else self._own_state()
         return state | {
             "batches": batches,
+            "before": self._taken_before,
             "start": start,
             "facts": self._facts,
             "begin": self._begin,
@@ -168,6 +170,7 @@ class Bookmark:
         self._iterations += 1
         self._running, self._over, self._ended = True, False, False
         self._steps_before = notes.step
+        self._taken_before = position["before"] if position is not None else self._taken if self._is_iterator else 0
         if position is None:
             return self._from_the_beginning(start)
         if "left" in position:
@@ -196,7 +199,7 @@ class Bookmark:
         """How many batches the next iteration leaves out, because they were used before a failure."""
         self.is_counted_on = True
         then = self._resume
-        return 0 if then is None or self._begins_anew(then) else int(then["batches"])
+        return 0 if then is None or self._begins_anew(then) else int(then["batches"] - then["before"])
 
     @property
     def place(self) -> tuple[int, int]:

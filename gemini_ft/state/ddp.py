@@ -175,10 +175,16 @@ def refuse_absence(models: Iterable[DistributedDataParallel]) -> None:
     Those ranks ask in a collective, before each further step of the others, how many have inputs; this answers in place of a step.
 
     Raises:
-        UnsupportedStateError: there are some.
+        UnsupportedStateError: there are some; or the `join()` has another first member, which alone may answer.
     """
-    for model in models:
-        if model._join_config.enable and model._join_config.is_first_joinable:
+    joined = [model for model in models if model._join_config.enable]
+    if joined and not any(model._join_config.is_first_joinable for model in joined):
+        raise UnsupportedStateError(
+            "this join() has something else before the model that was given to the Checkpointer, so that ranks without inputs cannot be "
+            "told from others; give the model first, Join([model, ...])"
+        )
+    for model in joined:
+        if model._join_config.is_first_joinable:
             present, ranks = torch.ones(1, device=model.join_device), dist.get_world_size(model.join_process_group)
             dist.all_reduce(present, group=model.join_process_group)
             if int(present) < ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as torch_loaders
 
 from gemini_ft.errors import StateError
-from gemini_ft.state.left_out import instances
+from gemini_ft.state.left_out import instances, variables_of
 
 _log = logging.getLogger("gemini_ft")
 
@@ -31,7 +32,7 @@ def unkept(state: Iterable[Any], *, generators: bool = False) -> list[str]:
         generators: also name those with a generator of their own: what they draw is no concern of the process's generators, and a loop that
             makes them sees to it.
     """
-    known = {id(dataset) for value in state if (dataset := getattr(value, "dataset", None)) is not None}
+    known = {id(dataset) for value in state if (dataset := _attribute(value, "dataset")) is not None}
     iterators = instances(torch_loaders._SingleProcessDataLoaderIter, torch_loaders._MultiProcessingDataLoaderIter)
     strangers = [each for each in iterators if id(each._dataset) not in known and (generators or not _has_generator(each))]
     return sorted({type(each._dataset).__qualname__ for each in strangers})
@@ -48,7 +49,7 @@ def check_epochs(state: Iterable[Any], *, then: Mapping[str, Any], now: Mapping[
     Raises:
         StateError: the loop has gone through an epoch again that was over.
     """
-    marks = [mark for value in state if (mark := getattr(value, "_gemini", None)) is not None]
+    marks = [*_marks(state).values()]
     epochs = [name for name in ("epoch", "current_epoch") if name in then]
     if any(mark.began_anew for mark in marks) and (same := [name for name in epochs if name in now and now[name] == then[name]]):
         raise StateError(
@@ -76,7 +77,7 @@ class BatchSource:
 
         One step after the end of an epoch belongs to it: gradients that were left, an evaluation.
         """
-        marks = [mark for value in state if (mark := getattr(value, "_gemini", None)) is not None]
+        marks = [*_marks(state).values()]
         before, self._places = self._places, [mark.place for mark in marks]
         is_inside = any(mark.is_under_way for mark in marks)
         self._was_fed = self._was_fed or is_inside
@@ -88,8 +89,9 @@ def wrappers(state: Iterable[Any]) -> set[str]:
     """Names what the loop has put around iterations of loaders in ``state``, and no snapshot has: "cycle", and an "enumerate" that knows
     nothing of the batches that a resume leaves out.
     """
-    loaders = {id(value): mark for value in state if (mark := getattr(value, "_gemini", None)) is not None}
     found = set[str]()
+    if not (loaders := _marks(state)):
+        return found
     for wrapper in gc.get_objects():
         if type(wrapper) in (enumerate, itertools.cycle):
             marks = [loaders[each] for inner in gc.get_referents(wrapper) for each in _sources(inner) if each in loaders]
@@ -101,8 +103,21 @@ def wrappers(state: Iterable[Any]) -> set[str]:
 def _sources(iterator: Any) -> Iterator[int]:
     """The ids of what an iterator takes its items from, as far as that is a loader, a progress bar's too."""
     frame = iterator.gi_frame if isinstance(iterator, GeneratorType) else None
-    for item in (iterator, *(frame.f_locals.values() if frame is not None else ())):
-        yield from (id(getattr(item, name, None)) for name in ("_loader", "iterable"))
+    for item in (iterator, *(variables_of(frame).values() if frame is not None else ())):
+        yield from (id(inspect.getattr_static(item, name, None)) for name in ("_loader", "iterable"))
+
+
+def _marks(state: Iterable[Any]) -> dict[int, Any]:
+    """The bookmarks of the loaders in ``state``, by the ids of these."""
+    return {id(value): mark for value in state if (mark := _attribute(value, "_gemini")) is not None}
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """An attribute of an object that may hand on what it is asked for, and raise anything where that is not there; None then."""
+    try:
+        return getattr(value, name, None)
+    except Exception:
+        return None
 
 
 def _has_generator(iterator: Any) -> bool:

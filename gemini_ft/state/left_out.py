@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import inspect
 import os
 import pickle
 import random
@@ -23,6 +25,7 @@ from gemini_ft.state.rng import generator_states, private_generators
 
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent))  # this package, and Python's, with what is installed there
 _MANY = 100  # more are data
+_UNSHARED = 3  # references to the dict of a frame's variables: of the frame, of who looks at it, and of the count itself
 
 
 def left_out(given: Iterable[Any], optimizers: Collection[Any]) -> list[str]:
@@ -59,13 +62,17 @@ class Generators:
 
     def drawn_from(self) -> list[str]:
         """The variables of those that have been drawn from since; each is named once."""
-        drawn = sorted(path for path, state in self._present().items() if state != self._states[path])
+        drawn = sorted(path for path, state in self._present().items() if state != self._states.get(path, state))
         for path in drawn:
             del self._unknown[path]
         return drawn
 
     def _present(self) -> dict[str, bytes]:
-        return {path: pickle.dumps(state) for path, state in generator_states(self._unknown).items()}
+        found: dict[str, bytes] = {}
+        for path, generator in self._unknown.items():
+            with contextlib.suppress(Exception):  # a class of the script's own, whose state cannot be read
+                found[path] = pickle.dumps(generator_states({path: generator}))
+        return found
 
 
 def _variables() -> dict[str, Any]:
@@ -74,9 +81,22 @@ def _variables() -> dict[str, Any]:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if "site-packages" not in (name := frame.f_code.co_filename) and not name.startswith(_LIBRARIES):
-            found = frame.f_globals | frame.f_locals | found
+            found = frame.f_globals | variables_of(frame) | found
         frame = frame.f_back
     return {name: value for name, value in found.items() if not isinstance(value, ModuleType | type)}
+
+
+def variables_of(frame: FrameType) -> dict[str, Any]:
+    """The local variables of a frame, which does not keep them alive afterwards.
+
+    Before Python 3.13 the dict of a function's variables stays in its frame once it was asked for. It is emptied, unless the script has asked
+    for it as well (``locals()``); the variables themselves lie elsewhere.
+    """
+    kept = frame.f_locals
+    found = dict(kept)
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(kept) == _UNSHARED:
+        kept.clear()
+    return found
 
 
 def instances(*kinds: type) -> Iterator[Any]:

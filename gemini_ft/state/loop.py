@@ -11,7 +11,7 @@ from torch import nn
 from gemini_ft.errors import ConfigError
 from gemini_ft.state.iterators import BatchSource, is_plain_loader, unkept, wrappers
 from gemini_ft.state.left_out import Generators, left_out, not_saved
-from gemini_ft.state.rng import GENERATORS, GivenGenerator
+from gemini_ft.state.rng import GivenGenerator, is_generator
 
 _log = logging.getLogger("gemini_ft")
 _BEGINS = "after a failure it begins anew"
@@ -27,7 +27,7 @@ def keepable(item: Any, given: str) -> Any:
     Raises:
         ConfigError: it lacks these methods, or would not go on where it was by them.
     """
-    if isinstance(item, GENERATORS):
+    if is_generator(item):
         return GivenGenerator(item)
     kind = type(item).__qualname__
     if is_plain_loader(item):
@@ -49,9 +49,10 @@ def keepable(item: Any, given: str) -> Any:
 
 
 class LoopWatch:
-    """Looks at a loop at each of its steps, on one rank; says each thing once."""
+    """Looks at a loop at each of its steps, on one rank; says each thing once, and never ends the loop."""
 
     def __init__(self) -> None:
+        self._has_failed = False
         self._source = BatchSource()
         self._generators: Generators | None = None
 
@@ -63,7 +64,15 @@ class LoopWatch:
             state: what was given beside them.
             optimizers: those that are captured; none: what belongs to them is not looked for.
         """
-        loaders = state.values()
+        if self._has_failed:
+            return
+        try:
+            self._look(models, state.values(), optimizers)
+        except Exception as error:  # any object of the script's may raise anything when it is looked at
+            self._has_failed = True
+            _log.warning("what this loop has that no snapshot has is not looked for any more, as an object cannot be looked at: %r", error)
+
+    def _look(self, models: Iterable[nn.Module], loaders: Collection[Any], optimizers: Collection[Any]) -> None:
         is_elsewhere = self._source.has_changed(loaders)
         if self._generators is None:
             given = [*models, *loaders]

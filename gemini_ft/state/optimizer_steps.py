@@ -25,6 +25,10 @@ class OptimizerSteps:
 
     Args:
         before: called before each step.
+
+    Attributes:
+        made: how many there have been, of all optimizers.
+        has_stepped: whether one of them was since `take`.
     """
 
     def __init__(self, before: Callable[[], None]) -> None:
@@ -33,7 +37,8 @@ class OptimizerSteps:
         self._handles: list[Any] = []
         self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stranger: Optimizer | None = None  # one that has stepped and was not given
-        self._stepped = False
+        self.made = 0
+        self.has_stepped = False
         self._idle: int | None = 0  # iterations without a step; None: there has been one
         self._is_unannounced = False  # one has been captured since the loop announced an update for the last time
 
@@ -59,7 +64,8 @@ class OptimizerSteps:
 
     def announced(self) -> None:
         """Takes note that the loop announces an update: a step, if it may be the replay of a graph that has captured one."""
-        self._stepped |= any(optimizer in _captured for optimizer in self._hooked)
+        if any(optimizer in _captured for optimizer in self._hooked):
+            self._count()
         self._is_unannounced = False
 
     def take(self) -> bool:
@@ -73,7 +79,7 @@ class OptimizerSteps:
                 "an optimizer's step has been captured into a graph, whose replays would write state while it is copied, unseen; call "
                 "checkpointer.wait_before_update() before each replay, outside of the capture, for the first time before this step()"
             )
-        stepped, self._stepped = self._stepped, False
+        stepped, self.has_stepped = self.has_stepped, False
         if stepped:
             self._idle = None
         elif self._idle is not None:
@@ -112,7 +118,12 @@ class OptimizerSteps:
             self._before()
 
     def _end(self, optimizer: Optimizer, *_: Any) -> None:
-        self._stepped |= not _is_being_captured(optimizer)
+        if not _is_being_captured(optimizer):
+            self._count()
+
+    def _count(self) -> None:
+        self.made += 1
+        self.has_stepped = True
 
     def _any_stepped(self, optimizer: Optimizer) -> None:
         """Takes note that an optimizer of this process has stepped; an unknown one writes captured state while its own is not captured."""

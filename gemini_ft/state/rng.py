@@ -25,6 +25,11 @@ Randomness = tuple[bytes, tuple[int, bytes, float | None], tuple[str, bytes, int
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
+def is_generator(value: Any) -> bool:
+    """Whether a value is a random generator with a state; what draws from the system has none."""
+    return isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
+
+
 def randomness() -> Randomness:
     """The state of this process's global generators: about 10 KB, as few objects, for it is taken at every step."""
     version, words, gauss = random.getstate()
@@ -96,13 +101,13 @@ class GivenGenerator:
     """A generator of the script's own, with the methods of whatever is given as ``state=``."""
 
     def __init__(self, generator: Any) -> None:
-        self._generator = generator
+        self.generator = generator
 
     def state_dict(self) -> dict[str, Any]:
-        return {"generator": _state_of(self._generator)}
+        return {"generator": _state_of(self.generator)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _set_state_of(self._generator, state["generator"])
+        _set_state_of(self.generator, state["generator"])
 
 
 def private_generators(**roots: Any) -> dict[str, Any]:
@@ -120,7 +125,7 @@ def private_generators(**roots: Any) -> dict[str, Any]:
             if id(item) in seen or len(seen) > 2000 + len(roots):
                 continue
             seen.add(id(item))
-            if isinstance(item, GENERATORS):
+            if is_generator(item):
                 found[path] = item
             else:
                 below += [(f"{path}.{name}", inner) for name, inner in _parts(item)]

@@ -498,6 +498,15 @@ def test_what_makes_no_sense_is_refused(arguments: dict[str, object], words: str
         create(**arguments)  # type: ignore[arg-type]
 
 
+def test_options_may_be_numbers_of_numpy() -> None:
+    """Those of Python that they are equal to are checked; what is no whole number in Python is none in numpy."""
+    assert TopK(np.float32(0.25)).ratio == 0.25
+    assert QSGD(levels=np.int64(7), seed=np.uint8(7)).levels == 7
+    for wrong in (np.float64(7.0), np.bool_(True), np.int64(0)):
+        with pytest.raises(ValueError, match=r"QSGD: levels=.*: must be a whole number"):
+            QSGD(levels=wrong)
+
+
 def _takes_two_phases(name: str) -> bool:
     try:
         return bool(create(name, two_phase=True, **OPTIONS.get(name, {})))

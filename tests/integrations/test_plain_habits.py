@@ -13,15 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from rank_kit import World
 from three_ways import WAYS, Cell, differing, run
 from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 import gemini_ft
-from gemini_ft.errors import ConfigError, UnsupportedStateError
+from gemini_ft.errors import ConfigError, ReplicaDivergedError, UnsupportedStateError
 
 CASE = Path(__file__).parents[1] / "kit" / "habits_case.py"
 TOGETHER = ["scaler", "lbfgs", "averages", "zipped", "counted", "adversaries", "unfreezes", "normed", "generators", "accumulates"]
@@ -129,6 +131,73 @@ def test_a_rank_without_any_input_is_refused_and_not_waited_for(tmp_path: Path) 
         error = ranks.outcome(step_without_the_other)[1]
     assert isinstance(error, UnsupportedStateError)
     assert "only 1 of 2 ranks have inputs inside this join()" in str(error)
+
+
+def one_step_after_each_join(kind: str, epochs: list[list[int]]) -> list[int]:
+    """Makes so many updates inside each `join()`, on each rank, and ends the iteration after it; the snapshots by then."""
+    gemini_ft.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+    found = []
+    with gemini_ft.Checkpointer(model, optimizer, name=kind) as checkpointer:
+        checkpointer.resume()
+        for updates in epochs:
+            with model.join():
+                for _ in range(updates[int(os.environ["RANK"])]):
+                    model(torch.rand(4, 3)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            checkpointer.step()
+            checkpointer.flush()  # else the end of the next one would write to the weights while they are copied
+            found.append(checkpointer.stats.committed)
+    return found
+
+
+def test_unequal_updates_inside_a_join_are_noticed_without_a_step_inside_it(tmp_path: Path) -> None:
+    """Ranks whose optimizer has no state are alike after it, and all of them take each snapshot, even one that has made no update."""
+    with World(tmp_path, 2) as ranks:
+        for error in ranks.outcome(one_step_after_each_join, "Adam", [[2, 2], [7, 5]]):
+            assert isinstance(error, ReplicaDivergedError), error
+        assert ranks.outcome(one_step_after_each_join, "SGD", [[2, 2], [3, 0], [0, 1], [2, 2]]) == [[1, 2, 3, 4]] * 2
+
+
+class OtherJoinable(Joinable):
+    """Stands in a `join()` before the model, as an optimizer of torch that shards its state may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        return JoinHook()
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return dist.group.WORLD
+
+
+def step_behind_another() -> None:
+    gemini_ft.init_process_group("gloo")
+    model, other = DistributedDataParallel(nn.Linear(2, 1)), OtherJoinable()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gemini_ft.Checkpointer(model, optimizer) as checkpointer:
+        checkpointer.resume()
+        with Join([other, model]):
+            Join.notify_join_context(other)
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            checkpointer.step()
+
+
+def test_a_join_that_the_model_is_not_the_first_of_is_refused(tmp_path: Path) -> None:
+    with World(tmp_path, 2) as ranks:
+        for error in ranks.outcome(step_behind_another):
+            assert isinstance(error, UnsupportedStateError), error
+            assert "Join([model, ...])" in str(error)
 
 
 def test_state_is_something_that_can_be_kept() -> None:

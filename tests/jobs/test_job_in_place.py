@@ -128,6 +128,15 @@ def test_what_an_attempt_leaves_behind_never_meets_the_next_one(tmp_path: Path) 
     assert "threads that train() has started still run: forgotten" in outcome.output
 
 
+def test_a_generator_that_outlives_an_attempt_begins_anew_with_a_new_process(tmp_path: Path) -> None:
+    whole = job(tmp_path / "whole", workers=1, keeper="generator")
+    outcome = job(tmp_path / "job", "0:0:0:raise", workers=1, keeper="generator")  # before there is a snapshot
+    assert (whole.status, outcome.status) == (0, 0), outcome.output
+    assert outcome.bits == whole.bits
+    assert len({*outcome.ranks[0].pids}) == 2
+    assert "what train() has trained is still referenced from outside of it: Generator" in outcome.output
+
+
 def test_the_same_error_at_the_same_step_ends_the_job(tmp_path: Path) -> None:
     outcome = job(tmp_path / "job", "*:1:4:raise")
     assert outcome.status == FINAL, outcome.output

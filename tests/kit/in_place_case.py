@@ -1,7 +1,8 @@
 """The script of test_job_in_place.py: a small DDP loop inside `gemini_ft.run`, or plain; it fails on purpose as its arguments say.
 
-``in_place_case.py FOLDER KEEPER [ATTEMPT:RANK:MOMENT:DEED]...``; KEEPER is "gemini" or "nothing", a MOMENT "start", "group" or a number
-of steps done. Each rank writes what every step has computed to a file of its own, in hex, with its process id.
+``in_place_case.py FOLDER KEEPER [ATTEMPT:RANK:MOMENT:DEED]...``; KEEPER is "gemini", "nothing", or "generator": gemini, with a generator of the
+process's own in its state. A MOMENT is "start", "group" or a number of steps done. Each rank writes what every step has computed to a file of
+its own, in hex, with its process id.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from gemini_ft.testing import digest
 
 STEPS = 12
 FOLDER, KEEPER, *DEEDS = sys.argv[1:]
+generator = torch.Generator().manual_seed(3)
 kept: list[Any] = []  # what survives an attempt, as a script's mistake
 
 
@@ -62,14 +64,15 @@ def train() -> None:
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
         loader: Any = DataLoader(TensorDataset(torch.randn(48, 8)), 8, shuffle=True, num_workers=1, persistent_workers=True)
         start, checkpointer = 0, None
-        if KEEPER == "gemini":
+        if KEEPER != "nothing":
             loader = gemini_ft.resumable(loader)
-            state = {"scheduler": scheduler, "loader": loader}
+            state = {"scheduler": scheduler, "loader": loader, **({"generator": generator} if KEEPER == "generator" else {})}
             checkpointer = gemini_ft.Checkpointer(model, optimizer, state=state, on_late="wait")
             start = checkpointer.resume()
         batches = (batch for _ in iter(int, 1) for batch in loader)  # epoch after epoch
         for step in range(start, STEPS):
-            loss = model(next(batches)[0]).square().mean()
+            noise = torch.rand((), generator=generator) if KEEPER == "generator" else 1
+            loss = model(noise * next(batches)[0]).square().mean()
             loss.backward()
             reached(step, model)
             optimizer.step()

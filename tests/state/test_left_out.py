@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import random
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from gemini_ft.errors import StateError
 from gemini_ft.loaders.bookmark import Bookmark
 from gemini_ft.state.iterators import check_epochs
 from gemini_ft.state.left_out import left_out
+from gemini_ft.state.loop import LoopWatch
 
 
 class Holder:
@@ -71,3 +75,89 @@ def test_loaders_of_two_owners_leave_nothing_to_go_on() -> None:
     other.load_state_dict(state)
     assert [batch[0].tolist() for batch in other] == [[2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
     assert Bookmark.to_go_on == before
+
+
+def loader() -> Any:
+    return gemini_ft.resumable(DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2))
+
+
+def test_a_look_keeps_nothing_of_a_step() -> None:
+    """Before Python 3.13 frames keep what is asked of their variables, as long as they are under way."""
+    data, watched, lived = loader(), LoopWatch(), list[weakref.ref[torch.Tensor]]()
+
+    def batches() -> Iterator[torch.Tensor]:
+        for batch in data:
+            doubled = 2 * batch[0]
+            lived.append(weakref.ref(doubled))
+            yield doubled
+
+    for _, batch in enumerate(batches()):
+        logits = batch + 1
+        lived.append(weakref.ref(logits))
+        watched.look([nn.Linear(2, 2)], {"data": data}, [])
+    del batch, logits
+    assert [each() for each in lived] == [None] * 8
+
+
+def test_variables_that_the_script_has_asked_for_stay_its_own() -> None:
+    given = locals()
+    given["option"] = 5
+    LoopWatch().look([], {}, [])
+    assert given["option"] == 5
+
+
+class AttrDict(dict[str, Any]):
+    """A namespace as many a script has one, which raises KeyError where an attribute is missing."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Unreadable(random.Random):
+    def getstate(self) -> Any:
+        raise NotImplementedError
+
+
+def test_a_loop_goes_on_with_variables_that_cannot_be_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+    data, watched = loader(), LoopWatch()
+    drawing, unreadable = random.SystemRandom(), Unreadable(0)
+    seen, averages = random.Random(0), AttrDict(state_dict=None)
+    check_epochs([averages], then={}, now={})
+
+    def batches(options: Any) -> Iterator[Any]:
+        yield from (batch for batch in data if options.wanted)
+
+    for batch in enumerate(batches(AttrDict(wanted=True))):
+        del batch
+        watched.look([], {"data": data, "averages": averages}, [])
+        seen.random(), drawing.random(), unreadable.random()
+    assert [record.getMessage()[:44] for record in caplog.records] == ["this loop draws from the generator seen, whi"]
+
+
+def test_a_look_that_fails_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Odd:
+        @property
+        def __class__(self) -> Any:
+            raise RuntimeError("no class yet")
+
+        @__class__.setter
+        def __class__(self, _: Any) -> None: ...
+
+    odd, watched = Odd(), LoopWatch()
+    for _ in range(2):
+        watched.look([], {"odd": odd}, [])
+    assert ["no class yet" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_batches_done_of_what_can_be_iterated_once_are_those_of_the_iteration() -> None:
+    def stream() -> Any:
+        return gemini_ft.resumable(iter(range(20)))
+
+    first, second, third = stream(), stream(), stream()
+    assert [*itertools.islice(first, 5)] == [0, 1, 2, 3, 4]
+    assert [*itertools.islice(first, 2)] == [5, 6]
+    second.load_state_dict(first.state_dict())
+    assert [*itertools.islice(enumerate(second, second.batches_done), 1)] == [(2, 7)]
+    third.load_state_dict(second.state_dict())
+    assert [*itertools.islice(enumerate(third, third.batches_done), 2)] == [(3, 8), (4, 9)]
+    assert third.batches_done == 0
+    assert [*itertools.islice(third, 1)] == [10]
