@@ -97,6 +97,7 @@ class StreamContext:
     Attributes:
         spec: the present session, or the last one; None: there has been none.
         host: this host's part of the protocol.
+        encrypt: whether payloads between hosts are to be; as the job that runs has it, which may not be the one that started this agent.
         workers: rank -> its worker, which may be one of the past.
         slot_store: the memory of all slots.
         custodians: the workers that keep replicas' memory safe.
@@ -106,6 +107,7 @@ class StreamContext:
     def __init__(self, name: str, run: RunContext, perform: Callable[[list[Effect]], None], report: Callable[[PeerMessage], None]) -> None:
         self.name, self.run, self.perform, self.report = name, run, perform, report
         self.spec: SessionSpec | None = None
+        self.encrypt = True
         self.host = Host(run.host)
         self.workers: dict[int, WorkerConnection] = {}
         self.custodians = Custodians(self.workers.values)
@@ -123,7 +125,15 @@ class StreamContext:
     def claims(self, role: str, to: str) -> Claims:
         """This host's introduction when it dials a peer."""
         incarnation = self.spec.incarnation if self.spec is not None else None
-        return Claims(run=self.run.run_id, stream=self.name, host=self.host.name, to=to, role=role, incarnation=incarnation)  # type: ignore[arg-type]
+        return Claims(
+            run=self.run.run_id,
+            stream=self.name,
+            host=self.host.name,
+            to=to,
+            role=role,  # type: ignore[arg-type]
+            incarnation=incarnation,
+            encrypt=self.encrypt,
+        )
 
     def is_present(self, worker: WorkerConnection) -> bool:
         """Whether a worker is of the present incarnation."""

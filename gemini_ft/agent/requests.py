@@ -217,7 +217,7 @@ class Requests:
         self._workers.add(worker)
         self.hangs.begin(worker, hello.start_timeout)
         self.departure.stay(hello.linger)
-        self._streams.named(hello.stream).encrypt = hello.encrypt
+        self._streams.named(hello.stream).context.encrypt = hello.encrypt
         self._tasks.spawn(self._welcome(worker, hello))
 
     async def _welcome(self, worker: WorkerConnection, hello: Hello) -> None:

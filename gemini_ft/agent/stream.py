@@ -47,7 +47,6 @@ class Stream:
         self.context = StreamContext(name, run, self.perform, self.report)
         self.launch: Launch | None = None  # that opened the last session
         self.inherited: SessionSpec | None = None  # of the last session of an agent before this one
-        self.encrypt = True  # payloads between hosts; as the job that runs has it, which may not be the one that started this agent
         self.finished = False
         self.finishing = False  # a rank of this host has, and of the others and the last upload it is not known
         self.unstored = ""  # why the last upload failed for good

@@ -159,7 +159,7 @@ class Streams:
         )
 
     def _encrypts(self, stream: str) -> bool:
-        return self.by_name[stream].encrypt
+        return self.by_name[stream].context.encrypt
 
     def _accept(self, connection: Connection, claims: Claims) -> Handler:
         run = self._run

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from gemini_ft.errors import PeerError, SecretError
-from gemini_ft.wire.lane import ID_BYTES, MARK, BlockingLane
+from gemini_ft.wire.lane import ID_BYTES, MARK, BlockingLane, lanes_of
 from gemini_ft.wire.messages import MAX_MESSAGE, kind_of, pack
 from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage, peers
 from gemini_ft.wire.trust import tls_context
@@ -107,6 +107,10 @@ class BlockingWire:
         answer = self.receive()
         if not isinstance(answer, Accepted):
             raise PeerError(f"the agent at {self.peer} refused this host: {getattr(answer, 'text', kind_of(answer))}")
+        try:
+            lanes_of(answer, claims)
+        except PeerError as error:
+            raise PeerError(f"the agent at {self.peer}: {error}") from None
         return answer
 
     def _open_lane(

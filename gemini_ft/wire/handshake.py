@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from gemini_ft.errors import AgentError, ConfigError, GeminiError, PeerError, SecretError
-from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES, MARK, BlockingLane
+from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES, MARK, BlockingLane, lanes_of
 from gemini_ft.wire.lane_thread import LaneThread
 from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, kind_of
 from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage
@@ -29,27 +29,27 @@ from gemini_ft.wire.trust import tls_context
 
 TIMEOUT = 10.0  # seconds that an unknown peer may take
 _FRAME = 2**16  # bytes that a peer may make us take in at a time before it is accepted
-STRANGERS = 64  # peers under way at a time that have not been accepted; one more, and the oldest is dropped
+STRANGERS = 64  # peers under way at a time that have not been accepted, beside lanes that are due; one more, and the oldest is dropped
 _PAUSE = 0.5  # seconds until the next try when there is no descriptor or memory for another connection
 
 Accept = Callable[[Connection, Claims], Handler]
-Encrypt = Callable[[str], bool]  # given a stream, whether its payloads are encrypted; asked for each connection
+Encrypt = Callable[[str], bool]  # given a stream, whether this side wants its payloads encrypted; asked for each connection
 
 
 class _Dialling:
     """The dialling side. The real handler takes over at once: its first message may come in the same packet."""
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, claims: Claims, handler: Handler) -> None:
         self.connection = Connection(self)
         self.accepted: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
-        self._handler = handler
+        self._claims, self._handler = claims, handler
 
     def on_message(self, message: PeerMessage) -> memoryview | None:
         if self.accepted.done():
             pass  # the dial was given up, or has failed, a moment ago
         elif isinstance(message, Accepted):
+            self.connection.expect_lanes(len(lanes_of(message, self._claims)))
             self.connection.handler = self._handler
-            self.connection.expect_lanes(len(message.lanes))
             self.accepted.set_result(message)
         elif isinstance(message, Failed):
             self._fail(PeerError(f"it refused this host: {message.text}"))
@@ -75,7 +75,7 @@ async def dial(address: Address, claims: Claims, secret: bytes, handler: Handler
         SecretError: the peer does not know the secret.
     """
     where = f"the agent at {address[0]}:{address[1]}"
-    opening = _Dialling(handler)
+    opening = _Dialling(claims, handler)
     try:
         async with asyncio.timeout(TIMEOUT):
             loop = asyncio.get_running_loop()
@@ -167,7 +167,7 @@ class Listener:
             self._loop.call_later(_PAUSE, self._accept_again)
             return
         sock.setblocking(False)
-        while len(self._strangers) >= STRANGERS:
+        while len(self._strangers) >= STRANGERS + len(self._lanes):
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             oldest.cancel()
@@ -199,7 +199,7 @@ class Listener:
         except TimeoutError:
             self._log(f"refused {peer}: no handshake in time")
             sock.close()
-        except (OSError, GeminiError) as error:
+        except Exception as error:  # whatever it was: nobody else would close the socket
             self._log(
                 f"refused {peer}: {error}" if str(error) else f"refused {peer}: it hung up; perhaps it does not know this run's secret"
             )
@@ -227,9 +227,13 @@ class Listener:
         expected = self._lanes.pop(said[len(MARK) :], None)
         if expected is None or not said.startswith(MARK):
             raise PeerError("it brings a lane that no connection waits for")
-        prepare(sock)
-        lane = _lane(sock, expected.key, dialled=False, encrypt=expected.encrypt, peer=peer)
-        expected.connection.attach(expected.number, lane)
+        try:
+            prepare(sock)
+            lane = _lane(sock, expected.key, dialled=False, encrypt=expected.encrypt, peer=peer)
+            expected.connection.attach(expected.number, lane)
+        except Exception as error:
+            expected.connection.abort(f"a lane could not be attached: {error}")
+            raise
 
     async def _shake_hands(self, sock: socket.socket) -> None:
         greeting = _Greeting(self._admit)
@@ -255,8 +259,8 @@ class Listener:
             self._loop.call_later(0.2, connection.abort, "refused")
             return
         connection.handler, connection.max_frame = handler, MAX_MESSAGE
-        opens = [os.urandom(ID_BYTES + KEY_BYTES) for _ in range(claims.lanes if claims.role != "report" else 0)]
-        encrypt = self._encrypt(claims.stream)
+        opens = [os.urandom(ID_BYTES + KEY_BYTES) for _ in range(claims.lanes_due)]
+        encrypt = claims.encrypt or self._encrypt(claims.stream)
         for number, each in enumerate(opens):
             self._lanes[each[:ID_BYTES]] = _Expected(connection, number, each[ID_BYTES:], encrypt)
             self._loop.call_later(TIMEOUT, self._miss_lane, each[:ID_BYTES])

@@ -20,12 +20,29 @@ from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from gemini_ft.core.roots import running_checksum
 from gemini_ft.errors import PeerError
+from gemini_ft.wire.peer_messages import Accepted, Claims
 
 MARK = b"gemini-ft lane\n"  # how a lane's socket begins; a TLS connection begins with the byte 22
 KEY_BYTES = 32  # one AES-128 key for each direction
 ID_BYTES = 16
 TAG_BYTES = 16
 SLICE = 512 * 1024  # bytes that are sealed and sent, or received and checked, while they are in the core's cache
+
+
+def lanes_of(accepted: Accepted, claims: Claims) -> list[bytes]:
+    """What opens each lane of a connection, for the side that has dialled it.
+
+    Raises:
+        PeerError: the listening side has accepted something else than this side claimed.
+    """
+    if len(accepted.lanes) != claims.lanes_due:
+        raise PeerError(f"it opens {len(accepted.lanes)} lanes for payloads in place of {claims.lanes_due}")
+    for opens in accepted.lanes:
+        if len(opens) != ID_BYTES + KEY_BYTES:
+            raise PeerError(f"it opens a lane with {len(opens)} bytes in place of {ID_BYTES + KEY_BYTES}")
+    if claims.encrypt and not accepted.encrypt:
+        raise PeerError("it does not encrypt payloads, which this host asks for")
+    return accepted.lanes
 
 
 class _Numbered:

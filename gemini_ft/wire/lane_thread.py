@@ -2,19 +2,19 @@
 
 The loop gives orders and hears of the outcome; all that the thread does to the bytes releases the GIL. Memory that an order names is in
 use until the thread has said so, or until `LaneThread.stop` has returned: after that not one byte is read or written any more. A thread
-that does not let go within its time (memory that the kernel cannot bring) ends the agent: its successor takes the slots over, and
-no thread of a process that has ended writes to them.
+that does not let go (memory that the kernel cannot bring) is waited for, as its process must not end by itself: the slots are open in no
+other. Such an agent is silent, so what watches it (`gemini_ft.agent.watchdog`) takes the slots over, kills it and starts another with them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +24,9 @@ from gemini_ft.errors import PeerError
 from gemini_ft.wire.lane import TAG_BYTES, BlockingLane
 
 Valve = Callable[[int], Awaitable[int]]  # given how many bytes are ready, waits, and says how many of them may go
-Outcome = Exception | int
+Outcome = BaseException | int
 _TCP_INFO = struct.Struct("=68xI48xQ40xQ")  # of linux/tcp.h: tcpi_rtt, tcpi_bytes_acked, tcpi_busy_time
-LET_GO_SECONDS = 5.0  # for a thread that was told to stop; half of the time after which a silent agent is taken for one that hangs
-HUNG = 70  # exit status
+PATIENCE = 5.0  # seconds that a thread which was told to stop is waited for in silence
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,30 @@ def metered(sock: socket.socket) -> Meter:
     return Meter(acked, busy / 1e6, rtt / 1e6)
 
 
+class BusyTime:
+    """Seconds in which at least one of several threads was at work, as they say themselves: the event loop hears of it late."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._at_work, self._since, self._before = 0, 0.0, 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._since = self._since if self._at_work else time.monotonic()
+            self._at_work += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._at_work -= 1
+            if not self._at_work:
+                self._before += time.monotonic() - self._since
+
+    @property
+    def seconds(self) -> float:
+        with self._lock:
+            return self._before + (time.monotonic() - self._since if self._at_work else 0.0)
+
+
 class LaneThread:
     """One end of a lane, on the event loop.
 
@@ -60,7 +83,6 @@ class LaneThread:
         self._orders: SimpleQueue[tuple[Callable[[], Outcome | None], Callable[[Outcome], None]] | None] = SimpleQueue()
         self._ready: asyncio.Queue[tuple[memoryview, Valve | None, Callable[[Outcome], None]]] = asyncio.Queue()
         self._thread: threading.Thread | None = None
-        self._let_go = threading.Event()
         self._given = 0  # bytes that may go, with tags
 
     # -- sending
@@ -75,19 +97,19 @@ class LaneThread:
         """
         self._ready.put_nowait((payload, valve, sent))
 
-    async def feed(self, may_go: Callable[[], None]) -> None:
-        """Hands payloads to the thread as their valves allow, calling ``may_go`` for each part, and never returns."""
+    async def feed(self, busy: BusyTime) -> None:
+        """Hands payloads to the thread, which counts in ``busy``, as their valves allow, and never returns."""
         while True:
             payload, valve, sent = await self._ready.get()
             while payload:
                 allowed = len(payload) if valve is None else await valve(len(payload))
                 part, payload = payload[:allowed], payload[allowed:]
                 self._given += len(part) + (0 if payload else TAG_BYTES)
-                may_go()
-                self._order(partial(self._send, part, not payload), sent)
+                self._order(partial(self._send, part, not payload, busy), sent)
 
-    def _send(self, part: memoryview, is_last: bool) -> int:
-        self._lane.send(part, is_last)
+    def _send(self, part: memoryview, is_last: bool, busy: BusyTime) -> int:
+        with busy:
+            self._lane.send(part, is_last)
         return int(is_last)
 
     @property
@@ -126,14 +148,13 @@ class LaneThread:
             deed, done = order
             try:
                 outcome = deed() if not self._lane.stopped else None
-            except Exception as error:
+            except BaseException as error:  # whatever it was: who waits must hear of it
                 outcome = error.with_traceback(None)  # whose frames would keep views of the memory
             del order, deed
             if outcome is not None and not self._lane.stopped:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     self._loop.call_soon_threadsafe(done, outcome)
             del done, outcome
-        self._let_go.set()
 
     def stop(self) -> None:
         """Ends all that is under way, and returns when no memory is read or written any more."""
@@ -142,7 +163,9 @@ class LaneThread:
         self._lane.stop()
         self._orders.put(None)
         self._ready = asyncio.Queue()
-        if self._thread is not None and not self._let_go.wait(LET_GO_SECONDS):
-            print(f"a lane to {self._lane.peer} hangs, and may still write to memory: this agent ends", file=sys.stderr, flush=True)
-            os._exit(HUNG)
+        if self._thread is not None:
+            self._thread.join(PATIENCE)
+            if self._thread.is_alive():
+                print(f"a lane to {self._lane.peer} does not let go of its memory: waiting for it", file=sys.stderr, flush=True)
+                self._thread.join()
         self.socket.close()

@@ -48,6 +48,12 @@ class Claims(Message):
     epoch: int = 0  # with ``report``: the one that the other host is asked to lead, unless it knows of a newer one
     promised: int = 0  # with ``report``: the newest one of which the dialling host knows that it is led
     lanes: Annotated[int, Field(ge=1, le=MOST_LANES)] = 1  # for payloads; with ``report`` there are none
+    encrypt: bool = False  # whether this side wants payloads encrypted; they are if either does
+
+    @property
+    def lanes_due(self) -> int:
+        """The number of lanes that the connection gets."""
+        return self.lanes if self.role != "report" else 0
 
 
 class Accepted(Message):

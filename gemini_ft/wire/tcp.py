@@ -16,7 +16,6 @@ import contextlib
 import itertools
 import socket
 import struct
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -24,7 +23,7 @@ from typing import Any, Protocol, TypeGuard, cast
 
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.frames import frame_length
-from gemini_ft.wire.lane_thread import LaneThread, Meter, Outcome, Valve, metered
+from gemini_ft.wire.lane_thread import BusyTime, LaneThread, Meter, Outcome, Valve, metered
 from gemini_ft.wire.messages import MAX_MESSAGE, Chunk, pack
 from gemini_ft.wire.peer_messages import Data, PeerMessage, Unchanged, peers
 
@@ -69,8 +68,7 @@ class Connection(asyncio.BufferedProtocol):
         self._payloads_heard = itertools.count()
         self._outbox: deque[tuple[bytes, memoryview | None, Valve | None]] = deque()
         self._leaving = 0  # payloads that were given to lanes and have not left
-        self._parts = 0  # of payloads, which may go and have not left
-        self._busy, self._busy_since = 0.0, 0.0  # seconds in which there were such
+        self._busy = BusyTime()  # of the lanes, with what they send
         self.drained: Callable[[], None] = lambda: None  # called as each part has left
         self._handing_over = 0  # bytes of messages that the TLS layer has not taken
         self._lanes: list[LaneThread | None] = []
@@ -154,13 +152,14 @@ class Connection(asyncio.BufferedProtocol):
     def _received(self, message: PeerMessage, outcome: Outcome) -> None:
         if self._aborted or self.closed.is_set():
             return
+        if isinstance(outcome, BaseException):
+            self._refuse(outcome)
+            return
         try:
-            if isinstance(outcome, Exception):
-                raise outcome
             self._coming -= 1
             self.handler.on_bytes(message, outcome)
             self._go_on_hearing()
-        except (GeminiError, OSError) as refusal:
+        except Exception as refusal:  # whatever it was: a connection that stayed open would be deaf
             self._refuse(refusal)
 
     # -- lanes
@@ -175,10 +174,13 @@ class Connection(asyncio.BufferedProtocol):
             lane.stop()
             return
         self._lanes[number] = lane
-        self._spawn(partial(lane.feed, self._may_go))
+        self._spawn(partial(lane.feed, self._busy))
         if all(self._lanes):
             self._lanes_there.set()
-            self._go_on_hearing()
+            try:
+                self._go_on_hearing()
+            except Exception as refusal:
+                self._refuse(refusal)
 
     @property
     def lanes(self) -> int:
@@ -248,13 +250,13 @@ class Connection(asyncio.BufferedProtocol):
     def meter(self) -> Meter:
         """The kernel's counters; of a closed connection, the last ones.
 
-        Lanes may be busy at the same time, or one after the other; the kernel knows each by itself, and not its thread's work.
+        Lanes may be busy at the same time, or one after the other; the kernel knows each by itself, and not what its thread does, which
+        therefore counts too.
         """
         with contextlib.suppress(OSError):
             found = [metered(sock) for sock in self.payload_sockets]
             acked, busy, rtt = sum(each.acked for each in found), max(each.busy for each in found), max(each.rtt for each in found)
-            here = self._busy + (time.monotonic() - self._busy_since if self._parts else 0.0)
-            self._metered = Meter(acked, max(busy, here), rtt)
+            self._metered = Meter(acked, max(busy, self._busy.seconds), rtt)
         return self._metered
 
     @property
@@ -291,17 +293,10 @@ class Connection(asyncio.BufferedProtocol):
             self._outbox.popleft()
             self._handed_over.set()
 
-    def _may_go(self) -> None:
-        self._busy_since = self._busy_since if self._parts else time.monotonic()
-        self._parts += 1
-
     def _sent(self, outcome: Outcome) -> None:
-        if isinstance(outcome, Exception):
+        if isinstance(outcome, BaseException):
             self.abort(f"sending failed: {outcome}")
             return
-        self._parts -= 1
-        if not self._parts:
-            self._busy += time.monotonic() - self._busy_since
         self._leaving -= outcome
         self._handed_over.set()
         self.drained()
@@ -326,9 +321,9 @@ class Connection(asyncio.BufferedProtocol):
             self._handed_over.clear()
             await self._handed_over.wait()
 
-    def _refuse(self, error: Exception) -> None:
+    def _refuse(self, error: BaseException) -> None:
         self.refused = True
-        self.abort(str(error))
+        self.abort(str(error) or type(error).__name__)
 
     def abort(self, reason: str) -> None:
         """Closes now, and lets the kernel forget what it still has to send."""

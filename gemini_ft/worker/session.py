@@ -73,8 +73,9 @@ class WorkerSession:
         if self._sources is not None and self._sources.client is not self.client:
             self.forget_sources()
         if self._sources is None:
-            claims = Claims(run=self.run, stream=self.spec.stream, host=self.host, to="", role="fetch", incarnation=None)
-            self._sources = ShardReaders(self.client, self.host, self.plan, self.spec.addresses, claims, self.secret, self.config.timeout)
+            stream, config = self.spec.stream, self.config
+            claims = Claims(run=self.run, stream=stream, host=self.host, to="", role="fetch", incarnation=None, encrypt=config.encrypt)
+            self._sources = ShardReaders(self.client, self.host, self.plan, self.spec.addresses, claims, self.secret, config.timeout)
         return self._sources
 
     def forget_sources(self) -> None:

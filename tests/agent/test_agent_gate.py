@@ -158,7 +158,7 @@ class TestOpen:
             (FAST, "tcp", 400_000),
             (FAST, "collective", 2_000_000),
             (LinkCost(0.0, 50e9), "tcp", 200_000_000),
-            (LINK, "tcp", module.LEAST),
+            (LINK, "tcp", module.SLICE),
         ],
     )
     def test_for_as_much_as_a_collective_may_wait_for(self, link: LinkCost, transport: str, expected: int) -> None:

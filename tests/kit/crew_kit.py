@@ -187,6 +187,6 @@ class Member:
     async def dial(self, host: str, epoch: int, handler: Handler) -> Connection:
         if (self.name, host) in self.crew.cut:
             raise PeerError("cut")
-        known = {"epoch": epoch, "promised": self.succession.epoch}
-        claims = Claims(run="r", stream="s", host=self.name, to=host, role="report", incarnation=None, **known)
+        promised = self.succession.epoch
+        claims = Claims(run="r", stream="s", host=self.name, to=host, role="report", incarnation=None, epoch=epoch, promised=promised)
         return await dial(self.crew.addresses[host], claims, SECRET, handler)

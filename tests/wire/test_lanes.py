@@ -16,9 +16,10 @@ import pytest
 from gemini_ft.core.roots import checksum
 from gemini_ft.errors import PeerError
 from gemini_ft.wire import lane as module
-from gemini_ft.wire import lane_thread
+from gemini_ft.wire import lane_thread, tcp
 from gemini_ft.wire.handshake import dial, listen
 from gemini_ft.wire.lane import BlockingLane
+from gemini_ft.wire.lane_thread import Meter
 from gemini_ft.wire.messages import Chunk, Notice
 from gemini_ft.wire.peer_messages import Claims, PeerMessage, Unchanged
 from gemini_ft.wire.tcp import Connection
@@ -239,21 +240,80 @@ def test_the_sender_reads_nothing_more_after_an_abort(monkeypatch: pytest.Monkey
     run(work())
 
 
-def test_a_thread_that_hangs_ends_the_agent_before_its_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that the kernel does not bring, for example. Nothing else can keep its bytes from landing later."""
-    monkeypatch.setattr(lane_thread, "LET_GO_SECONDS", 0.05)
-    ended: list[tuple[int, str | None]] = []
+def test_a_thread_that_hangs_is_waited_for_by_the_process_that_alone_has_the_memory(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Memory that the kernel does not bring, for example, on all hosts at once: an agent that ended would take its copies along."""
+    monkeypatch.setattr(lane_thread, "PATIENCE", 0.05)
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
     gone = threading.Event()
+
+    def late(end: BlockingLane, piece: memoryview) -> None:
+        gone.wait(20)
+        piece[:] = b"late" * (len(piece) // 4)
 
     async def work() -> None:
         async with Pair() as pair:
-            monkeypatch.setattr(lane_thread.os, "_exit", lambda status: ended.append((status, pair.theirs.lost)))
-            hang = Moment(monkeypatch, "_fill", 1, 2, lambda end, piece: gone.wait(20) and None)  # type: ignore[func-returns-value]
+            hang = Moment(monkeypatch, "_fill", 1, 2, late)
             pair.send()
             await until(hang.came.is_set)
+            threading.Timer(0.2, gone.set).start()
             pair.theirs.connection.abort("given up")
-            assert ended == [(lane_thread.HUNG, None)]
-            gone.set()
+            assert gone.is_set()
+            room = bytes(pair.theirs.room)
+            await asyncio.sleep(0.02)
+            assert pair.theirs.room == room
+
+    run(work())
+    assert not ended
+    assert "does not let go of its memory" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ValueError("odd"), SystemError("a fault of a library"), KeyboardInterrupt()], ids=repr)
+def test_whatever_ends_a_payload_ends_its_connection(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that stayed open would be deaf: the payload never comes, and all that is announced later waits for it."""
+
+    def fail(end: BlockingLane, piece: memoryview) -> None:
+        raise error
+
+    async def work() -> None:
+        async with Pair() as pair:
+            Moment(monkeypatch, "_fill", 1, 2, fail)
+            pair.send()
+            await until(lambda: pair.theirs.lost is not None)
+            assert pair.theirs.lost == (str(error) or type(error).__name__)
+
+    run(work())
+
+
+def test_the_rate_is_that_of_the_lanes_however_late_the_loop_hears_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "metered", lambda sock: Meter(0, 0.0, 0.0))  # which the kernel counts by its own clock
+    spans: list[tuple[float, float]] = []
+    before = BlockingLane.send
+
+    def slow(end: BlockingLane, part: memoryview, is_last: bool) -> None:
+        began = time.monotonic()
+        time.sleep(0.002)
+        before(end, part, is_last)
+        spans.append((began, time.monotonic()))
+
+    async def late(nbytes: int) -> int:
+        await asyncio.sleep(0)
+        time.sleep(0.015)  # the loop's other work
+        return SLICE
+
+    async def work() -> None:
+        async with Pair() as pair:
+            monkeypatch.setattr(BlockingLane, "send", slow)
+            for index in range(PAYLOADS):
+                chunk = Chunk(owner=0, iteration=1, index=index, offset=index * NBYTES, nbytes=NBYTES, digest=0)
+                pair.mine.connection.send(chunk, memoryview(SOURCE)[index * NBYTES :][:NBYTES], late)
+            await until(lambda: len(spans) == PAYLOADS * SLICES and not pair.mine.connection.backlog)
+            true, at = 0.0, 0.0
+            for began, ended in sorted(spans):
+                true, at = true + max(0.0, ended - max(at, began)), max(at, ended)
+            assert true <= pair.mine.connection.meter().busy < 2 * true
 
     run(work())
 

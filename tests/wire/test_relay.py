@@ -104,6 +104,14 @@ class TestBetween:
             assert relay.lanes
             assert not sees(relay, content(0, 1, 4 * CHUNK))
 
+    def test_sees_no_payload_that_only_its_sender_wants_encrypted(self, job: Job) -> None:
+        ranks = [job.rank("a", 0, encrypt=True), job.rank("b", 1, encrypt=False)]
+        with Relay(ranks[1].address) as relay:
+            start_behind(job, relay, ranks)
+            job.commit(ranks, 1)
+            assert relay.lanes
+            assert not sees(relay, content(0, 1, 4 * CHUNK))
+
     def test_sees_no_payload_of_a_stream_with_encryption_beside_one_without(self, job: Job) -> None:
         ranks = job.join(["a", "b"], encrypt=True)
         others = job.join(["a", "b"], stream="other")

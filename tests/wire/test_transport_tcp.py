@@ -21,15 +21,18 @@ from agent_kit import Job, open_fds
 from gemini_ft.core.roots import checksum
 from gemini_ft.errors import ConfigError, PeerError, SecretError
 from gemini_ft.wire import handshake
+from gemini_ft.wire.frames import BlockingWire
 from gemini_ft.wire.handshake import dial, listen
-from gemini_ft.wire.lane import ID_BYTES
+from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES
 from gemini_ft.wire.lane_thread import LaneThread
-from gemini_ft.wire.messages import PROTOCOL_VERSION, Chunk, Notice, kind_of
-from gemini_ft.wire.peer_messages import Claims, PeerMessage, ReportFinished
+from gemini_ft.wire.messages import PROTOCOL_VERSION, Chunk, Notice, kind_of, pack
+from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage, ReportFinished
 from gemini_ft.wire.tcp import Connection
+from gemini_ft.wire.trust import tls_context
 
 CLAIMS = Claims(run="r", stream="s", host="h", to="", role="replicate", incarnation=None)
 SECRET = b"secret"
+LANES = 6
 both = pytest.mark.parametrize("encrypt", [False, True], ids=["sealed", "encrypted"])
 
 
@@ -519,6 +522,120 @@ class TestHandshake:
                 connection = await place.dial(Recorder())
                 await place.until(lambda: any("it brings a lane that no connection waits for" in line for line in place.log))
                 await place.handlers[0].until(lambda: place.handlers[0].lost)
+                connection.abort("done")
+
+        run(work())
+
+    @pytest.mark.parametrize("error", [PeerError("no such place"), ValueError("odd")], ids=repr)
+    def test_whose_last_lane_brings_an_error_ends(self, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What was announced before is heard when the last lane is there: an error must not leave a connection that hears nothing."""
+        take_lane = handshake.Listener._take_lane
+
+        async def work() -> None:
+            async with Place() as place:
+
+                async def take_late(listener: handshake.Listener, sock: socket.socket, peer: str) -> None:
+                    await place.until(lambda: place.connections[0]._heard_late)
+                    await take_lane(listener, sock, peer)
+
+                def fail(message: PeerMessage) -> None:
+                    raise error
+
+                monkeypatch.setattr(handshake.Listener, "_take_lane", take_late)
+                connection = await place.dial(Recorder())
+                theirs = place.handlers[0]
+                monkeypatch.setattr(theirs, "on_message", fail)
+                connection.send(chunk(0, 10), memoryview(bytes(10)))
+                await place.until(lambda: theirs.lost)
+                assert str(error) in str(theirs.lost)
+                connection.abort("done")
+
+        run(work())
+
+    def test_whose_lane_cannot_be_made_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        opened = handshake._lane
+
+        def fail(sock: socket.socket, key: bytes, *, dialled: bool, encrypt: bool, peer: str) -> LaneThread:
+            if dialled:
+                return opened(sock, key, dialled=dialled, encrypt=encrypt, peer=peer)
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(handshake, "_lane", fail)
+
+        async def work() -> None:
+            async with Place() as place:
+                connection = await place.dial(Recorder())
+                await place.handlers[0].until(lambda: place.handlers[0].lost)
+                assert place.handlers[0].lost == "a lane could not be attached: no room"
+                assert "refused 127.0.0.1:" in place.log[0]
+                connection.abort("done")
+
+        run(work())
+
+    def test_of_many_lanes_takes_no_place_of_a_stranger(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(handshake, "STRANGERS", 2)
+        take_lane, came = handshake.Listener._take_lane, list[str]()
+
+        async def take_together(listener: handshake.Listener, sock: socket.socket, peer: str) -> None:
+            came.append(peer)
+            await Place.until(lambda: len(came) == LANES)
+            await take_lane(listener, sock, peer)
+
+        monkeypatch.setattr(handshake.Listener, "_take_lane", take_together)
+
+        async def work() -> None:
+            async with Place(bytearray(10)) as place:
+                connection = await dial(place.address, CLAIMS.model_copy(update={"lanes": LANES}), SECRET, Recorder())
+                connection.send(chunk(0, 10), memoryview(bytes(10)))
+                theirs = place.handlers[0]
+                await theirs.until(lambda: theirs.whole or theirs.lost)
+                assert theirs.whole
+                connection.abort("done")
+
+        run(work())
+
+    @pytest.mark.parametrize(
+        ("lanes", "encrypt", "said"),
+        [
+            ([], True, "opens 0 lanes for payloads in place of 2"),
+            ([bytes(ID_BYTES + KEY_BYTES)] * 3, True, "opens 3 lanes for payloads in place of 2"),
+            ([bytes(ID_BYTES + KEY_BYTES), bytes(ID_BYTES)], True, "opens a lane with 16 bytes in place of 48"),
+            ([bytes(ID_BYTES + KEY_BYTES)] * 2, False, "does not encrypt payloads, which this host asks for"),
+        ],
+    )
+    def test_with_an_answer_to_another_wish_is_refused(self, lanes: list[bytes], encrypt: bool, said: str) -> None:
+        claims = CLAIMS.model_copy(update={"lanes": 2, "encrypt": True})
+        answer = pack(Accepted(lanes=lanes, encrypt=encrypt))
+        context = tls_context(SECRET, server=True)
+
+        async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(ConnectionError):
+                if await reader.read(1000):
+                    writer.write(answer)
+                    await reader.read()
+            writer.close()
+
+        async def work() -> None:
+            async with await asyncio.start_server(answers, "127.0.0.1", 0, ssl=context) as server:
+                address = server.sockets[0].getsockname()
+                with pytest.raises(PeerError, match=said):
+                    await dial(address, claims, SECRET, Recorder())
+                with pytest.raises(PeerError, match=said):
+                    await asyncio.to_thread(BlockingWire, address, claims, SECRET, 5.0)
+
+        run(work())
+
+    @pytest.mark.parametrize("wanted_by", ["nobody", "this side", "that side"])
+    def test_encrypts_if_either_side_wants_it(self, wanted_by: str) -> None:
+        async def work() -> None:
+            async with Place(encrypt=wanted_by == "that side") as place:
+                claims, lanes = CLAIMS.model_copy(update={"encrypt": wanted_by == "this side"}), list[bool]()
+                with pytest.MonkeyPatch.context() as patch:
+                    opened = handshake._lane
+                    patch.setattr(handshake, "_lane", lambda *given, **more: lanes.append(more["encrypt"]) or opened(*given, **more))
+                    connection = await dial(place.address, claims, SECRET, Recorder())
+                    await place.until(lambda: len(lanes) == 2)
+                assert lanes == [wanted_by != "nobody"] * 2
                 connection.abort("done")
 
         run(work())

@@ -17,9 +17,9 @@ from gemini_ft.core.schedule import LinkCost
 from gemini_ft.core.traffic import Profile, room
 from gemini_ft.wire.control_page import ControlPage
 
-LEAST = 16 * 2**10  # bytes of a slice, if there are as many
-_PART = 16  # a sixteenth of a slice must be free before anything may go, so that lanes do not wake for every few bytes that arrive
-SLICE = 128 * 2**10  # bytes of a slice while the speed of the network is not known
+LEAST = 16 * 2**10  # bytes that must be free before anything may go, if there are as many
+_PART = 16  # and a sixteenth of a slice, so that lanes do not wake for every few bytes that arrive
+SLICE = 128 * 2**10  # bytes of a slice while the speed of the network is not known, and at least: smaller ones would measure delays
 # Seconds for which an unforeseen collective may have to wait for the network. Pieces that workers carry cost more each, so they are larger.
 _SLICE_SECONDS = {"tcp": 0.004, "collective": 0.02}
 PATIENCE = 1.0  # seconds that a snapshot has for idle network, while the length of a step is not known
@@ -147,7 +147,7 @@ class Gate:
     def _slice(self) -> int:
         if self.link is None:
             return SLICE
-        return max(LEAST, int(_SLICE_SECONDS[self._traffic.transport] * self.link.bandwidth))
+        return max(SLICE, int(_SLICE_SECONDS[self._traffic.transport] * self.link.bandwidth))
 
     @property
     def _under_way(self) -> int:
