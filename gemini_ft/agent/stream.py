@@ -18,7 +18,7 @@ from gemini_ft.agent.storing import Stagings
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.decisions import Abort, Commit, Fatal, Holders, Thaw
-from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Send, Tell, Upload, Withdraw
+from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Lacking, Send, Tell, Upload, Withdraw
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, PeerError, RecoveryError, SupersededError
 from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of
@@ -283,6 +283,9 @@ class Stream:
                 case Upload(owner, slot, version):
                     assert self.session.storing is not None
                     self.session.storing.upload(owner, slot, version)
+                case Lacking(owner, version):
+                    assert self.session.storing is not None
+                    self.session.storing.lacks(owner, version)
                 case Free(owner, slot):
                     context.slot_store.free(owner, slot)
                 case Damaged(owner, version):
