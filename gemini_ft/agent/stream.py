@@ -206,7 +206,7 @@ class Stream:
 
     def on_finished(self, rank: int) -> None:
         """Takes note that a rank has finished. Of what it has copied until then, the leader hears before that."""
-        self.finishing = True
+        self.finishing = not self.finished
         self._own.when_formed(rank, lambda: self.report(ReportFinished(rank=rank)))
 
     def finish_unclosed(self) -> None:
@@ -375,6 +375,11 @@ class Stream:
     def patience(self) -> float:
         """Seconds for which the last upload of the job is tried again."""
         return self._session.patience if self._session is not None else 0.0
+
+    @property
+    def stores(self) -> bool:
+        """Whether the present session has a storage."""
+        return self._session is not None and self._session.storing is not None
 
     @property
     def uploading(self) -> bool:

@@ -389,6 +389,7 @@ class Node:
                 case Upload(owner, index, version):
                     self._upload(owner, index, version)
                 case Lacking(owner, version):
+                    self.said_of_uploads.append(("uploaded", owner, version, "no copy"))
                     self.say("uploaded", owner, version, "no copy")
                 case Free(owner, index):
                     self._free(owner, index)
