@@ -220,12 +220,15 @@ class Chooser:
         Only what was booted since the version was written can be such a host, and not another machine of the same hostname.
         """
         age = min((about.ages[version] for about in self._everyone if version in about.ages), default=0.0) if version is not None else 0.0
-        found = set[str]()
+        found = dict[str, str]()
         for about, up in zip(self._everyone, uptimes, strict=True):
             this = about.welcome.info
             before = {host for host in hosts if is_earlier_boot(host, this.host, this.machine)}
-            found |= before if up < age and len(before) == 1 else set()
-        return found
+            found |= dict.fromkeys(before, this.host) if up < age and len(before) == 1 else {}
+        for host, now in found.items():
+            text = "host %s is here as %s, booted since: its copies of %s, and of whatever came later, are lost, and it is not waited for"
+            self._warn(text, host, now, version)
+        return {*found}
 
     def _hosts_of(self, version: Version | None, owners: Sequence[int]) -> tuple[set[str], set[str], float]:
         """The hosts of the session that committed a version or resumed it last, those that held some owners' shards, and this uptime.

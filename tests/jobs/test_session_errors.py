@@ -239,7 +239,10 @@ class TestAbsentHosts:
         text = same_error(two.outcome(_booted_later, 1e9), PeerError)
         assert "these hosts may: node-0123abcd. " in text, "this machine was there before, so it is another one of the same name"
         assert "renamed or booted since, counts as absent: GEMINI_HOST_ID gives" in text
-        assert [result["start"] for result in two.outcome(_booted_later, 0.0)] == [0, 0]
+        results = two.outcome(_booted_later, 0.0)
+        assert [result["start"] for result in results] == [0, 0]
+        lost = f"host node-0123abcd is here as {two.hosts[1]}, booted since: its copies of iteration 3 of incarnation"
+        assert [sum(lost in text for text in result["told"]) for result in results] == [1, 0]
 
     def test_are_known_to_an_agent_that_has_been_started_anew(self, two: World, slots_folder: Path) -> None:
         """Its slots are files, and so is the rest that it has to know."""
