@@ -61,6 +61,7 @@ def is_alive(run: str, host: str, launch: Launch) -> str:
 
 _PARTING = 5.0  # seconds for the leader's word that all have finished
 _VERDICT = 20.0  # seconds for which a launcher may ask what was not stored, after the last worker has gone
+_UNKNOWN = "the leader's word on the last upload has not come; whether it has been stored is not known"
 
 
 class Departure:
@@ -149,7 +150,8 @@ class Departure:
         return (self._asked_to_leave or self.follows or bool(self._interrupted) or finished) and not uploading
 
     def tell_askers(self) -> None:
-        """Tells the launchers that wait what was not stored."""
-        unstored = "; ".join(stream.unstored for stream in self._streams.values() if stream.unstored)
+        """Tells the launchers that wait what was not stored, as far as is known."""
+        reasons = [_UNKNOWN if stream.finishing and stream.stores else stream.unstored for stream in self._streams.values()]
+        unstored = "; ".join(filter(None, reasons))
         for asker in self._askers:
             asker.send(Left(unstored=unstored))

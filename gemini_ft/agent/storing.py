@@ -39,6 +39,10 @@ class Storing:
         host.hold(owner, version, "upload")
         self.uploader.start(owner, self._context.slot_store.memory[owner, slot], version, done)
 
+    def lacks(self, owner: int, version: Version) -> None:
+        """Has an upload ended for which this host should have a shard."""
+        self._say(owner, version, "", f"host {self._context.host.name} has no copy of rank {owner}'s shard of {version}")
+
     def _say(self, owner: int, version: Version, record: str, error: str) -> None:
         said = ReportUploaded(owner=owner, version=version, record=record, error=error)
         self.said.append(said)

@@ -18,7 +18,7 @@ from gemini_ft.agent.storing import Stagings
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.decisions import Abort, Commit, Fatal, Holders, Thaw
-from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Send, Tell, Upload, Withdraw
+from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Lacking, Send, Tell, Upload, Withdraw
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, PeerError, RecoveryError, SupersededError
 from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of
@@ -205,7 +205,7 @@ class Stream:
 
     def on_finished(self, rank: int) -> None:
         """Takes note that a rank has finished. Of what it has copied until then, the leader hears before that."""
-        self.finishing = True
+        self.finishing = not self.finished
         self._own.when_formed(rank, lambda: self.report(ReportFinished(rank=rank)))
 
     def finish_unclosed(self) -> None:
@@ -282,6 +282,9 @@ class Stream:
                 case Upload(owner, slot, version):
                     assert self.session.storing is not None
                     self.session.storing.upload(owner, slot, version)
+                case Lacking(owner, version):
+                    assert self.session.storing is not None
+                    self.session.storing.lacks(owner, version)
                 case Free(owner, slot):
                     context.slot_store.free(owner, slot)
                 case Damaged(owner, version):
@@ -371,6 +374,11 @@ class Stream:
     def patience(self) -> float:
         """Seconds for which the last upload of the job is tried again."""
         return self._session.patience if self._session is not None else 0.0
+
+    @property
+    def stores(self) -> bool:
+        """Whether the present session has a storage."""
+        return self._session is not None and self._session.storing is not None
 
     @property
     def uploading(self) -> bool:

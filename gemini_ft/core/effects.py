@@ -153,6 +153,14 @@ class Upload:
 
 
 @dataclass(frozen=True)
+class Lacking:
+    """An effect: the version is to be uploaded, and its owner's host has no copy; the upload cannot become whole."""
+
+    owner: int
+    version: Version
+
+
+@dataclass(frozen=True)
 class Free:
     """An effect: the slot's memory is not needed any more."""
 
@@ -168,4 +176,4 @@ class Damaged:
     version: Version
 
 
-Effect = Damaged | Grant | Withdraw | Send | CancelSend | Tell | Upload | Free
+Effect = Damaged | Grant | Lacking | Withdraw | Send | CancelSend | Tell | Upload | Free

@@ -67,7 +67,7 @@ class Ledger:
         self.obstacle = ""  # why no upload may begin now
         self._has_uploaded = False  # whether this ledger has begun an upload
         self._held_back: Version | None = None  # was due meanwhile
-        self._timeout = replica_timeout
+        self.replica_timeout = replica_timeout
         self._cadence = cadence
         self._pairs = sum(map(len, self.holders.values()))
         self._folded = FoldedRound(self.holders)  # of one version, and then there is no round
@@ -84,6 +84,11 @@ class Ledger:
     def hosts(self) -> Collection[str]:
         """All hosts that hold anything."""
         return self._folded.held.keys()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a version is, of which it is not decided whether it is committed."""
+        return bool(self._rounds) or self._folded.version is not None
 
     # -- reports
 
@@ -178,7 +183,7 @@ class Ledger:
         if folded.version is not None:
             under_way[folded.version] = folded
         for version, current in sorted(under_way.items()):
-            if current.own_since is None or now - current.own_since < self._timeout:
+            if current.own_since is None or now - current.own_since < self.replica_timeout:
                 continue
             missing = list(current.missing())
             late = frozenset((owner, host) for owner, host in missing if self.holders[owner][0] not in silent)
@@ -247,6 +252,15 @@ class Ledger:
         self.upload_error = error
         self.stored = self.stored if error else version
         return [Thaw(version, error, unclear)]
+
+    def miss(self, hosts: Collection[str]) -> list[Decision]:
+        """Ends an upload that waits for a shard of one of ``hosts``, which are lost."""
+        lost = set(hosts)
+        for owner, (host, *_) in self.holders.items() if lost and self.uploading is not None else ():
+            if host in lost and owner not in self._records:
+                assert self.uploading is not None
+                return self.upload_over(self.uploading, f"host {host}, which has rank {owner}'s shard, was lost during the upload")
+        return []
 
     def unobstructed(self, now: float) -> list[Decision]:
         """Allows uploads again: with the version that was due meanwhile, where nothing newer is committed."""

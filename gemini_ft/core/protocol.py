@@ -10,7 +10,7 @@ Life of a version on its owner's host:
 
 and on a peer: receive -> (bytes arrive) -> received -> Report(Completed).
 
-A Tell comes last in a list of effects: on the leader's own host it may lead to the next decision at once.
+A Tell, or a Lacking, comes last in a list of effects: on the leader's own host it may lead to the next decision at once.
 
 Source: GEMINI (SOSP'23), section 5: two buffers per replica, one complete and one in progress; the rule
 that a buffer is reused only after the newer version is complete everywhere is stated there implicitly.
@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from gemini_ft.core.effects import CancelSend, Completed, Damaged, Effect, Free, Grant, Report, Send, Skipped, Tell, Upload, Withdraw
+from gemini_ft.core.effects import CancelSend, Completed, Damaged, Effect, Free, Grant, Lacking, Report, Send, Skipped, Tell, Upload, Withdraw
 from gemini_ft.core.slots import Slot, SlotSet, SlotState
 from gemini_ft.core.versions import Incarnation, Version
 
@@ -267,7 +267,8 @@ class Host:
                 if slot.version is not None and slot.version < version:
                     effects += self._cancel_sends(owner, slot.version)
             effects += [*self._reap(owner), *self._grant(owner)]
-        return effects
+        own = [owner for owner in self.holders if self.owns(owner)] if freeze else []
+        return [*effects, *(Lacking(owner, version) for owner in own if self.slots(owner).complete_version(version) is None)]
 
     def on_abort(self, version: Version) -> list[Effect]:
         """Takes note that ``version`` will never be complete everywhere."""

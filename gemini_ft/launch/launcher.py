@@ -96,9 +96,8 @@ def command(argv: Sequence[str]) -> int:
             notes = stack.enter_context(notes_of_workers())
             hosts = torchrun.parse_min_max_nnodes(options.nnodes)[1]
             is_fixed, lacks = partial(notes.have, FIXED), partial(notes.count, LACKS)
-            stack.enter_context(
-                better_rendezvous(hosts, is_fixed=is_fixed, lacks=lacks, keeps=notes.keeps, kept=notes.kept, learn=notes.learn)
-            )
+            facts = {"keeps": notes.keeps, "kept": notes.kept, "said": notes.said, "learn": notes.learn}
+            stack.enter_context(better_rendezvous(hosts, is_fixed=is_fixed, lacks=lacks, **facts))
             stack.enter_context(surviving_stores())
             stack.enter_context(whole_rounds())
             stack.enter_context(own_log_dir(options))

@@ -94,11 +94,14 @@ class Notes:
         """Stream -> the hosts that have what was committed of it last, for `learn` of another launcher; pickled once for all streams."""
         return {name: sys.intern(word.partition(",")[2]) for name, word in _of(self._words()).items()}
 
+    def said(self) -> dict[str, str]:
+        """The same, as far as workers here have said it since `learn`."""
+        return {name: word.partition(",")[2] for name, word in _of(self._words()).items() if word.startswith(_HOSTS)}
+
     def learn(self, kept: Mapping[str, str]) -> None:
-        """Takes in what other launchers know of that."""
-        known = self.kept()
+        """Takes in what other launchers know of that; what workers here have said before is older."""
         with open(self.path, "a") as file:  # where workers write, too
-            file.writelines(f"{_TOLD}{name},{about}\n" for name, about in kept.items() if about != known.get(name))
+            file.writelines(f"{_TOLD}{name},{about}\n" for name, about in kept.items())
 
     @property
     def total(self) -> int | None:

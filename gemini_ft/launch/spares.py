@@ -78,6 +78,7 @@ class LaunchingHost:
     lacked: int = 0  # the same, when it wished to join last
     keeps: Callable[[], bool] = lambda: False  # whether its workers have said that they have something that was committed
     kept: Callable[[], Mapping[str, str]] = dict  # stream -> the hosts that have what was committed of it last, as far as it knows
+    said: Callable[[], Mapping[str, str]] = dict  # the same, as far as its workers have said it in ``world``
     learn: Callable[[Mapping[str, str]], None] = lambda kept: None  # takes in the same, as others know it
     is_fixed: Callable[[], bool] = lambda: False  # whether the state of its workers can be loaded by the same number of ranks only
 
@@ -127,6 +128,7 @@ class PatientJoin:
     def _sign(self, ctx: Any, completes: bool) -> None:
         """Writes this host's name beside its place, its workers' words, and all names as members if that completes the first round."""
         state, participants = ctx.state, {*ctx.state.participants, ctx.node}
+        kept = _kept(state, self._host)  # before this round has a name
         known = {node: name for node, name in getattr(state, _NAMES, {}).items() if node in state.last_heartbeats}
         names = known | {ctx.node: self._host.name}
         setattr(state, _NAMES, names)
@@ -135,7 +137,7 @@ class PatientJoin:
             members = members or frozenset(names[node] for node in participants if node in names)
             setattr(state, _WORLD, uuid.uuid4().hex)
         setattr(state, _MEMBERS, members)
-        setattr(state, _KEPT, {**getattr(state, _KEPT, {}), **self._host.kept()})
+        setattr(state, _KEPT, kept)
 
     def _wanted(self, ctx: Any, deadline: float) -> Any:
         """The next step, as if hosts that are not seen were dead."""
@@ -202,12 +204,18 @@ def take_part(state: Any, node: Any, host: LaunchingHost) -> bool:
     if not state.complete or node not in state.participants or host.world != world_of(state):
         return False
     before = getattr(state, _KEPT, {}), members_of(state)
-    kept = {**before[0], **host.kept()}
+    kept = _kept(state, host)
     members = before[1] | ({host.name} if host.keeps() or not kept else set())
     host.has_taken_part |= host.name in members
     setattr(state, _KEPT, kept)
     setattr(state, _MEMBERS, members)
     return (kept, members) != before
+
+
+def _kept(state: Any, host: LaunchingHost) -> dict[str, str]:
+    """What a state says of the hosts that have what was committed, with a host's words, of which those from an earlier world are older."""
+    newer = host.said() if host.world == world_of(state) else {}
+    return {**host.kept(), **getattr(state, _KEPT, {}), **newer}
 
 
 def has_left(state: Any, name: str) -> bool:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
+from typing import NoReturn
 
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.config import GeminiConfig
@@ -37,7 +38,7 @@ from gemini_ft.storage.decisions import (
 )
 from gemini_ft.storage.lookout import Lookout, within
 from gemini_ft.storage.retention import reading
-from gemini_ft.wire.worker_messages import Stage, Staged, Verified, Verify, Visit, Visited
+from gemini_ft.wire.worker_messages import SessionSpec, Stage, Staged, Verified, Verify, Visit, Visited
 from gemini_ft.worker.introductions import Introduction
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise
 
@@ -163,6 +164,7 @@ class Chooser:
         sizes = {info.version: info.world_size for _, info in slots if info.committed}
         newer = [version for version in sizes if instead is None or (version > instead and version not in given_up)]
         if instead is not None and not newer:
+            self._refuse_to_go_back(instead)
             return
         version = max(newer, default=None)
         here = {info.owner for _, info in genuine([(host, info) for host, info in slots if info.version == version])}
@@ -171,17 +173,44 @@ class Chooser:
         rebooted = self._rebooted(version, {host for hosts, _, _ in told for host in hosts}, [up for _, _, up in told])
         if not (absent := sorted({host for _, holders, _ in told for host in holders} - self._holdings.keys() - rebooted)):
             return
-        if not any(self._client.welcome.info.host in hosts for hosts, _, _ in told):
-            notes.say(notes.LACKS)
-        time.sleep(_ABSENT_SECONDS)
         what = "something was committed, and no host here has any of it"
         if version is not None:
             what = f"step {version.iteration} was committed, and no host here has the shards of ranks {lost}"
         then, way = "Nothing is begun", "start the command with GEMINI_RESUME=never, or with another --run-id"
         if instead is not None:
             then, way = "Nothing older is resumed", f"GEMINI_RESUME=found goes on from step {instead.iteration}"
+        self._refuse(f"{what}; these hosts may: {', '.join(absent)}. {then}", way, {host for hosts, _, _ in told for host in hosts})
+
+    def _refuse_to_go_back(self, instead: Version) -> None:
+        """Does not resume a version that is whole here, if hosts that are absent have committed since, as this launch knows.
+
+        It does where the last that it knows of are those of the session that has made the version, or that has resumed it last.
+        The hosts that are here may have resumed it themselves, and have failed before their launchers heard of it.
+
+        Raises:
+            PeerError: there are some; after a while.
+        """
+        here = frozenset(self._holdings)
+        known = set(exchange(notes.hosts_of_commits(self._everyone[0].run, self._stream), self._config.timeout))
+        if not any(hosts - here for hosts in known):
+            return
+        told = exchange_or_raise(partial(self._session_with, instead), self._config.timeout)
+        others = known - {hosts for hosts, _, _ in told}
+        if any(hosts == here and is_resumed for hosts, is_resumed, _ in told):
+            return
+        newer = {host for hosts in others for host in hosts}
+        if absent := sorted(newer - here - self._rebooted(instead, newer, [up for _, _, up in told])):
+            what = f"step {instead.iteration} is whole here, and other hosts have committed since; these hosts may have it"
+            way = f"GEMINI_RESUME=found goes on from step {instead.iteration}"
+            self._refuse(f"{what}: {', '.join(absent)}. Nothing older is resumed", way, newer)
+
+    def _refuse(self, what: str, way: str, had: Collection[str]) -> NoReturn:
+        """Raises PeerError, after a while; ``had``: the hosts that others give way to."""
+        if self._client.welcome.info.host not in had:
+            notes.say(notes.LACKS)
+        time.sleep(_ABSENT_SECONDS)
         raise PeerError(
-            f"{what}; these hosts may: {', '.join(absent)}. {then} without them. One of them that is here under another name, as it was "
+            f"{what} without them. One of them that is here under another name, as it was "
             f"renamed or booted since, counts as absent: GEMINI_HOST_ID gives a host a name that stays. If they are lost for good, {way}"
         )
 
@@ -191,12 +220,15 @@ class Chooser:
         Only what was booted since the version was written can be such a host, and not another machine of the same hostname.
         """
         age = min((about.ages[version] for about in self._everyone if version in about.ages), default=0.0) if version is not None else 0.0
-        found = set[str]()
+        found = dict[str, str]()
         for about, up in zip(self._everyone, uptimes, strict=True):
             this = about.welcome.info
             before = {host for host in hosts if is_earlier_boot(host, this.host, this.machine)}
-            found |= before if up < age and len(before) == 1 else set()
-        return found
+            found |= dict.fromkeys(before, this.host) if up < age and len(before) == 1 else {}
+        for host, now in found.items():
+            text = "host %s is here as %s, booted since: its copies of %s, and of whatever came later, are lost, and it is not waited for"
+            self._warn(text, host, now, version)
+        return {*found}
 
     def _hosts_of(self, version: Version | None, owners: Sequence[int]) -> tuple[set[str], set[str], float]:
         """The hosts of the session that committed a version or resumed it last, those that held some owners' shards, and this uptime.
@@ -206,12 +238,21 @@ class Chooser:
         if version is None:
             hosts = {*notes.hosts_of_commits(self._everyone[0].run, self._stream)}
             return hosts, hosts, uptime()
-        streams = self._client.call(Visit(), Visited)[0].streams
-        spec = streams[self._stream].spec if self._stream in streams else None
-        if spec is None or (spec.incarnation != version.incarnation and spec.resumed != version):
+        if (spec := self._spec_with(version)) is None:
             return set(), set(), uptime()
         holders = {host for owner in owners for host in (*spec.holders.get(owner, ()), *spec.sources.get(owner, ()))}
         return set(spec.hosts), holders, uptime()
+
+    def _session_with(self, version: Version) -> tuple[frozenset[str], bool, float]:
+        """The hosts of the session that committed a version or resumed it last, whether it has resumed it, and this uptime."""
+        spec = self._spec_with(version)
+        return frozenset(spec.hosts if spec is not None else ()), spec is not None and spec.resumed == version, uptime()
+
+    def _spec_with(self, version: Version) -> SessionSpec | None:
+        """The last session of this host, if that committed a version or resumed it."""
+        streams = self._client.call(Visit(), Visited)[0].streams
+        spec = streams[self._stream].spec if self._stream in streams else None
+        return spec if spec is not None and (spec.incarnation == version.incarnation or spec.resumed == version) else None
 
     def _chosen(self, plan: RecoveryPlan, given_up: frozenset[Version]) -> Choice:
         descent = self._descent(plan.version)

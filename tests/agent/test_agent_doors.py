@@ -19,13 +19,14 @@ from agent_kit import WAIT, Job, eventually, open_fds, stopped, versions
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.departure import Departure
+from gemini_ft.agent.stream import Stream
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.errors import AgentError, AgentTimeoutError, ConfigError, MemoryBudgetError, PeerError, ProtocolError, SecretError
 from gemini_ft.wire.frames import BlockingWire
 from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, pack
 from gemini_ft.wire.peer_messages import Heartbeat, Rejoin, WayUp
 from gemini_ft.wire.trust import tls_context
-from gemini_ft.wire.worker_messages import AskDrain, Draining, GetInventory, Hello, Request
+from gemini_ft.wire.worker_messages import AskDrain, Draining, GetInventory, Hello, Left, Request
 
 SECRET = b"s" * 16  # of the kit's ranks
 
@@ -317,6 +318,16 @@ class TestLeaving:
         assert not departure.is_due()
         workers.remove(last)
         assert departure.is_due()
+
+    @pytest.mark.parametrize("stores", [True, False], ids=["with storage", "without"])
+    def test_a_launcher_that_has_waited_in_vain_for_the_last_upload_hears_that_it_is_not_known(self, stores: bool) -> None:
+        stream = Mock(Stream, finishing=True, finished=False, unstored="", uploading=False, patience=0.0, stores=stores)
+        departure, asker = Departure({"main": stream}, set()), Mock(WorkerConnection)
+        departure.ask(asker, finished=True)
+        assert not departure.is_due(), "the word may still come"
+        departure.tell_askers()
+        expected = "the leader's word on the last upload has not come; whether it has been stored is not known"
+        asker.send.assert_called_once_with(Left(unstored=expected if stores else ""))
 
     def test_when_it_is_told_to(self, job: Job) -> None:
         job.rank("a", 0)

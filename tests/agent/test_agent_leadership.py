@@ -219,6 +219,45 @@ def test_an_agent_that_is_restarted_while_the_manifest_is_written_does_not_end_t
     asyncio.run(work())
 
 
+def test_the_last_upload_waits_for_a_version_that_is_under_way() -> None:
+    """Begun before, it would not be of the job's last steps; and the hosts that come back may have the later ones only."""
+
+    async def work() -> None:
+        stream = Stream()
+        book = Ledger(HOLDERS, version(2), 1.0, Cadence(every_steps=10, at_end=True))
+        leader = Leader("a", book, 2, stream, stream.on_decision)  # type: ignore[arg-type]
+        for owner in (0, 1):
+            leader.take(Completed(owner=owner, host=HOLDERS[owner][0], version=version(3), layout="l", digest="d", root="r"))
+        for rank in (0, 1):
+            leader.take(ReportFinished(rank=rank))
+        async with asyncio.timeout(30):
+            while book.uploading is None:
+                await asyncio.sleep(0.01)
+        commits = [message for message in stream.heard if isinstance(message, Commit)]
+        assert [(commit.version.iteration, commit.freeze) for commit in commits] == [(3, False), (3, True)]
+        leader.close()
+
+    asyncio.run(work())
+
+
+def test_an_upload_is_over_when_a_host_whose_shard_it_waits_for_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader, "SILENCE", 0.1)
+    monkeypatch.setattr(leader, "LOST_SECONDS", 0.1)
+
+    async def work() -> None:
+        stream = Stream()
+        leader = new_leader(stream)
+        complete(leader, 2)
+        assert await stream.until(Thaw) == Thaw(version(2), "host b, which has rank 1's shard, was lost during the upload")
+        for rank in (0, 1):
+            leader.take(ReportFinished(rank=rank))
+        end = await stream.until(AllFinished)
+        assert end == AllFinished(unstored="host b, which has rank 1's shard, was lost during the upload")
+        leader.close()
+
+    asyncio.run(work())
+
+
 def next_leader(stream: Stream, patience: float = 30.0) -> Leader:
     """One that leads in place of another that is lost."""
     book = Ledger(HOLDERS, version(2), 30.0, Cadence(every_steps=2, last_iteration=2))

@@ -378,6 +378,28 @@ def test_a_failed_upload_leaves_no_manifest_and_the_next_one_goes_ahead() -> Non
     assert book.uploaded(1, version(2), "record 1") == []  # the records of the failed one do not count
 
 
+def test_an_upload_that_waits_for_a_shard_of_a_lost_host_is_over() -> None:
+    book = ledger(cadence=Cadence(every_steps=1, at_end=True))
+    assert uploads(book, version(1))
+    assert book.miss(["c"]) == []
+    assert book.miss(["b"]) == [Thaw(version(1), "host b, which has rank 1's shard, was lost during the upload")]
+    assert uploads(book, version(2))
+    book.uploaded(1, version(2), "record 1")
+    assert book.miss(["b"]) == [], "it is stored"
+
+
+def test_a_version_is_under_way_from_its_first_report_until_it_is_decided() -> None:
+    book = ledger()
+    assert not book.is_under_way
+    report(book, version(1), (0, "a"))
+    assert book.is_under_way
+    report(book, version(1), *PAIRS)
+    assert not book.is_under_way
+    report(book, version(2), (0, "a"))
+    book.finish(1)
+    assert not book.is_under_way, "it is aborted"
+
+
 # -- copies of many hosts in one message
 
 

@@ -6,7 +6,7 @@ sockets is in the lists of effects. Any order of events is tried in test_protoco
 
 from __future__ import annotations
 
-from gemini_ft.core.effects import CancelSend, Completed, Damaged, Free, Grant, Send, Skipped, Tell, Upload, Withdraw
+from gemini_ft.core.effects import CancelSend, Completed, Damaged, Free, Grant, Lacking, Send, Skipped, Tell, Upload, Withdraw
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.slots import SlotState
 from gemini_ft.core.versions import Incarnation, Version
@@ -350,6 +350,14 @@ def test_an_upload_whose_end_was_not_heard_of_gives_way_to_the_next() -> None:
     assert [slot.version for slot in host.slots(0).slots.values() if slot.frozen] == [version(2)]
     host.thawed(version(1))  # heard after all
     assert [slot.version for slot in host.slots(0).slots.values() if slot.frozen] == [version(2)]
+
+
+def test_a_host_without_its_own_copy_of_what_is_to_be_uploaded_says_so() -> None:
+    """It has been started anew. The upload would wait for it for ever."""
+    host = Host("a")
+    host.open(HOLDERS, None)
+    assert host.on_commit(version(1), freeze=True) == [Lacking(0, version(1))]
+    assert host.on_commit(version(1), freeze=False) == []
 
 
 def test_only_a_complete_version_is_read() -> None:

@@ -239,7 +239,10 @@ class TestAbsentHosts:
         text = same_error(two.outcome(_booted_later, 1e9), PeerError)
         assert "these hosts may: node-0123abcd. " in text, "this machine was there before, so it is another one of the same name"
         assert "renamed or booted since, counts as absent: GEMINI_HOST_ID gives" in text
-        assert [result["start"] for result in two.outcome(_booted_later, 0.0)] == [0, 0]
+        results = two.outcome(_booted_later, 0.0)
+        assert [result["start"] for result in results] == [0, 0]
+        lost = f"host node-0123abcd is here as {two.hosts[1]}, booted since: its copies of iteration 3 of incarnation"
+        assert [sum(lost in text for text in result["told"]) for result in results] == [1, 0]
 
     def test_are_known_to_an_agent_that_has_been_started_anew(self, two: World, slots_folder: Path) -> None:
         """Its slots are files, and so is the rest that it has to know."""
@@ -274,6 +277,21 @@ class TestAbsentHosts:
         assert text.startswith("step 3 was committed, and no host here has the shards of ranks [0]; these hosts may: host0. Nothing older")
         assert "GEMINI_RESUME=found goes on from step 2" in text
         assert [result["start"] for result in two.outcome(*run(0, storage=storage), **options)] == [2, 2]
+
+    def test_have_gone_on_as_the_launcher_knows_from_what_is_whole_here(self, two: World, tmp_path: Path) -> None:
+        """Another host has taken the place of one that was cut off and comes back, and both of the newer ones are absent, or have lost it."""
+        notes = [{"GEMINI_NOTES_FILE": str(tmp_path / f"notes{number}")} for number in range(2)]
+        assert [result["start"] for result in two.start(*run(), per_rank=notes).results()] == [0, 0]
+        told = (tmp_path / "notes1").read_text().replace("hosts=", "told=").replace("host1", "host7")
+        with (tmp_path / "notes1").open("a") as file:
+            file.write(told)
+        for hosts, absent in ((["host8", "host1"], "host0, host7"), (["host0", "host1"], "host7")):
+            two.hosts = hosts
+            text = same_error(two.start(*run(), per_rank=notes).results(), PeerError)
+            assert text.startswith(f"step 3 is whole here, and other hosts have committed since; these hosts may have it: {absent}. Nothing older")
+        attempt = two.start(*run(1), per_rank=[each | {"GEMINI_RESUME": "found"} for each in notes])
+        assert [result["start"] for result in attempt.results()] == [3, 3]
+        assert [result["start"] for result in two.start(*run(1), per_rank=notes).results()] == [4, 4]
 
 
 class TestResume:

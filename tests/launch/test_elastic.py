@@ -43,6 +43,10 @@ class Scene:
         found: _Action = self.join(SimpleNamespace(node=node, state=self.state, settings=settings), 1e18)
         return found
 
+    def heeds(self, workers: Notes) -> None:
+        """The host's launcher knows what its workers say."""
+        self.host.keeps, self.host.kept, self.host.said, self.host.learn = workers.keeps, workers.kept, workers.said, workers.learn
+
     def open_round(self, *participants: _NodeDesc) -> None:
         self.state.participants = dict.fromkeys(participants, 0)
         self.state.complete = False
@@ -111,7 +115,7 @@ def test_spares_begin_nothing_without_a_host_that_took_part() -> None:
 def test_a_place_beside_a_host_that_is_lost_before_anything_was_read_from_it_is_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     scene, workers = Scene(), Notes()
     monkeypatch.setenv("GEMINI_NOTES_FILE", workers.path)
-    scene.host.keeps, scene.host.kept, scene.host.learn = workers.keeps, workers.kept, workers.learn
+    scene.heeds(workers)
     scene.made_by(*HOSTS)
     scene.state.redundancy_list.clear()
     setattr(scene.state, "gemini_kept", {"r%2Fs": "host0,host1"})  # noqa: B010  # as spares.py does
@@ -128,6 +132,30 @@ def test_a_place_beside_a_host_that_is_lost_before_anything_was_read_from_it_is_
     assert scene.state.gemini_kept == {"r%2Fs": "host1,spare"}  # type: ignore[attr-defined]
     scene.open_round()
     assert scene.action() is _Action.ADD_TO_PARTICIPANTS
+
+
+def test_an_older_word_does_not_displace_a_newer_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have gone on without this host, and have what was committed since."""
+    scene, workers = Scene(), Notes()
+    monkeypatch.setenv("GEMINI_NOTES_FILE", workers.path)
+    scene.heeds(workers)
+    scene.made_by(*HOSTS, SPARE)
+    scene.state.redundancy_list.clear()
+    scene.host.has_taken_part, scene.host.world = True, "the world before"
+    say_committed("r", "s", ["host0", "spare"])
+    say_committed("r", "of old", ["host0", "spare"])
+    for name, value in (("gemini_world", "a later one"), ("gemini_kept", {"r%2Fs": "host0,host1"})):
+        setattr(scene.state, name, value)
+    scene.open_round(*HOSTS[:2])
+    assert scene.action() is _Action.ADD_TO_PARTICIPANTS
+    known = {"r%2Fs": "host0,host1", "r%2Fof%20old": "host0,spare"}
+    assert scene.state.gemini_kept == known  # type: ignore[attr-defined]
+    scene.state.complete, scene.state.participants = True, {HOSTS[1]: 0, HOSTS[2]: 1, SPARE: 2}
+    assert scene.action() is _Action.FINISH
+    assert hosts_of_commits("r", "s") == {"host0", "host1"}
+    scene.state.gemini_kept = known | {"r%2Fs": "host1,host2,spare"}  # type: ignore[attr-defined]  # as another host's workers say
+    spares.take_part(scene.state, SPARE, scene.host)
+    assert scene.state.gemini_kept["r%2Fs"] == "host1,host2,spare"  # type: ignore[attr-defined]
 
 
 def test_so_does_a_host_that_comes_while_the_job_restarts() -> None:

@@ -8,7 +8,7 @@ benchmarks/partitions.py.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
@@ -121,6 +121,7 @@ class Launcher:
     join: Any = None
     world: str = ""  # whose round it has found complete
     last: str = ""  # the world of which it knows that something of it is kept
+    has_said: bool = False  # since its launcher has heard the others
     keeps: bool = False  # its workers have said that they have something of one
     is_failing: bool = False
     has_ended: bool = False
@@ -148,7 +149,12 @@ class Job:
         one = Launcher(name, _NodeDesc(name, self.starts, 0), host)
         self.starts += 1
         host.lacks, host.keeps, host.kept = lambda: one.lacks, lambda: one.keeps, lambda: {"stream": one.last} if one.last else {}
-        host.learn = lambda kept: setattr(one, "last", kept.get("stream", one.last))
+        host.said = lambda: host.kept() if one.has_said else {}
+
+        def learn(kept: Mapping[str, str]) -> None:
+            one.last, one.has_said = kept.get("stream", one.last), False
+
+        host.learn = learn
         return one
 
     # -- one step of one launcher
@@ -243,7 +249,8 @@ class Job:
     def _note(self, world: World) -> None:
         """The workers tell their launchers that something is committed, or resumed."""
         for host in world.hosts if world.committed else ():
-            self.launchers[host].last, self.launchers[host].keeps = world.name, True
+            one = self.launchers[host]
+            one.last, one.has_said, one.keeps = world.name, True, True
 
     def _see_each_other(self, hosts: list[str]) -> bool:
         return all(self.network.reaches(one, other) for one in hosts for other in hosts)

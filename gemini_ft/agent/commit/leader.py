@@ -49,8 +49,10 @@ from gemini_ft.wire.tcp import Connection
 _REMEMBERED = 16  # commits whose roots are kept for readers: the job has moved on when they ask
 _TICK = 0.25  # seconds between looks for late holders
 _AT_LEAST = 3.0  # seconds for which the last upload is tried, however little patience there is
+_SETTLING = 1.0  # seconds for what is under way at the end of a job to be decided, beyond the replicas' time
 _AGAIN = 5.0  # seconds between two attempts at the last upload of a job
 SLOW_UPLOAD = 600.0  # seconds
+LOST_SECONDS = 20.0  # of silence, after which a host's part of an upload is not waited for any longer
 NO_COLLECTORS: Mapping[str, Sequence[str]] = MappingProxyType({})
 TIDY_AGAIN = 2.0  # seconds between two attempts to delete old checkpoints
 _AHEAD = 8  # steps that a change of pace is announced before it counts; a rank that hears it later loses a snapshot
@@ -85,7 +87,7 @@ class Leader:
         self._host, self._allowed, self._epoch = host, ways, epoch
         self.book, self._world_size, self._storing, self._on_decision, self._patience = book, world_size, storing, on_decision, patience
         self._ends_by: float | None = None  # until when the last upload of a finished job is tried again
-        self._again_at, self._ended = 0.0, False
+        self._again_at, self._settled_by, self._ended = 0.0, 0.0, False
         self._ways: Ways[MemberPort] = Ways()
         self._ports: set[MemberPort] = set()  # all that are connected, also those that have not greeted
         self._lost: dict[str, float] = {}  # host that cannot be reached -> when something was heard of it last, as far as is known
@@ -95,6 +97,7 @@ class Leader:
         self._began = time.monotonic()
         self._newest = 0  # iteration that was spoken of
         self._upload: tuple[Version | None, float] = (None, 0.0)  # under way, since (or when that was last said)
+        self._gone: dict[str, float] = {}  # host of which nothing is heard while an upload is under way -> since when
         self._writing: Version | None = None  # the upload of which all shards are stored, and the manifest is being written
         self._drained: set[str] = set()  # hosts that were asked to leave; one that could not be told is when it joins again
         self._roots: deque[tuple[Version, Mapping[int, str]]] = deque(maxlen=_REMEMBERED)
@@ -193,7 +196,7 @@ class Leader:
             self._finished.add(message.rank)
             self._apply(self.book.finish(message.rank))
             if len(self._finished) == self._world_size and self._ends_by is None:
-                self._ends_by = now + max(self._patience, _AT_LEAST)
+                self._ends_by, self._settled_by = now + max(self._patience, _AT_LEAST), now + self.book.replica_timeout + _SETTLING
                 self._end(now)
         else:
             raise PeerError(f"{kind_of(message)!r} is not a report")
@@ -237,6 +240,9 @@ class Leader:
     def _end(self, now: float) -> None:
         """Uploads what a finished job has committed last, for as long as configured, and then tells all that it is over."""
         if self._ended or self._ends_by is None or self.book.uploading is not None:
+            return
+        if self.book.is_under_way and now < self._settled_by:  # `Ledger.tick` decides it
+            self._ends_by = max(self._ends_by, now + _AT_LEAST)
             return
         if self._epoch and not self.book.upload_error and self.book.is_overdue(now):
             self.book.note_unstored("the host that led the commits was lost before it was stored")
@@ -296,7 +302,13 @@ class Leader:
         return found
 
     def _watch_upload(self, now: float) -> None:
-        """Warns when storage takes very long: it may hang, and meanwhile nothing else is uploaded."""
+        """Ends an upload that a lost host keeps from its end, and warns when storage takes very long: it may hang.
+
+        Meanwhile nothing else is uploaded.
+        """
+        absent = {*self._absent(now), *self.missing(now)} if self.book.uploading is not None else set[str]()
+        self._gone = {host: self._gone.get(host, now) for host in absent}
+        self._apply(self.book.miss([host for host, since in self._gone.items() if now - since >= LOST_SECONDS]))
         version, since = self._upload
         if self.book.uploading != version:
             self._upload = (self.book.uploading, now)

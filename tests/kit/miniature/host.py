@@ -18,6 +18,7 @@ from gemini_ft.core.effects import (
     Gathered,
     GatheredSkips,
     Grant,
+    Lacking,
     Send,
     Skipped,
     Tell,
@@ -387,6 +388,9 @@ class Node:
                     self._tell(owner, "aborted", version.iteration)
                 case Upload(owner, index, version):
                     self._upload(owner, index, version)
+                case Lacking(owner, version):
+                    self.said_of_uploads.append(("uploaded", owner, version, "no copy"))
+                    self.say("uploaded", owner, version, "no copy")
                 case Free(owner, index):
                     self._free(owner, index)
                 case Damaged(owner, version):
