@@ -132,8 +132,8 @@ class TestAgent:
 
 class TestAllocations:
     def test_of_the_size_of_the_state_end_with_the_first_steps(self, two: World) -> None:
-        for grown in two.outcome(growth, 13_500_000, 5):
-            assert grown["shard"] == 108_000_000
+        for grown in two.outcome(growth, 20_000_000, 5):
+            assert grown["shard"] == 160_000_000
             assert max(grown["worker"], grown["agent"]) < grown["shard"] // 4, grown
 
 
