@@ -70,7 +70,7 @@ def check_options(what: str, model: type[BaseModel], options: Mapping[str, Any],
 
 def _plain(value: Any) -> Any:
     """A whole number of another library as one of Python's, which strict models insist on."""
-    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+    return value if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
 
 
 def _allowed(model: type[BaseModel], name: str) -> str:

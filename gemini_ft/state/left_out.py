@@ -89,8 +89,8 @@ def _variables() -> dict[str, Any]:
 def variables_of(frame: FrameType) -> dict[str, Any]:
     """The local variables of a frame, which does not keep them alive afterwards.
 
-    Before Python 3.13 the dict of a function's variables stays in its frame once it was asked for. It is emptied, unless the script has asked
-    for it as well (``locals()``); the variables themselves lie elsewhere.
+    Before Python 3.13 the dict of a function's variables stays in its frame once it was asked for. It is emptied, unless the script has
+    asked for it as well (``locals()``); the variables themselves lie elsewhere.
     """
     kept = frame.f_locals
     found = dict(kept)
