@@ -190,7 +190,7 @@ class Listener:
             peer = "{}:{}".format(*sock.getpeername()[:2])
             async with asyncio.timeout(TIMEOUT):
                 if await self._peek(sock) == MARK[:1]:
-                    await self._take_lane(sock, peer)
+                    await self.take_lane(sock, peer)
                 else:
                     await self._shake_hands(sock)
         except ssl.SSLError as error:
@@ -217,7 +217,8 @@ class Listener:
                 finally:
                     self._loop.remove_reader(sock)
 
-    async def _take_lane(self, sock: socket.socket, peer: str) -> None:
+    async def take_lane(self, sock: socket.socket, peer: str) -> None:
+        """Takes a lane to the connection that waits for it, which ends if that fails."""
         said = b""
         while len(said) < len(MARK) + ID_BYTES:
             part = await self._loop.sock_recv(sock, len(MARK) + ID_BYTES - len(said))

@@ -221,7 +221,7 @@ class TestBetween:
                 rank.reserve(4 * CHUNK)
             job.commit(ranks, 1)
             assert len(splice.names) == 2
-            assert job.log("b").count("a payload was changed on its way") == 2
+            assert "a payload was changed on its way" in job.log("b")  # of the other one too, unless it was cut by the end of the first
             for owner in (0, 2):
                 assert shard(job, ranks[1].address, owner, 1) == content(owner, 1, 4 * CHUNK)
 

@@ -23,7 +23,7 @@ from gemini_ft.errors import ConfigError, PeerError, SecretError
 from gemini_ft.wire import handshake
 from gemini_ft.wire.frames import BlockingWire
 from gemini_ft.wire.handshake import dial, listen
-from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES
+from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES, BlockingLane
 from gemini_ft.wire.lane_thread import LaneThread
 from gemini_ft.wire.messages import PROTOCOL_VERSION, Chunk, Notice, kind_of, pack
 from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage, ReportFinished
@@ -529,19 +529,20 @@ class TestHandshake:
     @pytest.mark.parametrize("error", [PeerError("no such place"), ValueError("odd")], ids=repr)
     def test_whose_last_lane_brings_an_error_ends(self, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
         """What was announced before is heard when the last lane is there: an error must not leave a connection that hears nothing."""
-        take_lane = handshake.Listener._take_lane
+        take_lane = handshake.Listener.take_lane
 
         async def work() -> None:
             async with Place() as place:
 
                 async def take_late(listener: handshake.Listener, sock: socket.socket, peer: str) -> None:
-                    await place.until(lambda: place.connections[0]._heard_late)
+                    transport: Any = place.connections[0].transport
+                    await place.until(lambda: not transport.is_reading())  # as something waits for lanes
                     await take_lane(listener, sock, peer)
 
                 def fail(message: PeerMessage) -> None:
                     raise error
 
-                monkeypatch.setattr(handshake.Listener, "_take_lane", take_late)
+                monkeypatch.setattr(handshake.Listener, "take_lane", take_late)
                 connection = await place.dial(Recorder())
                 theirs = place.handlers[0]
                 monkeypatch.setattr(theirs, "on_message", fail)
@@ -553,14 +554,12 @@ class TestHandshake:
         run(work())
 
     def test_whose_lane_cannot_be_made_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        opened = handshake._lane
-
-        def fail(sock: socket.socket, key: bytes, *, dialled: bool, encrypt: bool, peer: str) -> LaneThread:
+        def fail(*given: Any, dialled: bool, **more: Any) -> BlockingLane:
             if dialled:
-                return opened(sock, key, dialled=dialled, encrypt=encrypt, peer=peer)
+                return BlockingLane(*given, dialled=dialled, **more)
             raise MemoryError("no room")
 
-        monkeypatch.setattr(handshake, "_lane", fail)
+        monkeypatch.setattr(handshake, "BlockingLane", fail)
 
         async def work() -> None:
             async with Place() as place:
@@ -574,14 +573,14 @@ class TestHandshake:
 
     def test_of_many_lanes_takes_no_place_of_a_stranger(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(handshake, "STRANGERS", 2)
-        take_lane, came = handshake.Listener._take_lane, list[str]()
+        take_lane, came = handshake.Listener.take_lane, list[str]()
 
         async def take_together(listener: handshake.Listener, sock: socket.socket, peer: str) -> None:
             came.append(peer)
             await Place.until(lambda: len(came) == LANES)
             await take_lane(listener, sock, peer)
 
-        monkeypatch.setattr(handshake.Listener, "_take_lane", take_together)
+        monkeypatch.setattr(handshake.Listener, "take_lane", take_together)
 
         async def work() -> None:
             async with Place(bytearray(10)) as place:
@@ -626,15 +625,19 @@ class TestHandshake:
         run(work())
 
     @pytest.mark.parametrize("wanted_by", ["nobody", "this side", "that side"])
-    def test_encrypts_if_either_side_wants_it(self, wanted_by: str) -> None:
+    def test_encrypts_if_either_side_wants_it(self, wanted_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        lanes: list[bool] = []
+
+        def seen(*given: Any, encrypt: bool, **more: Any) -> BlockingLane:
+            lanes.append(encrypt)
+            return BlockingLane(*given, encrypt=encrypt, **more)
+
+        monkeypatch.setattr(handshake, "BlockingLane", seen)
+
         async def work() -> None:
             async with Place(encrypt=wanted_by == "that side") as place:
-                claims, lanes = CLAIMS.model_copy(update={"encrypt": wanted_by == "this side"}), list[bool]()
-                with pytest.MonkeyPatch.context() as patch:
-                    opened = handshake._lane
-                    patch.setattr(handshake, "_lane", lambda *given, **more: lanes.append(more["encrypt"]) or opened(*given, **more))
-                    connection = await dial(place.address, claims, SECRET, Recorder())
-                    await place.until(lambda: len(lanes) == 2)
+                connection = await dial(place.address, CLAIMS.model_copy(update={"encrypt": wanted_by == "this side"}), SECRET, Recorder())
+                await place.until(lambda: len(lanes) == 2)
                 assert lanes == [wanted_by != "nobody"] * 2
                 connection.abort("done")
 
