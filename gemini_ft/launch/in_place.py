@@ -28,7 +28,7 @@ from gemini_ft.wire.private import credentials
 
 logger = logging.getLogger(__name__)
 
-IN_PLACE = "GEMINI_IN_PLACE"  # in the environment of workers: the abstract address at which they call
+IN_PLACE = "GEMINI_IN_PLACE"  # in the environment of workers: process id of their launcher, and the abstract address at which they call it
 FAILED, PARKED, LEAVES = "failed", "parked", "leaves"  # a worker's words: its attempt has failed; it waits for the next; it cannot stay
 _POLL = 0.005  # seconds
 _KILL_SECONDS = 30.0  # for the kernel to end a process that was killed
@@ -183,7 +183,7 @@ def staying(workers: Workers) -> Iterator[Stays | None]:
         yield None
         return
     stays = Stays(workers, config.in_place_timeout)
-    os.environ[IN_PLACE] = stays.address
+    os.environ[IN_PLACE] = f"{os.getpid()}:{stays.address}"
     try:
         yield stays
     finally:

@@ -52,11 +52,15 @@ def run(train: Callable[[], T]) -> T:
     """
     global has_begun
     is_first, has_begun = not has_begun, True
-    address = os.environ.get(IN_PLACE)
-    if address is None:
+    launcher, _, address = os.environ.get(IN_PLACE, "").partition(":")
+    if not address:
         return train()
-    if not is_first or dist.is_initialized():
-        why = "the process group was made before it" if is_first else "it is not the first of this script"
+    why = "" if is_first else "it is not the first of this script"
+    if dist.is_initialized():
+        why = why or "the process group was made before it"
+    if launcher != str(os.getppid()):
+        why = why or "another program is between it and the launcher"
+    if why:
         _log.warning("gemini_ft.run: after a failure this worker is started anew, as %s", why)
         return train()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:

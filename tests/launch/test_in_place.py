@@ -72,7 +72,7 @@ def test_sharded_parameters_may_not(launcher: socket.socket) -> None:
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["a group made before", "the second call"])
 def test_another_worker_would_begin_elsewhere(is_first: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setenv("GEMINI_IN_PLACE", "nobody-listens-here")
+    monkeypatch.setenv("GEMINI_IN_PLACE", f"{os.getppid()}:nobody-listens-here")
     monkeypatch.setattr(in_place, "has_begun", not is_first)
     monkeypatch.setattr(dist, "is_initialized", lambda: is_first)
     seen: list[Any] = []
