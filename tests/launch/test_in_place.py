@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import gemini_ft
+from gemini_ft import accelerator
+from gemini_ft.launch.grace import Workers
+from gemini_ft.launch.in_place import Stays
 from gemini_ft.wire import channel
 from gemini_ft.worker import attempt, in_place
 from gemini_ft.worker.attempt import OverError, OwnAttempt, leave_if_over
@@ -56,6 +60,24 @@ def test_a_plain_loop_may_stay_and_an_integration_not(launcher: socket.socket) -
     assert refusal() == ""
     gemini_ft.Checkpointer(hooks=False)
     assert "Lightning" in refusal()
+
+
+def test_a_worker_that_can_never_stay_is_signalled_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Told that its attempt is over, it would be waited for until `in_place_timeout`."""
+    stays = Stays(Workers(), 5.0)
+    process = Mock(pid=os.getpid(), poll=lambda: None)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        first = stays.begin(process, {"LOCAL_RANK": "0"})
+        end.connect(f"\0{stays.address}")
+        monkeypatch.setattr(attempt, "present", OwnAttempt(end))
+        leave_if_over()
+        monkeypatch.setattr(accelerator, "in_use", lambda: torch)
+        leave_if_over()
+        leave_if_over()
+        assert first.poll() is None, "it goes on"
+        assert not first.end_in_place()
+        assert caplog.text.count("does not stay, and another one is started: it uses a device") == 1
+    stays.close()
 
 
 def test_sharded_parameters_may_not(launcher: socket.socket) -> None:
