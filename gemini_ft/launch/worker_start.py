@@ -256,11 +256,10 @@ class _Handler(SubprocessHandler):
         """Closes as torch's own does, but does not signal a worker again that has had the signal."""
         process: Any = self.proc  # see _popen
         signum = death_sig or signal.SIGTERM
-        if isinstance(process, Attempt):
-            if signum == signal.SIGTERM and self.workers.stopped_by is None and process.end_in_place():
-                return
-            process = process.process
-        self.workers.send(process, signum)
+        if not isinstance(process, Attempt):
+            self.workers.send(process, signum)
+        elif signum != signal.SIGTERM or self.workers.stopped_by is not None or not process.end_in_place():
+            self.workers.send(process.process, signum)
         for file in (self._stdout, self._stderr):
             if file:
                 file.close()

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -66,6 +67,7 @@ def run(train: Callable[[], T]) -> T:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         end.connect(f"\0{address}")
         known, randomness = [*threading.enumerate(), *instances(_MultiProcessingDataLoaderIter)], rng_state()
+        has_gradients = torch.is_grad_enabled()
         try:
             while True:
                 attempt.present = present = OwnAttempt(end)
@@ -73,6 +75,7 @@ def run(train: Callable[[], T]) -> T:
                     return done[0]
                 _stay(present, known)
                 set_rng_state(randomness)
+                torch.set_grad_enabled(has_gradients)
         finally:
             attempt.present = None
             end.shutdown(socket.SHUT_RDWR)  # processes of a DataLoader may have the descriptor, too
@@ -81,7 +84,9 @@ def run(train: Callable[[], T]) -> T:
 def _once(train: Callable[[], T], present: OwnAttempt) -> list[T]:
     """The result of ``train`` in a list; empty if the attempt is over, and what has been raised is forgotten."""
     try:
-        return [train()]
+        result = train()
+        present.look()
+        return [] if present.is_over else [result]
     except OverError:
         pass
     except Exception as error:

@@ -128,7 +128,7 @@ def test_a_survivor_that_is_stuck_is_replaced(deed: str, plain: Outcome, tmp_pat
 
 def test_what_an_attempt_leaves_behind_never_meets_the_next_one(tmp_path: Path) -> None:
     whole = job(tmp_path / "whole", workers=1)
-    outcome = job(tmp_path / "job", "0:0:2:keep", "0:0:3:raise", "1:0:5:thread", "1:0:6:raise", "2:0:8:raise", workers=1)
+    outcome = job(tmp_path / "job", "0:0:2:keep", "0:0:3:raise", "1:0:5:thread", "1:0:6:raise", "2:0:8:blind", "2:0:8:raise", workers=1)
     assert (whole.status, outcome.status) == (0, 0), outcome.output
     assert outcome.bits == whole.bits
     first, second, third, fourth = outcome.ranks[0].pids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,7 +18,8 @@ from torch.distributed.tensor import distribute_tensor
 import gemini_ft
 from gemini_ft import accelerator
 from gemini_ft.launch.grace import Workers
-from gemini_ft.launch.in_place import Stays
+from gemini_ft.launch.in_place import Attempt, Stays
+from gemini_ft.launch.worker_start import _Handler
 from gemini_ft.wire import channel
 from gemini_ft.worker import attempt, in_place
 from gemini_ft.worker.attempt import OverError, OwnAttempt, leave_if_over
@@ -43,6 +45,24 @@ def test_an_attempt_ends_where_the_package_looks_for_the_launchers_word(launcher
     for _ in range(2):  # whatever the loop makes of the first one
         with pytest.raises(OverError):
             leave_if_over()
+
+
+def test_a_result_that_comes_after_the_launchers_word_is_none(launcher: socket.socket) -> None:
+    """The launcher takes the attempt for ended, and would not see how this process ends."""
+    assert attempt.present is not None
+    assert in_place._once(lambda: "done", attempt.present) == ["done"]
+    channel.send(launcher, {"over": True})
+    assert in_place._once(lambda: "done", attempt.present) == []
+
+
+def test_the_files_of_an_attempt_are_closed_with_it(tmp_path: Path) -> None:
+    handler = _Handler.__new__(_Handler)
+    handler.proc, handler.workers = Mock(Attempt), Mock(stopped_by=None)
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        handler._stdout, handler._stderr = out, err
+        handler.close()
+        assert (out.closed, err.closed) == (True, True)
+    handler.workers.send.assert_not_called()
 
 
 def test_a_process_that_the_worker_has_forked_has_no_attempt(launcher: socket.socket) -> None:
