@@ -227,7 +227,7 @@ class WarmStart:
             self._server = None
 
 
-class _Handler(SubprocessHandler):
+class WorkerHandler(SubprocessHandler):
     """Torch's handler of a worker process, with a forked one inside where that is possible."""
 
     def __init__(self, workers: Workers, warm: WarmStart | None, cold_start: ColdStart, stays: Stays | None, **arguments: Any) -> None:
@@ -321,7 +321,7 @@ def _started_by(workers: Workers, warm: WarmStart | None, cold_start: ColdStart)
     original = getattr(torch_api, _STARTER)
     try:
         with workers.signalled(), staying(workers) as stays:
-            setattr(torch_api, _STARTER, partial(_Handler, workers, warm, cold_start, stays))
+            setattr(torch_api, _STARTER, partial(WorkerHandler, workers, warm, cold_start, stays))
             try:
                 yield
                 workers.go_on()

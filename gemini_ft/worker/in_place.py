@@ -71,7 +71,7 @@ def run(train: Callable[[], T]) -> T:
         try:
             while True:
                 attempt.present = present = OwnAttempt(end)
-                if done := _once(train, present):
+                if done := once(train, present):
                     return done[0]
                 _stay(present, known)
                 set_rng_state(randomness)
@@ -81,7 +81,7 @@ def run(train: Callable[[], T]) -> T:
             end.shutdown(socket.SHUT_RDWR)  # processes of a DataLoader may have the descriptor, too
 
 
-def _once(train: Callable[[], T], present: OwnAttempt) -> list[T]:
+def once(train: Callable[[], T], present: OwnAttempt) -> list[T]:
     """The result of ``train`` in a list; empty if the attempt is over, and what has been raised is forgotten."""
     try:
         result = train()

@@ -19,7 +19,7 @@ import gemini_ft
 from gemini_ft import accelerator
 from gemini_ft.launch.grace import Workers
 from gemini_ft.launch.in_place import Attempt, Stays
-from gemini_ft.launch.worker_start import _Handler
+from gemini_ft.launch.worker_start import WorkerHandler
 from gemini_ft.wire import channel
 from gemini_ft.worker import attempt, in_place
 from gemini_ft.worker.attempt import OverError, OwnAttempt, leave_if_over
@@ -50,13 +50,13 @@ def test_an_attempt_ends_where_the_package_looks_for_the_launchers_word(launcher
 def test_a_result_that_comes_after_the_launchers_word_is_none(launcher: socket.socket) -> None:
     """The launcher takes the attempt for ended, and would not see how this process ends."""
     assert attempt.present is not None
-    assert in_place._once(lambda: "done", attempt.present) == ["done"]
+    assert in_place.once(lambda: "done", attempt.present) == ["done"]
     channel.send(launcher, {"over": True})
-    assert in_place._once(lambda: "done", attempt.present) == []
+    assert in_place.once(lambda: "done", attempt.present) == []
 
 
 def test_the_files_of_an_attempt_are_closed_with_it(tmp_path: Path) -> None:
-    handler = _Handler.__new__(_Handler)
+    handler = WorkerHandler.__new__(WorkerHandler)
     handler.proc, handler.workers = Mock(Attempt), Mock(stopped_by=None)
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
         handler._stdout, handler._stderr = out, err
