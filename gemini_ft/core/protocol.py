@@ -24,7 +24,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from gemini_ft.core.effects import CancelSend, Completed, Damaged, Effect, Free, Grant, Lacking, Report, Send, Skipped, Tell, Upload, Withdraw
+from gemini_ft.core.effects import (
+    CancelSend,
+    Completed,
+    Damaged,
+    Effect,
+    Free,
+    Grant,
+    Lacking,
+    Report,
+    Send,
+    Skipped,
+    Tell,
+    Upload,
+    Withdraw,
+)
 from gemini_ft.core.slots import Slot, SlotSet, SlotState
 from gemini_ft.core.versions import Incarnation, Version
 

@@ -28,8 +28,10 @@ from gemini_ft.wire.private import credentials
 
 logger = logging.getLogger(__name__)
 
-IN_PLACE = "GEMINI_IN_PLACE"  # in the environment of workers: the abstract address at which they call
+IN_PLACE = "GEMINI_IN_PLACE"  # in the environment of workers: process id of their launcher, and the abstract address at which they call it
 FAILED, PARKED, LEAVES = "failed", "parked", "leaves"  # a worker's words: its attempt has failed; it waits for the next; it cannot stay
+NEVER = "never"  # and while its attempt goes on: it cannot stay after it
+_REFUSAL = "worker (pid %d) does not stay, and another one is started: %s"
 _POLL = 0.005  # seconds
 _KILL_SECONDS = 30.0  # for the kernel to end a process that was killed
 
@@ -60,7 +62,7 @@ class Attempt:
 
     def end_in_place(self) -> bool:
         """Ends the attempt, as another worker has failed; returns False if the worker does not listen, and must be signalled."""
-        if self.poll() is None and self._stays.tell(self.pid, {"over": True}):
+        if self.poll() is None and not self._stays.refuses(self.pid) and self._stays.tell(self.pid, {"over": True}):
             self._end(-signal.SIGTERM)
         return self._status is not None
 
@@ -110,6 +112,7 @@ class Stays:
         self._listener.setblocking(False)
         self._channels: dict[int, socket.socket] = {}  # by process id, of those that are inside `gemini_ft.run`
         self._words: dict[int, str] = {}  # the last one of each
+        self._refusals: dict[int, str] = {}  # of those that cannot stay, as they have said
         self._attempts: dict[str, Attempt] = {}  # the last one of each local rank
 
     def begin(self, process: Process, environ: Mapping[str, str]) -> Attempt:
@@ -129,6 +132,13 @@ class Stays:
         """The newest word of a worker on its present attempt; None: it has said nothing, or does not listen."""
         self._hear()
         return self._words.get(pid)
+
+    def refuses(self, pid: int) -> bool:
+        """Whether a worker has said during its attempt that it cannot stay; then the log says why."""
+        self._hear()
+        if why := self._refusals.get(pid):
+            logger.warning(_REFUSAL, pid, why)
+        return bool(why)
 
     def tell(self, pid: int, message: Mapping[str, Any], descriptors: Sequence[int] = (), *, anew: bool = False) -> bool:
         """Sends a message to a worker; with ``anew`` its last word is forgotten first. Returns False if it does not listen."""
@@ -156,11 +166,15 @@ class Stays:
         for pid, end in list(self._channels.items()):
             with suppress(BlockingIOError):
                 while (received := _received(end)) is not None:
+                    if received["word"] == NEVER:
+                        self._refusals[pid] = received["why"]
+                        continue
                     self._words[pid] = received["word"]
                     if "why" in received:
-                        logger.warning("worker (pid %d) does not stay, and another one is started: %s", pid, received["why"])
+                        logger.warning(_REFUSAL, pid, received["why"])
                 self._channels.pop(pid).close()  # it has left `gemini_ft.run`
                 self._words.pop(pid, None)
+                self._refusals.pop(pid, None)
 
     def close(self) -> None:
         for end in (self._listener, *self._channels.values()):
@@ -183,7 +197,7 @@ def staying(workers: Workers) -> Iterator[Stays | None]:
         yield None
         return
     stays = Stays(workers, config.in_place_timeout)
-    os.environ[IN_PLACE] = stays.address
+    os.environ[IN_PLACE] = f"{os.getpid()}:{stays.address}"
     try:
         yield stays
     finally:

@@ -227,7 +227,7 @@ class WarmStart:
             self._server = None
 
 
-class _Handler(SubprocessHandler):
+class WorkerHandler(SubprocessHandler):
     """Torch's handler of a worker process, with a forked one inside where that is possible."""
 
     def __init__(self, workers: Workers, warm: WarmStart | None, cold_start: ColdStart, stays: Stays | None, **arguments: Any) -> None:
@@ -256,11 +256,10 @@ class _Handler(SubprocessHandler):
         """Closes as torch's own does, but does not signal a worker again that has had the signal."""
         process: Any = self.proc  # see _popen
         signum = death_sig or signal.SIGTERM
-        if isinstance(process, Attempt):
-            if signum == signal.SIGTERM and self.workers.stopped_by is None and process.end_in_place():
-                return
-            process = process.process
-        self.workers.send(process, signum)
+        if not isinstance(process, Attempt):
+            self.workers.send(process, signum)
+        elif signum != signal.SIGTERM or self.workers.stopped_by is not None or not process.end_in_place():
+            self.workers.send(process.process, signum)
         for file in (self._stdout, self._stderr):
             if file:
                 file.close()
@@ -322,7 +321,7 @@ def _started_by(workers: Workers, warm: WarmStart | None, cold_start: ColdStart)
     original = getattr(torch_api, _STARTER)
     try:
         with workers.signalled(), staying(workers) as stays:
-            setattr(torch_api, _STARTER, partial(_Handler, workers, warm, cold_start, stays))
+            setattr(torch_api, _STARTER, partial(WorkerHandler, workers, warm, cold_start, stays))
             try:
                 yield
                 workers.go_on()

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from gemini_ft import accelerator
+from gemini_ft.launch.in_place import NEVER
 from gemini_ft.wire import channel
 
 
@@ -77,6 +79,14 @@ class OwnAttempt:
             self.look()
             if self.is_over:
                 raise OverError
+            if accelerator.in_use() is not None:
+                self.refuse("it uses a device, and groups of devices are not yet made anew in place")
+
+    def refuse(self, why: str) -> None:
+        """Says to the launcher, once, that this process cannot stay."""
+        if not self.refusal:
+            self.refusal = why
+            self.say(NEVER, why=why)
 
     def close_checkpointers(self) -> None:
         """Closes those that the attempt has made, without a word to the agent that training is over."""
@@ -123,7 +133,7 @@ def close_with(checkpointer: Any) -> None:
 def never_stay(why: str) -> None:
     """Has this process replaced after a failure, for a reason."""
     if present is not None:
-        present.refusal = why
+        present.refuse(why)
 
 
 def _forget() -> None:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -52,32 +53,40 @@ def run(train: Callable[[], T]) -> T:
     """
     global has_begun
     is_first, has_begun = not has_begun, True
-    address = os.environ.get(IN_PLACE)
-    if address is None:
+    launcher, _, address = os.environ.get(IN_PLACE, "").partition(":")
+    if not address:
         return train()
-    if not is_first or dist.is_initialized():
-        why = "the process group was made before it" if is_first else "it is not the first of this script"
+    why = "" if is_first else "it is not the first of this script"
+    if dist.is_initialized():
+        why = why or "the process group was made before it"
+    if launcher != str(os.getppid()):
+        why = why or "another program is between it and the launcher"
+    if why:
         _log.warning("gemini_ft.run: after a failure this worker is started anew, as %s", why)
         return train()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         end.connect(f"\0{address}")
         known, randomness = [*threading.enumerate(), *instances(_MultiProcessingDataLoaderIter)], rng_state()
+        has_gradients = torch.is_grad_enabled()
         try:
             while True:
                 attempt.present = present = OwnAttempt(end)
-                if done := _once(train, present):
+                if done := once(train, present):
                     return done[0]
                 _stay(present, known)
                 set_rng_state(randomness)
+                torch.set_grad_enabled(has_gradients)
         finally:
             attempt.present = None
             end.shutdown(socket.SHUT_RDWR)  # processes of a DataLoader may have the descriptor, too
 
 
-def _once(train: Callable[[], T], present: OwnAttempt) -> list[T]:
+def once(train: Callable[[], T], present: OwnAttempt) -> list[T]:
     """The result of ``train`` in a list; empty if the attempt is over, and what has been raised is forgotten."""
     try:
-        return [train()]
+        result = train()
+        present.look()
+        return [] if present.is_over else [result]
     except OverError:
         pass
     except Exception as error:

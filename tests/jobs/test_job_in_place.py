@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +57,15 @@ def read(folder: Path) -> list[Rank]:
     return ranks
 
 
-def job(folder: Path, *deeds: str, keeper: str = "gemini", restart: str = "in_place", workers: int = 2, timeout: str = "20") -> Outcome:
+def job(
+    folder: Path,
+    *deeds: str,
+    keeper: str = "gemini",
+    restart: str = "in_place",
+    workers: int = 2,
+    timeout: str = "20",
+    wrapper: Sequence[str] = (),
+) -> Outcome:
     env = {name: value for name, value in os.environ.items() if not name.startswith("GEMINI_")}
     env |= {
         "GLOO_SOCKET_IFNAME": "lo",
@@ -64,7 +73,8 @@ def job(folder: Path, *deeds: str, keeper: str = "gemini", restart: str = "in_pl
         "GEMINI_LINGER": "30",
     }
     env |= {"GEMINI_IN_PLACE_TIMEOUT": timeout}
-    command = [sys.executable, *LAUNCHER, f"--restart={restart}", f"--nproc-per-node={workers}", SCRIPT, str(folder), keeper, *deeds]
+    program = [*wrapper, SCRIPT, str(folder), keeper, *deeds]
+    command = [sys.executable, *LAUNCHER, f"--restart={restart}", f"--nproc-per-node={workers}", *program]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     return Outcome(done.returncode, done.stdout + done.stderr, read(folder))
 
@@ -118,7 +128,7 @@ def test_a_survivor_that_is_stuck_is_replaced(deed: str, plain: Outcome, tmp_pat
 
 def test_what_an_attempt_leaves_behind_never_meets_the_next_one(tmp_path: Path) -> None:
     whole = job(tmp_path / "whole", workers=1)
-    outcome = job(tmp_path / "job", "0:0:2:keep", "0:0:3:raise", "1:0:5:thread", "1:0:6:raise", "2:0:8:raise", workers=1)
+    outcome = job(tmp_path / "job", "0:0:2:keep", "0:0:3:raise", "1:0:5:thread", "1:0:6:raise", "2:0:8:blind", "2:0:8:raise", workers=1)
     assert (whole.status, outcome.status) == (0, 0), outcome.output
     assert outcome.bits == whole.bits
     first, second, third, fourth = outcome.ranks[0].pids
@@ -135,6 +145,15 @@ def test_a_generator_that_outlives_an_attempt_begins_anew_with_a_new_process(tmp
     assert outcome.bits == whole.bits
     assert len({*outcome.ranks[0].pids}) == 2
     assert "what train() has trained is still referenced from outside of it: Generator" in outcome.output
+
+
+def test_a_worker_inside_another_program_is_started_anew(plain: Outcome, tmp_path: Path) -> None:
+    wrapper = ("--no-python", "sh", "-c", f'{sys.executable} "$@"; exit $?', "sh")
+    outcome = job(tmp_path / "job", "0:1:4:raise", wrapper=wrapper)
+    assert outcome.status == 0, outcome.output
+    assert outcome.bits == plain.bits
+    assert [len({*rank.pids}) for rank in outcome.ranks] == [2, 2]
+    assert "after a failure this worker is started anew, as another program is between it and the launcher" in outcome.output
 
 
 def test_the_same_error_at_the_same_step_ends_the_job(tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ class TestAbsentHosts:
         assert [result["start"] for result in two.outcome(*run(0, storage=storage), **options)] == [2, 2]
 
     def test_have_gone_on_as_the_launcher_knows_from_what_is_whole_here(self, two: World, tmp_path: Path) -> None:
-        """Another host has taken the place of one that was cut off and comes back, and both of the newer ones are absent, or have lost it."""
+        """Another host has taken the place of one that was cut off and comes back; the newer ones are absent, or have lost it."""
         notes = [{"GEMINI_NOTES_FILE": str(tmp_path / f"notes{number}")} for number in range(2)]
         assert [result["start"] for result in two.start(*run(), per_rank=notes).results()] == [0, 0]
         told = (tmp_path / "notes1").read_text().replace("hosts=", "told=").replace("host1", "host7")
@@ -288,7 +288,9 @@ class TestAbsentHosts:
         for hosts, absent in ((["host8", "host1"], "host0, host7"), (["host0", "host1"], "host7")):
             two.hosts = hosts
             text = same_error(two.start(*run(), per_rank=notes).results(), PeerError)
-            assert text.startswith(f"step 3 is whole here, and other hosts have committed since; these hosts may have it: {absent}. Nothing older")
+            assert text.startswith(
+                f"step 3 is whole here, and other hosts have committed since; these hosts may have it: {absent}. Nothing older"
+            )
         attempt = two.start(*run(1), per_rank=[each | {"GEMINI_RESUME": "found"} for each in notes])
         assert [result["start"] for result in attempt.results()] == [3, 3]
         assert [result["start"] for result in two.start(*run(1), per_rank=notes).results()] == [4, 4]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import gemini_ft
+from gemini_ft import accelerator
+from gemini_ft.launch.grace import Workers
+from gemini_ft.launch.in_place import Attempt, Stays
+from gemini_ft.launch.worker_start import WorkerHandler
 from gemini_ft.wire import channel
 from gemini_ft.worker import attempt, in_place
 from gemini_ft.worker.attempt import OverError, OwnAttempt, leave_if_over
@@ -41,6 +47,24 @@ def test_an_attempt_ends_where_the_package_looks_for_the_launchers_word(launcher
             leave_if_over()
 
 
+def test_a_result_that_comes_after_the_launchers_word_is_none(launcher: socket.socket) -> None:
+    """The launcher takes the attempt for ended, and would not see how this process ends."""
+    assert attempt.present is not None
+    assert in_place.once(lambda: "done", attempt.present) == ["done"]
+    channel.send(launcher, {"over": True})
+    assert in_place.once(lambda: "done", attempt.present) == []
+
+
+def test_the_files_of_an_attempt_are_closed_with_it(tmp_path: Path) -> None:
+    handler = WorkerHandler.__new__(WorkerHandler)
+    handler.proc, handler.workers = Mock(Attempt), Mock(stopped_by=None)
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        handler._stdout, handler._stderr = out, err
+        handler.close()
+        assert (out.closed, err.closed) == (True, True)
+    handler.workers.send.assert_not_called()
+
+
 def test_a_process_that_the_worker_has_forked_has_no_attempt(launcher: socket.socket) -> None:
     channel.send(launcher, {"over": True})
     pid = os.fork()
@@ -58,6 +82,24 @@ def test_a_plain_loop_may_stay_and_an_integration_not(launcher: socket.socket) -
     assert "Lightning" in refusal()
 
 
+def test_a_worker_that_can_never_stay_is_signalled_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Told that its attempt is over, it would be waited for until `in_place_timeout`."""
+    stays = Stays(Workers(), 5.0)
+    process = Mock(pid=os.getpid(), poll=lambda: None)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        first = stays.begin(process, {"LOCAL_RANK": "0"})
+        end.connect(f"\0{stays.address}")
+        monkeypatch.setattr(attempt, "present", OwnAttempt(end))
+        leave_if_over()
+        monkeypatch.setattr(accelerator, "in_use", lambda: torch)
+        leave_if_over()
+        leave_if_over()
+        assert first.poll() is None, "it goes on"
+        assert not first.end_in_place()
+        assert caplog.text.count("does not stay, and another one is started: it uses a device") == 1
+    stays.close()
+
+
 def test_sharded_parameters_may_not(launcher: socket.socket) -> None:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -72,7 +114,7 @@ def test_sharded_parameters_may_not(launcher: socket.socket) -> None:
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["a group made before", "the second call"])
 def test_another_worker_would_begin_elsewhere(is_first: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setenv("GEMINI_IN_PLACE", "nobody-listens-here")
+    monkeypatch.setenv("GEMINI_IN_PLACE", f"{os.getppid()}:nobody-listens-here")
     monkeypatch.setattr(in_place, "has_begun", not is_first)
     monkeypatch.setattr(dist, "is_initialized", lambda: is_first)
     seen: list[Any] = []
