@@ -1,6 +1,6 @@
 """Joining, and the start after hosts were lost: the workers' own code, one rank at a time, among the words of all others.
 
-A rank that joins takes part in eight exchanges. Here one process plays single ranks: the words of all others are made beforehand, by the
+A rank that joins takes part in nine exchanges. Here one process plays single ranks: the words of all others are made beforehand, by the
 same code where they differ from host to host. Measured is the processor time of rank 0, which also places, of one other rank, and of their
 agent, which takes the session from all ranks of its host. The training's collectives themselves are not in it, nor is the hashing of the
 copies that are resumed.
@@ -154,7 +154,7 @@ class Cast:
             self._result = self._result or (type(said) if value is None else None)
             if isinstance(value, list):  # of copies that are sound
                 self.heard[number] = [pickle.dumps(self._result(self.machines[name].owners)) for name in self.world]
-            elif value is None or isinstance(value, tuple | Opened):
+            elif value is None or isinstance(value, tuple | frozenset | Opened):
                 self.heard[number] = [blob] * len(self.world)
             else:
                 self.heard[number] = [blob] + [pickle.dumps(self._result(None))] * (len(self.world) - 1)
