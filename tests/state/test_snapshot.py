@@ -189,6 +189,20 @@ def test_copies_that_take_longer_than_a_step_leaves_cost_two_hundredths_of_the_t
     assert steps == 1 or f"{copy} ms" in known.need[1]
 
 
+def test_copies_that_end_after_the_next_snapshot_was_begun_count_too() -> None:
+    known, last = CopyWindow(), None
+    for number in range(8):
+        job = _copied(200, 100, number, 110 * number)
+        copied = job.copied
+        assert isinstance(copied, _Mark)
+        copied.is_over = False
+        known.follow(job)
+        if last is not None:
+            last.is_over = True
+        last = copied
+    assert known.need[0] == 56
+
+
 def test_what_copies_need_does_not_change_by_a_few_hundredths_and_falls_when_they_fit() -> None:
     known, found = CopyWindow(), list[int]()
     for number in range(200):
