@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_kit import Job
+from agent_kit import Job, eventually
 
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
 from gemini_ft.agent.replication.gate import Gate
@@ -67,7 +67,12 @@ def test_the_copies_of_a_device_have_a_say_where_nothing_travels_and_where_it_do
 def test_one_device_that_is_slow_paces_all_ranks(tmp_path: Path) -> None:
     with Job(tmp_path) as job:
         ranks = job.start("a", "b")
-        ranks[1].client.tell(HoldsBack(steps=47, why="the copies take long"))
+
+        def is_paced() -> bool:
+            ranks[1].client.tell(HoldsBack(steps=47, why="the copies take long"))  # again and again, as a snapshotter does
+            return all(rank.heard("paced", interval=47) for rank in ranks)
+
+        eventually(is_paced)
         for rank in ranks:
             assert "host b, rank 1: the copies take long" in rank.wait_for("paced", interval=47).why
 
