@@ -157,7 +157,7 @@ def _hosts(is_one_lost: bool) -> dict[str, str]:
 
 
 def _nccl_version() -> int:
-    """Of the library that is loaded, which may be another one than torch was built with."""
+    """The version number of the NCCL that is loaded, which may be another one than torch was built with."""
     version = ctypes.c_int()
     ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
     return version.value

@@ -50,7 +50,7 @@ def hosts_of_commits(run: str, stream: str) -> frozenset[str]:
 
 
 def _words_here() -> list[str]:
-    """What the workers of this host, and its launcher, have said."""
+    """All words in the notes file: of the workers of this host, and of its launcher."""
     try:
         return Path(os.environ[NOTES]).read_text().split()
     except (KeyError, OSError, ValueError):

@@ -213,7 +213,7 @@ def take_part(state: Any, node: Any, host: LaunchingHost) -> bool:
 
 
 def _kept(state: Any, host: LaunchingHost) -> dict[str, str]:
-    """What a state says of the hosts that have what was committed, with a host's words, of which those from an earlier world are older."""
+    """Stream -> hosts with what was committed last: by this host's words in the present world, else the state, else its older words."""
     newer = host.said() if host.world == world_of(state) else {}
     return {**host.kept(), **getattr(state, _KEPT, {}), **newer}
 

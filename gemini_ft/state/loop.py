@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from gemini_ft.errors import ConfigError
 from gemini_ft.state.iterators import BatchSource, is_plain_loader, unkept, wrappers
 from gemini_ft.state.left_out import Generators, left_out, not_saved
 from gemini_ft.state.rng import GivenGenerator, is_generator
+from gemini_ft.state.tensors import every_optimizer
 
 _log = logging.getLogger("gemini_ft")
 _BEGINS = "after a failure it begins anew"
@@ -56,13 +57,13 @@ class LoopWatch:
         self._source = BatchSource()
         self._generators: Generators | None = None
 
-    def look(self, models: Iterable[nn.Module], state: Mapping[str, Any], optimizers: Collection[Any]) -> None:
+    def look(self, models: Iterable[nn.Module], state: Mapping[str, Any], optimizers: Sequence[Any]) -> None:
         """Looks as of a step that ends now.
 
         Args:
             models: those that were given.
             state: what was given beside them.
-            optimizers: those that are captured; none: what belongs to them is not looked for.
+            optimizers: those that were given; none: what belongs to them is not looked for.
         """
         if self._has_failed:
             return
@@ -72,7 +73,7 @@ class LoopWatch:
             self._has_failed = True
             _log.warning("what this loop has that no snapshot has is not looked for any more, as an object cannot be looked at: %r", error)
 
-    def _look(self, models: Iterable[nn.Module], loaders: Collection[Any], optimizers: Collection[Any]) -> None:
+    def _look(self, models: Iterable[nn.Module], loaders: Collection[Any], optimizers: Sequence[Any]) -> None:
         is_elsewhere = self._source.has_changed(loaders)
         if self._generators is None:
             given = [*models, *loaders]
@@ -90,8 +91,8 @@ class LoopWatch:
                 *(", ".join(drawn), _BEGINS),
             )
 
-    def _look_first(self, given: list[Any], loaders: Collection[Any], optimizers: Collection[Any]) -> None:
-        if optimizers and (others := left_out(given, optimizers)):
+    def _look_first(self, given: list[Any], loaders: Collection[Any], optimizers: Sequence[Any]) -> None:
+        if optimizers and (others := left_out(given, every_optimizer(optimizers).values())):
             _log.warning(
                 "this script has a %s that is in no snapshot: %s. Give it as state={'scheduler': scheduler}, a model beside the others",
                 *(", a ".join(others), _BEGINS),

@@ -30,7 +30,7 @@ SLICE = 512 * 1024  # bytes that are sealed and sent, or received and checked, w
 
 
 def lanes_of(accepted: Accepted, claims: Claims) -> list[bytes]:
-    """What opens each lane of a connection, for the side that has dialled it.
+    """The id and the key of each lane that the listening side has accepted, for the side that dials them.
 
     Raises:
         PeerError: the listening side has accepted something else than this side claimed.

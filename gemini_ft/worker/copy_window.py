@@ -37,8 +37,8 @@ class CopyWindow:
     def follow(self, job: PendingSnapshot) -> None:
         """Takes the next snapshot, and what the device has done since the last one."""
         for each in list(self._open):
-            is_over = each.begun is None or (each.copied is not None and each.copied.query())  # a copy may end after the update was due
-            if each.ready is not None and each.reached is not None and each.reached.query() and is_over:
+            has_copied = each.begun is None or (each.copied is not None and each.copied.query())  # a copy may end after the update was due
+            if each.ready is not None and each.reached is not None and each.reached.query() and has_copied:
                 self._open.remove(each)
                 self._windows.append(each.ready.elapsed_time(each.reached))
                 if each.begun is not None and each.copied is not None:

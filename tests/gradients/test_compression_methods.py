@@ -499,7 +499,7 @@ def test_what_makes_no_sense_is_refused(arguments: dict[str, object], words: str
 
 
 def test_options_may_be_numbers_of_numpy() -> None:
-    """Those of Python that they are equal to are checked; what is no whole number in Python is none in numpy."""
+    """A whole number of numpy is checked as the equal number of Python; its floats and bools are no whole numbers."""
     assert TopK(np.float32(0.25)).ratio == 0.25
     assert QSGD(levels=np.int64(7), seed=np.uint8(7)).levels == 7
     for wrong in (np.float64(7.0), np.bool_(True), np.int64(0)):

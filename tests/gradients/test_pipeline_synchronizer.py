@@ -66,7 +66,7 @@ STARTS = [(2, CASES[:8]), (2, CASES[8:]), (3, ON_THREE)]
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[list[Any]]]:
-    """What each case of a start found wrong, by rank; the first that asks has all of them run."""
+    """Case -> rank -> the error at its start. All cases run in one job, which the first test that needs one starts."""
 
     @functools.cache
     def ran(start: int) -> list[list[Any]]:
