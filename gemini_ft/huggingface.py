@@ -36,6 +36,7 @@ from gemini_ft.errors import ConfigError
 from gemini_ft.state.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.state.hyperparameters import of_scheduler
 from gemini_ft.state.rng import rng_state, set_rng_state
+from gemini_ft.transformers_state import OwnAttributes, TrainingData, ranks
 from gemini_ft.transformers_versions import SEAMS, check_trainer, counts, told_of_epochs
 
 __all__ = ["GeminiCallback", "protect"]
@@ -71,6 +72,8 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         self._epoch = self._steps_before = 0  # this epoch, and the steps made before it
         self._epoch_rng: dict[str, Any] = {}  # at its beginning
         self._history = (0, "[]")
+        self.data: Any = None
+        self._attributes: Any = None
         self._paused = ExitStack()
 
     # -- called by the Trainer
@@ -80,9 +83,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         if self._protection is None:
             return
         if self._found is not None:
-            # Now, because numbers were drawn on the way here: for the seeds of loaders, for instance.
-            set_rng_state(self._found["rng"])
-            self._found = None
+            self._arrive(self._found)
         else:
             self._save()
 
@@ -100,7 +101,11 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         self._protection, self._found, self._trainer = None, None, trainer
         prepared = prepare(max_steps, train_dataloader, None)
         self._protection = _protect(trainer, self._options)
-        resumed = self._protection.resumed if self._protection is not None else None
+        resumed = None
+        if self._protection is not None:
+            resumed = self._protection.resumed
+            self.data = TrainingData(prepared[1], trainer.args.gradient_accumulation_steps)
+            self._attributes = OwnAttributes(trainer)
         found = self._protection.client_state.get(_KEY) if resumed is not None else None
         if found is not None and (checkpoint is None or found["state"]["global_step"] > trainer.state.global_step):
             self._found = found
@@ -124,28 +129,32 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         if self._protection is None:
             return run(**named)
         trainer, epoch, found = self._trainer, named["epoch"], self._found
+        go_on: Callable[..., Any] | None = None
         accumulated = trainer.args.gradient_accumulation_steps
         if found is not None:
             if epoch < found["epoch"]:
                 return None
             self._restore_counts(found)
             if found["finished"] and trainer.state.global_step >= trainer.state.max_steps:
-                set_rng_state(found["rng"])
+                self._arrive(found)
                 trainer.control.should_training_stop = True
                 return None
             if found["steps"] >= named["num_update_steps_per_epoch"]:  # a job may go on for longer than was planned
-                set_rng_state(found["rng"])
-                self._found = None
+                self._arrive(found)
                 return None
             set_rng_state(found["epoch_rng"])
             named |= {"epochs_trained": epoch, "steps_trained_in_current_epoch": found["steps"] * accumulated}
             named["resume_from_checkpoint"] = _NO_FOLDER if found["steps"] else None
+            if found["data"] is not None and found["ranks"] == ranks():
+                go_on = functools.partial(self.data.rest_of, found=found["data"])
+                if not found["steps"]:
+                    named["train_dataloader"] = go_on(named["train_dataloader"], skip=None)
         in_the_middle = named["resume_from_checkpoint"] is not None and epoch == named["epochs_trained"]
         self._steps_before = trainer.state.global_step
         if in_the_middle:
             self._steps_before -= named["steps_trained_in_current_epoch"] // accumulated
         self._epoch, self._epoch_rng = epoch, rng_state()
-        with _telling_the_whole_loader() if in_the_middle else nullcontext():
+        with _resuming_in_the_loader(go_on) if in_the_middle else nullcontext():
             run(**named)
         if trainer.control.should_training_stop or epoch + 1 >= trainer.state.num_train_epochs:
             self._save(finished=True)
@@ -161,13 +170,23 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             self._paused.close()
             self._paused.enter_context(self._protection.checkpointer.paused())
 
+    def _arrive(self, found: Mapping[str, Any]) -> None:
+        """Puts back what was drawn and set on the way here: seeds of loaders, what callbacks do when an epoch begins."""
+        set_rng_state(found["rng"])
+        self._attributes.restore(found["attributes"])
+        self._found = None
+
     def _save(self, finished: bool = False) -> None:
         trainer, state = self._trainer, self._trainer.state
+        steps = state.global_step - self._steps_before
         if len(state.log_history) != self._history[0]:
             self._history = len(state.log_history), json.dumps(state.log_history, default=float)
         saved = {
             "epoch": self._epoch,
-            "steps": state.global_step - self._steps_before,
+            "steps": steps,
+            "data": self.data.before_step(steps),
+            "ranks": ranks(),
+            "attributes": self._attributes.collect(),
             "finished": finished,
             "epoch_rng": self._epoch_rng,
             "rng": rng_state(),
@@ -305,14 +324,18 @@ def _protect(trainer: Any, options: Mapping[str, Any]) -> Any:
 
 
 @contextmanager
-def _telling_the_whole_loader() -> Iterator[None]:
-    """Makes the loader of the rest of an epoch hand the epoch's number on to the whole loader.
+def _resuming_in_the_loader(go_on: Callable[..., Any] | None) -> Iterator[None]:
+    """Makes the loader of the rest of an epoch: ``go_on`` does, or accelerate by skipping batches, where their number is all that is known.
 
-    Told itself, it would miss samplers and datasets that lie one level deeper in it, or tell a dataset that is not told otherwise.
+    The latter hands the epoch's number on to the whole loader. Told itself, it would miss samplers and datasets that lie one level deeper
+    in it, or tell a dataset that is not told otherwise.
     """
     skip = transformers.trainer.skip_first_batches
 
     def rest_of(loader: Any, num_batches: int = 0) -> Any:
+        return skipping(loader, num_batches) if go_on is None else go_on(loader, skip=lambda whole: skipping(whole, num_batches))
+
+    def skipping(loader: Any, num_batches: int) -> Any:
         rest = skip(loader, num_batches)
 
         def set_epoch(epoch: int) -> None:
@@ -334,12 +357,8 @@ def _findings(trainer: Any) -> Iterator[Finding]:
     """Census entries for state that transformers' Trainer holds outside the DeepSpeed engine."""
     yield TRAINER.found("trainer")
     yield from (TRAINER.found(f"callbacks.{name}") for name, _ in _with_state(trainer))
-    for callback in trainer.callback_handler.callbacks:
-        if not isinstance(callback, ExportableState | GeminiCallback) and vars(callback):
-            yield TRAINER_DATA.found(f"callbacks.{type(callback).__name__}")
-    if not type(trainer).__module__.startswith("transformers."):
-        yield TRAINER_DATA.found(type(trainer).__name__, note="a Trainer of another library or of the script")
-    yield TRAINER_DATA.found("train_dataset", note=f"a {type(trainer.train_dataset).__name__}")
+    if (callback := _of(trainer)) is not None and callback.data.is_fetched_again:
+        yield TRAINER_DATA.found("train_dataset", note=f"a {type(trainer.train_dataset).__name__}")
 
 
 def _with_state(trainer: Any) -> list[tuple[str, Any]]:

@@ -195,10 +195,12 @@ LOGGERS = declare(
     "made by the script; what was logged of an iteration that is computed again is logged again",
 )
 TRAINER = declare(
-    "step, epoch, order of the data, schedulers, logs of transformers' Trainer, callbacks with a state", Fate.CAPTURED, "by GeminiCallback"
+    "step, epoch, position in the data, schedulers, logs of transformers' Trainer, attributes of its callbacks and subclasses",
+    Fate.CAPTURED,
+    "by GeminiCallback; attributes as those of modules",
 )
 TRAINER_DATA = declare(
-    "what datasets and collators of transformers' Trainer keep from sample to sample, subclasses of it, callbacks without ExportableState",
+    "what datasets of transformers' Trainer keep from sample to sample, where rank 0 fetches the batches of all ranks (`dispatch_batches`)",
     Fate.USERS,
     "begins anew; a dataset is told its epoch (`set_epoch`)",
 )

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dis
-import functools
 import importlib
-import inspect
 from collections.abc import Mapping
-from types import CodeType
 from typing import Any
 
 import torch
 from torch.optim.swa_utils import SWALR
 
-from gemini_ft.state.modes import Modes, not_users
+from gemini_ft.state.modes import Modes, not_users, set_by
 
 # Of ModelCheckpoint; its state_dict leaves them out, and a checkpoint would be saved twice or not at all.
 _NOT_SAVED = frozenset({"_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"})
@@ -38,20 +34,7 @@ def _saved_by(callback: Any) -> frozenset[str]:
     """
     kinds = type(callback).__mro__
     first = next(index for index, kind in enumerate(kinds) if "state_dict" in vars(kind))
-    return frozenset(name for kind in kinds[first:] for name in _set_by(kind)) - _NOT_SAVED
-
-
-@functools.cache
-def _set_by(kind: type) -> frozenset[str]:
-    """Names of the attributes that the methods of a class set, of any object."""
-    functions = [inspect.unwrap(getattr(item, "fget", item)) for item in vars(kind).values() if item is not None]
-    codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
-    names = set()
-    while codes:
-        code = codes.pop()
-        names |= {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
-        codes += [part for part in code.co_consts if isinstance(part, CodeType)]
-    return frozenset(names)
+    return frozenset(name for kind in kinds[first:] for name in set_by(kind)) - _NOT_SAVED
 
 
 def shipped_names(callback: Any) -> set[str]:

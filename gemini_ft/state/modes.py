@@ -10,8 +10,12 @@ kept, so that a script may change its constants between two runs.
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CodeType
 from typing import Any
 
 import torch
@@ -52,6 +56,19 @@ def not_users(item: Any) -> frozenset[str]:
     if any(base.__module__.startswith(_OTHERS) for base in type(item).__mro__):
         return MODULE_INTERNALS | {name for name in vars(item) if name.startswith("_")}
     return MODULE_INTERNALS
+
+
+@functools.cache
+def set_by(kind: type) -> frozenset[str]:
+    """Names of the attributes that the methods of a class set, of any object."""
+    functions = [inspect.unwrap(getattr(item, "fget", item)) for item in vars(kind).values() if item is not None]
+    codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
+    names = set()
+    while codes:
+        code = codes.pop()
+        names |= {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+        codes += [part for part in code.co_consts if isinstance(part, CodeType)]
+    return frozenset(names)
 
 
 class Modes:

@@ -22,7 +22,11 @@ pytest.importorskip("accelerate", reason="needs accelerate: pip install accelera
 CASE = Path(__file__).parents[1] / "kit" / "huggingface_case.py"
 FAULTS = "step=8:rank=1:sigkill; step=12:rank=0:sigkill:moment=in_copy"
 # Six steps in an epoch, the last of them with one batch; three epochs.
-TRAINER = {"kind": "trainer", "accumulate": 2, "arguments": {"save_strategy": "steps", "save_steps": 8}}
+TRAINER = {
+    "kind": "trainer",
+    "accumulate": 2,
+    "arguments": {"save_strategy": "steps", "save_steps": 8, "dataloader_num_workers": 2, "dataloader_persistent_workers": True},
+}
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.preloaded("deepspeed", "transformers")]
 
@@ -123,9 +127,15 @@ def test_a_trainer_on_ddp_with_the_callback_ends_with_the_very_bits(tmp_path_fac
     _plain(tmp_path_factory, callback=True)
 
 
-def _plain(folders: pytest.TempPathFactory, callback: bool) -> tuple[Run, Run]:
-    arguments = {"save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "cosine", "warmup_steps": 3}
-    case = {"kind": "trainer", "plain": True, "accumulate": 2, "arguments": arguments}
+@pytest.mark.soak
+def test_batches_that_rank_0_fetches_for_all_come_again(tmp_path_factory: pytest.TempPathFactory) -> None:
+    _plain(tmp_path_factory, callback=False, streamed=True, arguments={"max_steps": 9, "eval_strategy": "no"})
+
+
+def _plain(folders: pytest.TempPathFactory, callback: bool, streamed: bool = False, arguments: Any = None) -> tuple[Run, Run]:
+    """Runs a job undisturbed without gemini-ft, and killed twice; they end alike."""
+    given = {"save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "cosine", "warmup_steps": 3, **(arguments or {})}
+    case = {"kind": "trainer", "plain": True, "accumulate": 2, "arguments": given, "streamed": streamed}
     undisturbed = Run(folders.mktemp("plain"), case, faults="", GEMINI_WRAP="0")
     run = Run(folders.mktemp("killed"), case | {"callback": callback}, faults="step=4:rank=1:sigkill; step=7:rank=0:sigkill")
     assert [len(engines) for engines in run.engines] == [3, 3]

@@ -12,14 +12,16 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 SAMPLES, LENGTH, VOCABULARY, BATCH = 22, 12, 48, 2
@@ -47,6 +49,44 @@ class ToldTexts(Texts):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = (self._ids[index] + self.epoch) % VOCABULARY
         return {"input_ids": ids, "labels": ids}
+
+
+class Streamed(IterableDataset[dict[str, torch.Tensor]]):
+    """Texts that come one after the other, changed by what the dataset has seen; rank 0 fetches those of all ranks."""
+
+    seen = 0
+
+    def __init__(self, texts: Texts) -> None:
+        self._texts = texts
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for index in range(len(self._texts)):
+            self.seen += 1
+            ids = (self._texts[index]["input_ids"] + self.seen) % VOCABULARY
+            yield {"input_ids": ids, "labels": ids}
+
+
+class Masking:
+    """A collate function that hides tokens, as masked language models have it, and counts its batches."""
+
+    batches = 0
+
+    def __call__(self, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        self.batches += 1
+        ids = torch.stack([sample["input_ids"] for sample in samples])
+        hidden = (torch.rand(ids.shape) < 0.3) | torch.from_numpy(np.random.random(tuple(ids.shape)) < 0.1)
+        return {"input_ids": ids.masked_fill(hidden, self.batches % 3), "labels": ids}
+
+
+class Counting(TrainerCallback):  # type: ignore[misc]
+    """A callback that keeps what it has seen to itself."""
+
+    def __init__(self) -> None:
+        self.steps, self.rates = 0, []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self.steps += 1
+        self.rates = [*self.rates[-4:], named["optimizer"].param_groups[0]["lr"]]
 
 
 def model() -> GPT2LMHeadModel:
@@ -129,7 +169,8 @@ def train(run: dict[str, Any], diary: Diary) -> None:
         def on_train_begin(self, *_: Any, **named: Any) -> None:
             diary.engine(trainer.model_wrapped)
 
-    callbacks: list[TrainerCallback] = [Tell()]
+    counting = Counting()
+    callbacks: list[TrainerCallback] = [Tell(), counting]
     if run.get("callback"):
         import gemini_ft.huggingface
 
@@ -142,14 +183,24 @@ def train(run: dict[str, Any], diary: Diary) -> None:
         max_grad_norm=1.0,
         learning_rate=1e-2,
         logging_steps=2,
-        eval_strategy="epoch",
         report_to=[],
         disable_tqdm=True,
         dataloader_pin_memory=False,
-        **{"num_train_epochs": 3, "seed": 5, "save_strategy": "no"} | run.get("arguments", {}),
+        **{"num_train_epochs": 3, "seed": 5, "save_strategy": "no", "eval_strategy": "epoch"} | run.get("arguments", {}),
     )
 
-    class Evaluating(Trainer):  # type: ignore[misc]
+    class Weighing(Trainer):  # type: ignore[misc]
+        """A Trainer that weighs its losses by what it has seen of them."""
+
+        mean = 1.0
+
+        def compute_loss(self, *arguments: Any, **named: Any) -> Any:
+            loss = super().compute_loss(*arguments, **named)
+            if self.model.training:
+                self.mean = 0.9 * self.mean + 0.1 * float(loss.detach() if torch.is_tensor(loss) else loss[0])
+            return loss / self.mean if torch.is_tensor(loss) else loss
+
+    class Evaluating(Weighing):
         """accelerate's own gathering of results fails on the CPU under DeepSpeed: each rank takes itself for the only one."""
 
         def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
@@ -157,13 +208,15 @@ def train(run: dict[str, Any], diary: Diary) -> None:
             self.log(metrics)
             return metrics
 
-    texts = ToldTexts(SAMPLES)
-    kind = Trainer if run.get("plain") else Evaluating
-    trainer = kind(model=model(), args=arguments, train_dataset=texts, eval_dataset=Texts(4), callbacks=callbacks)
+    texts: Any = Streamed(Texts(SAMPLES)) if run.get("streamed") else ToldTexts(SAMPLES)
+    kind = Weighing if run.get("plain") else Evaluating
+    data = {"train_dataset": texts, "eval_dataset": Texts(4), "data_collator": Masking()}
+    trainer = kind(model=model(), args=arguments, callbacks=callbacks, **data)
     trainer.train(resume_from_checkpoint=run.get("checkpoint"))
     clock = ("runtime", "per_second")
     history = [{key: value for key, value in entry.items() if not key.endswith(clock)} for entry in trainer.state.log_history]
-    diary.note(end=trainer.state.global_step, history=history, bits=bits(trainer.model_wrapped))
+    kept = {"mean": trainer.mean, "steps": counting.steps, "rates": counting.rates}
+    diary.note(end=trainer.state.global_step, history=history, bits=bits(trainer.model_wrapped), kept=kept)
 
 
 def loop(run: dict[str, Any], diary: Diary) -> None:
