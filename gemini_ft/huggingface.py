@@ -172,6 +172,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
 
     def _arrive(self, found: Mapping[str, Any]) -> None:
         """Puts back what was drawn and set on the way here: seeds of loaders, what callbacks do when an epoch begins."""
+        self.data.settle()
         set_rng_state(found["rng"])
         self._attributes.restore(found["attributes"])
         self._found = None

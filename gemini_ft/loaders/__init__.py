@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gemini_ft.loaders.ahead import ResumableAdapter, is_adapter, no_epoch
 from gemini_ft.loaders.loader import make_resumable
 from gemini_ft.loaders.parts import DataResume
 
@@ -20,7 +21,8 @@ from gemini_ft.loaders.parts import DataResume
 def resumable(loader: Any, data_resume: DataResume = "auto") -> Any:
     """Gives a loader a state, for ``Checkpointer(state={"loader": loader})``, with which its next iteration goes on where it was.
 
-    A DataLoader, torchdata's StatefulDataLoader too, stays the same object; any other iterable of batches is wrapped, and gets back to
+    A DataLoader, torchdata's StatefulDataLoader too, stays the same object; a loader that `accelerate` has prepared is wrapped, and goes on
+    as its DataLoader does, though it has fetched a batch ahead; any other iterable of batches is wrapped, and gets back to
     its position by loading the batches of the epoch again. Numbers that an iteration draws when it begins, such as the seed of the
     workers and the order of the samples, are those that were drawn then, and the process's generators stay as `resume` has left them.
 
@@ -35,9 +37,4 @@ def resumable(loader: Any, data_resume: DataResume = "auto") -> Any:
         loader: DataLoader, or any iterable of batches.
         data_resume: "skip" or "replay" where both are possible; "auto" takes "skip" where it is known to be exact (docs/lightning.md).
     """
-    return make_resumable(loader, data_resume, epoch=_no_epoch)
-
-
-def _no_epoch() -> Any:
-    """Returns nothing: samplers hear their epoch from the loop, before and after a failure."""
-    return None
+    return ResumableAdapter(loader, data_resume) if is_adapter(loader) else make_resumable(loader, data_resume, epoch=no_epoch)

@@ -250,6 +250,14 @@ try:
     GeminiCallback()
 except ConfigError as error:
     print("REFUSED:", error)
+
+import accelerate, gemini_ft
+from accelerate.data_loader import DataLoaderDispatcher
+accelerate.Accelerator(cpu=True)
+try:
+    gemini_ft.resumable(DataLoaderDispatcher([{}]))
+except ConfigError as error:
+    print("REFUSED:", error)
 """
 
 
@@ -305,7 +313,10 @@ def test_what_a_trainer_of_gemini_run_is_told(tmp_path: Path) -> None:
 def test_what_the_callback_refuses(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", REFUSALS], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    option, skipped, other_version = [line for line in done.stdout.splitlines() if line.startswith("REFUSED:")]
+    option, skipped, other_version, dispatched = [line for line in done.stdout.splitlines() if line.startswith("REFUSED:")]
     assert "replcas" in option
     assert "ignore_data_skip=True gives up the position in the data, which GeminiCallback restores; leave it out" in skipped
     assert "Trainer._run_epoch is missing or takes other arguments" in other_version
+    assert (
+        "rank 0 fetch the batches of all ranks, and cannot be resumed; give DataLoaderConfiguration(dispatch_batches=False)" in dispatched
+    )

@@ -239,30 +239,32 @@ def loop(run: dict[str, Any], diary: Diary) -> None:
 
 def loop_on_ddp(run: dict[str, Any], diary: Diary) -> None:
     """As docs/huggingface.md has it."""
-    from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
     from torch.utils.data import DataLoader
 
     import gemini_ft
 
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    set_seed(1)
+    accelerator = Accelerator(cpu=True)
     net = model()
-    data = DataLoader(ToldTexts(SAMPLES), BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
+    data = DataLoader(ToldTexts(SAMPLES), BATCH, shuffle=True, collate_fn=Masking())
     net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2), data)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 4, 0.5)
-    checkpointer = gemini_ft.Checkpointer(net, optimizer.optimizer, state={"scheduler": scheduler})
-    done = checkpointer.resume()
+    loader = gemini_ft.resumable(loader)
+    checkpointer = gemini_ft.Checkpointer(net, optimizer.optimizer, state={"scheduler": scheduler, "loader": loader})
+    checkpointer.resume()
     losses = checkpointer.scalars.get("losses", [])
-    for epoch in range(done // len(loader), 3):
+    for epoch in range(checkpointer.scalars.get("epoch", 0), 3):
         loader.set_epoch(epoch)
-        skipped = done % len(loader) if epoch == done // len(loader) else 0
-        for batch in skip_first_batches(loader, skipped) if skipped else loader:
+        for batch in loader:
             loss = net(**batch).loss
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
             losses = [*losses, [float(loss).hex(), float(scheduler.get_last_lr()[0]).hex(), batch["input_ids"].sum().item()]]
-            checkpointer.step(losses=losses)
+            checkpointer.step(epoch=epoch, losses=losses)
     checkpointer.close()
     diary.note(end=len(losses), losses=losses, bits=bits(net), drawn=float(torch.rand(())).hex(), processes=accelerator.num_processes)
 

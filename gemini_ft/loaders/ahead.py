@@ -1,0 +1,154 @@
+"""Loaders that fetch batches before they give them out, as accelerate's do around a DataLoader of their own, ``base_dataloader``.
+
+When a snapshot is taken, batches that it knows nothing of have been fetched. So the position is noted before each batch is, and so are the
+random numbers that it was made with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from gemini_ft.errors import ConfigError
+from gemini_ft.loaders.bookmark import Bookmark
+from gemini_ft.loaders.loader import bookmark_of, make_resumable
+from gemini_ft.loaders.parts import DataResume
+from gemini_ft.state.rng import randomness, set_randomness
+
+
+class FetchedAhead:
+    """The positions before the batches of an epoch, by their numbers in it.
+
+    Args:
+        loader: iterates a DataLoader, or is one.
+        every: how many batches there are from one that may be the first after a snapshot to the next.
+        only_first: such is the first batch of an epoch alone.
+        method: as of `gemini_ft.loaders.loader.make_resumable`.
+    """
+
+    def __init__(self, loader: Any, every: int = 1, only_first: bool = False, method: DataResume = "auto") -> None:
+        self._every, self._only_first, self._method = every, only_first, method
+        self._positions: dict[int, dict[str, Any]] = {}
+        self._random: dict[int, Any] = {}  # the state of the process's generators before each batch
+        self._then: dict[int, Any] = {}  # as `_random`, of batches that had been fetched when the snapshot was taken, and are not yet again
+        self._present: Any = None  # the state of the generators for all else, while such a batch is fetched
+        self.follow(loader)
+
+    def follow(self, loader: Any) -> None:
+        """Follows a loader, in place of the one before."""
+        base = _base(loader)
+        sampler = _seedable_sampler(base)
+        if sampler is not None and sampler.generator is None:  # else the first iteration makes it
+            sampler.generator = torch.Generator(device=torch.get_default_device())
+        make_resumable(base, self._method, before_next=self._before, epoch=no_epoch, owner=self)
+
+    def before(self, number: int) -> dict[str, Any] | None:
+        """The position before a batch that has been fetched, with what those were made with that have been since; None: it has not been."""
+        position = self._positions.get(0 if self._only_first else number)
+        if position is None:
+            return None
+        return {"position": position, "random": {at: state for at, state in self._random.items() if at >= number}}
+
+    def go_to(self, loader: Any, found: Mapping[str, Any]) -> None:
+        """Lets the next iteration of a followed loader begin at a result of `before`."""
+        bookmark = bookmark_of(_base(loader))
+        assert bookmark is not None
+        bookmark.load_state_dict(found["position"])
+        self._then = dict(found["random"])
+
+    def settle(self) -> None:
+        """Leaves the process's generators as they were before batches were fetched that had been fetched when the snapshot was taken."""
+        if self._present is not None:
+            set_randomness(self._present)
+            self._present = None
+
+    def _before(self, bookmark: Bookmark) -> None:
+        _, number = bookmark.place
+        self.settle()
+        if number in self._then:
+            self._present = randomness()
+            set_randomness(self._then.pop(number))
+        if number == 0:
+            self._positions.clear()
+            self._random.clear()
+        if number == 0 or not (self._only_first or number % self._every):
+            self._positions[number] = bookmark.state_dict()
+        self._random[number] = randomness()
+        for old in [at for at in self._random if at < number - 2 * self._every]:
+            del self._random[old]
+            if not self._only_first:
+                self._positions.pop(old, None)
+
+
+class ResumableAdapter:
+    """A loader that fetches one batch ahead, with a state for plain loops (`gemini_ft.loaders.resumable`)."""
+
+    def __init__(self, loader: Any, method: DataResume) -> None:
+        if type(loader).__name__ == "DataLoaderDispatcher":
+            raise ConfigError(
+                "this loader of accelerate lets rank 0 fetch the batches of all ranks, and cannot be resumed; give "
+                "DataLoaderConfiguration(dispatch_batches=False), with a dataset that is divided among the ranks, or skip what is done by "
+                "accelerate.skip_first_batches"
+            )
+        self._loader, self._ahead = loader, FetchedAhead(loader, method=method)
+        self._given: int | None = None  # batches of the iteration under way that were given out; None: there is none
+        self._found: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position before the first batch that was not given out."""
+        if self._found is not None:
+            return self._found
+        ahead = self._ahead.before(self._given) if self._given is not None else None
+        if ahead is None:
+            ahead = {"position": self._gemini.state_dict(), "random": {}}
+        return {"given": self._given, "epoch": getattr(self._loader, "iteration", None), **ahead}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Lets the next iteration begin at a position."""
+        self._found = state
+        self._ahead.go_to(self._loader, state)
+        if state["epoch"] is not None:
+            self._loader.iteration = state["epoch"]
+
+    def __iter__(self) -> Iterator[Any]:
+        found, self._found = self._found, None
+        begins = self._given = found["given"] or 0 if found is not None else 0
+        for batch in self._loader:
+            self._ahead.settle()
+            self._given += 1
+            yield batch
+        self._ahead.settle()
+        if begins and self._given == begins and self._loader.iteration == found["epoch"]:  # accelerate counts no epoch without a batch
+            self._loader.iteration += 1
+        self._given = None
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def is_adapter(loader: Any) -> bool:
+    """Whether a loader iterates a DataLoader of its own, a batch ahead."""
+    return isinstance(getattr(loader, "base_dataloader", None), DataLoader)
+
+
+def no_epoch() -> Any:
+    """Returns nothing: samplers hear their epoch from the loop, before and after a failure."""
+    return None
+
+
+def _base(loader: Any) -> Any:
+    return getattr(loader, "base_dataloader", loader)
+
+
+def _seedable_sampler(base: Any) -> Any:
+    """The sampler of accelerate that seeds a generator of its own anew in each epoch."""
+    sampler = base.batch_sampler if isinstance(base, DataLoader) else None
+    while sampler is not None and type(sampler).__name__ != "SeedableRandomSampler":
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+    return sampler
