@@ -142,16 +142,16 @@ _ORDER = [
     "jobs",
     "launch",
     "integrations",
-    "project",
     "gradients",
-    "export",
     "state",
+    "project",
     "agent",
+    "export",
     "storage",
+    "core",
     "cli",
     "recovery",
     "wire",
-    "core",
 ]
 
 

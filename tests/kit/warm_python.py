@@ -2,10 +2,11 @@
 
 Agents that a test starts itself are forked as well, from another one, which never loads torch, as an agent never does.
 
-Where `launchers` are forked a ``Popen`` of ``gemini run``, ``gemini store``, torchrun, an agent, or of the server from which ``gemini run``
-forks its workers, is as it always was to the caller and to the process: its child and nobody else's, with its own descriptors, environment
-(in /proc too), working directory, session and network namespace, ``sys.argv``, ``sys.path`` and ``__main__``. It shares the seed of string
-hashes with the others, and what was read from the environment while torch was loaded: where such a variable differs, it is started anew.
+Where `launchers` are forked a ``Popen`` of ``gemini run``, ``gemini store``, torchrun, an agent, of the server from which ``gemini run``
+forks its workers, or of a program under ``python -X warm``, an option that means nothing to Python, is as it always was to the caller and
+to the process: its child and nobody else's, with its own descriptors, environment (in /proc too), working directory, session and network
+namespace, ``sys.argv``, ``sys.path`` and ``__main__``. It shares the seed of string hashes with the others, and what was read from the
+environment while torch was loaded: where such a variable differs, it is started anew.
 At its end exit handlers run, and the interpreter is not taken apart, which would take longer than most jobs do. Workers' interpreters are.
 
 Each launcher has a server of its own, forked before it has done anything, so that the server of workers that it starts is forked as well,
@@ -47,6 +48,7 @@ _WARM = [
     ("-m", "gemini_ft.cli.main", "store"),
     ("-m", "torch.distributed.run"),
     starter("gemini_ft.launch.forkserver"),
+    ("-X", "warm"),
 ]
 _AGENT = ("-m", "gemini_ft.agent.main")
 _ON_LOADING = (
@@ -132,6 +134,7 @@ def _is_simple(given: Mapping[str, Any]) -> bool:
 
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _parameters = inspect.signature(_execute_child)
+_asking = threading.RLock()  # two threads may want the first process at once; a server is started with the same Popen
 
 
 def _use(
@@ -141,7 +144,8 @@ def _use(
         given, server = _parameters.bind(self, *arguments, **more).arguments, None
         if _is_simple(given):
             args = [*map(os.fspath, given["args"])]
-            server = agents() if _is_agent(args) else launchers() if is_warm(args) or (of_torchrun and _is_worker(args)) else None
+            with _asking:
+                server = agents() if _is_agent(args) else launchers() if is_warm(args) or (of_torchrun and _is_worker(args)) else None
         if server is None or not server.takes(given):
             _execute_child(self, *arguments, **more)
             return
@@ -338,6 +342,8 @@ def _run(args: Sequence[str], path: Sequence[str]) -> None:
         sys.stdout.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
     if options[0] == "-u":
         options.pop(0)
+    if options[0] == "-X":
+        options = options[2:]
     if os.environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
     first = {"-m": os.getcwd(), "-c": ""}.get(options[0], os.path.dirname(os.path.realpath(options[0])))
