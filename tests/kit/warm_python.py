@@ -32,7 +32,7 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -88,9 +88,9 @@ _CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine)
 class _Server:
     """The process that forks: a child of this one, as the forked ones are."""
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, loaded: Mapping[str, str] | None = None) -> None:
         self._channel, self._lock, self._owner = channel, threading.Lock(), os.getpid()
-        self._loaded = _on_loading(os.environ | _THREADS)
+        self._loaded = _on_loading(os.environ | _THREADS) if loaded is None else loaded
 
     def takes(self, given: Mapping[str, Any]) -> bool:
         """Whether a process sees the environment in which the server has loaded, as far as that was read."""
@@ -116,6 +116,19 @@ class _Server:
             answer = messages.receive(self._channel)
         assert answer is not None, "the server that forks launchers has died"
         return int(answer[0]["pid"])
+
+    def with_more(self, modules: Sequence[str]) -> _Server:
+        """A server that is forked from this one, and has loaded these modules beside; it ends with this process."""
+        ours, theirs = messages.pair()
+        with self._lock, theirs:
+            messages.send(self._channel, {"modules": [*modules]}, [theirs.fileno()])
+            answer = messages.receive(self._channel)
+        assert answer is not None, "the server that forks launchers has died"
+        pid = int(answer[0]["pid"])
+        atexit.register(os.waitpid, pid, 0)
+        atexit.register(ours.close)
+        assert messages.receive(ours) is not None, "the server that forks launchers has died while it was loading"
+        return _Server(ours, self._loaded)
 
 
 def _on_loading(environ: Mapping[str, str]) -> dict[str, str]:
@@ -181,6 +194,13 @@ def _is_worker(args: Sequence[str]) -> bool:
 
 
 @functools.cache
+def _with_more(*modules: str) -> _Server | None:
+    """The server of this process for launchers whose workers have these modules."""
+    first = _server(*_LAUNCHERS, *preloaded())
+    return first.with_more(modules) if first is not None and modules else first
+
+
+@functools.cache
 def _server(*modules: str) -> _Server | None:
     """The server of this process that has loaded these modules, beside an agent's, and ends with it."""
     if _CLONE is None:
@@ -209,7 +229,7 @@ def launchers(*also: str, forked: bool) -> Iterator[None]:
     """
     before = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     if forked:
-        _use(functools.partial(_server, *_LAUNCHERS, *preloaded(*also)), _server)  # which the first one starts
+        _use(functools.partial(_with_more, *preloaded(*also)[len(preloaded()) :]), _server)
     else:
         subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
     try:
@@ -402,31 +422,49 @@ def _replace(file: str, args: Sequence[str]) -> NoReturn:
 _execvp = os.execvp
 
 
+def _load(modules: Iterable[str]) -> None:
+    for name in modules:
+        with contextlib.suppress(ImportError):  # who needs it will say so
+            importlib.import_module(name)
+
+
+def _settle() -> None:
+    """Before the first fork: what has been loaded stays where it is in memory, and nothing runs beside."""
+    gc.collect()
+    gc.freeze()
+    assert threading.active_count() == 1
+
+
 def main() -> None:
     """Loads, serves, and becomes what it is asked for."""
     sys.path.pop(0)  # this folder
     _enter(int(sys.argv[2]))
-    channel, renewal, modules = socket.socket(fileno=int(sys.argv[1])), Renewal(), filter(None, sys.argv[3].split(","))
+    channel, renewal = socket.socket(fileno=int(sys.argv[1])), Renewal()
     with renewal.watching_imports():
         become_agent = _agent_aside()
-        for name in modules:
-            with contextlib.suppress(ImportError):  # who needs it will say so
-                importlib.import_module(name)
+        _load(filter(None, sys.argv[3].split(",")))
     if (rendezvous := sys.modules.get("torch.distributed.elastic.rendezvous.dynamic_rendezvous")) is not None:
         # Under torchrun too each look at the rendezvous is named cheaply (gemini_ft.launch.spares).
         rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name  # type: ignore[attr-defined]
     entries = {entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
     path = [entry for entry in sys.path if entry not in entries]
-    gc.collect()
-    gc.freeze()
-    assert threading.active_count() == 1
     assert began(os.getpid())
+    _settle()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # at the terminal it is meant for who has started this
     messages.send(channel, {})
     while True:
         question = _serve(channel)
         if question is None:
             os._exit(0)
+        if "modules" in question:
+            (descriptor,) = question["descriptors"]
+            channel = socket.socket(fileno=descriptor)
+            gc.unfreeze()  # numpy's generators are looked for among all objects
+            with renewal.watching_imports():
+                _load(question["modules"])
+            _settle()
+            messages.send(channel, {})
+            continue
         try:
             _become(question)
         except _Again as again:
