@@ -7,7 +7,8 @@ forks its workers, or of a program under ``python -X warm``, an option that mean
 to the process: its child and nobody else's, with its own descriptors, environment (in /proc too), working directory, session and network
 namespace, ``sys.argv``, ``sys.path`` and ``__main__``. It shares the seed of string hashes with the others, and what was read from the
 environment while torch was loaded: where such a variable differs, it is started anew.
-At its end exit handlers run, and the interpreter is not taken apart, which would take longer than most jobs do. Workers' interpreters are.
+At its end exit handlers run, and the interpreter is not taken apart, which would take longer than most jobs do. Of a job's workers that of
+rank 0 is, so that what goes wrong there is seen in every job.
 
 Each launcher has a server of its own, forked before it has done anything, so that the server of workers that it starts is forked as well,
 and torchrun's workers are, and the agent that waits for the first worker; that one has torch in its memory, and cannot import it. Agents
@@ -24,6 +25,7 @@ import functools
 import gc
 import importlib.machinery
 import inspect
+import io
 import os
 import runpy
 import signal
@@ -489,7 +491,7 @@ def main() -> None:
                 raise
             status = end.code
         break
-    if os.getpid() != own or _is_worker(program.args):
+    if (os.getpid() != own or _is_worker(program.args)) and os.environ.get("RANK", "0") == "0":
         sys.exit(status)
     _leave(status)
 
@@ -498,8 +500,9 @@ def _leave(status: int) -> NoReturn:
     """Ends this process as Python does, but without taking apart what its server has loaded: that takes longer than all that a job does."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    for stream in (sys.stdout, sys.stderr, *(item for item in gc.get_objects() if isinstance(item, io.IOBase) and not item.closed)):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     os._exit(status)
 
 
