@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -142,16 +142,16 @@ _ORDER = [
     "jobs",
     "launch",
     "integrations",
-    "project",
     "gradients",
-    "export",
     "state",
+    "project",
     "agent",
+    "export",
     "storage",
+    "core",
     "cli",
     "recovery",
     "wire",
-    "core",
 ]
 
 
@@ -161,6 +161,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("soak" if config.option.markexpr == "soak" else "suite")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keeps the collector from what stays to the end: it would look through a million objects while they are made, and after each file."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)  # after the selection by marks

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,7 +16,7 @@ from deepspeed.runtime import constants
 from deepspeed_case import Case as Job
 from deepspeed_case import check
 from engine_pipeline_case import BF16, BF16_OPTIMIZER, WORDS, Case, every, refusals
-from rank_kit import World
+from rank_kit import Batches, World, in_batches
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -64,37 +63,10 @@ CASES = {
 }
 
 
-class Ran(dict[str, Any]):
-    """The results of all cases on one rank. Who asks for a case first has many run in one world; of more, it would be taken for hung."""
-
-    def __init__(self, run: Callable[[str], None]) -> None:
-        self._run = run
-
-    def __missing__(self, name: str) -> Any:
-        self._run(name)
-        return self[name]
-
-
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> list[Ran]:
+def ran(tmp_path_factory: pytest.TempPathFactory) -> list[Batches]:
     """By rank."""
-
-    def run(name: str) -> None:
-        names = next(batch for batch in batched(CASES, 8) if name in batch)
-        with World(tmp_path_factory.mktemp("engines"), 2) as ranks:
-            results = ranks.outcome(every, {name: CASES[name] for name in names})
-        assert not any(isinstance(found, Exception) for found in results), results
-        for found, new in zip(everything, results, strict=True):
-            found.update(new)
-
-    everything = [Ran(run), Ran(run)]
-    return everything
-
-
-def batched(names: Iterable[str], size: int) -> Iterator[list[str]]:
-    left = iter(names)
-    while batch := list(islice(left, size)):
-        yield batch
+    return in_batches(tmp_path_factory, 8, every, CASES)
 
 
 def assert_same(ran: Sequence[Mapping[str, Any]], one: str, other: str) -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed"
 
 from agent_kit import preload
 from lightning_pipeline_case import Case, every
-from rank_kit import World
+from rank_kit import Batches, World, in_batches
 
 import gemini_ft.lightning
 import gemini_ft.pytorch_lightning
@@ -51,12 +51,9 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ran(tmp_path_factory: pytest.TempPathFactory) -> list[Batches]:
     """By rank: what came of each case."""
-    with World(tmp_path_factory.mktemp("trainers"), 2) as ranks:
-        results = ranks.outcome(every, CASES)
-    assert not any(isinstance(found, Exception) for found in results), results
-    return results
+    return in_batches(tmp_path_factory, 6, every, CASES)
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -79,7 +76,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         ("fabric, same", "fabric, base"),
     ],
 )
-def test_what_compresses_nothing_changes_no_bit(ran: list[dict[str, Any]], ours: str, base: str) -> None:
+def test_what_compresses_nothing_changes_no_bit(ran: list[Batches], ours: str, base: str) -> None:
     """With two ranks: with more of them the order of a sum is the scheme's."""
     for found in ran:
         assert not isinstance(found[ours], str), found[ours]
@@ -87,7 +84,7 @@ def test_what_compresses_nothing_changes_no_bit(ran: list[dict[str, Any]], ours:
         assert found[ours]["steps"] == found[base]["steps"]
 
 
-def test_a_hook_of_the_users_has_what_no_rule_matches(ran: list[dict[str, Any]]) -> None:
+def test_a_hook_of_the_users_has_what_no_rule_matches(ran: list[Batches]) -> None:
     """On a CPU too, where Lightning leaves hooks out. Of the gradients in a bucket with matching ones the pipeline takes care."""
     others = 8 * 40 + 40 + 40 + 1
     assert 23 * others <= ran[0]["hook"]["hook"] <= 24 * others  # DDP's first step may have all in one bucket
@@ -96,12 +93,12 @@ def test_a_hook_of_the_users_has_what_no_rule_matches(ran: list[dict[str, Any]])
     assert ran[0]["base"]["hook"] == 0
 
 
-def test_a_built_in_hook_is_refused(ran: list[dict[str, Any]]) -> None:
+def test_a_built_in_hook_is_refused(ran: list[Batches]) -> None:
     assert "ddp_comm_hook=DDPCommHookType.ALLREDUCE is built into DistributedDataParallel" in ran[0]["built-in hook"]
 
 
 @pytest.mark.parametrize("case", ["topk", "bf16", "planned", "fabric, bf16", "engine, same", "engine, topk"])
-def test_training(ran: list[dict[str, Any]], case: str) -> None:
+def test_training(ran: list[Batches], case: str) -> None:
     found = ran[0][case]
     assert not isinstance(found, str), found
     assert fmean(found["losses"][-6:]) < 0.75 * fmean(found["losses"][:3])
@@ -110,12 +107,12 @@ def test_training(ran: list[dict[str, Any]], case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["steered", "fabric, steered"])
-def test_a_ratio_follows_the_network(ran: list[dict[str, Any]], case: str) -> None:
+def test_a_ratio_follows_the_network(ran: list[Batches], case: str) -> None:
     assert not isinstance(ran[0][case], str), ran[0][case]
     assert [found[case]["ratios"] for found in ran] == [[0.001]] * 2
 
 
-def test_figures_are_logged_when_lightning_logs(ran: list[dict[str, Any]]) -> None:
+def test_figures_are_logged_when_lightning_logs(ran: list[Batches]) -> None:
     logged = ran[0]["topk"]["logged"]
     assert list(logged) == [4, 9, 14, 19]
     assert logged[9]["gradients/step/number"] == 9
@@ -132,17 +129,17 @@ def test_figures_are_logged_when_lightning_logs(ran: list[dict[str, Any]]) -> No
 )
 def test_residuals_survive_a_kill(tmp_path: Path, case: Case) -> None:
     """What follows has the bits of a run that nobody has killed, though a backward pass is pending at each resume."""
-    with World(tmp_path, 2) as ranks:
-        expected = ranks.outcome(every, {"run": case})
-    with World(tmp_path, 2) as ranks:
+    with World(tmp_path, 2) as others, World(tmp_path, 2) as ranks:
+        undisturbed = others.start(every, {"run": case})
         results = ranks.finish(every, {"run": case}, GEMINI_FAULTS="step=3:rank=0:sigkill; step=6:rank=1:sigkill:moment=in_copy")
         assert ranks.restarts == 2
-    for found, undisturbed in zip(results, expected, strict=True):
-        assert not isinstance(undisturbed["run"], str), undisturbed
+        expected = undisturbed.results()
+    for found, other in zip(results, expected, strict=True):
+        assert not isinstance(other["run"], str), other
         assert not isinstance(found["run"], str), found
-        assert 0 < len(found["run"]["losses"]) <= len(undisturbed["run"]["losses"])  # a list on a module is restored with it
-        assert_same(found["run"], undisturbed["run"])
-        assert found["run"]["steps"] == undisturbed["run"]["steps"]
+        assert 0 < len(found["run"]["losses"]) <= len(other["run"]["losses"])  # a list on a module is restored with it
+        assert_same(found["run"], other["run"])
+        assert found["run"]["steps"] == other["run"]["steps"]
 
 
 @pytest.mark.parametrize("module", [gemini_ft.lightning, gemini_ft.pytorch_lightning], ids=["lightning", "pytorch_lightning"])

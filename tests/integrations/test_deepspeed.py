@@ -81,12 +81,11 @@ def test_what_a_loop_writes_after_the_step_is_kept(tmp_path: Path) -> None:
 def test_data_go_on_with_the_next_batch(tmp_path: Path, job: Callable[[Case, str], Any]) -> None:
     """A killed job has the losses and weights of one without protection: with DeepSpeed's own loader, and with one of the script's."""
     case = Case(1, accumulate=2, schedule=False, steps=8)
-    with World(tmp_path / "plain", 2) as ranks:
-        plain = ranks.outcome(job, Case(**{**vars(case), "config": {"gemini": None}}), str(tmp_path / "unprotected"))
-    with World(tmp_path / "gemini", 2) as ranks:
+    with World(tmp_path / "plain", 2) as others, World(tmp_path / "gemini", 2) as ranks:
+        unprotected = others.start(job, Case(**{**vars(case), "config": {"gemini": None}}), str(tmp_path / "unprotected"))
         protected = ranks.finish(job, case, str(tmp_path / "protected"), GEMINI_FAULTS="step=4:rank=0:sigkill:moment=before_update")
         assert ranks.restarts == 1
-    assert protected == plain
+        assert protected == unprotected.results()
     for rank in range(2):
         assert history(tmp_path / "protected", rank) == history(tmp_path / "unprotected", rank)
 
@@ -115,14 +114,14 @@ class TestWhereFrom:
     def test_other_hosts(self, tmp_path: Path) -> None:
         """Ranks come back on each other's hosts."""
         case = Case(3, bf16=True, accumulate=2)
-        with World(tmp_path, 2) as ranks:
-            expected = ranks.outcome(train, case, str(tmp_path / "undisturbed"))
-        with World(tmp_path, 2) as ranks:
+        with World(tmp_path, 2) as others, World(tmp_path, 2) as ranks:
+            undisturbed = others.start(train, case, str(tmp_path / "undisturbed"))
             attempt = ranks.start(train, case, str(tmp_path / "disturbed"), GEMINI_FAULTS="step=5:rank=0:sigkill")
             assert not attempt.wait()
             attempt.kill()
             ranks.hosts.reverse()
             results = ranks.outcome(train, case, str(tmp_path / "disturbed"))
+            expected = undisturbed.results()
         assert [result["state"] for result in results] == [result["state"] for result in expected]
         assert results[0]["start"] >= 4
 

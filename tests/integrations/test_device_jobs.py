@@ -27,11 +27,11 @@ WAIT = {"on_late": "wait"}
 
 def check(folder: Path, train: Callable[..., Any], case: Any, *, lag: float, faults: str) -> None:
     """Compares every bit of a job on the device, whose copies lag so many seconds behind, with those of one on the CPU."""
-    with World(folder, 2) as ranks:
-        expected = ranks.outcome(train, case, str(folder / "undisturbed"))
-    with World(folder, 2) as ranks:
+    with World(folder, 2) as others, World(folder, 2) as ranks:
+        undisturbed = others.start(train, case, str(folder / "undisturbed"))
         results = ranks.finish(on_device, lag, train, case, str(folder / "disturbed"), GEMINI_FAULTS=faults)
         assert ranks.restarts == len(faults.split(";"))
+        expected = undisturbed.results()
     for rank in range(2):
         assert history(folder / "disturbed", rank) == history(folder / "undisturbed", rank)
         assert results[rank]["state"] == expected[rank]["state"]
@@ -54,9 +54,8 @@ def test_a_plain_loop(tmp_path: Path, case: plain_case.Case) -> None:
 def test_replicas_that_workers_carry(tmp_path: Path) -> None:
     """A host is lost with its memory; what workers have carried out of slots that a device fills brings it back."""
     case = plain_case.Case(width=1024, options=WAIT | {"traffic": {"transport": "collective", "buffer_bytes": 16384, "sub_buffers": 4}})
-    with World(tmp_path, 2) as ranks:
-        expected = ranks.outcome(plain_case.train, case, str(tmp_path / "undisturbed"))
-    with World(tmp_path, 2) as ranks:
+    with World(tmp_path, 2) as others, World(tmp_path, 2) as ranks:
+        undisturbed = others.start(plain_case.train, case, str(tmp_path / "undisturbed"))
         arguments = (0.01, plain_case.train, case, str(tmp_path / "disturbed"))
         first = ranks.start(on_device, *arguments, GEMINI_FAULTS="step=8:rank=1:sigkill")
         assert not first.wait()
@@ -64,6 +63,7 @@ def test_replicas_that_workers_carry(tmp_path: Path) -> None:
         end_agent(ranks.run, "host1")
         results = ranks.outcome(on_device, *arguments)
         assert not any("Timed out" in ranks.log(host) for host in ranks.hosts)
+        expected = undisturbed.results()
     assert [set(result["restored"]) for result in results] == [{"own memory"}, {"peer host0"}]
     for rank in range(2):
         assert history(tmp_path / "disturbed", rank) == history(tmp_path / "undisturbed", rank)

@@ -297,7 +297,8 @@ def test_what_a_trainer_of_gemini_run_is_told(tmp_path: Path) -> None:
     named = {"GEMINI_RUN_ID": f"{os.getpid()}-{tmp_path.name}", "GEMINI_HOST_ID": "little", "GEMINI_LOG_DIR": str(tmp_path)}
     env = os.environ | named | {"GEMINI_MEMORY_LIMIT": "1"}
     try:
-        done = subprocess.run([sys.executable, "-c", UNASKED], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        command = [sys.executable, "-X", "warm", "-c", UNASKED]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     finally:
         end_agent(named["GEMINI_RUN_ID"], "little")  # it would wait for the job to come back
     little, skipping, other_version = [line for line in done.stdout.splitlines() if line.startswith(("DONE", "FAILED"))]
@@ -311,7 +312,7 @@ def test_what_a_trainer_of_gemini_run_is_told(tmp_path: Path) -> None:
 
 
 def test_what_the_callback_refuses(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", REFUSALS], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-X", "warm", "-c", REFUSALS], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     option, skipped, other_version, dispatched = [line for line in done.stdout.splitlines() if line.startswith("REFUSED:")]
     assert "replcas" in option

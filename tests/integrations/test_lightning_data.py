@@ -126,7 +126,7 @@ JOBS |= {f"seed-{seed}": functools.partial(drawn, seed) for seed in range(8)}
 def parts(job: str, way: str) -> list[dict[str, Cell]]:
     """The scripts that train the cells of a job one way: where ranks are killed few cells each, since a restart goes through all before."""
     cells = [*JOBS[job]().items()]
-    size = 2 if WAYS[way][2] else len(cells)
+    size = 2 if WAYS[way][2] else 6
     return [dict(cells[first : first + size]) for first in range(0, len(cells), size)]
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_kit import World
-from three_ways import WAYS, Cell, differing, run
+from three_ways import Cell, differing, run_side_by_side
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
@@ -24,6 +24,8 @@ from torchmetrics import MeanMetric
 
 import gemini_ft
 from gemini_ft.errors import ConfigError, ReplicaDivergedError, UnsupportedStateError
+
+pytestmark = pytest.mark.preloaded("torchmetrics")
 
 CASE = Path(__file__).parents[1] / "kit" / "habits_case.py"
 TOGETHER = ["scaler", "lbfgs", "averages", "zipped", "counted", "adversaries", "unfreezes", "normed", "generators", "accumulates"]
@@ -35,10 +37,7 @@ CELLS = {
 
 def test_habits_of_plain_loops_three_ways(tmp_path: Path) -> None:
     """Scaled losses, closures, averages, zipped and unfinished epochs, several optimizers and models, generators; and uneven inputs."""
-    folders = {way: tmp_path / way for way in WAYS}
-    for way, folder in folders.items():
-        folder.mkdir()
-        run(CASE, way, folder=folder, cells=CELLS)
+    folders = run_side_by_side(CASE, tmp_path, CELLS)
     for name, cell in CELLS.items():
         assert all((folders["killed"] / name / f"killed-{kill}").exists() for kill in cell.kills)
         for training in cell.options["trainings"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -133,8 +134,7 @@ for kind in sys.argv[2].split(","):
 
 
 def run(folder: Path, *arguments: str, status: int = 0) -> tuple[dict[tuple[str, str, str], str], str]:
-    """The ends of all trainings of a job, by rank, kind and way; and its output."""
-    (folder / "train.py").write_text(SCRIPT)
+    """The ends of all trainings of a job of the folder's train.py, by rank, kind and way; and its output."""
     ours = {"GEMINI_RUN_ID": f"loaders-{os.getpid()}-{folder.name}-{arguments[0]}", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "gemini_ft.cli.main", "run", "--standalone", "--nproc-per-node", "2", "train.py", *arguments]
     environ = {**os.environ, "GEMINI_LOG_DIR": str(folder), **ours}
@@ -147,13 +147,17 @@ def run(folder: Path, *arguments: str, status: int = 0) -> tuple[dict[tuple[str,
 
 def test_every_kind_of_loader_goes_on_with_the_same_bits_and_one_that_cannot_is_named(tmp_path: Path) -> None:
     kinds = ["shuffle", "sampler", "workers", "iterable", "validated", "epochs"]
-    expected, output = run(tmp_path, "undisturbed", ",".join(["raw", *kinds]))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with ThreadPoolExecutor() as threads:
+        undisturbed = threads.submit(run, tmp_path, "undisturbed", ",".join(["raw", *kinds]))
+        killed = threads.submit(run, tmp_path, "killed", ",".join([*kinds, "again"]), status=70)
+    expected, output = undisturbed.result()
     for rank in "01":
         for kind in [*kinds, "raw"]:
             assert expected[rank, kind, "gemini"] == expected[rank, kind, "plain"], kind
     assert output.count("this loop iterates a DataLoader (of a TensorDataset) that is not in `state`") == 1
     assert output.count("this script has a StepLR that is in no snapshot") == 1
-    found, output = run(tmp_path, "killed", ",".join([*kinds, "again"]), status=70)
+    found, output = killed.result()
     assert (output.count("resuming at iteration 6 "), output.count("resuming at iteration 8 ")) == (len(kinds) - 1, 1), output
     assert "by step(epoch=1), and the resumed loop has gone through that epoch again" in output
     assert found == {place: end for place, end in expected.items() if place[2] == "gemini" and place[1] in kinds}

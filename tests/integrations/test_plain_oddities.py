@@ -15,10 +15,10 @@ from gemini_ft.events import read_events
 
 
 def check(folder: Path, what: str, world: int, faults: str, **options: Any) -> list[Any]:
-    with World(folder, world) as ranks:
-        expected = ranks.outcome(train, what, str(folder / "undisturbed"), options)
-    with World(folder, world, GEMINI_EVENTS=str(folder / "events")) as ranks:
+    with World(folder, world) as others, World(folder, world, GEMINI_EVENTS=str(folder / "events")) as ranks:
+        undisturbed = others.start(train, what, str(folder / "undisturbed"), options)
         results = ranks.finish(train, what, str(folder / "disturbed"), options, GEMINI_FAULTS=faults)
+        expected = undisturbed.results()
     for rank in range(world):
         assert history(folder / "disturbed", rank) == history(folder / "undisturbed", rank)
         assert results[rank]["state"] == expected[rank]["state"]

@@ -451,13 +451,13 @@ KILLED = "step=3:rank=0:sigkill; step=6:rank=1:sigkill:moment=in_copy"
 def check(
     folder: Path, case: Case, world: int = 2, faults: str = KILLED, restarts: int = 2, job: Callable[[Case, str], Any] = train
 ) -> list[Any]:
-    """Run a case with faults and without, compare every bit, and return what the ranks of the last attempt said."""
-    with World(folder, world) as ranks:
-        expected = ranks.outcome(job, case, str(folder / "undisturbed"))
-        assert not any(isinstance(said, Exception) for said in expected), expected
-    with World(folder, world) as ranks:
+    """Run a case with faults and without, at once; compare every bit, and return what the ranks of the last attempt said."""
+    with World(folder, world) as others, World(folder, world) as ranks:
+        undisturbed = others.start(job, case, str(folder / "undisturbed"))
         results = ranks.finish(job, case, str(folder / "disturbed"), GEMINI_FAULTS=faults)
         assert ranks.restarts == restarts
+        expected = undisturbed.results()
+        assert not any(isinstance(said, Exception) for said in expected), expected
     for rank in range(world):
         assert history(folder / "disturbed", rank) == history(folder / "undisturbed", rank)
         assert results[rank]["state"] == expected[rank]["state"]

@@ -10,16 +10,20 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from agent_kit import WAIT, context, end_agent
 
 from gemini_ft.agent import ahead, lifecycle
 from gemini_ft.cli.store import open_store
+
+if TYPE_CHECKING:
+    import pytest
 
 
 class Failed(Exception):
@@ -185,6 +189,34 @@ class World:
             return attempt.results()
         finally:
             attempt.kill()
+
+
+class Batches(dict[str, Any]):
+    """The results of all cases on one rank; a test that asks for a case first has the cases of its batch run, in one world."""
+
+    def __init__(self, run: Callable[[str], None]) -> None:
+        self._run = run
+
+    def __missing__(self, name: str) -> Any:
+        self._run(name)
+        return self[name]
+
+
+def in_batches(folders: pytest.TempPathFactory, size: int, function: Callable[..., Any], cases: Mapping[str, Any]) -> list[Batches]:
+    """By rank of two: ``function(cases)``, which returns a result for each case, of so many cases at a time; of all, a test takes long."""
+    names = iter(cases)
+    batches = list(iter(lambda: list(islice(names, size)), []))
+
+    def run(name: str) -> None:
+        batch = next(batch for batch in batches if name in batch)
+        with World(folders.mktemp("batch"), 2) as ranks:
+            results = ranks.outcome(function, {name: cases[name] for name in batch})
+        assert not any(isinstance(found, Exception) for found in results), results
+        for found, new in zip(everything, results, strict=True):
+            found.update(new)
+
+    everything = [Batches(run), Batches(run)]
+    return everything
 
 
 def on_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments: Any, **environ: str) -> list[Any]:

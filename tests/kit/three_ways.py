@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,16 @@ def run(script: Path, way: str, *, folder: Path, cells: Mapping[str, Cell], rank
             check=False,
         ).returncode
     assert status == 0, f"{way}:\n" + (folder / "output").read_text()[-6000:]
+
+
+def run_side_by_side(script: Path, folder: Path, cells: Mapping[str, Cell]) -> dict[str, Path]:
+    """Runs the script all ways at once, since ranks mostly wait for each other; returns their folders, which are inside the given one."""
+    folders = {way: folder / way for way in WAYS}
+    with ThreadPoolExecutor() as threads:
+        for each in folders.values():
+            each.mkdir()
+        list(threads.map(lambda way: run(script, way, folder=folders[way], cells=cells), WAYS))
+    return folders
 
 
 def differing(folders: Mapping[str, Path], name: str, cell: Cell, ranks: int = 2) -> list[str]:

@@ -2,11 +2,13 @@
 
 Agents that a test starts itself are forked as well, from another one, which never loads torch, as an agent never does.
 
-Where `launchers` are forked a ``Popen`` of ``gemini run``, ``gemini store``, torchrun, an agent, or of the server from which ``gemini run``
-forks its workers, is as it always was to the caller and to the process: its child and nobody else's, with its own descriptors, environment
-(in /proc too), working directory, session and network namespace, ``sys.argv``, ``sys.path`` and ``__main__``. It shares the seed of string
-hashes with the others, and what was read from the environment while torch was loaded: where such a variable differs, it is started anew.
-At its end exit handlers run, and the interpreter is not taken apart, which would take longer than most jobs do. Workers' interpreters are.
+Where `launchers` are forked a ``Popen`` of ``gemini run``, ``gemini store``, torchrun, an agent, of the server from which ``gemini run``
+forks its workers, or of a program under ``python -X warm``, an option that means nothing to Python, is as it always was to the caller and
+to the process: its child and nobody else's, with its own descriptors, environment (in /proc too), working directory, session and network
+namespace, ``sys.argv``, ``sys.path`` and ``__main__``. It shares the seed of string hashes with the others, and what was read from the
+environment while torch was loaded: where such a variable differs, it is started anew.
+At its end exit handlers run, and the interpreter is not taken apart, which would take longer than most jobs do. Of a job's workers that of
+rank 0 is, so that what goes wrong there is seen in every job.
 
 Each launcher has a server of its own, forked before it has done anything, so that the server of workers that it starts is forked as well,
 and torchrun's workers are, and the agent that waits for the first worker; that one has torch in its memory, and cannot import it. Agents
@@ -23,6 +25,7 @@ import functools
 import gc
 import importlib.machinery
 import inspect
+import io
 import os
 import runpy
 import signal
@@ -31,7 +34,7 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,6 +50,7 @@ _WARM = [
     ("-m", "gemini_ft.cli.main", "store"),
     ("-m", "torch.distributed.run"),
     starter("gemini_ft.launch.forkserver"),
+    ("-X", "warm"),
 ]
 _AGENT = ("-m", "gemini_ft.agent.main")
 _ON_LOADING = (
@@ -86,9 +90,9 @@ _CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine)
 class _Server:
     """The process that forks: a child of this one, as the forked ones are."""
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, loaded: Mapping[str, str] | None = None) -> None:
         self._channel, self._lock, self._owner = channel, threading.Lock(), os.getpid()
-        self._loaded = _on_loading(os.environ | _THREADS)
+        self._loaded = _on_loading(os.environ | _THREADS) if loaded is None else loaded
 
     def takes(self, given: Mapping[str, Any]) -> bool:
         """Whether a process sees the environment in which the server has loaded, as far as that was read."""
@@ -115,6 +119,19 @@ class _Server:
         assert answer is not None, "the server that forks launchers has died"
         return int(answer[0]["pid"])
 
+    def with_more(self, modules: Sequence[str]) -> _Server:
+        """A server that is forked from this one, and has loaded these modules beside; it ends with this process."""
+        ours, theirs = messages.pair()
+        with self._lock, theirs:
+            messages.send(self._channel, {"modules": [*modules]}, [theirs.fileno()])
+            answer = messages.receive(self._channel)
+        assert answer is not None, "the server that forks launchers has died"
+        pid = int(answer[0]["pid"])
+        atexit.register(os.waitpid, pid, 0)
+        atexit.register(ours.close)
+        assert messages.receive(ours) is not None, "the server that forks launchers has died while it was loading"
+        return _Server(ours, self._loaded)
+
 
 def _on_loading(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that are read while Python starts and torch is loaded; without a number of threads it is one."""
@@ -132,6 +149,7 @@ def _is_simple(given: Mapping[str, Any]) -> bool:
 
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _parameters = inspect.signature(_execute_child)
+_asking = threading.RLock()  # two threads may want the first process at once; a server is started with the same Popen
 
 
 def _use(
@@ -141,7 +159,8 @@ def _use(
         given, server = _parameters.bind(self, *arguments, **more).arguments, None
         if _is_simple(given):
             args = [*map(os.fspath, given["args"])]
-            server = agents() if _is_agent(args) else launchers() if is_warm(args) or (of_torchrun and _is_worker(args)) else None
+            with _asking:
+                server = agents() if _is_agent(args) else launchers() if is_warm(args) or (of_torchrun and _is_worker(args)) else None
         if server is None or not server.takes(given):
             _execute_child(self, *arguments, **more)
             return
@@ -177,6 +196,13 @@ def _is_worker(args: Sequence[str]) -> bool:
 
 
 @functools.cache
+def _with_more(*modules: str) -> _Server | None:
+    """The server of this process for launchers whose workers have these modules."""
+    first = _server(*_LAUNCHERS, *preloaded())
+    return first.with_more(modules) if first is not None and modules else first
+
+
+@functools.cache
 def _server(*modules: str) -> _Server | None:
     """The server of this process that has loaded these modules, beside an agent's, and ends with it."""
     if _CLONE is None:
@@ -205,7 +231,7 @@ def launchers(*also: str, forked: bool) -> Iterator[None]:
     """
     before = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     if forked:
-        _use(functools.partial(_server, *_LAUNCHERS, *preloaded(*also)), _server)  # which the first one starts
+        _use(functools.partial(_with_more, *preloaded(*also)[len(preloaded()) :]), _server)
     else:
         subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
     try:
@@ -338,6 +364,8 @@ def _run(args: Sequence[str], path: Sequence[str]) -> None:
         sys.stdout.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
     if options[0] == "-u":
         options.pop(0)
+    if options[0] == "-X":
+        options = options[2:]
     if os.environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
     first = {"-m": os.getcwd(), "-c": ""}.get(options[0], os.path.dirname(os.path.realpath(options[0])))
@@ -396,31 +424,49 @@ def _replace(file: str, args: Sequence[str]) -> NoReturn:
 _execvp = os.execvp
 
 
+def _load(modules: Iterable[str]) -> None:
+    for name in modules:
+        with contextlib.suppress(ImportError):  # who needs it will say so
+            importlib.import_module(name)
+
+
+def _settle() -> None:
+    """Before the first fork: what has been loaded stays where it is in memory, and nothing runs beside."""
+    gc.collect()
+    gc.freeze()
+    assert threading.active_count() == 1
+
+
 def main() -> None:
     """Loads, serves, and becomes what it is asked for."""
     sys.path.pop(0)  # this folder
     _enter(int(sys.argv[2]))
-    channel, renewal, modules = socket.socket(fileno=int(sys.argv[1])), Renewal(), filter(None, sys.argv[3].split(","))
+    channel, renewal = socket.socket(fileno=int(sys.argv[1])), Renewal()
     with renewal.watching_imports():
         become_agent = _agent_aside()
-        for name in modules:
-            with contextlib.suppress(ImportError):  # who needs it will say so
-                importlib.import_module(name)
+        _load(filter(None, sys.argv[3].split(",")))
     if (rendezvous := sys.modules.get("torch.distributed.elastic.rendezvous.dynamic_rendezvous")) is not None:
         # Under torchrun too each look at the rendezvous is named cheaply (gemini_ft.launch.spares).
         rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name  # type: ignore[attr-defined]
     entries = {entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
     path = [entry for entry in sys.path if entry not in entries]
-    gc.collect()
-    gc.freeze()
-    assert threading.active_count() == 1
     assert began(os.getpid())
+    _settle()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # at the terminal it is meant for who has started this
     messages.send(channel, {})
     while True:
         question = _serve(channel)
         if question is None:
             os._exit(0)
+        if "modules" in question:
+            (descriptor,) = question["descriptors"]
+            channel = socket.socket(fileno=descriptor)
+            gc.unfreeze()  # numpy's generators are looked for among all objects
+            with renewal.watching_imports():
+                _load(question["modules"])
+            _settle()
+            messages.send(channel, {})
+            continue
         try:
             _become(question)
         except _Again as again:
@@ -445,7 +491,7 @@ def main() -> None:
                 raise
             status = end.code
         break
-    if os.getpid() != own or _is_worker(program.args):
+    if (os.getpid() != own or _is_worker(program.args)) and os.environ.get("RANK", "0") == "0":
         sys.exit(status)
     _leave(status)
 
@@ -454,8 +500,9 @@ def _leave(status: int) -> NoReturn:
     """Ends this process as Python does, but without taking apart what its server has loaded: that takes longer than all that a job does."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    for stream in (sys.stdout, sys.stderr, *(item for item in gc.get_objects() if isinstance(item, io.IOBase) and not item.closed)):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     os._exit(status)
 
 

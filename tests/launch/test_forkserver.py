@@ -280,11 +280,11 @@ class TestLikePython:
         self, tmp_path: Path, serve: Callable[..., ForkServer], output: Output
     ) -> None:
         lines = [
-            "from lightning.fabric.utilities.rank_zero import rank_zero_only as a",
+            "from lightning_fabric.utilities.rank_zero import rank_zero_only as a",
             "from torchmetrics.utilities.prints import rank_zero_only as b",
         ]
         script = write(tmp_path / "script.py", "\n".join([*lines, "print(a.rank, b.rank)"]))
-        assert output.start(serve("torch", "lightning"), script, RANK="5", LOCAL_RANK="1").wait(60) == 0
+        assert output.start(serve("torch", "lightning_fabric"), script, RANK="5", LOCAL_RANK="1").wait(60) == 0
         assert output.out.read_text() == real(script, RANK="5", LOCAL_RANK="1").stdout == "5 1\n"
 
 

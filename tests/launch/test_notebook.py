@@ -44,7 +44,7 @@ result = [default_run_id(), begin]
 class Kernel:
     def __init__(self, folder: Path) -> None:
         with open(folder / "stderr", "a") as err:
-            command = [sys.executable, "-m", "ipykernel_launcher", "-f", "connection.json"]
+            command = [sys.executable, "-X", "warm", "-m", "ipykernel_launcher", "-f", "connection.json"]
             self._process = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err, text=True)
 
     def run(self, cell: str) -> Any:
