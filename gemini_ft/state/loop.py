@@ -85,8 +85,9 @@ class LoopWatch:
             self._is_ahead = True
             _log.warning(
                 "this loop takes batches of a loader in `state` that later steps use (a list of batches, one fetched ahead), or makes "
-                "several steps with one: a batch that is at hand is in no snapshot, and after a failure the loop goes on with the one behind "
-                "it. Iterate the loader itself, and call step() once for what each turn takes; or keep such batches in an object in `state`"
+                "several steps with one: a batch that is at hand is in no snapshot, and after a failure the loop goes on with the one "
+                "behind it. Iterate the loader itself, and call step() once for what each turn takes, or keep such batches in an object in "
+                "`state`"
             )
         if self._generators is None:
             given = [*models, *loaders]
@@ -125,7 +126,7 @@ class LoopWatch:
         if "enumerate" in around or "zip" in around:
             _log.warning(
                 "this loop numbers its batches by enumerate(loader), or zip(range(n), loader): after a failure it counts from 0 again, in "
-                "the middle of the epoch. Where the numbers matter, give enumerate(loader, loader.batches_done), range(loader.batches_done, n)"
+                "the middle of the epoch. Where the numbers matter, give enumerate(loader, loader.batches_done), or a range from there"
             )
         if "islice" in around:
             _log.warning(
