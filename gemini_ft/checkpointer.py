@@ -169,6 +169,7 @@ class Checkpointer:
         with self._script_to_blame():
             for model in self._wrapped.values():
                 refuse_hooks(model, self._is_replicated)
+        self._watch = LoopWatch(self._stateful.values(), has_resumed=found is not None)
         if found is None:
             if self._init_sync:
                 send_first(first_tensors(self._models, all(map(buffers_are_broadcast, self._wrapped.values()))), exchange)

@@ -92,6 +92,7 @@ class Bookmark:
         self._own_begin: Any = None
         self._taken = 0  # batches that came out of it, skipped ones included; of what is iterated once, in all iterations
         self._taken_before = 0  # those of earlier iterations among them
+        self._given_from = 0  # the first one that this process's loop is given
         self._before_last: dict[str, Any] | None = None
         self._own_before_last: Any = None
 
@@ -171,6 +172,7 @@ class Bookmark:
         self._running, self._over, self._ended = True, False, False
         self._steps_before = notes.step
         self._taken_before = position["before"] if position is not None else self._taken if self._is_iterator else 0
+        self._given_from = position["batches"] if position is not None else self._taken_before
         if position is None:
             return self._from_the_beginning(start)
         if "left" in position:
@@ -205,6 +207,11 @@ class Bookmark:
     def place(self) -> tuple[int, int]:
         """A value that changes with every batch, and whenever an iteration begins."""
         return self._iterations, self._taken
+
+    @property
+    def given(self) -> int:
+        """How many batches this process's loop has been given by the iteration that is under way."""
+        return self._taken - self._given_from
 
     @property
     def is_under_way(self) -> bool:

@@ -17,6 +17,7 @@ from gemini_ft.errors import StateError
 from gemini_ft.state.left_out import instances, variables_of
 
 _log = logging.getLogger("gemini_ft")
+_COUNTERS = (type(iter(range(0))), itertools.count)
 
 
 def is_plain_loader(value: Any) -> bool:
@@ -54,7 +55,8 @@ def check_epochs(state: Iterable[Any], *, then: Mapping[str, Any], now: Mapping[
     if any(mark.began_anew for mark in marks) and (same := [name for name in epochs if name in now and now[name] == then[name]]):
         raise StateError(
             f"the snapshot was taken after a whole epoch, by step({same[0]}={then[same[0]]!r}), and the resumed loop has gone through that "
-            f"epoch again; where step() comes once after each epoch, give it the next one's number, step({same[0]}=epoch + 1)"
+            f"epoch again; where step() comes once after each epoch, give it the next one's number, step({same[0]}=epoch + 1), and where "
+            "the loop has made a list of the epoch's batches, which no snapshot has, iterate the loader itself"
         )
     if any(mark.was_empty for mark in marks) and not epochs:
         _log.warning(
@@ -65,12 +67,41 @@ def check_epochs(state: Iterable[Any], *, then: Mapping[str, Any], now: Mapping[
 
 
 class BatchSource:
-    """Where the steps of a loop take their batches from: as long as they do, from the loaders in its ``state``."""
+    """Where the steps of a loop take their batches from: as long as they do, from the loaders in its ``state``.
 
-    def __init__(self) -> None:
+    Args:
+        state: what the loop has given, as `resume` has left it.
+    """
+
+    def __init__(self, state: Iterable[Any] = ()) -> None:
+        self._begun = {key: mark.place[0] for key, mark in _marks(state).items()}
+        self._given: dict[int, tuple[int, list[int]]] = {}  # the iteration under way, and its batches by each of its first steps
         self._places: list[Any] = []
         self._was_fed = False  # a step was made inside an iteration
         self._strange = 0  # steps in a row
+
+    def is_another(self, state: Iterable[Any]) -> bool:
+        """Whether, as of a loop's first step, the iteration that it is in is not the first one after `resume`, which alone would go on."""
+        return any(mark.is_under_way and mark.place[0] != self._begun.get(key, 0) + 1 for key, mark in _marks(state).items())
+
+    def is_ahead(self, state: Iterable[Any]) -> bool:
+        """Whether, as of this step, the loop has batches that it goes on with; to be asked at every step, before `has_changed`.
+
+        The first step of an iteration shows it: one that takes more batches than the next ones has left some for these.
+        """
+        marks = _marks(state)
+        is_fed = [mark.place for mark in marks.values()] != self._places
+        found = False
+        for key, mark in marks.items():
+            number, given = self._given.get(key, (0, []))
+            given = [*(given if number == mark.place[0] else ()), mark.given]
+            self._given[key] = mark.place[0], given[:3]
+            match given:
+                case [first, second]:
+                    found |= 0 < first == second and not is_fed
+                case [first, second, third]:
+                    found |= first > second - first == third - second > 0
+        return found
 
     def has_changed(self, state: Iterable[Any]) -> bool:
         """Whether, as of this step, the loop goes on without the loaders that it began with; to be asked at every step.
@@ -86,17 +117,23 @@ class BatchSource:
 
 
 def wrappers(state: Iterable[Any]) -> set[str]:
-    """Names what the loop has put around iterations of loaders in ``state``, and no snapshot has: "cycle", and an "enumerate" that knows
-    nothing of the batches that a resume leaves out.
+    """Names what the loop has put around iterations of loaders in ``state``, and no snapshot has: "cycle", and what counts ("enumerate",
+    "islice", a "zip" with a range) and knows nothing of the batches that a resume leaves out.
     """
     found = set[str]()
     if not (loaders := _marks(state)):
         return found
     for wrapper in gc.get_objects():
-        if type(wrapper) in (enumerate, itertools.cycle):
-            marks = [loaders[each] for inner in gc.get_referents(wrapper) for each in _sources(inner) if each in loaders]
-            if any(type(wrapper) is itertools.cycle or not mark.is_counted_on for mark in marks):
-                found.add(type(wrapper).__name__)
+        if type(wrapper) not in (enumerate, itertools.cycle, itertools.islice, zip):
+            continue
+        inner = gc.get_referents(wrapper)
+        if type(wrapper) is zip:
+            inner = [each for group in inner if isinstance(group, tuple) for each in group]
+            if not any(isinstance(each, _COUNTERS) for each in inner):
+                continue
+        marks = [loaders[each] for item in inner for each in _sources(item) if each in loaders]
+        if any(type(wrapper) is itertools.cycle or not mark.is_counted_on for mark in marks):
+            found.add(type(wrapper).__name__)
     return found
 
 

@@ -50,11 +50,17 @@ def keepable(item: Any, given: str) -> Any:
 
 
 class LoopWatch:
-    """Looks at a loop at each of its steps, on one rank; says each thing once, and never ends the loop."""
+    """Looks at a loop at each of its steps, on one rank; says each thing once, and never ends the loop.
 
-    def __init__(self) -> None:
-        self._has_failed = False
-        self._source = BatchSource()
+    Args:
+        state: what was given beside the models, as `resume` has left it.
+        has_resumed: whether it was resumed: then the loop may go through what is left of an epoch without a step.
+    """
+
+    def __init__(self, state: Collection[Any] = (), *, has_resumed: bool = True) -> None:
+        self._has_failed, self._has_resumed = False, has_resumed
+        self._is_ahead = False
+        self._source = BatchSource(state)
         self._generators: Generators | None = None
 
     def look(self, models: Iterable[nn.Module], state: Mapping[str, Any], optimizers: Sequence[Any]) -> None:
@@ -74,7 +80,15 @@ class LoopWatch:
             _log.warning("what this loop has that no snapshot has is not looked for any more, as an object cannot be looked at: %r", error)
 
     def _look(self, models: Iterable[nn.Module], loaders: Collection[Any], optimizers: Sequence[Any]) -> None:
-        is_elsewhere = self._source.has_changed(loaders)
+        is_ahead, is_elsewhere = self._source.is_ahead(loaders), self._source.has_changed(loaders)
+        if is_ahead and not self._is_ahead:
+            self._is_ahead = True
+            _log.warning(
+                "this loop takes batches of a loader in `state` that later steps use (a list of batches, one fetched ahead), or makes "
+                "several steps with one: a batch that is at hand is in no snapshot, and after a failure the loop goes on with the one "
+                "behind it. Iterate the loader itself, and call step() once for what each turn takes, or keep such batches in an object in "
+                "`state`"
+            )
         if self._generators is None:
             given = [*models, *loaders]
             self._generators = Generators(given)
@@ -103,11 +117,21 @@ class LoopWatch:
                 "numbers are drawn. Iterate loader = gemini_ft.resumable(loader), and give it as state={'loader': loader}",
                 ", ".join(found),
             )
-        around = wrappers(loaders)
-        if "enumerate" in around:
+        if not self._has_resumed and self._source.is_another(loaders):
             _log.warning(
-                "this loop numbers its batches by enumerate(loader): after a failure it counts from 0 again, in the middle of the epoch. "
-                "Where the numbers matter, give enumerate(loader, loader.batches_done)"
+                "this loop's iteration of a loader in `state` is not the first one after resume(), which goes on where the loop was after "
+                "a failure. Look into the data before resume(), and make the loop's iterators after it"
+            )
+        around = wrappers(loaders)
+        if "enumerate" in around or "zip" in around:
+            _log.warning(
+                "this loop numbers its batches by enumerate(loader), or zip(range(n), loader): after a failure it counts from 0 again, in "
+                "the middle of the epoch. Where the numbers matter, give enumerate(loader, loader.batches_done), or a range from there"
+            )
+        if "islice" in around:
+            _log.warning(
+                "this loop limits its batches by itertools.islice(loader, n): after a failure in the middle of the epoch it takes n more. "
+                "Give islice(loader, n - loader.batches_done)"
             )
         if "cycle" in around:
             _log.warning(

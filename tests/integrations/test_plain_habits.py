@@ -59,6 +59,20 @@ def _anew(loader: Any) -> Iterator[Any]:
     yield from DataLoader(loader.dataset, 6)
 
 
+def _ahead(loader: Any) -> Iterator[Any]:
+    """Fetches the next batch while one is used."""
+    batches = iter(loader)
+    following = next(batches, None)
+    while following is not None:
+        batch, following = following, next(batches, None)
+        yield batch
+
+
+def _looked_into(loader: Any) -> Iterator[Any]:
+    next(iter(loader))
+    yield from loader
+
+
 def _drawn(loader: Any) -> Iterator[Any]:
     """Its caller's generators are drawn from."""
     yield from loader
@@ -72,6 +86,17 @@ HABITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "anew": (_anew, "no longer takes its batches from the loaders in `state`"),
     "drawn": (_drawn, "draws from the generator numpy, own, which is in no snapshot"),
     "plain": (lambda loader: itertools.chain(loader, loader), ""),
+    "range": (lambda loader: zip(range(3), loader), "numbers its batches by enumerate"),  # noqa: B905
+    "limited": (lambda loader: itertools.islice(loader, 3), "limits its batches by itertools.islice"),
+    "limited on": (lambda loader: itertools.islice(loader, 3 - loader.batches_done), ""),
+    "listed": (list, "takes batches of a loader in `state` that later steps use"),
+    "pairs": (itertools.pairwise, "takes batches of a loader in `state` that later steps use"),
+    "ahead": (_ahead, "takes batches of a loader in `state` that later steps use"),
+    "one for all": (lambda loader: [next(iter(loader))] * 4, "makes several steps with one"),
+    "twice": (lambda loader: (batch for batch in loader for _ in range(2)), "makes several steps with one"),
+    "in twos": (lambda loader: zip(*[iter(loader)] * 2), ""),  # noqa: B905
+    "looked into": (_looked_into, "is not the first one after resume()"),
+    "begun early": (list, "is not the first one after resume()"),
 }
 
 
@@ -87,13 +112,14 @@ def loop_in_every_way() -> dict[str, list[str]]:
         model = nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         numpy, own, unused, given = np.random.default_rng(1), random.Random(2), random.Random(3), torch.Generator()
-        loader: Any = gemini_ft.resumable(DataLoader(TensorDataset(torch.ones(8, 3)), 4, shuffle=True, generator=torch.Generator()))
+        loader: Any = gemini_ft.resumable(DataLoader(TensorDataset(torch.ones(16, 3)), 4, shuffle=True, generator=torch.Generator()))
         stream = name.replace(" ", "-")
         with gemini_ft.Checkpointer(
             model, optimizer, state={"loader": loader, "given": given}, name=stream, on_late="skip"
         ) as checkpointer:
+            early = iter(loader) if name == "begun early" else None
             checkpointer.resume()
-            for _ in batches(loader):
+            for _ in early or batches(loader):
                 model(torch.rand(2, 3, generator=given)).sum().backward()
                 optimizer.step()
                 if name == "drawn":
