@@ -26,7 +26,7 @@ from gemini_ft.errors import CorruptDataError, GeminiError, ObjectGoneError, Sto
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import MANIFEST, Manifest, checkpoint_folder, read_manifest, shard_key, write_manifest
 from gemini_ft.storage.decisions import Descent, Sighting
-from gemini_ft.storage.lookout import check_not_superseded
+from gemini_ft.storage.lookout import check_not_superseded, other_by_mark
 from gemini_ft.storage.marks import mark_key, note_on_host, note_path, recall_on_host, write_mark
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.retention import Retention
@@ -290,7 +290,8 @@ class Uploader:
             except CorruptDataError as error:
                 raise StorageError(f"the upload could not be read back: {error}") from None
             self._check_leads(epoch)
-            write_mark(self._storage, self._run, self._spec.stream, version)
+            if other_by_mark(self._storage, manifest) is None:  # one that was stored at the same time: it must be found, too
+                write_mark(self._storage, self._run, self._spec.stream, version)
 
         try:
             await self._insist("the manifest", write)
