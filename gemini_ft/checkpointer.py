@@ -253,6 +253,8 @@ class Checkpointer:
         self._recorder = recorder = Recorder(self.config, self.name, self.stats, self._resizable)
         if not self._resizable:
             notes.say(notes.FIXED)
+        if self.config.storage is not None:
+            notes.say(notes.STORES)
         if self.config.total_steps is not None:
             notes.say_total(self.config.total_steps)
         session, plan = recorder.session, recorder.session.plan
@@ -536,7 +538,7 @@ class Checkpointer:
             self.close(finished=False, interrupted=True)
         elif self._recorder is not None:
             if getattr(sys, "last_value", None) is None:  # a script that ends well, and has not closed: its last step is to be had, too
-                self._recorder.await_outcome(_LAST_SECONDS)
+                self._recorder.await_last(_LAST_SECONDS)
             self._recorder.halt()
 
     @contextlib.contextmanager

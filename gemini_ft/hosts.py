@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import re
 import select
+import signal
 import socket
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 _BOOT = 8  # digits of the boot id in a host's name
@@ -57,6 +60,17 @@ def began(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def kill(pid: int, is_meant: Callable[[int], bool]) -> None:
+    """Kills a process, but none that was given its number before ``is_meant`` has looked at it."""
+    with suppress(OSError):  # it has ended
+        pidfd = os.pidfd_open(pid)
+        try:
+            if is_meant(pid):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        finally:
+            os.close(pidfd)
 
 
 def own_status(field: str) -> str:

@@ -61,6 +61,7 @@ def is_alive(run: str, host: str, launch: Launch) -> str:
 
 _PARTING = 5.0  # seconds for the leader's word that all have finished
 _VERDICT = 20.0  # seconds for which a launcher may ask what was not stored, after the last worker has gone
+_OTHERS_END = 330.0  # and one that lives, how the upload has ended: torch's wait 300 s for each other at the end
 _UNKNOWN = "the leader's word on the last upload has not come; whether it has been stored is not known"
 
 
@@ -70,6 +71,7 @@ class Departure:
     Args:
         streams: all streams of this host.
         workers: all workers of this host.
+        launches: those of the run that are known here.
 
     Attributes:
         linger: seconds for which the agent stays without a worker.
@@ -77,8 +79,8 @@ class Departure:
         follows: whether it leaves after its workers, as it was told to end while they are drained.
     """
 
-    def __init__(self, streams: Mapping[str, Stream], workers: Set[WorkerConnection]) -> None:
-        self._streams, self._workers = streams, workers
+    def __init__(self, streams: Mapping[str, Stream], workers: Set[WorkerConnection], launches: Launches) -> None:
+        self._streams, self._workers, self._launches = streams, workers, launches
         self.linger = 1800.0
         self.idle_since = time.monotonic()
         self._asked_to_leave = False
@@ -132,6 +134,13 @@ class Departure:
         """Whether there are workers that the user has not interrupted: they start another agent when this one leaves."""
         return any(worker.alive and worker.rank >= 0 for worker in self._workers - self._interrupted)
 
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether a launcher is at work that will ask how the last upload has ended: an agent that is gone could as well have been lost."""
+        asked = {asker.pid for asker in self._askers}
+        has_end = any(stream.stores and (stream.finished or stream.finishing) for stream in self._streams.values())
+        return has_end and any(launch.pid not in asked for launch in self._launches.alive())
+
     def is_due(self) -> bool:
         """Whether the agent may leave now."""
         now, streams = time.monotonic(), self._streams.values()
@@ -139,6 +148,9 @@ class Departure:
         if self.is_followed:
             self.idle_since = now
             return self._asked_to_leave and not uploading
+        is_dismissed = (self._asked_to_leave and not self._askers) or self.follows or bool(self._interrupted)
+        if not is_dismissed and now - self.idle_since < _OTHERS_END and self._is_awaited:
+            return False
         is_storing = uploading or any(stream.finishing or stream.unstored for stream in streams)
         if now - self.idle_since > self.linger + (self._patience if is_storing else 0.0):
             return True

@@ -347,23 +347,31 @@ def leave(run: str, host: str | None = None) -> None:
         ask(run, host or host_id(), Leave(run=run))
 
 
-def job_finished(run: str) -> str:
+def job_finished(run: str, *, stores: bool) -> str:
     """Tells the agent, for the launcher, that the job has ended well; waits for the last upload, as long as the agent answers.
 
+    Args:
+        run: run id.
+        stores: whether the job has a storage: its agent stays until it was asked, so that its absence is no good news.
+
     Returns:
-        Why that failed for good; empty: it did not.
+        Why storage lacks the last step, or may lack it; empty: it does not.
     """
-    host, unclear, patience = host_id(), "", 5.0
-    with contextlib.suppress(AgentError):
+    host, patience = host_id(), 5.0
+    why = f"the agent of host {host!r} has ended, or hangs"
+    try:
         while True:
             try:
                 answer = ask(run, host, Leave(run=run, finished=True), patience)
-                return answer.unstored if isinstance(answer, Left) else unclear
+                if isinstance(answer, Left):
+                    return answer.unstored
+                break
             except AgentTimeoutError:
-                if not unclear:
+                if patience < _PATIENCE:
                     _log.warning("the job has finished; waiting for its last upload (storage.patience)")
                 patience = _PATIENCE  # for one answer: an agent that ends well gives it to who is connected then
-                unclear = f"the agent of host {host!r} ended, or hangs, while it was waited for; whether it has been stored is not known"
                 if ask(run, host, GetStatus(), _PATIENCE) is None:
                     break
-    return unclear
+    except AgentError as error:
+        why = str(error)
+    return f"{why}; whether the last step has been stored is not known" if stores else ""

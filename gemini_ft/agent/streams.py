@@ -20,7 +20,7 @@ from gemini_ft.agent.memory import slot_files
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.memory.slot_store import SlotDonor
 from gemini_ft.agent.stream import Stream
-from gemini_ft.core.versions import Incarnation
+from gemini_ft.core.versions import MOST, Incarnation
 from gemini_ft.errors import AgentError, CorruptDataError, FormatError, GeminiError
 from gemini_ft.wire.handshake import Listener, listen
 from gemini_ft.wire.peer_messages import Claims
@@ -61,8 +61,10 @@ class AgentIdentity:
                 return Past()  # its writer was killed in the middle, or had written nothing
             secret, known, specs = msgpack.unpackb(body)
             read = {str(stream): SessionSpec.model_validate_json(text) for stream, text in specs.items()}
+            if known is not None and not (isinstance(known[1], str) and 0 <= known[0] <= MOST):
+                return Past()
             return Past(bytes(secret), Incarnation(*known) if known is not None else None, read)
-        except (ValueError, TypeError, AttributeError):  # of another release: the slots repeat what matters most
+        except (LookupError, ValueError, TypeError, AttributeError):  # of another release: the slots repeat what matters most
             return Past()
 
 

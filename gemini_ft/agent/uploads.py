@@ -26,7 +26,7 @@ from gemini_ft.errors import CorruptDataError, GeminiError, ObjectGoneError, Sto
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import MANIFEST, Manifest, checkpoint_folder, read_manifest, shard_key, write_manifest
 from gemini_ft.storage.decisions import Descent, Sighting
-from gemini_ft.storage.lookout import check_not_superseded
+from gemini_ft.storage.lookout import check_not_superseded, other_by_mark
 from gemini_ft.storage.marks import mark_key, note_on_host, note_path, recall_on_host, write_mark
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.retention import Retention
@@ -279,18 +279,22 @@ class Uploader:
             shards={owner: ShardRecord.model_validate_json(record) for owner, record in records.items()},
         )
 
+        is_begun = False
+
         def write() -> None:
+            nonlocal is_begun
             self._check_place()
-            check_not_superseded(self._storage, manifest)
-            self._check_leads(epoch)
-            write_manifest(self._storage, manifest)
+            if not (is_begun and self._is_written(manifest)):  # as it may be although the store has denied it
+                check_not_superseded(self._storage, manifest)
+                self._check_leads(epoch)
+                is_begun = True
+                write_manifest(self._storage, manifest)
             self._withdraw_late(manifest, epoch)
-            try:
-                read_manifest(self._storage, manifest.folder)
-            except CorruptDataError as error:
-                raise StorageError(f"the upload could not be read back: {error}") from None
+            if not self._is_written(manifest):
+                raise StorageError(f"{self.config.url}: the manifest of {version} could not be read back")
             self._check_leads(epoch)
-            write_mark(self._storage, self._run, self._spec.stream, version)
+            if other_by_mark(self._storage, manifest) is None:  # one that was stored at the same time: it must be found, too
+                write_mark(self._storage, self._run, self._spec.stream, version)
 
         try:
             await self._insist("the manifest", write)
@@ -344,6 +348,12 @@ class Uploader:
                 f"{self.config.url}: this run has stored {self._newest[0]} here, and nothing of it is there any more: is a mount missing? "
                 f"If all was deleted on purpose, delete {note} as well, and start the job again"
             )
+
+    def _is_written(self, manifest: Manifest) -> bool:
+        try:
+            return read_manifest(self._storage, manifest.folder) == manifest
+        except (CorruptDataError, ObjectGoneError):
+            return False
 
     def _is_there(self, key: str) -> bool:
         try:

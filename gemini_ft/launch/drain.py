@@ -146,6 +146,8 @@ def _uploading(run: str) -> list[str]:
     """The versions that this host's agent still takes part in storing."""
     try:
         document = json.loads(lifecycle.status(run) or "{}")
+    except AgentTimeoutError:
+        return ["a version that is not known, as the agent does not answer,"]
     except (GeminiError, OSError):
         return []
     stores = [stream["storage"] for stream in document.get("streams", {}).values()]

@@ -104,6 +104,8 @@ class Endings:
             document = json.loads(lifecycle.status(self._run) or "{}")
         except (GeminiError, OSError, ValueError):
             document = {}
+        if not document and self._notes.have(PROTECTED):
+            return "What memory keeps is not known, as this host's agent has ended, or hangs"
         committed = {name: stream["committed"] for name, stream in document.get("streams", {}).items() if stream["committed"]}
         if not committed:
             return "Nothing was recorded."

@@ -42,7 +42,7 @@ from gemini_ft.launch import slurm
 from gemini_ft.launch.drain import LEFT, drain_of
 from gemini_ft.launch.endings import ENDED_ELSEWHERE, NOT_STORED, OVERTAKEN, final_endings
 from gemini_ft.launch.launched import LAUNCH
-from gemini_ft.launch.notes import FIXED, LACKS, notes_of_workers
+from gemini_ft.launch.notes import FIXED, LACKS, STORES, notes_of_workers
 from gemini_ft.launch.preload import early_environment, modules_to_preload
 from gemini_ft.launch.reports import own_log_dir
 from gemini_ft.launch.run_id import default_run_id, is_passing
@@ -111,6 +111,7 @@ def command(argv: Sequence[str]) -> int:
             stack.callback(watchman.stop)
             stack.enter_context(reported_progress(os.environ, run_id, lambda: notes.total))
             record(torchrun.run)(options)
+            stores = notes.have(STORES)
     except ChildFailedError as error:
         logger.error("%s", in_short(error, endings.shown))
         if is_nameless:
@@ -146,10 +147,10 @@ def command(argv: Sequence[str]) -> int:
         # Torch 2.13 does not expect that a host which waited as a spare until the job was over has no result.
         if (error.obj, error.name) != (None, "is_failed"):
             raise
-        logger.warning("the job is over; this spare host was not needed")
+        logger.warning("the job is over, which the others' output tells how; this spare host was not needed")
         return 0
-    if unstored := lifecycle.job_finished(run_id):
-        logger.error("the job has finished, but its last upload failed for good, and the agents' memory is gone: %s", unstored)
+    if unstored := lifecycle.job_finished(run_id, stores=stores):
+        logger.error("the job has finished, its last step is not stored, as far as is known, and the agents' memory is gone: %s", unstored)
         return NOT_STORED
     return 0
 

@@ -15,6 +15,7 @@ FIXED = "fixed"  # the job's state can be loaded by the same number of ranks onl
 PROTECTED = "protected"  # this worker asks to join a run; if it must not, its error says why
 REFUSED = "refused"  # this worker ends with an error that no restart may talk away
 LACKS = "lacks"  # the state is not whole without hosts that are absent, and this host is none of those that had it
+STORES = "stores"  # what the job commits last is to be in storage when it ends
 DRAINED = "drained"  # this worker has left after a step that is committed, because its host is drained
 DRAINED_STATUS = 85  # ERESTART; with which a worker leaves then, and its launcher
 

@@ -189,21 +189,39 @@ def check_not_superseded(storage: Storage, manifest: Manifest) -> None:
         SupersededError: an incarnation that this one knows nothing of has stored a checkpoint here.
         StorageError: the storage failed.
     """
-    this = Sighting(manifest.folder, manifest.version, "whole", manifest.descent)
-    for info in list_checkpoints(storage, manifest.run, manifest.stream):
-        if this.knows(info.version.incarnation):
-            continue
-        try:
-            read_manifest(storage, info.folder)
-        except (CorruptDataError, ObjectGoneError) as error:
-            _log.warning("%s", error)
-            continue
+    listed = (_unknown(storage, manifest, info.version) for info in list_checkpoints(storage, manifest.run, manifest.stream))
+    if found := next(filter(None, listed), None) or other_by_mark(storage, manifest):
         raise SupersededError(
-            f"{storage.url}: {info.folder} is of an incarnation that this job's, {manifest.incarnation}, does not know: another job has "
+            f"{storage.url}: {found.folder} is of an incarnation that this job's, {manifest.incarnation}, does not know: another job has "
             f"taken run id {manifest.run!r} over. End one of the two, or give them different run ids (GEMINI_RUN_ID). If that was a part "
             "of this job that was cut off, start the same command again with one of two options: storage.history="
-            f"{manifest.incarnation} goes on from what this part has stored, storage.history={info.version.incarnation} from the other's"
+            f"{manifest.incarnation} goes on from what this part has stored, storage.history={found.incarnation} from the other's"
         )
+
+
+def other_by_mark(storage: Storage, manifest: Manifest) -> Manifest | None:
+    """The checkpoint that the run's mark names, which a listing may not show yet, if another job has stored it.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    try:
+        marked = read_mark(storage, manifest.run, manifest.stream)
+    except CorruptDataError as error:
+        _log.warning("%s", error)
+        return None
+    return _unknown(storage, manifest, marked) if marked is not None else None
+
+
+def _unknown(storage: Storage, manifest: Manifest, version: Version) -> Manifest | None:
+    """The checkpoint of that version, if its incarnation is none that this manifest's knows, and it can be read."""
+    if Sighting(manifest.folder, manifest.version, "whole", manifest.descent).knows(version.incarnation):
+        return None
+    try:
+        return read_manifest(storage, checkpoint_folder(manifest.run, manifest.stream, version))
+    except (CorruptDataError, ObjectGoneError) as error:
+        _log.warning("%s", error)
+        return None
 
 
 def within(seconds: float, what: str, work: Callable[[], _T]) -> _T:

@@ -91,11 +91,12 @@ class S3Storage:
             if second is None:
                 self._pace.take(len(first))
                 size, checksum = len(first), encoded(zlib.crc32(first))
-                self._call("put_object", {"ChecksumCRC32": checksum}, Key=name, Body=first)
+                tag = self._call("put_object", {"ChecksumCRC32": checksum}, Key=name, Body=first).get("ETag")
                 sent(size)
             else:
                 size, checksum = self._put_in_parts(name, chain((first, second), bodies), sent)
-            self._confirm(key, size, checksum)
+                tag = None
+            self._confirm(key, size, checksum, tag)
 
     def get(self, key: str) -> bytes:
         """Implements `Storage.get`."""
@@ -231,16 +232,24 @@ class S3Storage:
         self._checksums = False
         return plain
 
-    def _confirm(self, key: str, size: int, checksum: str) -> None:
+    def _confirm(self, key: str, size: int, checksum: str, tag: str | None) -> None:
         """Makes sure that the store has kept what it was given.
 
+        Args:
+            key: of the object.
+            size: of what it was given, in bytes.
+            checksum: of that, the CRC-32.
+            tag: the store's name for what it has kept, by its answer; None: not known, as of a shard, which nobody else writes.
+
         Raises:
-            StorageError: it has not; what it has kept is deleted.
+            StorageError: it has not, and what it has kept is deleted; or another process has written there meanwhile.
         """
         head = self._head(key)
         kept, found = head["ContentLength"], checksum_of_all(head)
         if kept == size and found in (None, checksum):
             return
+        if tag is not None and head.get("ETag") not in (None, tag):
+            raise StorageError(f"{self.url}: {key} is not as it was written: another process has written it meanwhile")
         with suppress(*S3_ERRORS):
             self._client.delete_object(Bucket=self._bucket, Key=self._prefix + key)
         wrong = f"{kept} of {size} bytes" if kept != size else "other bytes"

@@ -21,7 +21,7 @@ import torch
 
 from gemini_ft.errors import GeminiError
 from gemini_ft.events import read_events
-from gemini_ft.hosts import is_readable
+from gemini_ft.hosts import is_readable, kill
 from gemini_ft.launch.drain import LEFT
 from gemini_ft.testing.network import DEVICE, HUB, Network
 
@@ -251,8 +251,7 @@ class EmulatedHosts:
         until = time.monotonic() + _END_SECONDS
         while (pids := [pid for pid, environ in _environments() if wanted <= environ]) and time.monotonic() < until:
             for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                kill(pid, lambda found: wanted <= _environment(found))
             time.sleep(_POLL)
 
     def _tails(self) -> str:
@@ -283,9 +282,12 @@ def _environments() -> Iterator[tuple[int, set[bytes]]]:
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                environ = Path(entry.path, "environ").read_bytes()
-                if environ:  # a zombie has none
-                    yield int(entry.name), set(environ.split(b"\0"))
+                yield int(entry.name), _environment(int(entry.name))
+
+
+def _environment(pid: int) -> set[bytes]:
+    """Of a zombie there is nothing in it."""
+    return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
 
 
 # -- states, to the last bit ----------------------------------------------------------------------

@@ -22,7 +22,6 @@ import os
 import re
 import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from types import TracebackType
 from typing import Any
 
 from gemini_ft.errors import ConfigError, GeminiError
+from gemini_ft.hosts import kill
 
 HUB = "hub"  # the place of the bridge, and of processes that must outlive the hosts, such as a rendezvous store
 DEVICE = "eth0"  # of every host
@@ -272,8 +272,7 @@ def _end(spaces: Iterable[int]) -> None:
     inodes = {os.fstat(space).st_ino for space in spaces}
     while (pids := [pid for pid, inode in _everybody() if inode in inodes]) and time.monotonic() < until:
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            kill(pid, lambda found: _space(found) in inodes)
         time.sleep(_POLL)
 
 
@@ -282,7 +281,11 @@ def _everybody() -> Iterator[tuple[int, int]]:
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
-                yield int(entry.name), os.stat(f"{entry.path}/ns/net").st_ino
+                yield int(entry.name), _space(int(entry.name))
+
+
+def _space(pid: int) -> int:
+    return os.stat(f"/proc/{pid}/ns/net").st_ino
 
 
 # -- the guardian: a process that outlives the one it watches

@@ -44,6 +44,7 @@ FAULTS: Final = {
     "html": "200 and a page of HTML",
     "nothing": "200 and a listing without any object in it",
     "stale": "a listing as the one before was, if there was one",
+    "but STATUS CODE": "the request is carried out, and the answer is this HTTP status and this error code",
     "STATUS CODE": "this HTTP status and this error code of S3, such as ``403 AccessDenied``",
 }
 _PIECE = 64 * 1024
@@ -54,7 +55,7 @@ _NOTHING = (
     "<Prefix>{prefix}</Prefix><KeyCount>0</KeyCount><MaxKeys>1000</MaxKeys><IsTruncated>false</IsTruncated></ListBucketResult>"
 )
 _HTML = b"<!DOCTYPE html><html><head><title>Sign in</title></head><body>Please sign in to the network.</body></html>"
-_FORMS = re.compile(r"reset|lost|torn|hold|delay [\d.]+|cut( \d+)?|hang|flip|half|whole|empty|html|nothing|stale|[2-5]\d\d \w+")
+_FORMS = re.compile(r"reset|lost|torn|hold|delay [\d.]+|cut( \d+)?|hang|flip|half|whole|empty|html|nothing|stale|(but )?[2-5]\d\d \w+")
 
 
 @dataclass(frozen=True)
@@ -308,6 +309,10 @@ class _ProxyHandler(BaseHTTPRequestHandler):
             if kind == "lost":
                 answer.read()
                 self._reset()
+            elif kind == "but":
+                answer.read()
+                status, _, code = argument.partition(" ")
+                self._say(0, int(status), _ERROR.format(code=code).encode())
             else:
                 self._answer(answer, request, kind, argument)
 

@@ -36,6 +36,7 @@ from gemini_ft.wire.worker_messages import (
     Dispatch,
     Draining,
     Excuse,
+    GetStatus,
     Goodbye,
     Granted,
     Opened,
@@ -43,6 +44,7 @@ from gemini_ft.wire.worker_messages import (
     Progress,
     Queued,
     Room,
+    Status,
     StopAfterStep,
     ToWorker,
     Travelled,
@@ -250,7 +252,8 @@ class Recorder:
         """Leaves the run; the agent hears why, unless this is a failure."""
         self.drain.forget()
         if finished:
-            self.flush()
+            self.settle()
+            self.await_last(self._config.timeout)
         self.halt()
         if finished or interrupted:
             with contextlib.suppress(AgentError):
@@ -288,6 +291,18 @@ class Recorder:
             while self._outcomes.is_open and not self.client.lost and time.monotonic() < end:
                 leave_if_over()
                 time.sleep(_POLL)
+
+    def await_last(self, seconds: float) -> None:
+        """Returns when the job's last snapshot has its outcome; an agent that has died is replaced first, as nobody will do so later."""
+        self.await_outcome(seconds)
+        with contextlib.suppress(AgentError):  # no answer: it is lost, or will have been replaced
+            self.client.call(GetStatus(), Status, seconds)
+        if self.client.lost and self._copying.slots:
+            try:
+                self._reconnect()
+            except GeminiError as error:
+                _log.warning("what was trained is lost, but for what is stored: this host's agent has ended, and %s", error)
+            self.await_outcome(seconds)
 
     def _standing_still(self) -> contextlib.AbstractContextManager[None]:
         """Lets replicas travel freely meanwhile, as the training stands still."""

@@ -18,7 +18,7 @@ import pytest
 from agent_kit import WAIT, Job, eventually, open_fds, stopped, versions
 
 from gemini_ft.agent import lifecycle
-from gemini_ft.agent.departure import Departure
+from gemini_ft.agent.departure import Departure, Launches
 from gemini_ft.agent.stream import Stream
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.errors import AgentError, AgentTimeoutError, ConfigError, MemoryBudgetError, PeerError, ProtocolError, SecretError
@@ -26,7 +26,7 @@ from gemini_ft.wire.frames import BlockingWire
 from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, pack
 from gemini_ft.wire.peer_messages import Heartbeat, Rejoin, WayUp
 from gemini_ft.wire.trust import tls_context
-from gemini_ft.wire.worker_messages import AskDrain, Draining, GetInventory, Hello, Left, Request
+from gemini_ft.wire.worker_messages import AskDrain, Draining, GetInventory, Hello, Launch, Left, Request
 
 SECRET = b"s" * 16  # of the kit's ranks
 
@@ -312,7 +312,7 @@ class TestLeaving:
     def test_not_before_the_last_worker_that_was_not_interrupted_is_gone(self) -> None:
         interrupted, last = (Mock(WorkerConnection, rank=rank, alive=True) for rank in range(2))
         workers = {interrupted, last}
-        departure = Departure({}, workers)
+        departure = Departure({}, workers, Launches())
         departure.interrupt(interrupted)
         workers.remove(interrupted)
         assert not departure.is_due()
@@ -322,12 +322,30 @@ class TestLeaving:
     @pytest.mark.parametrize("stores", [True, False], ids=["with storage", "without"])
     def test_a_launcher_that_has_waited_in_vain_for_the_last_upload_hears_that_it_is_not_known(self, stores: bool) -> None:
         stream = Mock(Stream, finishing=True, finished=False, unstored="", uploading=False, patience=0.0, stores=stores)
-        departure, asker = Departure({"main": stream}, set()), Mock(WorkerConnection)
+        departure, asker = Departure({"main": stream}, set(), Launches()), Mock(WorkerConnection, pid=1)
         departure.ask(asker, finished=True)
         assert not departure.is_due(), "the word may still come"
         departure.tell_askers()
         expected = "the leader's word on the last upload has not come; whether it has been stored is not known"
         asker.send.assert_called_once_with(Left(unstored=expected if stores else ""))
+
+    def test_not_before_each_launcher_that_lives_has_asked_how_the_last_upload_has_ended(self) -> None:
+        """Its absence would be taken for good news, or for bad; launchers wait for each other at the end of a job."""
+        stream = Mock(Stream, finished=True, finishing=False, unstored="", uploading=False, patience=0.0, stores=True)
+        launches = Mock(Launches)
+        launches.alive.return_value = [Mock(Launch, pid=1), Mock(Launch, pid=2)]
+        departure = Departure({"main": stream}, set(), launches)
+        departure.linger = 0.0
+        assert not departure.is_due()
+        departure.ask(Mock(WorkerConnection, pid=1), finished=True)
+        assert not departure.is_due()
+        departure.ask(Mock(WorkerConnection, pid=2), finished=True)
+        assert departure.is_due()
+        told_by_the_user = Departure({"main": stream}, set(), launches)
+        told_by_the_user.ask(Mock(WorkerConnection, pid=3), finished=False)
+        assert told_by_the_user.is_due()
+        launches.alive.return_value = []
+        assert Departure({"main": stream}, set(), launches).is_due(), "without `gemini run` nobody will ask"
 
     def test_when_it_is_told_to(self, job: Job) -> None:
         job.rank("a", 0)

@@ -313,10 +313,10 @@ def test_an_agent_that_dies_while_its_last_upload_is_waited_for_has_not_stored_i
     ranks[0].goodbye()  # and the other rank has not finished
     ranks[0].kill()
     said: list[str] = []
-    launcher = threading.Thread(target=lambda: said.append(lifecycle.job_finished(job.run)))
+    launcher = threading.Thread(target=lambda: said.append(lifecycle.job_finished(job.run, stores=True)))
     launcher.start()
     time.sleep(1.5)
     assert launcher.is_alive()
     end_agent(job.run, "a")
     launcher.join(30)
-    assert said == ["the agent of host 'a' ended, or hangs, while it was waited for; whether it has been stored is not known"]
+    assert said == ["the agent of host 'a' has ended, or hangs; whether the last step has been stored is not known"]

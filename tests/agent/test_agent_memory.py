@@ -6,14 +6,17 @@ import fcntl
 import mmap
 import os
 import re
+import struct
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import psutil
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gemini_ft.agent.hangs import HangDetector
@@ -164,6 +167,30 @@ class TestAdoption:
         slot.memory[place] ^= 1
         with pytest.raises(CorruptDataError, match=r"magic number|does not match its checksum"):
             SlotMemory.adopt(slot.fd)
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(st.data())
+    def test_of_a_header_with_anything_anywhere_is_refused_and_takes_no_memory(self, slot: SlotMemory, data: st.DataObject) -> None:
+        """Its checksum fits: what another release, or another program of this user, has written."""
+        fill(slot)
+        slot.finish(V, 10, None)
+        (length,) = struct.unpack_from("<I", slot.memory, 8)
+        fields = msgpack.unpackb(slot.memory[12 : 12 + length])
+        name = data.draw(st.sampled_from(list(fields)))
+        huge = st.sampled_from([2**31, 2**40, 2**62, 2**63, 2**64 - 1, -1, 0, 1.5, None, True, "", b"", [], {}, [[1], 2], [["", 1], ""]])
+        body = msgpack.packb(data.draw(st.sampled_from([fields | {name: data.draw(huge)}, {**fields, "more": 1}, [], 5, None])))
+        head = struct.pack("<I", len(body)) + body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+        slot.memory[8 : 8 + len(head)] = head
+        tracemalloc.start()
+        try:
+            fd = os.dup(slot.fd)
+            try:
+                SlotMemory.adopt(fd).close()
+            except (CorruptDataError, FormatError):  # whatever else it raises fails the test
+                os.close(fd)
+            assert tracemalloc.get_traced_memory()[1] < 2**20
+        finally:
+            tracemalloc.stop()
 
     def test_of_another_format_is_refused_by_number(self, slot: SlotMemory, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "FORMAT", 99)

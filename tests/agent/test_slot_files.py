@@ -109,7 +109,11 @@ def test_what_an_agent_knew_is_found_as_a_whole_or_not_at_all(root: Path, monkey
     assert AgentIdentity().take_over(fd) == before
 
 
-@pytest.mark.parametrize("body", [5, [1, 2, 3], [b"s", [1], {}], [b"s", None, {"main": "{}"}], [b"s", None, {"main": 5}], [b"s", None, []]])
+SPECS = [{"main": "{}"}, {"main": 5}, []]
+NUMBERS = [[1], [10**15, "n"], [-1, "n"], ["1", "n"], [1, 1]]
+
+
+@pytest.mark.parametrize("body", [5, [1, 2, 3], *([b"s", None, specs] for specs in SPECS), *([b"s", known, {}] for known in NUMBERS)])
 def test_what_no_agent_of_this_release_has_written_is_nothing(root: Path, body: object) -> None:
     fd, packed = SlotFiles(root, "run", "a").identity(), msgpack.packb(body)
     for digest in (b"", xxhash.xxh3_64_digest(packed)):

@@ -92,7 +92,7 @@ def run_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         dist.destroy_process_group()
     os.environ.clear()
     os.environ.update(environment)
-    lifecycle.job_finished(run)
+    lifecycle.job_finished(run, stores=False)
 
 
 @pytest.fixture

@@ -254,7 +254,7 @@ def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         dist.destroy_process_group()
     os.environ.clear()
     os.environ.update(environment)
-    lifecycle.job_finished(run)
+    lifecycle.job_finished(run, stores=False)
 
 
 def weights(module: nn.Module) -> list[str]:

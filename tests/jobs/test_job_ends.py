@@ -242,3 +242,39 @@ def test_a_snapshot_whose_data_is_lost_is_not_resumed(folder: Folder, script: st
     faults = {"GEMINI_FAULTS": "step=4:rank=0:sigkill", "GEMINI_FAULTS_DIR": str(folder.path), "GEMINI_ON_LATE": "wait"}
     assert folder.start(script, ranks=1, LOADING=str(workers), **faults) == 70, folder.output
     assert "the training had changed dataset.seen in its data when the snapshot was taken, and no snapshot can have that" in folder.output
+
+
+LOSES_ITS_AGENT = """
+import signal
+from gemini_ft.agent import lifecycle
+from gemini_ft.hosts import host_id
+from gemini_ft.wire.private import credentials
+
+def kill_agent():
+    with lifecycle.try_connect(os.environ["GEMINI_RUN_ID"], host_id()) as sock:
+        os.kill(credentials(sock)[0], signal.SIGKILL)
+
+where = os.environ.get("STORED_IN")
+storage = {"storage": {"url": pathlib.Path(where).absolute().as_uri(), "every_steps": 100}} if where else {}
+checkpointer = gemini_ft.Checkpointer(model, optimizer, on_late="wait", **storage)
+for iteration in range(checkpointer.resume(), 3):
+    step(checkpointer)
+checkpointer.flush()
+if os.environ["KILLED"] == "before":
+    kill_agent()
+checkpointer.close()
+if os.environ["KILLED"] == "behind":
+    kill_agent()
+"""
+
+
+def test_an_agent_that_dies_before_a_job_is_closed_is_replaced_and_stores_its_last_step(folder: Folder) -> None:
+    assert folder.start(LOSES_ITS_AGENT, ranks=1, KILLED="before", STORED_IN="store") == 0, folder.output
+    assert stored(folder) == [3]
+
+
+def test_an_agent_that_is_gone_at_the_end_is_no_news_that_all_was_stored(folder: Folder) -> None:
+    """Its memory has gone with it, and nobody knows whether the last upload was over; without storage nothing was to be kept."""
+    assert folder.start(LOSES_ITS_AGENT, ranks=1, KILLED="behind", STORED_IN="store") == 73, folder.output
+    assert "the agent of host 'here' has ended, or hangs; whether the last step has been stored is not known" in folder.output
+    assert folder.start(LOSES_ITS_AGENT, ranks=1, KILLED="behind", GEMINI_RUN_ID=f"{folder.run}-2") == 0, folder.output

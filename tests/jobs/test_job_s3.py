@@ -206,6 +206,35 @@ class TestTwoJobs:
             (again,) = second.outcome(*run(server.endpoint, 1))
             assert again["start"] == (result["start"] + 4) // 2 * 2  # nothing of the first job's later steps
 
+    def test_with_the_same_run_id_that_store_at_the_same_moment_lose_nothing_and_are_both_told(
+        self, tmp_path: Path, server: s3_server.Server, proxy: S3Proxy
+    ) -> None:
+        """The same command twice, on two clusters: each looks before the other has written, and the store denies what it has done."""
+        for name in "ab":
+            (tmp_path / name).mkdir()
+        proxy.fail("hold", "PutObject", key="manifest.json", count=2)
+        with (
+            World(tmp_path / "a", 1, **s3_server.CREDENTIALS) as first,
+            World(tmp_path / "b", 1, ["elsewhere"], **s3_server.CREDENTIALS) as second,
+        ):
+            second.environ["GEMINI_RUN_ID"] = second.run = first.run
+            attempts = [world.start(*run(proxy.endpoint, 1000, during=None, pause=0.1)) for world in (first, second)]
+            eventually(lambda: proxy.met.count("hold") == 2, "both manifests")
+            proxy.release()
+            proxy.fail("but 409 ConditionalRequestConflict", "PutObject", key="manifest.json|stored.json", count=3)
+            text = "another job has taken run id"
+            eventually(lambda: text in first.log("host0") and text in second.log("elsewhere"), "the refusal of both")
+            for attempt in attempts:
+                attempt.kill()
+            kept = iterations(server, first.run)
+            assert len(kept) == 2, kept
+            lose_all(first)
+            lose_all(second)
+            (error,) = first.outcome(*run(server.endpoint, 1, {"patience": 0.1}))
+            assert isinstance(error, StorageUnclearError)
+            assert "storage.history" in str(error)
+            assert iterations(server, first.run) == kept
+
 
 class TestTrouble:
     """Training never stops for it, the status says what is wrong, and the next upload succeeds when it is over.

@@ -144,8 +144,8 @@ def test_the_last_upload_is_waited_for_and_its_failure_is_said(
         eventually(lambda: "nothing more is stored until that works" in one.log("host0"), "the failure")
         folder.unlink()
         aside.rename(folder)
-        assert lifecycle.job_finished(one.run) == ""
+        assert lifecycle.job_finished(one.run, stores=True) == ""
         assert iterations(store) == [6, 4]
     else:
-        assert "choose a path that is a folder all the way" in lifecycle.job_finished(one.run)
+        assert "choose a path that is a folder all the way" in lifecycle.job_finished(one.run, stores=True)
     eventually(lambda: agent_pid(one.run, "host0") is None, "the leaving of the agent")

@@ -51,6 +51,25 @@ def test_a_worker_takes_note_of_the_signal_and_goes_on() -> None:
         stream.forget()
 
 
+def test_an_agent_that_does_not_answer_has_not_finished_its_upload(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[str] = []
+
+    def status(run: str) -> str | None:
+        asked.append(run)
+        if len(asked) < 3:
+            raise AgentTimeoutError("it did not answer")
+        return None
+
+    monkeypatch.setattr(lifecycle, "status", status)
+    HostDrain("run", 60.0, None).await_uploads()
+    assert len(asked) == 3
+    asked.clear()
+    HostDrain("run", 0.0, None).await_uploads()
+    assert "left before the upload of a version that is not known, as the agent does not answer, was over" in caplog.text
+
+
 def test_what_another_thread_has_forgotten_can_be_heeded_again() -> None:
     first, second = drain(), drain()
     first.heed()

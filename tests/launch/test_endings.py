@@ -49,6 +49,14 @@ def endings() -> Any:
         yield Endings(notes, "no such run")
 
 
+def test_an_agent_that_does_not_answer_is_no_word_that_nothing_was_recorded(
+    endings: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    endings.judge([failure(tmp_path, "ValueError")])
+    assert endings.judge([failure(tmp_path, "ValueError")])
+    assert "What memory keeps is not known, as this host's agent has ended, or hangs" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("kinds", "text"),
     [

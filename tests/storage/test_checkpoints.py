@@ -34,7 +34,7 @@ from gemini_ft.storage.checkpoints import (
 )
 from gemini_ft.storage.decisions import Unclear, decide
 from gemini_ft.storage.local import LocalStorage
-from gemini_ft.storage.lookout import Lookout, check_not_superseded, newest_whole
+from gemini_ft.storage.lookout import Lookout, check_not_superseded, newest_whole, other_by_mark
 from gemini_ft.storage.marks import write_mark
 from gemini_ft.storage.retention import READER_SECONDS, Retention, reading
 from gemini_ft.storage.shard import StoredShard, write_shard
@@ -392,6 +392,20 @@ def test_a_job_whose_run_id_another_one_has_taken_over_is_refused() -> None:
     check_not_superseded(storage, second)
     with pytest.raises(SupersededError, match="another job has taken run id 'run' over"):
         check_not_superseded(storage, first)
+
+
+def test_a_job_hears_of_another_that_no_listing_shows_by_the_mark_and_leaves_it_as_it_is() -> None:
+    now = InMemory()
+    save(now, version(1, incarnation=1))
+    storage = Lagging(now)
+    other = save(now, version(2, incarnation=2))
+    write_mark(now, "run", "main", other.version)
+    storage.listings = 100
+    late = manifest_for(now, version(3, incarnation=1))
+    with pytest.raises(SupersededError, match="another job has taken run id 'run' over"):
+        check_not_superseded(storage, late)
+    assert other_by_mark(storage, late) == other
+    assert other_by_mark(storage, other) is None
 
 
 @given(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import boto3
 import psutil
 import pytest
 import s3_server
+from agent_kit import eventually
 from botocore.exceptions import ClientError
 from botocore.httpsession import URLLib3SSLError
 from botocore.loaders import JSONFileLoader
@@ -322,6 +324,32 @@ class TestFaults:
         storage.put("big", [BIG])
         assert storage.get("big") == BIG
         assert "AbortMultipartUpload" not in [request.operation for request in proxy.requests]
+
+    @pytest.mark.parametrize("nbytes", [100, 101], ids=["as-long", "longer"])
+    def test_what_another_job_writes_in_the_same_place_meanwhile_is_not_taken_for_damage(
+        self, server: s3_server.Server, storage: Storage, proxy: S3Proxy, nbytes: int
+    ) -> None:
+        """All jobs of a run write one mark."""
+        other = open_storage(storage.url, server.endpoint)
+        proxy.fail("hold", "HeadObject", count=1)
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(storage.put, "mark", [bytes(100)])
+            eventually(lambda: "hold" in proxy.met, "the question for what was kept")
+            other.put("mark", [b"1" * nbytes])
+            proxy.release()
+            with pytest.raises(StorageError, match="another process has written it meanwhile"):
+                writing.result(20)
+        assert storage.get("mark") == b"1" * nbytes
+
+    @pytest.mark.parametrize("answer", ["409 OperationAborted", "409 ConditionalRequestConflict", "412 PreconditionFailed"])
+    def test_an_answer_that_denies_what_was_carried_out_loses_nothing(self, storage: Storage, proxy: S3Proxy, answer: str) -> None:
+        for key, body, operation in (("small", b"1", "PutObject"), ("big", BIG, "CompleteMultipartUpload")):
+            proxy.fail(f"but {answer}", operation, count=1)
+            with contextlib.suppress(StorageError):  # which is tried again
+                storage.put(key, [body])
+            assert storage.get(key) == body
+            storage.put(key, [body])
+        assert storage.list() == ["big", "small"]
 
     def test_an_object_of_before_is_not_taken_for_the_upload(
         self, storage: Storage, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch

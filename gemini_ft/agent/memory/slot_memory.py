@@ -25,18 +25,19 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import msgpack
 import xxhash
+from pydantic import BaseModel, ConfigDict, Field
 
 from gemini_ft.agent.memory import slot_files
 from gemini_ft.agent.memory.slot_files import SlotFiles
 from gemini_ft.core.roots import checksum, layout_digest, shard_root
-from gemini_ft.core.versions import Incarnation, Version
+from gemini_ft.core.versions import MOST, Version
 from gemini_ft.errors import CorruptDataError, FormatError
 
 _MAGIC = b"GEMINIFT"
+_OF_SHAPE = ("run", "stream", "owner", "world_size", "layout_hash", "data_bytes", "extras_capacity", "chunk_bytes")  # in the header
 FORMAT = 5  # of a slot's header, and of all that lies behind it
 EXTRAS_ROOM = 2**20  # bytes of small state a slot has room for at least
 _HEADER_BYTES = 4096
@@ -177,16 +178,12 @@ class SlotMemory:
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS and not slot_files.is_safe(fd, _HEADER_BYTES):
             raise CorruptDataError("a slot's memory is not sealed: a process that truncated it would kill this one")
         with mmap.mmap(fd, _HEADER_BYTES, prot=mmap.PROT_READ) as head:
-            fields = _read_header(head[:])
-            layout_at, layout_len = fields["layout_offset"], fields["layout_bytes"]
-        layout = os.pread(fd, layout_len, layout_at)
-        names = ("run", "stream", "owner", "world_size", "layout_hash", "data_bytes", "extras_capacity", "chunk_bytes")
-        slot = cls(SlotShape(layout=layout, **{name: fields[name] for name in names}), fd)
-        if fields["version"] is not None:
-            (number, nonce), iteration = fields["version"]
-            slot.version, slot.root = Version(Incarnation(number, nonce), iteration), fields["root"]
-            slot.extras_bytes, slot.completed_at = fields["extras_bytes"], fields["completed_at"]
-            slot.committed, slot._digest = fields["committed"], fields["digest"]
+            raw = head[:]
+        header, digest = _read_header(raw, os.fstat(fd).st_size)
+        slot = cls(header.shape(os.pread(fd, header.layout_bytes, header.layout_offset)), fd)
+        if header.version is not None:
+            slot.version, slot.root, slot.extras_bytes = header.version, header.root, header.extras_bytes
+            slot.completed_at, slot.committed, slot._digest = header.completed_at, raw[_MARK_AT:] == digest, digest
             cuts = slot.cuts(slot.extras_bytes)
             slot.chunks = {i: (*cut, digest) for i, (cut, digest) in enumerate(zip(cuts, slot._checksums(), strict=True))}
             if not slot.is_genuine:
@@ -294,18 +291,10 @@ class SlotMemory:
 
     def _write_header(self) -> None:
         shape = self.shape
-        fields = {
+        fields = {name: getattr(shape, name) for name in _OF_SHAPE} | {
             "format": FORMAT,
-            "run": shape.run,
-            "stream": shape.stream,
-            "owner": shape.owner,
-            "world_size": shape.world_size,
-            "layout_hash": shape.layout_hash,
             "layout_offset": shape.layout_offset,
             "layout_bytes": len(shape.layout),
-            "data_bytes": shape.data_bytes,
-            "extras_capacity": shape.extras_capacity,
-            "chunk_bytes": shape.chunk_bytes,
             "version": self.version,
             "root": self.root,
             "extras_bytes": self.extras_bytes,
@@ -352,14 +341,54 @@ def _sealed(name: str, nbytes: int) -> int:
     return fd
 
 
-def _read_header(raw: bytes) -> dict[str, Any]:
+class _Header(BaseModel):
+    """The identity of a slot, as its memory has it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: int
+    run: str
+    stream: str
+    owner: int = Field(ge=0)
+    world_size: int = Field(gt=0)
+    layout_hash: str
+    layout_offset: int
+    layout_bytes: int = Field(ge=0)
+    data_bytes: int = Field(ge=0)
+    extras_capacity: int = Field(ge=0)
+    chunk_bytes: int = Field(gt=0)
+    version: Version | None
+    root: str
+    extras_bytes: int = Field(ge=0)
+    completed_at: float
+
+    def shape(self, layout: bytes) -> SlotShape:
+        return SlotShape(layout=layout, **{name: getattr(self, name) for name in _OF_SHAPE})
+
+    def is_of(self, nbytes: int) -> bool:
+        """Whether a slot of so many bytes can be what this says of it."""
+        if self.version is not None and not (0 <= self.version.incarnation.number <= MOST and 0 <= self.version.iteration <= MOST):
+            return False
+        shape = self.shape(b"")
+        total = _round_up(shape.layout_offset + self.layout_bytes, _PAGE) + max(1, shape.capacity)
+        return self.layout_offset == shape.layout_offset and self.extras_bytes <= self.extras_capacity and total <= nbytes
+
+
+def _read_header(raw: bytes, nbytes: int) -> tuple[_Header, bytes]:
+    """The header of a slot of so many bytes, and its checksum."""
     if raw[:8] != _MAGIC:
         raise CorruptDataError("a slot's header has no magic number; it was not made by gemini-ft")
     (length,) = struct.unpack_from("<I", raw, 8)
-    body, digest, mark = raw[12 : 12 + length], raw[12 + length : 20 + length], raw[_MARK_AT:]
+    body, digest = raw[12 : 12 + length], raw[12 + length : 20 + length]
     if len(digest) != 8 or xxhash.xxh3_64_intdigest(body) != struct.unpack("<Q", digest)[0]:
         raise CorruptDataError("a slot's header does not match its checksum; the slot is ignored")
-    fields: dict[str, Any] = msgpack.unpackb(body)
-    if fields["format"] != FORMAT:
-        raise FormatError(f"a slot has format {fields['format']}, this gemini-ft reads format {FORMAT}; use the version that wrote it")
-    return fields | {"committed": mark == digest, "digest": digest}
+    try:
+        fields = msgpack.unpackb(body)
+        if fields["format"] != FORMAT:
+            raise FormatError(f"a slot has format {fields['format']}, this gemini-ft reads format {FORMAT}; use the version that wrote it")
+        header = _Header.model_validate(fields)
+    except (LookupError, TypeError, ValueError, msgpack.UnpackException) as error:
+        raise CorruptDataError(f"a slot's header is none of format {FORMAT} ({str(error).splitlines()[0]}); the slot is ignored") from None
+    if not header.is_of(nbytes):
+        raise CorruptDataError(f"a slot of {nbytes:,} bytes cannot be what its header says; the slot is ignored")
+    return header, digest
