@@ -273,14 +273,21 @@ def held_memory(mark: str) -> int:
 
 
 def wait_until_quiet(limit: float, patience: float) -> float:
-    """Wait until other programs use at most ``limit`` of the machine; returns the last share seen, after ``patience`` seconds at most."""
+    """Wait until other programs use at most ``limit`` of the machine; returns the last share seen, after ``patience`` seconds at most.
+
+    Says what it waits for, once in ten seconds.
+    """
     until = time.monotonic() + patience
-    while True:
+    for second in itertools.count():
         before = Usage.now("none of ours")
         time.sleep(1.0)
-        share = Usage.now("none of ours").foreign_since(before)
-        if share <= limit or time.monotonic() > until:
-            return share
+        share, left = Usage.now("none of ours").foreign_since(before), until - time.monotonic()
+        if share <= limit or left < 0:
+            break
+        if second % 10 == 0:
+            told = f"other programs take {share:.0%} of the machine, at most {limit:.0%} are wanted: waiting for up to {left:.0f} s more"
+            print(told, file=sys.stderr, flush=True)
+    return share
 
 
 # --------------------------------------------------------------------------- results

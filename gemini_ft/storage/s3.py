@@ -10,7 +10,6 @@ import logging
 import re
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +17,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from datetime import datetime, timedelta
 from functools import cache, partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import boto3
 import botocore.session
@@ -29,10 +28,10 @@ from gemini_ft.config import without_passwords
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
 from gemini_ft.storage.base import SMALL, RangeReader, check_key, check_small, ignore, is_key, round_trip
 from gemini_ft.storage.s3errors import S3_ERRORS, GarbledError, explained, store_time
-from gemini_ft.storage.s3parts import Piece, RateLimit, Whole, checksum_of_all, encoded, regroup, when_there_is_room
+from gemini_ft.storage.s3parts import Piece, RateLimit, checksum_of_all, encoded, joined, regroup, when_there_is_room
 
 _BLOCK = 256 * 1024  # bytes taken from a connection at a time, and lost when it breaks; with a quarter of that a GB takes a fourth longer
-_PARALLEL = 4  # parts under way at a time; with PART_BYTES the bound on memory
+_PARALLEL = 4  # parts under way at a time
 _TRIES = 4  # readings in a row that may fail without a byte of progress
 PAUSE = 0.25  # seconds before the second of them, doubled for each further one
 READ_SILENCE, _WRITE_SILENCE = 20, 60  # seconds without an answer, or the next byte of one
@@ -84,13 +83,12 @@ class S3Storage:
         """
         name = self._prefix + check_key(key)
         bodies = regroup(parts)
-        first: Piece = next(bodies, b"")
-        second = next(bodies, None)
+        first, second = next(bodies, Piece(())), next(bodies, None)
         with self._explain(f"cannot write {key}", _WRITE_SILENCE):
             self._abort(*self._unaborted)
             if second is None:
-                self._pace.take(len(first))
-                size, checksum = len(first), encoded(zlib.crc32(first))
+                self._pace.take(first.nbytes)
+                size, checksum = first.nbytes, encoded(first.crc32())
                 tag = self._call("put_object", {"ChecksumCRC32": checksum}, Key=name, Body=first).get("ETag")
                 sent(size)
             else:
@@ -268,25 +266,27 @@ class S3Storage:
         """Uploads an object in parts; returns bytes and checksum of the whole."""
         begun = self._call("create_multipart_upload", {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"}, Key=name)
         where = {"Key": name, "UploadId": str(begun["UploadId"])}
-        whole = Whole()
         try:
             with ThreadPoolExecutor(_PARALLEL) as pool:
-                done = self._send_parts(pool, where, whole.watch(bodies), sent)
-            self._complete(where, done, whole, store_time(begun))
+                done = self._send_parts(pool, where, bodies, sent)
+            size, checksum = sum(part.nbytes for part in done), encoded(joined((part.crc, part.nbytes) for part in done))
+            self._complete(where, [part.answer for part in done], size=size, checksum=checksum, begun=store_time(begun))
         except BaseException:
             self._abort(where)
             raise
-        return whole.nbytes, whole.checksum
+        return size, checksum
 
-    def _complete(self, where: dict[str, str], parts: Sequence[dict[str, Any]], whole: Whole, begun: datetime | None) -> None:
+    def _complete(
+        self, where: dict[str, str], parts: Sequence[dict[str, Any]], *, size: int, checksum: str, begun: datetime | None
+    ) -> None:
         """Makes the parts one object. If the answer is lost, the object itself shows whether that has happened."""
-        checksum = {"ChecksumCRC32": whole.checksum, "ChecksumType": "FULL_OBJECT"}
+        fields = {"ChecksumCRC32": checksum, "ChecksumType": "FULL_OBJECT"}
         try:
-            self._call("complete_multipart_upload", checksum, **where, MultipartUpload={"Parts": parts})
+            self._call("complete_multipart_upload", fields, **where, MultipartUpload={"Parts": parts})
         except S3_ERRORS as error:
             with suppress(*S3_ERRORS):
                 head = self._head(where["Key"].removeprefix(self._prefix))
-                same = head["ContentLength"] == whole.nbytes and checksum_of_all(head) in (None, whole.checksum)
+                same = head["ContentLength"] == size and checksum_of_all(head) in (None, checksum)
                 if same and begun is not None and head["LastModified"] >= begun - SLACK:
                     _log.info("%s: %s is there, though its end was not answered (%s)", self.url, where["Key"], error)
                     return
@@ -307,11 +307,11 @@ class S3Storage:
 
     def _send_parts(
         self, pool: ThreadPoolExecutor, where: dict[str, str], bodies: Iterator[Piece], sent: Callable[[int], None]
-    ) -> Sequence[dict[str, Any]]:
-        room = threading.Semaphore(_PARALLEL)  # a part is copied out of the slot only when another one has been sent
-        futures = deque[Future[dict[str, Any]]]()
+    ) -> Sequence[_Sent]:
+        room = threading.Semaphore(_PARALLEL)  # the caller hashes what it yields, shortly before it is sent
+        futures = deque[Future[_Sent]]()
         for number, body in enumerate(when_there_is_room(room, bodies), 1):
-            self._pace.take(len(body))
+            self._pace.take(body.nbytes)
             future = pool.submit(self._send_part, where, number, body, sent)
             future.add_done_callback(lambda _: room.release())
             futures.append(future)
@@ -319,11 +319,11 @@ class S3Storage:
                 break  # the rest would be sent for nothing
         return [future.result() for future in futures]
 
-    def _send_part(self, where: dict[str, str], number: int, body: Piece, sent: Callable[[int], None]) -> dict[str, Any]:
-        checksum = {"ChecksumCRC32": encoded(zlib.crc32(body))}
+    def _send_part(self, where: dict[str, str], number: int, body: Piece, sent: Callable[[int], None]) -> _Sent:
+        checksum = {"ChecksumCRC32": encoded(crc := body.crc32())}
         answer = self._call("upload_part", checksum, **where, PartNumber=number, Body=body)
-        sent(len(body))
-        return {"PartNumber": number, "ETag": str(answer["ETag"]), **(checksum if self._checksums else {})}
+        sent(body.nbytes)
+        return _Sent({"PartNumber": number, "ETag": str(answer["ETag"]), **(checksum if self._checksums else {})}, body.nbytes, crc)
 
     # -- errors
 
@@ -338,6 +338,14 @@ class S3Storage:
                 yield
         except StorageError as error:
             raise _BrokenError(str(error)) from None
+
+
+class _Sent(NamedTuple):
+    """A part that the store has taken: its line in the list of parts, and its bytes and their CRC-32."""
+
+    answer: dict[str, Any]
+    nbytes: int
+    crc: int
 
 
 class _BrokenError(StorageError):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tracemalloc
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
@@ -25,7 +27,7 @@ from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.s3errors import explained
-from gemini_ft.storage.s3parts import PART_BYTES
+from gemini_ft.storage.s3parts import PART_BYTES, joined, regroup
 from gemini_ft.storage.shard import StoredShard, write_shard
 from gemini_ft.testing.s3_proxy import S3Fault, S3Proxy, S3Request
 
@@ -59,6 +61,28 @@ def test_objects_come_back_whole(storage: Storage) -> None:
     assert storage.get("run/big") == BIG
     assert storage.list() == ["run/big", "run/empty", "run/small"]
     assert storage.list("run/s") == ["run/small"]
+
+
+def test_an_upload_copies_nothing_of_what_it_sends(storage: Storage) -> None:
+    tracemalloc.start()
+    try:
+        storage.put("big", [BIG])
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < PART_BYTES / 4
+
+
+def test_the_checksum_of_an_object_is_made_of_those_of_its_parts() -> None:
+    pieces = list(regroup([BIG[:100], b"", BIG[100 : PART_BYTES + 7], memoryview(BIG)[PART_BYTES + 7 :]]))
+    assert [piece.nbytes for piece in pieces] == [PART_BYTES, PART_BYTES, 12_345]
+    assert joined((piece.crc32(), piece.nbytes) for piece in pieces) == zlib.crc32(BIG)
+    for _ in range(2):  # as for a request that is made again
+        assert b"".join(block for piece in pieces for block in iter(piece.read, b"")) == BIG
+        for piece in pieces:
+            piece.seek(0)
+    with pytest.raises(ValueError, match="only be read from its beginning"):
+        pieces[0].seek(1)
 
 
 def test_ranges_are_read_into_memory(storage: Storage) -> None:
