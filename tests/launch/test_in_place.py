@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,7 +21,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import gemini_ft
 from gemini_ft import accelerator
-from gemini_ft.launch.grace import Workers
+from gemini_ft.launch.grace import Process, Workers, await_news
 from gemini_ft.launch.in_place import Attempt, Stays
 from gemini_ft.launch.worker_start import WorkerHandler
 from gemini_ft.wire import channel
@@ -85,9 +89,9 @@ def test_a_plain_loop_may_stay_and_an_integration_not(launcher: socket.socket) -
 def test_a_worker_that_can_never_stay_is_signalled_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Told that its attempt is over, it would be waited for until `in_place_timeout`."""
     stays = Stays(Workers(), 5.0)
-    process = Mock(pid=os.getpid(), poll=lambda: None)
+    process = Mock(pid=os.getpid(), signs=[], poll=lambda: None)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
-        first = stays.begin(process, {"LOCAL_RANK": "0"})
+        first = stays.begin({"LOCAL_RANK": "0"}, [], lambda: process)
         end.connect(f"\0{stays.address}")
         monkeypatch.setattr(attempt, "present", OwnAttempt(end))
         leave_if_over()
@@ -98,6 +102,38 @@ def test_a_worker_that_can_never_stay_is_signalled_at_once(monkeypatch: pytest.M
         assert not first.end_in_place()
         assert caplog.text.count("does not stay, and another one is started: it uses a device") == 1
     stays.close()
+
+
+def test_others_are_started_while_a_survivor_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    """And torch's launcher, to which a worker with another process id is a failure, does not learn that another one has taken its place."""
+    workers = Workers()
+    stays, begun, rank = Stays(workers, 0.2), time.monotonic(), {"LOCAL_RANK": "0"}
+
+    def start() -> Process:
+        child = subprocess.Popen(["sleep", "100"], start_new_session=True)
+        return workers.adopt(child.pid, child.poll)
+
+    survivor: Any = Mock(pid=os.getpid(), signs=[], poll=lambda: None)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+            first = stays.begin(rank, [], lambda: survivor)
+            end.connect(f"\0{stays.address}")
+            assert first.end_in_place()
+            second = stays.begin(rank, [], start)
+            assert (second.poll(), second.process) == (None, survivor)
+            while second.process is survivor and time.monotonic() < begun + 10:
+                assert second.poll() is None
+        assert time.monotonic() >= begun + 0.2
+        assert second.pid == first.pid != second.process.pid
+        assert "has not come back within 0.2 s (in_place_timeout)" in caplog.text
+        await_news(SimpleNamespace(subprocess_handlers={0: Mock(proc=second)}), 0.0)
+        workers.send(second.process, signal.SIGKILL)
+        await_news(SimpleNamespace(subprocess_handlers={0: Mock(proc=second)}), 30.0)
+        assert second.poll() == -signal.SIGKILL
+        assert time.monotonic() < begun + 20
+    finally:
+        workers.stop()
+        stays.close()
 
 
 def test_sharded_parameters_may_not(launcher: socket.socket) -> None:
