@@ -27,6 +27,7 @@ from gemini_ft.launch.in_place import FAILED, IN_PLACE, LEAVES, PARKED
 from gemini_ft.launch.script import record, take_rank
 from gemini_ft.state.left_out import instances
 from gemini_ft.state.rng import rng_state, set_rng_state
+from gemini_ft.torch_versions import number_groups_anew
 from gemini_ft.worker import attempt, rendezvous
 from gemini_ft.worker.attempt import OverError, OwnAttempt
 
@@ -107,7 +108,7 @@ def _stay(present: OwnAttempt, known: Collection[object]) -> None:
         SystemExit: this process cannot stay.
     """
     try:
-        why = _leftovers(present, known)
+        why = leftovers(present, known)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
     if why:
@@ -122,7 +123,7 @@ def _stay(present: OwnAttempt, known: Collection[object]) -> None:
     take_rank(environ)
 
 
-def _leftovers(present: OwnAttempt, known: Collection[object]) -> str:
+def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
     """Lets go of what the attempt has made, so that its connections close; the reason why this process cannot stay, empty if it can."""
     if accelerator.in_use() is not None:
         return "it uses a device, and groups of devices are not yet made anew in place"
@@ -131,6 +132,7 @@ def _leftovers(present: OwnAttempt, known: Collection[object]) -> str:
     present.close_checkpointers()
     if dist.is_initialized():
         dist.destroy_process_group()
+    number_groups_anew()
     rendezvous.forget_group()
     notes.step = None
     for stream in (sys.stdout, sys.stderr):

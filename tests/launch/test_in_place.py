@@ -6,8 +6,10 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,6 +146,20 @@ def test_sharded_parameters_may_not(launcher: socket.socket) -> None:
         model.weight = torch.nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,))))
         gemini_ft.Checkpointer(model)
         assert "sharded parameters" in refusal()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_that_could_not_be_made_leaves_no_number_behind(launcher: socket.socket) -> None:
+    """The next one had another name than on the other ranks, which looked for each other in vain until torch's timeout of 30 minutes."""
+    assert attempt.present is not None
+    with pytest.raises(RuntimeError):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(milliseconds=10))
+    assert in_place.leftovers(attempt.present, threading.enumerate()) == ""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        assert dist.group.WORLD.group_name == "0"
     finally:
         dist.destroy_process_group()
 
