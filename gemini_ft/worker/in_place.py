@@ -68,6 +68,7 @@ def run(train: Callable[[], T]) -> T:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         end.connect(f"\0{address}")
         known, randomness = [*threading.enumerate(), *instances(_MultiProcessingDataLoaderIter)], rng_state()
+        named = attempt.named.copy()
         has_gradients = torch.is_grad_enabled()
         try:
             while True:
@@ -75,6 +76,7 @@ def run(train: Callable[[], T]) -> T:
                 if done := once(train, present):
                     return done[0]
                 _stay(present, known)
+                attempt.named = named.copy()
                 set_rng_state(randomness)
                 torch.set_grad_enabled(has_gradients)
         finally:
@@ -133,6 +135,7 @@ def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
     if dist.is_initialized():
         dist.destroy_process_group()
     number_groups_anew()
+    torch.compiler.reset()  # else what the attempt has compiled counts against the limit of the next, and its shapes are known
     rendezvous.forget_group()
     notes.step = None
     for stream in (sys.stdout, sys.stderr):

@@ -18,6 +18,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
@@ -81,11 +82,29 @@ def test_a_process_that_the_worker_has_forked_has_no_attempt(launcher: socket.so
         leave_if_over()
 
 
-def test_a_plain_loop_may_stay_and_an_integration_not(launcher: socket.socket) -> None:
+def test_a_plain_loop_may_stay_and_fabric_not(launcher: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     gemini_ft.Checkpointer(torch.nn.Linear(2, 2), on_late="wait")
     assert refusal() == ""
-    gemini_ft.Checkpointer(hooks=False)
-    assert "Lightning" in refusal()
+    monkeypatch.setattr("gemini_ft.lightning.fabric.Checkpointer", Mock())
+    strategy: Any = Fabric(strategy="gemini", accelerator="cpu", devices=1).strategy
+    assert strategy.checkpointer is not None
+    assert refusal() == "Fabric begins anew in a new process only"
+
+
+def test_code_is_compiled_anew_as_in_a_new_process(launcher: socket.socket) -> None:
+    """Torch compiles eight forms of a function at most, and then none, without a word: other bits."""
+    compiled: list[Any] = []
+
+    def note(graph: Any, inputs: Any) -> Any:
+        compiled.append(inputs[0].shape)
+        return graph.forward
+
+    twice = torch.compile(lambda tensor: tensor * 2, backend=note)
+    assert attempt.present is not None
+    for number in (1, 2):
+        twice(torch.ones(3))
+        assert len(compiled) == number
+        assert in_place.leftovers(attempt.present, threading.enumerate()) == ""
 
 
 def test_a_worker_that_can_never_stay_is_signalled_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
