@@ -1,8 +1,8 @@
 """The script of test_job_in_place.py: a small DDP loop inside `gemini_ft.run`, or plain; it fails on purpose as its arguments say.
 
 ``in_place_case.py FOLDER KEEPER [ATTEMPT:RANK:MOMENT:DEED]...``; KEEPER is "gemini", "nothing", or "generator": gemini, with a generator of
-the process's own in its state; "trainer-STRATEGY" trains by Lightning's Trainer. A MOMENT is "start", "group" or a number of steps done. Each
-rank writes what every step has computed to a file of its own, in hex, with its process id.
+the process's own in its state; "trainer-STRATEGY" trains by Lightning's Trainer. A MOMENT is "start", "group" or a number of steps done.
+Each rank writes what every step has computed to a file of its own, in hex, with its process id.
 """
 
 from __future__ import annotations
