@@ -65,6 +65,7 @@ class Round:
     problem: str = ""
     seconds: float = 0.0
     longest_without_commit: float = 0.0
+    stayed: int = 0  # times that a worker has begun anew in its process
     faults: list[Fault] = field(default_factory=list)
 
 
@@ -75,6 +76,8 @@ class Events:
         self._path, self._at, self._rest = path, 0, b""
         self.highest = 0  # iteration that has ended
         self.joined: dict[int, dict[str, Any]] = {}  # rank -> its newest
+        self.pids: set[int] = set()  # of all that have joined
+        self.stayed = 0  # times that one has joined again
         self.resumed: list[dict[str, Any]] = []
         self.commits: list[float] = []
         self.steps: list[float] = []
@@ -97,6 +100,8 @@ class Events:
                 self.steps.append(event["at"])
             case "joined":
                 self.joined[event["rank"]] = event
+                self.stayed += event["pid"] in self.pids
+                self.pids.add(event["pid"])
             case "resumed":
                 self.resumed.append(event)
             case "committed" if event["rank"] == 0:
@@ -111,6 +116,7 @@ class Monkey:
         self._timers: list[threading.Timer] = []
         self.deeds: dict[str, Callable[[], None]] = {
             "worker killed": lambda: self._signal(self._worker(), signal.SIGKILL),
+            "worker raises": lambda: self._signal(self._worker(), signal.SIGUSR2),
             "all workers killed": self._all_workers,
             "agent killed": lambda: self._signal(self._agent(self._host()), signal.SIGKILL),
             "agent and worker killed": self._agent_and_worker,
@@ -190,10 +196,10 @@ class Monkey:
 # --------------------------------------------------------------------------- rounds
 
 
-def job_of(hosts: int, workers: int, steps: int, folder: Path) -> EmulatedHosts:
+def job_of(hosts: int, workers: int, steps: int, folder: Path, restart: str = "process") -> EmulatedHosts:
     """The job, in an empty folder; every twentieth step is in storage, for when all holders of a shard are lost."""
     (folder / "out").mkdir(parents=True)
-    env = SETTINGS | {"GEMINI_STORAGE__URL": f"file://{folder}/store", "GEMINI_STORAGE__EVERY_STEPS": "20"}
+    env = SETTINGS | {"GEMINI_STORAGE__URL": f"file://{folder}/store", "GEMINI_STORAGE__EVERY_STEPS": "20", "GEMINI_RESTART": restart}
     return EmulatedHosts(hosts, [WORKER, "--steps", str(steps), "--out", str(folder / "out")], folder, workers=workers, env=env)
 
 
@@ -208,10 +214,10 @@ def undisturbed(hosts: int, workers: int, steps: int, folder: Path) -> dict[str,
     return ends(folder)
 
 
-def disturbed(round_: Round, faults: int, longest_stop: float, folder: Path) -> dict[str, Any]:
+def disturbed(round_: Round, faults: int, longest_stop: float, folder: Path, restart: str) -> dict[str, Any]:
     """Carry a round out; its record is filled on the way."""
     chance = random.Random(round_.seed)
-    with job_of(round_.hosts, round_.workers, round_.steps, folder) as job:
+    with job_of(round_.hosts, round_.workers, round_.steps, folder, restart) as job:
         job.add()  # the spare
         events = Events(folder / "events")
         monkey = Monkey(job, events, chance, longest_stop)
@@ -225,6 +231,7 @@ def disturbed(round_: Round, faults: int, longest_stop: float, folder: Path) -> 
         finally:
             monkey.stop()
             _measure_commits(round_, events.read())
+            round_.stayed = events.stayed
     return ends(folder)
 
 
@@ -283,7 +290,7 @@ def campaign(options: argparse.Namespace) -> list[Round]:
             begin = time.monotonic()
             try:
                 wanted = min(options.faults_per_round, options.faults - done)
-                found = disturbed(round_, wanted, options.longest_stop, Path(folder, "disturbed"))
+                found = disturbed(round_, wanted, options.longest_stop, Path(folder, "disturbed"), options.restart)
                 round_.equal = found == expected[key]
                 round_.problem = "" if round_.equal else "the ranks ended with other bits"
             except DrillError as error:
@@ -317,18 +324,20 @@ def summary(rounds: list[Round]) -> dict[str, Any]:
         "median_next_step_s": round(statistics.median(waits), 2) if waits else None,
         "worst_next_step_s": round(max(waits), 2) if waits else None,
         "longest_without_commit_s": round(max((round_.longest_without_commit for round_ in rounds), default=0.0), 2),
+        "stayed": sum(round_.stayed for round_ in rounds),
         "worst_steps_lost": max((fault.steps_lost for fault in faults), default=0),
         "sources": dict(Counter(source for fault in faults for source in fault.sources)),
     }
 
 
-def report(rounds: list[Round], figures: dict[str, Any]) -> str:
+def report(rounds: list[Round], figures: dict[str, Any], restart: str) -> str:
     """The body of the dated report."""
     faults = [fault for round_ in rounds for fault in round_.faults]
     lines = [
-        f"Settings: {json.dumps(SETTINGS)}; storage every 20 steps.",
+        f"Settings: {json.dumps(SETTINGS)}; storage every 20 steps; `--restart {restart}`.",
         "",
-        f"{figures['faults']} faults in {figures['rounds']} rounds; {sum(r.equal for r in rounds)} ended with the undisturbed bits.",
+        f"{figures['faults']} faults in {figures['rounds']} rounds; {sum(r.equal for r in rounds)} ended with the undisturbed bits. "
+        f"{figures['stayed']} times a worker began anew in its process.",
         "",
         "| fault (alone) | times | next step, median s | worst s | steps lost, median | worst |",
         "|---|---|---|---|---|---|",
@@ -363,6 +372,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one round of three hosts and four faults, under two minutes; no report")
     parser.add_argument("--faults", type=int, default=200, help="how many in all")
     parser.add_argument("--faults-per-round", type=int, default=10)
+    parser.add_argument("--restart", choices=("process", "in_place"), default="process", help="as of gemini run")
     parser.add_argument("--longest-stop", type=float, default=30.0, help="seconds for which an agent is stopped at most")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=None, help="where the jobs write")
@@ -375,7 +385,7 @@ def main() -> int:
     figures = summary(rounds)
     if not options.quick:
         title, packages = "Chaos: random failures on real processes", common.versions(("torch", "gemini-ft"))
-        path = common.write_report("chaos", title, report(rounds, figures), packages)
+        path = common.write_report("chaos", title, report(rounds, figures, options.restart), packages)
         print(f"report: {path}", file=sys.stderr)
     ratios = {"rounds_equal": sum(r.equal for r in rounds) / len(rounds), "worst_next_step_s": figures["worst_next_step_s"]}
     common.print_result("chaos", figures, ratios)

@@ -6,7 +6,9 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,9 +25,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--pause", type=float, default=0.01, help="seconds after each step")
     parser.add_argument("--out", type=Path, required=True, help="folder for what each rank ends with")
-    options = parser.parse_args()
-
     torch.set_num_threads(1)
+    gemini_ft.run(partial(train, parser.parse_args()))
+
+
+def train(options: argparse.Namespace) -> None:
+    told: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, frame: told.append(number))
     gemini_ft.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -37,6 +43,8 @@ def main() -> None:
     torch.manual_seed(1000 + rank)
     with gemini_ft.Checkpointer(model, optimizer, state={"scheduler": scheduler}) as checkpointer:
         for _ in range(checkpointer.resume(), options.steps):
+            if told:
+                raise OSError("told to fail")  # of a kind that may go away
             loss = model(torch.randn(8, 16)).square().mean()
             optimizer.zero_grad()
             loss.backward()

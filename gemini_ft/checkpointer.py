@@ -146,8 +146,6 @@ class Checkpointer:
         self._steps = OptimizerSteps(self._wait_for_copy)
         self._hyperparameters = Hyperparameters(self._stateful)
         close_with(self)
-        if not hooks:
-            never_stay("Lightning, DeepSpeed and transformers begin anew in a new process only")
         if gradients is not None:
             self.attach_gradients(gradients)
         if model is not None:

@@ -38,6 +38,7 @@ from gemini_ft.state.hyperparameters import of_scheduler
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.transformers_state import OwnAttributes, TrainingData, ranks
 from gemini_ft.transformers_versions import SEAMS, check_trainer, counts, told_of_epochs
+from gemini_ft.worker.attempt import never_stay
 
 __all__ = ["GeminiCallback", "protect"]
 
@@ -270,6 +271,7 @@ class _Protection:
         self.client_state: dict[str, Any] = {}
         self.resumed: int | None = None
         self._steps = 0  # of the last snapshot
+        never_stay("transformers' Trainer begins anew in a new process only")
         self.checkpointer = Checkpointer(config=load_config(options), name=f"trainer-{next(_ordinals)}")
         self.checkpointer.bind(self._model, trainer.optimizer.optimizer)
         self.checkpointer.script_gives(of_scheduler(f"the Trainer's {type(trainer.lr_scheduler).__name__}", trainer.lr_scheduler))

@@ -14,3 +14,11 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 def buffers_are_broadcast(model: Any) -> bool:
     """Whether a DistributedDataParallel sends the first rank's buffers to all ranks before a forward pass."""
     return bool(getattr(model, "forward_sync_buffers", getattr(model, "broadcast_buffers", True)))  # torch 2.13 renames it
+
+
+def number_groups_anew() -> None:
+    """Gives the next process group the name that the first one of a process has, under which the other ranks look for it.
+
+    Torch does so when it destroys the default group, but not where making that one has failed.
+    """
+    dist.distributed_c10d._world.group_count = 0

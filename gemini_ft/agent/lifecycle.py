@@ -203,7 +203,8 @@ def agent_log(run: str, host: str) -> IO[bytes]:
     """The open log of an agent; a null file if the disk is full, as without an agent there would be no snapshots either."""
     try:
         path = log_path(run, host)
-        if not os.environ.get("GEMINI_LOG_DIR"):  # a folder that the user has chosen is the user's to clear
+        # A folder that the user has chosen is the user's to clear; and workers, which come to a log that is there, have no time to.
+        if not (os.environ.get("GEMINI_LOG_DIR") or path.exists()):
             _remove_old_logs(path.parent)
         return open(open_log(path), "ab")
     except OSError as error:

@@ -33,6 +33,7 @@ from gemini_ft.state.gradients import GradientState
 from gemini_ft.state.iterators import unkept
 from gemini_ft.state.left_out import left_out
 from gemini_ft.state.rng import branch_randomness, rng_state, set_rng_state, unchanged_randomness
+from gemini_ft.worker.attempt import never_stay
 
 _log = logging.getLogger("gemini_ft")
 _HANG_SECONDS = 600.0  # for a collective of the engine, where hang_timeout is not set: NCCL's own default
@@ -62,6 +63,7 @@ class Protection:
         self._engine = engine
         gradients: GradientState | None = vars(engine).get("gradients")  # of its pipeline; getattr would find the module's too
         state = EngineState(engine)
+        never_stay("DeepSpeed begins anew in a new process only")
         name = f"deepspeed-{next(_ordinals)}"
         self.checkpointer = Checkpointer(
             config=load_config(options), name=name, hooks=False, resizable=state.resizable, gradients=gradients

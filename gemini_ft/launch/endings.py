@@ -25,6 +25,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.core.words import in_words
 from gemini_ft.errors import FINAL, GeminiError, RunAliveError, StorageUnclearError
 from gemini_ft.launch.drain import LEFT, HostDrain, await_workers
+from gemini_ft.launch.grace import await_news
 from gemini_ft.launch.notes import DRAINED, PROTECTED, REFUSED, Notes
 
 _log = logging.getLogger(__name__)
@@ -129,12 +130,20 @@ def _place(data: Any) -> tuple[str, str, str, str] | None:
 
 
 @contextmanager
-def final_endings(notes: Notes, run: str, drain: HostDrain) -> Iterator[Endings]:
-    """Inside, torch's launcher restarts no workers whose failure is final, and none of a host that is drained."""
+def final_endings(notes: Notes, run: str, drain: HostDrain, *, interval: float) -> Iterator[Endings]:
+    """Inside, torch's launcher restarts no workers whose failure is final, and none of a host that is drained.
+
+    Args:
+        notes: of this host's workers.
+        run: of which they are.
+        drain: of this host.
+        interval: seconds after which torch's launcher looks at the workers though there is no news of them.
+    """
     original, endings = LocalElasticAgent._monitor_workers, Endings(notes, run)
 
     def monitor(agent: LocalElasticAgent, group: WorkerGroup) -> RunResult:
         endings.has_begun = True
+        await_news(agent._pcontext, interval)
         if notes.have(DRAINED):
             await_workers(agent._pcontext)
         result: RunResult = original(agent, group)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import api as torch_api
 
@@ -41,6 +43,12 @@ class Process:
         self.returncode: int | None = None
         self.sent: set[int] = set()  # the signals it has got
         self._workers, self._reap = workers, reap
+        self._pidfd = os.pidfd_open(pid)
+
+    @property
+    def signs(self) -> list[int]:
+        """Descriptors that can be read when there is news of the worker."""
+        return [self._pidfd] if self.returncode is None else []
 
     def poll(self) -> int | None:
         """The exit status, negative for a signal; None while it runs."""
@@ -52,6 +60,8 @@ class Process:
         if self.returncode is None:
             self._end_leftovers()
             self.returncode = self._reap()
+            if self.returncode is not None:
+                os.close(self._pidfd)
         return self.returncode
 
     def _end_leftovers(self) -> None:
@@ -76,6 +86,15 @@ class Process:
                 raise subprocess.TimeoutExpired("worker", timeout or 0.0)
             time.sleep(0.01)
         return status
+
+
+def await_news(context: Any, seconds: float) -> None:
+    """Returns when there is news of one of the workers of torch's process context, after ``seconds`` at the latest."""
+    waiting = select.poll()
+    for handler in context.subprocess_handlers.values():
+        for sign in getattr(handler.proc, "signs", ()):
+            waiting.register(sign, select.POLLIN)
+    waiting.poll(seconds * 1000)
 
 
 class Workers:

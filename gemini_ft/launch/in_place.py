@@ -17,7 +17,7 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -32,28 +32,53 @@ IN_PLACE = "GEMINI_IN_PLACE"  # in the environment of workers: process id of the
 FAILED, PARKED, LEAVES = "failed", "parked", "leaves"  # a worker's words: its attempt has failed; it waits for the next; it cannot stay
 NEVER = "never"  # and while its attempt goes on: it cannot stay after it
 _REFUSAL = "worker (pid %d) does not stay, and another one is started: %s"
-_POLL = 0.005  # seconds
 _KILL_SECONDS = 30.0  # for the kernel to end a process that was killed
 
 
 class Attempt:
     """One attempt of a worker, in the shape of ``subprocess.Popen`` as far as torch's launcher uses it.
 
+    It is there before its worker has come back from the attempt before: meanwhile other workers can be started. Every poll looks whether
+    the worker has come.
+
     Attributes:
         process: the worker, which may have further attempts.
-        pid: its process id.
+        pid: its process id; to torch's launcher it stays that of the first, should the worker not come back and be replaced.
     """
 
-    def __init__(self, stays: Stays, process: Process, environ: Mapping[str, str]) -> None:
-        self.process, self.pid = process, process.pid
-        self._stays, self._environ = stays, environ
+    def __init__(
+        self, stays: Stays, environ: Mapping[str, str], streams: Sequence[int], start: Callable[[], Process], before: Attempt | None
+    ) -> None:
+        """Made by `Stays.begin`.
+
+        Args:
+            stays: among which the worker is.
+            environ: of the attempt.
+            streams: its standard input, output and error.
+            start: starts another worker.
+            before: the attempt before.
+        """
+        self._stays, self._environ, self._streams, self._start = stays, environ, streams, start
+        self._before = before  # until the worker has come back from it
         self._status: int | None = None  # with which it has ended, while the process lives
         self._ended_at = 0.0
+        self.process = before.process if before is not None else start()
+        self.pid = self.process.pid
+        self._go_on()
+
+    @property
+    def signs(self) -> list[int]:
+        """Descriptors that can be read when there is news of the worker."""
+        return [*self.process.signs, *self._stays.signs(self.process.pid)]
 
     def poll(self) -> int | None:
         """The exit status, of the attempt or of the process; None while it runs."""
-        if self._status is None and self._stays.last_word(self.pid) is not None:
-            self._end(1)
+        if self._status is None:
+            self._go_on()
+            if self._before is not None:
+                return None
+            if self._stays.last_word(self.process.pid) is not None:
+                self._end(1)
         return self.process.poll() if self._status is None else self._status
 
     def wait(self, timeout: float | None = None) -> int:
@@ -62,37 +87,39 @@ class Attempt:
 
     def end_in_place(self) -> bool:
         """Ends the attempt, as another worker has failed; returns False if the worker does not listen, and must be signalled."""
-        if self.poll() is None and not self._stays.refuses(self.pid) and self._stays.tell(self.pid, {"over": True}):
+        if self._before is not None:  # it has been told already that the one before is over
+            self._status, self._ended_at = -signal.SIGTERM, self._before._ended_at
+        elif self.poll() is None and not self._stays.refuses(self.process.pid) and self._stays.tell(self.process.pid, {"over": True}):
             self._end(-signal.SIGTERM)
         return self._status is not None
 
     def _end(self, status: int) -> None:
         self._status, self._ended_at = status, time.monotonic()
 
-    def next(self, environ: Mapping[str, str], streams: Sequence[int]) -> Attempt | None:
-        """The worker's next attempt, once it has come back from this one; None: there is none, and the process is dead.
-
-        Args:
-            environ: of the next attempt; the worker takes over what differs from this one's.
-            streams: its standard input, output and error.
-        """
-        until = self._ended_at + self._stays.seconds
-        while self.process.poll() is None and self._stays.last_word(self.pid) not in (PARKED, LEAVES) and time.monotonic() < until:
-            self._stays.workers.go_on()
-            time.sleep(_POLL)
-        if self.process.poll() is not None:
-            return None
-        if self._stays.last_word(self.pid) == PARKED:
-            changed = {name: value for name, value in environ.items() if self._environ.get(name) != value}
-            if self._stays.tell(self.pid, {"environ": changed}, streams, anew=True):
-                return Attempt(self._stays, self.process, environ)
-        elif self._stays.last_word(self.pid) != LEAVES:  # else it has said why
+    def _go_on(self) -> None:
+        """Lets the worker begin, once it has come back from the attempt before; or another one, if it does not come or may not stay."""
+        if (before := self._before) is None:
+            return
+        word, is_late = self._stays.last_word(self.process.pid), time.monotonic() >= before._ended_at + self._stays.seconds
+        if self.process.poll() is None and word not in (PARKED, LEAVES) and not is_late:
+            return
+        if self.process.poll() is None and word == PARKED:
+            changed = {name: value for name, value in self._environ.items() if before._sent.get(name) != value}
+            if self._stays.tell(self.process.pid, {"environ": changed}, self._streams, anew=True):
+                self._before = None
+                return
+        elif self.process.poll() is None and word != LEAVES:  # else it has said why
             text = "a surviving worker (pid %d) has not come back within %g s (in_place_timeout): killing it, another one is started"
-            logger.warning(text, self.pid, self._stays.seconds)
+            logger.warning(text, self.process.pid, self._stays.seconds)
         self._stays.workers.send(self.process, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_KILL_SECONDS)
-        return None
+        self.process, self._before = self._start(), None
+
+    @property
+    def _sent(self) -> Mapping[str, str]:
+        """The environment that the worker has."""
+        return self._environ if self._before is None else self._before._sent
 
 
 class Stays:
@@ -115,18 +142,18 @@ class Stays:
         self._refusals: dict[int, str] = {}  # of those that cannot stay, as they have said
         self._attempts: dict[str, Attempt] = {}  # the last one of each local rank
 
-    def begin(self, process: Process, environ: Mapping[str, str]) -> Attempt:
-        """The first attempt of a worker that has just been started."""
-        self._attempts[environ["LOCAL_RANK"]] = attempt = Attempt(self, process, environ)
+    def begin(self, environ: Mapping[str, str], streams: Sequence[int], start: Callable[[], Process]) -> Attempt:
+        """The next attempt at a place: of the worker that had it before, if that may stay, or of one that is started."""
+        place = environ["LOCAL_RANK"]
+        before = self._attempts.get(place)
+        if before is not None and before.process.poll() is not None:
+            before = None
+        self._attempts[place] = attempt = Attempt(self, environ, streams, start, before)
         return attempt
 
-    def go_on(self, environ: Mapping[str, str], streams: Sequence[int]) -> Attempt | None:
-        """The next attempt of the worker that had this place before; None: there is none that may have one."""
-        before = self._attempts.pop(environ["LOCAL_RANK"], None)
-        attempt = before.next(environ, streams) if before is not None else None
-        if attempt is not None:
-            self._attempts[environ["LOCAL_RANK"]] = attempt
-        return attempt
+    def signs(self, pid: int) -> list[int]:
+        """Descriptors that can be read when a worker has called, or said something."""
+        return [self._listener.fileno(), *([self._channels[pid].fileno()] if pid in self._channels else [])]
 
     def last_word(self, pid: int) -> str | None:
         """The newest word of a worker on its present attempt; None: it has said nothing, or does not listen."""
@@ -158,7 +185,7 @@ class Stays:
             while True:
                 end, _ = self._listener.accept()
                 pid, uid = credentials(end)
-                if uid == os.getuid() and pid in {attempt.pid for attempt in self._attempts.values()}:
+                if uid == os.getuid() and pid in {attempt.process.pid for attempt in self._attempts.values()}:
                     end.setblocking(False)
                     self._channels[pid] = end
                 else:  # a process that a worker has started

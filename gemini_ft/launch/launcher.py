@@ -60,6 +60,7 @@ _DRAIN_SIGNALS, _RESTARTS = (get_args(GeminiConfig.model_fields[name].annotation
 # Torchrun's options that say how hosts meet.
 _MEETING = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "node_rank", "standalone")
 # A host is lost after interval times attempts. Torch's own 15 s are longer than all the rest of a recovery.
+_NO_INTERVAL = 0.001  # seconds for which torch's launcher sleeps between two looks at the workers: it waits for news of them
 _KEEP_ALIVE = {"keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
 
 
@@ -102,7 +103,8 @@ def command(argv: Sequence[str]) -> int:
             stack.enter_context(whole_rounds())
             stack.enter_context(own_log_dir(options))
             drain = drain_of(run_id, config, notes)
-            endings = stack.enter_context(final_endings(notes, run_id, drain))
+            interval, options.monitor_interval = options.monitor_interval, min(_NO_INTERVAL, options.monitor_interval)
+            endings = stack.enter_context(final_endings(notes, run_id, drain, interval=interval))
             copy = stack.enter_context(copied_from_pipe(program)) if not (options.module or options.no_python) else None
             stack.enter_context(workers_of(options, program, copy))
             stack.enter_context(drain.heeded())

@@ -235,15 +235,13 @@ class WorkerHandler(SubprocessHandler):
         super().__init__(**arguments)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        self.workers.go_on()
-        if self._stays is None:
-            return self._started(args, env)
         streams = [0, _descriptor(self._stdout, 1), _descriptor(self._stderr, 2)]
-        return self._stays.go_on(env, streams) or self._stays.begin(self._started(args, env), env)
+        start = partial(self._started, args, env, streams)
+        self.workers.go_on()
+        return start() if self._stays is None else self._stays.begin(env, streams, start)
 
-    def _started(self, args: tuple[str, ...], env: dict[str, str]) -> Process:
+    def _started(self, args: tuple[str, ...], env: dict[str, str], streams: Sequence[int]) -> Process:
         if args[:2] == (sys.executable, "-u"):  # else it is wrapped in something, such as numactl
-            streams = [0, _descriptor(self._stdout, 1), _descriptor(self._stderr, 2)]
             worker = self._warm.start_worker(args[2:], env, streams) if self._warm is not None else None
             if worker is not None:
                 return worker

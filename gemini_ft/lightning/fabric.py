@@ -43,6 +43,7 @@ from gemini_ft.loaders.loader import bookmark_of, make_resumable
 from gemini_ft.loaders.parts import is_stateful
 from gemini_ft.state.ddp import ddp_state, first_tensors, frozen_at_first, restore_buckets, restore_sync, send_first
 from gemini_ft.state.rng import rng_state, set_rng_state
+from gemini_ft.worker.attempt import never_stay
 from gemini_ft.worker.rendezvous import exchange
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
     def checkpointer(self) -> Checkpointer:
         """The Checkpointer under this strategy; the run is joined at the first use. Collective then."""
         if self._gemini_checkpointer is None:
+            never_stay("Fabric begins anew in a new process only")
             checkpointer = Checkpointer(
                 config=self.gemini_config, name=f"fabric-{next(ordinals)}", hooks=False, replicated=self._gemini_replicated
             )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -36,10 +35,9 @@ from gemini_ft.state.ddp import ddp_state, frozen_at_first, restore_buckets, res
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.rebuilding import ModuleTree
 from gemini_ft.storage.marks import state_folder
+from gemini_ft.worker import attempt
 
 log = logging.getLogger("gemini_ft")
-
-ordinals = itertools.count()  # a script may fit several times; a restarted script comes to the same numbers
 
 
 class Fit:
@@ -54,7 +52,7 @@ class Fit:
     """
 
     def __init__(self, trainer: Any, package: str, config: GeminiConfig, replicated: bool, epoch_hooks: EpochHooks) -> None:
-        self.checkpointer = Checkpointer(config=config, name=f"fit-{next(ordinals)}", hooks=False, replicated=replicated)
+        self.checkpointer = Checkpointer(config=config, name=attempt.next_name("fit"), hooks=False, replicated=replicated)
         # The module's state dict while Lightning makes a checkpoint for a snapshot; empty if no hook would see it.
         self.live: dict[str, torch.Tensor] | None = None
         self._trainer, self._package, self._epoch_hooks = trainer, package, epoch_hooks
@@ -118,6 +116,8 @@ class Fit:
         if (gradients := getattr(self._trainer.strategy, "gradients", None)) is not None:
             self.checkpointer.attach_gradients(gradients)
         self._bind_state()
+        given = (self._trainer, *self._trainer.callbacks, *self._trainer.loggers, self._trainer.datamodule)
+        attempt.watch(each for each in given if each is not None)
         self.checkpointer.script_gives(*trainer_checkpoints.given(self._trainer))
         self._optimizers = list(self._trainer.strategy.optimizers)
         self._tree = tree = ModuleTree({"module": self._trainer.lightning_module})

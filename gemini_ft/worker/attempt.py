@@ -11,6 +11,7 @@ import select
 import socket
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -98,6 +99,13 @@ class OwnAttempt:
 
 
 present: OwnAttempt | None = None
+named: Counter[str] = Counter()  # kind -> streams of snapshots of this kind that this attempt, or what came before it, has named
+
+
+def next_name(kind: str) -> str:
+    """The name of a further stream of snapshots: a script may train several times, and comes to the same names when it begins anew."""
+    named[kind] += 1
+    return f"{kind}-{named[kind] - 1}"
 
 
 def leave_if_over() -> None:

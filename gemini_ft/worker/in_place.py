@@ -27,6 +27,7 @@ from gemini_ft.launch.in_place import FAILED, IN_PLACE, LEAVES, PARKED
 from gemini_ft.launch.script import record, take_rank
 from gemini_ft.state.left_out import instances
 from gemini_ft.state.rng import rng_state, set_rng_state
+from gemini_ft.torch_versions import number_groups_anew
 from gemini_ft.worker import attempt, rendezvous
 from gemini_ft.worker.attempt import OverError, OwnAttempt
 
@@ -67,6 +68,7 @@ def run(train: Callable[[], T]) -> T:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         end.connect(f"\0{address}")
         known, randomness = [*threading.enumerate(), *instances(_MultiProcessingDataLoaderIter)], rng_state()
+        named = attempt.named.copy()
         has_gradients = torch.is_grad_enabled()
         try:
             while True:
@@ -74,6 +76,7 @@ def run(train: Callable[[], T]) -> T:
                 if done := once(train, present):
                     return done[0]
                 _stay(present, known)
+                attempt.named = named.copy()
                 set_rng_state(randomness)
                 torch.set_grad_enabled(has_gradients)
         finally:
@@ -107,7 +110,7 @@ def _stay(present: OwnAttempt, known: Collection[object]) -> None:
         SystemExit: this process cannot stay.
     """
     try:
-        why = _leftovers(present, known)
+        why = leftovers(present, known)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
     if why:
@@ -122,7 +125,7 @@ def _stay(present: OwnAttempt, known: Collection[object]) -> None:
     take_rank(environ)
 
 
-def _leftovers(present: OwnAttempt, known: Collection[object]) -> str:
+def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
     """Lets go of what the attempt has made, so that its connections close; the reason why this process cannot stay, empty if it can."""
     if accelerator.in_use() is not None:
         return "it uses a device, and groups of devices are not yet made anew in place"
@@ -131,6 +134,8 @@ def _leftovers(present: OwnAttempt, known: Collection[object]) -> str:
     present.close_checkpointers()
     if dist.is_initialized():
         dist.destroy_process_group()
+    number_groups_anew()
+    torch.compiler.reset()  # else what the attempt has compiled counts against the limit of the next, and its shapes are known
     rendezvous.forget_group()
     notes.step = None
     for stream in (sys.stdout, sys.stderr):

@@ -435,6 +435,23 @@ class TestDisk:
         with lifecycle.agent_log("run", "a") as log:
             assert log.name == os.devnull
 
+    def test_old_logs_are_removed_when_one_is_begun_and_not_whenever_a_worker_joins(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """There may be thousands, and all ranks wait for each."""
+        monkeypatch.delenv("GEMINI_LOG_DIR", raising=False)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+        lifecycle.agent_log("run", "a").close()
+        log = lifecycle.log_path("run", "a")
+        for number in range(110):
+            (log.parent / f"agent-{number}.log").touch()
+            os.utime(log.parent / f"agent-{number}.log", (0, 0))
+        lifecycle.agent_log("run", "a").close()
+        assert len([*log.parent.iterdir()]) == 111
+        log.unlink()
+        lifecycle.agent_log("run", "a").close()
+        assert len([*log.parent.iterdir()]) == 101
+
     def test_a_full_one_costs_events_and_no_step(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

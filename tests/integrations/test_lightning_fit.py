@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def fit(run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
     """Train as a script does that has just been started."""
 
     def start(options: dict[str, Any] | None = None, ckpt_path: Path | None = None, strategy: Any = "gemini") -> Model:
-        monkeypatch.setattr("gemini_ft.lightning.fit.ordinals", itertools.count())
+        monkeypatch.setattr("gemini_ft.worker.attempt.named", Counter())
         torch.manual_seed(1)
         model = Model(**options or {})
         trainer = Trainer(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import pickle
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -224,7 +224,7 @@ def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     def start(
         make: Callable[[], Case], data: Callable[[], Any] | None, strategy: str, crash: Any = None, seed: int | None = 99, **options: Any
     ) -> Case:
-        monkeypatch.setattr("gemini_ft.lightning.fit.ordinals", itertools.count())
+        monkeypatch.setattr("gemini_ft.worker.attempt.named", Counter())
         torch.manual_seed(1)
         random.seed(1)
         np.random.seed(1)

@@ -64,6 +64,7 @@ def job(
     restart: str = "in_place",
     workers: int = 2,
     timeout: str = "20",
+    late: str = "skip",
     wrapper: Sequence[str] = (),
 ) -> Outcome:
     env = {name: value for name, value in os.environ.items() if not name.startswith("GEMINI_")}
@@ -72,7 +73,7 @@ def job(
         "GEMINI_RUN_ID": f"in-place-{os.getpid()}-{folder.parent.name}-{folder.name}",
         "GEMINI_LINGER": "30",
     }
-    env |= {"GEMINI_IN_PLACE_TIMEOUT": timeout}
+    env |= {"GEMINI_IN_PLACE_TIMEOUT": timeout, "GEMINI_ON_LATE": late}
     program = [*wrapper, SCRIPT, str(folder), keeper, *deeds]
     command = [sys.executable, *LAUNCHER, f"--restart={restart}", f"--nproc-per-node={workers}", *program]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
@@ -104,6 +105,24 @@ def test_an_exception_costs_no_process_and_a_kill_one(plain: Outcome, tmp_path: 
     assert all(rank.first == other.first for rank, other in zip(outcome.ranks, plain.ranks, strict=True))
     assert "bad luck" in outcome.output
     assert "in_place_timeout" not in outcome.output  # the loaders' processes end when they are told
+
+
+def test_lightnings_trainer_begins_anew_in_the_same_process(tmp_path: Path) -> None:
+    """Callbacks, loggers and their files as after any restart."""
+    whole = job(tmp_path / "whole", keeper="trainer-ddp", restart="process")
+    outcome = job(tmp_path / "job", "0:1:4:raise", "1:0:8:kill", keeper="trainer-gemini", late="wait")
+    assert (whole.status, outcome.status) == (0, 0), whole.output + outcome.output
+    assert outcome.bits == whole.bits
+    (one, *_, another), kept = outcome.ranks[0].pids, outcome.ranks[1].pids
+    assert outcome.ranks[0].pids == [one, one, another]
+    assert kept == [kept[0]] * 3
+    assert one != another
+    files = [
+        {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} for folder in (tmp_path / "whole", tmp_path / "job")
+    ]
+    assert files[0] == files[1]
+    metrics = [(tmp_path / name / "csv/version_0/metrics.csv").read_text() for name in ("whole", "job")]
+    assert metrics[0] == metrics[1]
 
 
 def test_a_second_failure_during_the_recovery(plain: Outcome, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_script_that_swallows_the_end_of_a_drained_rank_has_not_finished_the_j
     """As a success it would close the rendezvous of all hosts."""
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda agent, group: RunResult(WorkerState.SUCCEEDED))
     agent: Any = SimpleNamespace(_pcontext=SimpleNamespace(subprocess_handlers={}))
-    with notes_of_workers() as notes, final_endings(notes, "no such run", HostDrain("no such run", 0.0, None)) as endings:
+    with notes_of_workers() as notes, final_endings(notes, "no such run", HostDrain("no such run", 0.0, None), interval=0.0) as endings:
         assert LocalElasticAgent._monitor_workers(agent, None).state == WorkerState.SUCCEEDED
         say(DRAINED)
         with pytest.raises(SignalException, match="this host is drained"):
@@ -119,7 +119,7 @@ def test_workers_that_fail_while_their_host_is_drained_are_not_said_to_have_comm
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda agent, group: RunResult(WorkerState.FAILED))
     agent: Any = SimpleNamespace(_pcontext=SimpleNamespace(subprocess_handlers={}))
     drain: Any = SimpleNamespace(begun=True, await_uploads=lambda: None)
-    with notes_of_workers() as notes, final_endings(notes, "no such run", drain) as endings:
+    with notes_of_workers() as notes, final_endings(notes, "no such run", drain, interval=0.0) as endings:
         with pytest.raises(SignalException, match="this host is drained"):
             LocalElasticAgent._monitor_workers(agent, None)
         assert (endings.status, endings.has_drained) == (LEFT, False)

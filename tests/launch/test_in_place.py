@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import threading
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import gemini_ft
 from gemini_ft import accelerator
-from gemini_ft.launch.grace import Workers
+from gemini_ft.launch.grace import Process, Workers, await_news
 from gemini_ft.launch.in_place import Attempt, Stays
 from gemini_ft.launch.worker_start import WorkerHandler
 from gemini_ft.wire import channel
@@ -75,19 +82,37 @@ def test_a_process_that_the_worker_has_forked_has_no_attempt(launcher: socket.so
         leave_if_over()
 
 
-def test_a_plain_loop_may_stay_and_an_integration_not(launcher: socket.socket) -> None:
+def test_a_plain_loop_may_stay_and_fabric_not(launcher: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     gemini_ft.Checkpointer(torch.nn.Linear(2, 2), on_late="wait")
     assert refusal() == ""
-    gemini_ft.Checkpointer(hooks=False)
-    assert "Lightning" in refusal()
+    monkeypatch.setattr("gemini_ft.lightning.fabric.Checkpointer", Mock())
+    strategy: Any = Fabric(strategy="gemini", accelerator="cpu", devices=1).strategy
+    assert strategy.checkpointer is not None
+    assert refusal() == "Fabric begins anew in a new process only"
+
+
+def test_code_is_compiled_anew_as_in_a_new_process(launcher: socket.socket) -> None:
+    """Torch compiles eight forms of a function at most, and then none, without a word: other bits."""
+    compiled: list[Any] = []
+
+    def note(graph: Any, inputs: Any) -> Any:
+        compiled.append(inputs[0].shape)
+        return graph.forward
+
+    twice = torch.compile(lambda tensor: tensor * 2, backend=note)
+    assert attempt.present is not None
+    for number in (1, 2):
+        twice(torch.ones(3))
+        assert len(compiled) == number
+        assert in_place.leftovers(attempt.present, threading.enumerate()) == ""
 
 
 def test_a_worker_that_can_never_stay_is_signalled_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Told that its attempt is over, it would be waited for until `in_place_timeout`."""
     stays = Stays(Workers(), 5.0)
-    process = Mock(pid=os.getpid(), poll=lambda: None)
+    process = Mock(pid=os.getpid(), signs=[], poll=lambda: None)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
-        first = stays.begin(process, {"LOCAL_RANK": "0"})
+        first = stays.begin({"LOCAL_RANK": "0"}, [], lambda: process)
         end.connect(f"\0{stays.address}")
         monkeypatch.setattr(attempt, "present", OwnAttempt(end))
         leave_if_over()
@@ -100,6 +125,38 @@ def test_a_worker_that_can_never_stay_is_signalled_at_once(monkeypatch: pytest.M
     stays.close()
 
 
+def test_others_are_started_while_a_survivor_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    """And torch's launcher, to which a worker with another process id is a failure, does not learn that another one has taken its place."""
+    workers = Workers()
+    stays, begun, rank = Stays(workers, 0.2), time.monotonic(), {"LOCAL_RANK": "0"}
+
+    def start() -> Process:
+        child = subprocess.Popen(["sleep", "100"], start_new_session=True)
+        return workers.adopt(child.pid, child.poll)
+
+    survivor: Any = Mock(pid=os.getpid(), signs=[], poll=lambda: None)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+            first = stays.begin(rank, [], lambda: survivor)
+            end.connect(f"\0{stays.address}")
+            assert first.end_in_place()
+            second = stays.begin(rank, [], start)
+            assert (second.poll(), second.process) == (None, survivor)
+            while second.process is survivor and time.monotonic() < begun + 10:
+                assert second.poll() is None
+        assert time.monotonic() >= begun + 0.2
+        assert second.pid == first.pid != second.process.pid
+        assert "has not come back within 0.2 s (in_place_timeout)" in caplog.text
+        await_news(SimpleNamespace(subprocess_handlers={0: Mock(proc=second)}), 0.0)
+        workers.send(second.process, signal.SIGKILL)
+        await_news(SimpleNamespace(subprocess_handlers={0: Mock(proc=second)}), 30.0)
+        assert second.poll() == -signal.SIGKILL
+        assert time.monotonic() < begun + 20
+    finally:
+        workers.stop()
+        stays.close()
+
+
 def test_sharded_parameters_may_not(launcher: socket.socket) -> None:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -108,6 +165,20 @@ def test_sharded_parameters_may_not(launcher: socket.socket) -> None:
         model.weight = torch.nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,))))
         gemini_ft.Checkpointer(model)
         assert "sharded parameters" in refusal()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_that_could_not_be_made_leaves_no_number_behind(launcher: socket.socket) -> None:
+    """The next one had another name than on the other ranks, which looked for each other in vain until torch's timeout of 30 minutes."""
+    assert attempt.present is not None
+    with pytest.raises(RuntimeError):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(milliseconds=10))
+    assert in_place.leftovers(attempt.present, threading.enumerate()) == ""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        assert dist.group.WORLD.group_name == "0"
     finally:
         dist.destroy_process_group()
 
