@@ -121,8 +121,8 @@ class ResumableAdapter:
             self._given += 1
             yield batch
         self._ahead.settle()
-        if begins and self._given == begins and self._loader.iteration == found["epoch"]:  # accelerate counts no epoch without a batch
-            self._loader.iteration += 1
+        if found is not None and begins == self._given and begins and self._loader.iteration == found["epoch"]:
+            self._loader.iteration += 1  # accelerate counts no epoch without a batch
         self._given = None
 
     def __len__(self) -> int:

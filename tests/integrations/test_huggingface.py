@@ -104,6 +104,16 @@ def test_a_loop_that_is_not_changed_goes_on_with_the_resumed_engine(tmp_path: Pa
     assert run.output.count(told) == run.output.count("Write `for step in range(engine.global_steps, N)`") == 1
 
 
+@pytest.mark.soak
+def test_a_loop_of_accelerate_under_deepspeed_keeps_its_loader(tmp_path_factory: pytest.TempPathFactory) -> None:
+    case = {"kind": "loop", "kept": True}
+    undisturbed = Run(tmp_path_factory.mktemp("plain"), case, faults="")
+    run = Run(tmp_path_factory.mktemp("killed"), case | {"section": True}, faults="step=3:rank=0:sigkill; step=7:rank=1:sigkill")
+    assert [len(engines) for engines in run.engines] == [3, 3]
+    for rank in range(2):
+        assert run.ends[rank] == undisturbed.ends[rank]
+
+
 def test_a_trainer_that_knows_of_nothing_goes_on_where_it_was(tmp_path: Path) -> None:
     """Under DeepSpeed the section resumes the engine, and the callback that `gemini run` adds the Trainer."""
     case = {"kind": "trainer", "section": True, "arguments": {"max_steps": 6}}

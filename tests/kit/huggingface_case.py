@@ -220,15 +220,24 @@ def train(run: dict[str, Any], diary: Diary) -> None:
 
 
 def loop(run: dict[str, Any], diary: Diary) -> None:
-    """As plain as accelerate's own examples; it knows nothing of resuming."""
+    """As plain as accelerate's own examples; it knows nothing of resuming, unless the loader is to be kept."""
     from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import set_seed
     from torch.utils.data import DataLoader
 
+    set_seed(1)
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=configuration(run)))
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    engine, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(Texts(SAMPLES), BATCH, shuffle=True))
+    data = DataLoader(Texts(SAMPLES), BATCH, shuffle=True, collate_fn=Masking())
+    engine, optimizer, loader = accelerator.prepare(net, optimizer, data)
     diary.engine(engine)
+    if run.get("kept"):
+        import gemini_ft
+
+        loader = gemini_ft.resumable(loader)
+        if run.get("section"):
+            engine.gemini.keep(loader=loader)
     diary.note(processes=accelerator.num_processes, index=accelerator.process_index)
     for batch in loader:
         accelerator.backward(engine(**batch).loss)
