@@ -36,7 +36,7 @@ from gemini_ft.errors import ConfigError
 from gemini_ft.state.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.state.hyperparameters import of_scheduler
 from gemini_ft.state.rng import rng_state, set_rng_state
-from gemini_ft.transformers_state import OwnAttributes, TrainingData, ranks
+from gemini_ft.transformers_state import EvaluationData, OwnAttributes, TrainingData, ranks
 from gemini_ft.transformers_versions import SEAMS, check_trainer, counts, told_of_epochs
 from gemini_ft.worker.attempt import never_stay
 
@@ -74,7 +74,9 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         self._epoch_rng: dict[str, Any] = {}  # at its beginning
         self._history = (0, "[]")
         self.data: Any = None
+        self._evaluations: Any = None
         self._attributes: Any = None
+        self._evaluates_on_start = False
         self._paused = ExitStack()
 
     # -- called by the Trainer
@@ -106,11 +108,13 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         if self._protection is not None:
             resumed = self._protection.resumed
             self.data = TrainingData(prepared[1], trainer.args.gradient_accumulation_steps)
+            self._evaluations = EvaluationData(trainer)
             self._attributes = OwnAttributes(trainer)
         found = self._protection.client_state.get(_KEY) if resumed is not None else None
         if found is not None and (checkpoint is None or found["state"]["global_step"] > trainer.state.global_step):
             self._found = found
             self._restore_state(found)
+            self._evaluates_on_start, trainer.args.eval_on_start = trainer.args.eval_on_start, False  # that evaluation belongs to the past
         elif checkpoint is not None:  # as the Trainer does where it was given none
             if trainer.is_deepspeed_enabled:
                 deepspeed_load_checkpoint(trainer.model_wrapped, checkpoint, load_module_strict=not _is_peft_model(trainer.model))
@@ -136,6 +140,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             if epoch < found["epoch"]:
                 return None
             self._restore_counts(found)
+            trainer.args.eval_on_start = self._evaluates_on_start
             if found["finished"] and trainer.state.global_step >= trainer.state.max_steps:
                 self._arrive(found)
                 trainer.control.should_training_stop = True
@@ -188,6 +193,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             "steps": steps,
             "data": self.data.before_step(steps),
             "ranks": ranks(),
+            "evaluations": self._evaluations.states(),
             "attributes": self._attributes.collect(),
             "finished": finished,
             "epoch_rng": self._epoch_rng,
@@ -209,6 +215,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         for name, value in found["state"].items():
             if name not in ("max_steps", "num_train_epochs"):  # a job may go on for longer than was planned
                 setattr(trainer.state, name, value)
+        self._evaluations.restore(found["evaluations"])
         trainer.state.log_history = json.loads(found["history"])
         for (name, callback), (then, attributes) in zip(_with_state(trainer), found["callbacks"], strict=False):
             if name == then:

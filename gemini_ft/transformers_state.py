@@ -10,7 +10,8 @@ import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher
 from transformers import Trainer
 
-from gemini_ft.loaders.ahead import FetchedAhead
+from gemini_ft.loaders.ahead import FetchedAhead, base_of, no_epoch
+from gemini_ft.loaders.loader import bookmark_of, make_resumable
 from gemini_ft.state.modes import Modes, set_by
 
 _THEIRS = ("transformers", "accelerate")
@@ -54,6 +55,32 @@ class TrainingData:
     def settle(self) -> None:
         """Ends what `rest_of` has begun, once a step begins."""
         self._ahead.settle()
+
+
+class EvaluationData:
+    """The loaders of evaluations whose worker processes live from one to the next, which the Trainer keeps for that.
+
+    Args:
+        trainer: the Trainer, before its training begins.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        arguments, data = trainer.args, trainer.eval_dataset
+        lives_on = data is not None and arguments.dataloader_persistent_workers and arguments.dataloader_num_workers > 0
+        names = (data if isinstance(data, dict) else [None]) if lives_on else []
+        loaders = {name or "": base_of(trainer.get_eval_dataloader(name)) for name in names}
+        for loader in loaders.values():
+            make_resumable(loader, epoch=no_epoch, rests=True, owner=self)
+        self._loaders = {name: loader for name, loader in loaders.items() if bookmark_of(loader) is not None}
+
+    def states(self) -> dict[str, Any]:
+        """What the evaluations so far have left behind."""
+        return {name: loader.state_dict() for name, loader in self._loaders.items()}
+
+    def restore(self, found: Mapping[str, Any]) -> None:
+        """Puts back the result of `states`."""
+        for name in self._loaders.keys() & found.keys():
+            self._loaders[name].load_state_dict(found[name])
 
 
 class OwnAttributes:

@@ -31,6 +31,7 @@ class FetchedAhead:
 
     def __init__(self, loader: Any, every: int = 1, only_first: bool = False, method: DataResume = "auto") -> None:
         self._every, self._only_first, self._method = every, only_first, method
+        self._stay = every if only_first else 0  # the first batches may fill up the last ones
         self._positions: dict[int, dict[str, Any]] = {}
         self._random: dict[int, Any] = {}  # the state of the process's generators before each batch
         self._then: dict[int, Any] = {}  # as `_random`, of batches that had been fetched when the snapshot was taken, and are not yet again
@@ -39,7 +40,7 @@ class FetchedAhead:
 
     def follow(self, loader: Any) -> None:
         """Follows a loader, in place of the one before."""
-        base = _base(loader)
+        base = base_of(loader)
         sampler = _seedable_sampler(base)
         if sampler is not None and sampler.generator is None:  # else the first iteration makes it
             sampler.generator = torch.Generator(device=torch.get_default_device())
@@ -50,11 +51,11 @@ class FetchedAhead:
         position = self._positions.get(0 if self._only_first else number)
         if position is None:
             return None
-        return {"position": position, "random": {at: state for at, state in self._random.items() if at >= number}}
+        return {"position": position, "random": {at: state for at, state in self._random.items() if at >= number or at < self._stay}}
 
     def go_to(self, loader: Any, found: Mapping[str, Any]) -> None:
         """Lets the next iteration of a followed loader begin at a result of `before`."""
-        bookmark = bookmark_of(_base(loader))
+        bookmark = bookmark_of(base_of(loader))
         assert bookmark is not None
         bookmark.load_state_dict(found["position"])
         self._then = dict(found["random"])
@@ -77,7 +78,7 @@ class FetchedAhead:
         if number == 0 or not (self._only_first or number % self._every):
             self._positions[number] = bookmark.state_dict()
         self._random[number] = randomness()
-        for old in [at for at in self._random if at < number - 2 * self._every]:
+        for old in [at for at in self._random if self._stay <= at < number - 2 * self._every]:
             del self._random[old]
             if not self._only_first:
                 self._positions.pop(old, None)
@@ -142,7 +143,8 @@ def no_epoch() -> Any:
     return None
 
 
-def _base(loader: Any) -> Any:
+def base_of(loader: Any) -> Any:
+    """The loader that one iterates, or itself."""
     return getattr(loader, "base_dataloader", loader)
 
 
