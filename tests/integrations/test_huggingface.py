@@ -134,17 +134,19 @@ def test_a_trainer_on_ddp_ends_with_the_very_bits(tmp_path_factory: pytest.TempP
 
 @pytest.mark.soak
 def test_a_trainer_on_ddp_with_the_callback_ends_with_the_very_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
-    _plain(tmp_path_factory, callback=True)
+    """With workers that live on from epoch to epoch, those of evaluations too."""
+    _plain(tmp_path_factory, callback=True, arguments={"dataloader_num_workers": 2, "dataloader_persistent_workers": True})
 
 
 @pytest.mark.soak
 def test_batches_that_rank_0_fetches_for_all_come_again(tmp_path_factory: pytest.TempPathFactory) -> None:
-    _plain(tmp_path_factory, callback=False, streamed=True, arguments={"max_steps": 9, "eval_strategy": "no"})
+    _plain(tmp_path_factory, callback=False, streamed=True, arguments={"max_steps": 9, "eval_strategy": "no", "eval_on_start": False})
 
 
 def _plain(folders: pytest.TempPathFactory, callback: bool, streamed: bool = False, arguments: Any = None) -> tuple[Run, Run]:
     """Runs a job undisturbed without gemini-ft, and killed twice; they end alike."""
-    given = {"save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "cosine", "warmup_steps": 3, **(arguments or {})}
+    given = {"save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "cosine", "warmup_steps": 3, "eval_on_start": True}
+    given |= arguments or {}
     case = {"kind": "trainer", "plain": True, "accumulate": 2, "arguments": given, "streamed": streamed}
     undisturbed = Run(folders.mktemp("plain"), case, faults="", GEMINI_WRAP="0")
     run = Run(folders.mktemp("killed"), case | {"callback": callback}, faults="step=4:rank=1:sigkill; step=7:rank=0:sigkill")
