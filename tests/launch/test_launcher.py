@@ -464,7 +464,10 @@ if __name__ == "__main__":  # from Python 3.14 on, processes of a DataLoader imp
 def test_forked_workers_train_as_others_do(tmp_path: Path, launch: Callable[..., Job]) -> None:
     """OpenMP threads, autograd, gloo and a DataLoader's processes work after the fork, with the same bits."""
     (tmp_path / "work.py").write_text(WORK)
-    jobs = {mode: launch(*mode, "--run-id", f"{tmp_path}{mode}", "--nproc-per-node", "2", "work.py") for mode in ((), ("--cold",))}
+    jobs = {
+        mode: launch(*mode, "--run-id", f"{os.getpid()}-{tmp_path.name}{''.join(mode)}", "--nproc-per-node", "2", "work.py")
+        for mode in ((), ("--cold",))
+    }
     said = set()
     for mode, job in jobs.items():
         assert job.wait() == 0, job.err
