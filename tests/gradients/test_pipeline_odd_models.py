@@ -180,6 +180,6 @@ def test_trials_of_schemes_go_on_after_a_resume(tmp_path: Path) -> None:
     parts.mkdir()
     steps = [(whole, 0, 120), (parts, 0, 40), (parts, 40, 120)]
     cases = [(pipeline_odd_case.trials, (str(folder), first, last)) for folder, first, last in steps]
-    for expected, first, second in on_ranks(tmp_path, 4, several, *cases):
+    for expected, first, second in on_ranks(tmp_path, 2, several, *cases):
         assert first[:-1] + second == expected
         assert "None" not in expected[-1]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,18 +42,26 @@ def assert_nothing_is_lost(hosts: EmulatedHosts, host: str, before: int) -> int:
     return len(hosts.events("resumed"))
 
 
-def test_a_host_that_is_told_to_leave_finishes_its_step_and_a_spare_goes_on_there(tmp_path: Path) -> None:
-    with job(tmp_path, 2) as hosts:
+@pytest.fixture(scope="module")
+def at_work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedHosts]:
+    """A job on two hosts that has made a few steps; its tests do not depend on each other."""
+    with job(tmp_path_factory.mktemp("job"), 2) as hosts:
         hosts.wait_for(lambda: reached(hosts, 5))
-        hosts.add()  # earlier, it could be the spare or not
-        drain(hosts, "launcher", "host1")
-        count = assert_nothing_is_lost(hosts, "host1", 0)
-        hosts.add()
-        drain(hosts, "command", "host2")
-        hosts.wait_for(lambda: "host2" in hosts.drained)
-        assert_nothing_is_lost(hosts, "host2", count)
-        finish(hosts)
-    assert_same_bits(tmp_path)
+        yield hosts
+
+
+@pytest.mark.parametrize("by", ["launcher", "command"])
+def test_a_host_that_is_told_to_leave_finishes_its_step_and_a_spare_goes_on_there(at_work: EmulatedHosts, by: str) -> None:
+    before = len(at_work.events("resumed"))
+    leaving = max(event["host"] for event in at_work.events("joined")[-2:])  # at first host1, then the spare that came for it
+    at_work.add()  # earlier, it could be the spare or not
+    drain(at_work, by, leaving)
+    assert_nothing_is_lost(at_work, leaving, before)
+
+
+def test_weights_are_the_same_bits_whoever_has_left(at_work: EmulatedHosts) -> None:
+    finish(at_work)
+    assert_same_bits(at_work.folder)
 
 
 def test_a_job_that_is_preempted_as_a_whole_stores_its_last_step_and_goes_on_there(tmp_path: Path) -> None:

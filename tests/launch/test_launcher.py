@@ -464,13 +464,17 @@ if __name__ == "__main__":  # from Python 3.14 on, processes of a DataLoader imp
 def test_forked_workers_train_as_others_do(tmp_path: Path, launch: Callable[..., Job]) -> None:
     """OpenMP threads, autograd, gloo and a DataLoader's processes work after the fork, with the same bits."""
     (tmp_path / "work.py").write_text(WORK)
-    sums = {}
-    for mode, forked in (((), "True"), (("--cold",), "False")):
-        job = launch(*mode, "--nproc-per-node", "2", "work.py")
+    jobs = {
+        mode: launch(*mode, "--run-id", f"{os.getpid()}-{tmp_path.name}{''.join(mode)}", "--nproc-per-node", "2", "work.py")
+        for mode in ((), ("--cold",))
+    }
+    said = set()
+    for mode, job in jobs.items():
         assert job.wait() == 0, job.err
-        [(said, sums[mode])] = {tuple(line.split()) for line in job.out.splitlines()}  # both ranks say the same
-        assert said == forked
-    assert len(set(sums.values())) == 1
+        [(forked, total)] = {tuple(line.split()) for line in job.out.splitlines()}  # both ranks say the same
+        assert forked == str(not mode)
+        said.add(total)
+    assert len(said) == 1
 
 
 LEAVES = """

@@ -87,6 +87,7 @@ def test_copies_that_are_where_they_are_needed_are_not_spread() -> None:
     assert owners_to_spread(*job(2, 8)) == frozenset()  # a worker that failed: everything is in both hosts' memory
     assert owners_to_spread(*job(2, 1, lost=1)) == frozenset()  # one reader
     assert owners_to_spread(*job(2, 2, lost=1)) == frozenset(range(4))
+    assert owners_to_spread(*job(3, 3)) == frozenset(range(9))  # 9 shards fetched by the three ranks of each host; 8 if they go round
 
 
 # -- the bytes
