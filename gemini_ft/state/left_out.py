@@ -85,7 +85,7 @@ class Copies:
 
     def __init__(self, models: Collection[nn.Module], given: Iterable[Any]) -> None:
         self._known = _within(given)
-        params = [[*model.parameters()] for model in models]
+        params: list[list[torch.Tensor]] = [[*model.parameters()] for model in models]
         kinds = [*params, *([each for each in mine if each.requires_grad] for mine in params)]
         kinds += [[*mine, *model.buffers()] for mine, model in zip(params, models, strict=True)]
         self._shapes = [sorted(map(_shape, tensors)) for tensors in kinds if tensors]
