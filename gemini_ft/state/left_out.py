@@ -75,6 +75,50 @@ class Generators:
         return found
 
 
+class Copies:
+    """Collections of tensors in the script's variables that mirror a model and change: averages of the weights, slow ones, the best so far.
+
+    Args:
+        models: those of the training.
+        given: models, and objects with a state of their own.
+    """
+
+    def __init__(self, models: Collection[nn.Module], given: Iterable[Any]) -> None:
+        self._known = _within(given)
+        params: list[list[torch.Tensor]] = [[*model.parameters()] for model in models]
+        kinds = [*params, *([each for each in mine if each.requires_grad] for mine in params)]
+        kinds += [[*mine, *model.buffers()] for mine, model in zip(params, models, strict=True)]
+        self._shapes = [sorted(map(_shape, tensors)) for tensors in kinds if tensors]
+        self._own = {tensor.data_ptr() for tensors in kinds for tensor in tensors}
+        self._marks: dict[str, Any] = {}
+        self._steps = 0
+
+    def changed(self) -> list[str]:
+        """The variables of those that have changed; to be asked at every step, of which it looks at ever fewer."""
+        self._steps += 1
+        if self._steps & (self._steps - 1):
+            return []
+        before, self._marks = self._marks, dict(self._found())
+        return [path for path, mark in self._marks.items() if path in before and before[path] != mark and before[path][0] == mark[0]]
+
+    def _found(self) -> Iterator[tuple[str, Any]]:
+        for name, value in _variables().items():
+            if id(value) in self._known or isinstance(value, nn.Module):
+                continue
+            for path, part in [(name, value), *((f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items())]:
+                if not isinstance(part, dict | list) or len(part) < 2 or id(part) in self._known:
+                    continue
+                tensors = [*part.values()] if isinstance(part, dict) else part
+                if not all(isinstance(tensor, torch.Tensor) for tensor in tensors) or sorted(map(_shape, tensors)) not in self._shapes:
+                    continue
+                if not any(tensor.data_ptr() in self._own for tensor in tensors):
+                    yield path, (id(part), [(id(tensor), tensor._version) for tensor in tensors])
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
 def _variables() -> dict[str, Any]:
     """The variables of the functions that are under way and of their modules, without those of libraries."""
     found: dict[str, Any] = {}

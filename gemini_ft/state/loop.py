@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from gemini_ft.errors import ConfigError
 from gemini_ft.state.iterators import BatchSource, is_plain_loader, unkept, wrappers
-from gemini_ft.state.left_out import Generators, left_out, not_saved
+from gemini_ft.state.left_out import Copies, Generators, left_out, not_saved
 from gemini_ft.state.rng import GivenGenerator, is_generator
 from gemini_ft.state.tensors import every_optimizer
 
@@ -62,8 +62,9 @@ class LoopWatch:
         self._is_ahead = False
         self._source = BatchSource(state)
         self._generators: Generators | None = None
+        self._copies: Copies | None = None
 
-    def look(self, models: Iterable[nn.Module], state: Mapping[str, Any], optimizers: Sequence[Any]) -> None:
+    def look(self, models: Collection[nn.Module], state: Mapping[str, Any], optimizers: Sequence[Any]) -> None:
         """Looks as of a step that ends now.
 
         Args:
@@ -79,7 +80,7 @@ class LoopWatch:
             self._has_failed = True
             _log.warning("what this loop has that no snapshot has is not looked for any more, as an object cannot be looked at: %r", error)
 
-    def _look(self, models: Iterable[nn.Module], loaders: Collection[Any], optimizers: Sequence[Any]) -> None:
+    def _look(self, models: Collection[nn.Module], loaders: Collection[Any], optimizers: Sequence[Any]) -> None:
         is_ahead, is_elsewhere = self._source.is_ahead(loaders), self._source.has_changed(loaders)
         if is_ahead and not self._is_ahead:
             self._is_ahead = True
@@ -88,6 +89,15 @@ class LoopWatch:
                 "several steps with one: a batch that is at hand is in no snapshot, and after a failure the loop goes on with the one "
                 "behind it. Iterate the loader itself, and call step() once for what each turn takes, or keep such batches in an object in "
                 "`state`"
+            )
+        if self._copies is None:
+            self._copies = Copies(models, [*models, *loaders, *optimizers])
+        if copies := self._copies.changed():
+            self._copies = Copies((), ())  # each thing is said once
+            _log.warning(
+                "this script keeps tensors like the model's in %s, which change and are in no snapshot: %s. Give averages of the weights "
+                "as a model beside the others, or an object with state_dict and load_state_dict that has them in `state`",
+                *(", ".join(copies), _BEGINS),
             )
         if self._generators is None:
             given = [*models, *loaders]

@@ -2,8 +2,8 @@
 
 An optimizer's step uses its gradients up. The next update needs all that has been written to a gradient since then, so it is kept
 with the snapshot, each rank's own. Gradients that were used up, or are zero, are given back as zeros, because an optimizer treats a
-parameter without gradient otherwise. A loop that uses a gradient again after the step (scales it down in place of zeroing it)
-finds zeros after a restart. A parameter of no optimizer keeps its gradient too, since it may get one; freeze what is not trained.
+parameter without gradient otherwise. A loop that never zeroes its gradients is noticed by its second backward pass: from then on all are
+kept. A parameter of no optimizer keeps its gradient too, since it may get one; freeze what is not trained.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ class PendingGradients:
 
     def __init__(self) -> None:
         self._used: dict[int, _Mark] = {}  # by the id of its parameter; a mark of one that is gone matches no gradient
+        self._added_to = set[int]()  # ids of the parameters whose gradients a loop adds to without zeroing them
+        self._sentries: dict[
+            int, Any
+        ] = {}  # by the id of an optimizer: the hook that looks at the first backward pass after its first step
 
     def watch(self, optimizers: Iterable[Optimizer]) -> list[Any]:
         """Looks at every step from now on; returns the handles of the hooks."""
@@ -43,6 +47,24 @@ class PendingGradients:
             for param in group["params"]:
                 if (grad := param.grad) is not None:
                     self._used[id(param)] = (weakref.ref(grad), _version(grad))
+                    if id(optimizer) not in self._sentries and param.requires_grad and param.is_leaf:
+                        self._look_out(optimizer, param)
+
+    def _look_out(self, optimizer: Optimizer, param: torch.Tensor) -> None:
+        number, groups, seen = id(optimizer), optimizer.param_groups, weakref.ref(param)
+
+        def look(_: torch.Tensor) -> None:
+            self._sentries[number].remove()
+            param = seen()
+            if param is not None and param.grad is not None and self._is_used(param, param.grad):
+                self._added_to.update(id(param) for group in groups for param in group["params"])
+
+        self._sentries[number] = param.register_hook(look)  # type: ignore[no-untyped-call]
+
+    def _is_used(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
+        """Whether nothing was written to a gradient since the optimizer of its parameter stepped."""
+        mark = self._used.get(id(param))
+        return mark is not None and mark[0]() is grad and mark[1] == _version(grad)
 
     def collect(self, params: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The gradients that wait, by the names of their parameters; and which parameters have a gradient beside these.
@@ -56,8 +78,7 @@ class PendingGradients:
         waiting, present, sparse = dict[str, torch.Tensor](), list[str](), list[str]()
         for name, param in params.items():
             if (grad := param.grad) is not None:
-                mark = self._used.get(id(param))
-                if (mark is not None and mark[0]() is grad and mark[1] == _version(grad)) or _is_zero(grad):
+                if (self._is_used(param, grad) and id(param) not in self._added_to) or _is_zero(grad):
                     present.append(name)
                     if grad.is_sparse:
                         sparse.append(name)

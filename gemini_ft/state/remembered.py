@@ -15,7 +15,7 @@ import operator
 import random
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -148,7 +148,7 @@ class Attributes:
                 try:
                     copy = _copy(value)
                 except _NotPlain:
-                    if not (self._is_root(value) or _is_harmless(value, self._caches)):
+                    if not (self._is_root(value) or self._holds_roots(value, then) or _is_harmless(value, self._caches)):
                         lost.append(f"{path}.{name}")
                         if then is None and isinstance(value, torch.Tensor):
                             self._see(lost[-1], value)
@@ -211,6 +211,13 @@ class Attributes:
             return False
         roots = set(map(id, self._roots.values()))
         return any(id(module) in roots for module in value.modules())
+
+    def _holds_roots(self, value: Any, then: Any) -> bool:
+        """Whether a container is the one that it was, of parameters and buffers of the roots: an RNN has a list of its weights."""
+        if type(then) is not _Opaque or then.value is not value or not _values(value):
+            return False
+        known = {id(tensor) for root in self._roots.values() if isinstance(root, nn.Module) for tensor in _tensors(root)}
+        return all(id(part) in known for part in _values(value))
 
     def _names_to_leave(self, item: Any) -> frozenset[str]:
         names = self._leave(item) | (OF_LOADERS if isinstance(item, DataLoader) else frozenset())
@@ -378,9 +385,14 @@ def _size(value: Any) -> int:
     return written + len(value) if isinstance(value, (list, tuple, set, deque)) else written
 
 
-def _values(value: Any) -> Iterator[Any]:
+def _values(value: Any) -> Collection[Any]:
     """The values of a container."""
-    return iter(value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set, deque)) else ())
+    return value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set, deque)) else ()
+
+
+def _tensors(module: nn.Module) -> Iterator[Any]:
+    """What a module itself has registered as parameters and buffers."""
+    return itertools.chain(module._parameters.values(), module._buffers.values())
 
 
 def _is_iterator(value: Any) -> bool:

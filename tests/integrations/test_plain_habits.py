@@ -28,7 +28,19 @@ from gemini_ft.errors import ConfigError, ReplicaDivergedError, UnsupportedState
 pytestmark = pytest.mark.preloaded("torchmetrics")
 
 CASE = Path(__file__).parents[1] / "kit" / "habits_case.py"
-TOGETHER = ["scaler", "lbfgs", "averages", "zipped", "counted", "adversaries", "unfreezes", "normed", "generators", "accumulates"]
+TOGETHER = [
+    "scaler",
+    "lbfgs",
+    "averages",
+    "zipped",
+    "counted",
+    "adversaries",
+    "unfreezes",
+    "normed",
+    "unzeroed",
+    "generators",
+    "accumulates",
+]
 CELLS = {
     "together": Cell({"trainings": TOGETHER}, ["0:4", "1:6"]),
     "uneven": Cell({"trainings": ["uneven"]}, ["1:5", "0:2"]),  # when rank 0 has no more inputs, and in the next epoch
@@ -87,6 +99,7 @@ HABITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "anew": (_anew, "no longer takes its batches from the loaders in `state`"),
     "drawn": (_drawn, "draws from the generator numpy, own, which is in no snapshot"),
     "plain": (lambda loader: itertools.chain(loader, loader), ""),
+    "averages": (iter, "keeps tensors like the model's in keeper.shadow, which change and are in no snapshot"),
     "range": (lambda loader: zip(range(3), loader), "numbers its batches by enumerate"),  # noqa: B905
     "limited": (lambda loader: itertools.islice(loader, 3), "limits its batches by itertools.islice"),
     "limited on": (lambda loader: itertools.islice(loader, 3 - loader.batches_done), ""),
@@ -99,6 +112,17 @@ HABITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "looked into": (_looked_into, "is not the first one after resume()"),
     "begun early": (list, "is not the first one after resume()"),
 }
+
+
+class Keeper:
+    """Averages of a model's weights, as scripts write it."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.shadow = {name: param.detach().clone() for name, param in model.named_parameters()} if model else {}
+
+    def follow(self, model: nn.Module) -> None:
+        for name, mean in self.shadow.items():
+            self.shadow[name] = mean.lerp(model.get_parameter(name).detach(), 0.1)
 
 
 def loop_in_every_way() -> dict[str, list[str]]:
@@ -114,7 +138,7 @@ def loop_in_every_way() -> dict[str, list[str]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         numpy, own, unused, given = np.random.default_rng(1), random.Random(2), random.Random(3), torch.Generator()
         loader: Any = gemini_ft.resumable(DataLoader(TensorDataset(torch.ones(16, 3)), 4, shuffle=True, generator=torch.Generator()))
-        stream = name.replace(" ", "-")
+        stream, keeper = name.replace(" ", "-"), Keeper(model if name == "averages" else None)
         with gemini_ft.Checkpointer(
             model, optimizer, state={"loader": loader, "given": given}, name=stream, on_late="skip"
         ) as checkpointer:
@@ -123,6 +147,7 @@ def loop_in_every_way() -> dict[str, list[str]]:
             for _ in early or batches(loader):
                 model(torch.rand(2, 3, generator=given)).sum().backward()
                 optimizer.step()
+                keeper.follow(model)
                 if name == "drawn":
                     numpy.random(), own.random()
                 checkpointer.step()

@@ -289,6 +289,22 @@ def normed(loop: Loop) -> Iterator[None]:
     loop.end(model.state_dict(), old.weight)
 
 
+def unzeroed(loop: Loop) -> Iterator[None]:
+    """Never zeroes its gradients, which are a momentum of its own; a recurrent layer has a list of its weights."""
+    inner = nn.GRU(3, 4)
+    model = wrapped(inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    first = loop.begin(model, optimizer)
+    yield
+    for _ in range(first, 10):
+        loss = model(batch())[0].square().mean()
+        loss.backward()
+        optimizer.step()
+        loop.step(loss)
+        yield
+    loop.end(model.state_dict(), [param.grad for param in model.parameters()])
+
+
 def generators(loop: Loop) -> Iterator[None]:
     """Generators of the script's own, given as state; seeds in the loop; a sampler's generator; a metric."""
     model, mean = wrapped(net()), MeanMetric()
@@ -331,7 +347,7 @@ def uneven(loop: Loop) -> Iterator[None]:
 
 TRAININGS: dict[str, Callable[[Loop], Iterator[None]]] = {
     each.__name__: each
-    for each in (scaler, lbfgs, averages, zipped, counted, adversaries, unfreezes, normed, generators, accumulates, uneven)
+    for each in (scaler, lbfgs, averages, zipped, counted, adversaries, unfreezes, normed, unzeroed, generators, accumulates, uneven)
 }
 
 

@@ -113,6 +113,18 @@ def test_what_is_too_large_is_named_once(caplog: pytest.LogCaptureFixture) -> No
     assert {item.where: str(item.rule.fate) for item in state.findings()}["model.history"] == "the user's"
 
 
+def test_a_list_of_a_modules_own_parameters_is_captured_with_these(caplog: pytest.LogCaptureFixture) -> None:
+    """Recurrent layers of torch have one, `_flat_weights`, and an optimizer writes to what is in it."""
+    model = nn.LSTM(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = PlainState.of(model, [optimizer], None)
+    model(torch.ones(4, 2))[0].sum().backward()
+    optimizer.step()
+    with caplog.at_level(logging.WARNING):
+        take(state)
+    assert caplog.messages == []
+
+
 def test_a_tensor_in_the_place_of_none_is_taken_for_a_cache_until_it_changes(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Module()
     model.mask, model.average, model._external_params = None, None, {}  # type: ignore[assignment]
