@@ -278,7 +278,7 @@ VARIABLES = {
     "GEMINI_FAULTS_DIR": "Folder in which injected failures are noted, so that each happens once.",
     "GEMINI_FAULTS_FILL_LIMIT": "Most bytes that the drill of a full disk may write; default: 256MiB.",
 }
-SET_BY_LAUNCHER = ("GEMINI_IN_PLACE", "GEMINI_LAUNCH", "GEMINI_LAUNCHER_PID", "GEMINI_NOTES_FILE")
+SET_BY_LAUNCHER = ("GEMINI_HOSTNAME", "GEMINI_IN_PLACE", "GEMINI_LAUNCH", "GEMINI_LAUNCHER_PID", "GEMINI_NOTES_FILE")
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

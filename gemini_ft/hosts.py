@@ -12,12 +12,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+HOSTNAME = "GEMINI_HOSTNAME"  # in the environment of all that `gemini run` starts
 _BOOT = 8  # digits of the boot id in a host's name
 
 
 def host_id() -> str:
     """Name of this host: GEMINI_HOST_ID, the node's in a SLURM job, or the hostname with the boot id (two containers may share a name)."""
-    return given_id() or f"{socket.gethostname()}-{machine_id()[:_BOOT]}"
+    return given_id() or f"{_hostname()}-{machine_id()[:_BOOT]}"
 
 
 def is_earlier_boot(before: str, host: str, machine: str) -> bool:
@@ -42,7 +43,12 @@ def given_id() -> str:
 
 def lasting_name() -> str:
     """A name of this host that it keeps when it starts again; two hosts may share it."""
-    return given_id() or socket.gethostname()
+    return given_id() or _hostname()
+
+
+def _hostname() -> str:
+    """The hostname as it was when `gemini run` began, as workers that are restarted would not find their agent under another one."""
+    return os.environ.get(HOSTNAME) or socket.gethostname()
 
 
 def machine_id() -> str:

@@ -60,8 +60,18 @@ class AgentSession:
 
     def make_leader(self, epoch: int, on_decision: Callable[[PeerMessage], None]) -> Leader:
         book = _book(self._context, self._spec, self.storing, self._began)
-        ranks, patience = self._spec.world_size, self.patience
-        return Leader(self._context.host.name, book, ranks, self.storing, on_decision, patience=patience, ways=self._ways, epoch=epoch)
+        host = self._context.host
+        return Leader(
+            host.name,
+            book,
+            self._spec.world_size,
+            self.storing,
+            on_decision,
+            patience=self.patience,
+            ways=self._ways,
+            epoch=epoch,
+            may_be_committed=host.may_be_committed,
+        )
 
     async def dial(self, host: str, epoch: int, handler: Handler) -> Connection:
         claims = self._context.claims("report", host).model_copy(update={"epoch": epoch, "promised": self.succession.epoch})

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import stat
 import sys
 import time
@@ -37,7 +38,7 @@ from gemini_ft.agent.departure import PARTING_SECONDS, is_alive
 from gemini_ft.agent.watchdog import AgentWatch
 from gemini_ft.config import GeminiConfig, load_config, unknown_variables
 from gemini_ft.errors import AgentError, ConfigError, RunAliveError
-from gemini_ft.hosts import host_id
+from gemini_ft.hosts import HOSTNAME, host_id
 from gemini_ft.launch import slurm
 from gemini_ft.launch.drain import LEFT, drain_of
 from gemini_ft.launch.endings import ENDED_ELSEWHERE, NOT_STORED, OVERTAKEN, final_endings
@@ -297,6 +298,7 @@ def prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
     if options.explain:
         os.environ["GEMINI_EXPLAIN"] = "1"
     os.environ["GEMINI_LAUNCHER_PID"] = str(os.getpid())
+    os.environ[HOSTNAME] = socket.gethostname()
     # Every attempt gets a store of its own, on the host that is rank 0 by then: torch's shared one keeps the keys of
     # the attempt before, and is lost with the first host. (The static rendezvous does not ask; there
     # gemini_ft.init_process_group makes up for it.)

@@ -27,12 +27,18 @@ def runtime_folder() -> Path:
     It is ``gemini-ft`` in XDG_RUNTIME_DIR where there is one, else ``gemini-ft-UID`` in the temporary directory.
 
     Raises:
-        ConfigError: something else stands there: a link, another user's folder, or one that others may write to.
+        ConfigError: a link, another user's folder, or one that others may write to stands there; or there is no place for any.
     """
     home = os.environ.get("XDG_RUNTIME_DIR", "")
     if home and os.access(home, os.W_OK):
         return own_folder(Path(home) / "gemini-ft")
-    return own_folder(Path(tempfile.gettempdir()) / f"gemini-ft-{os.getuid()}")
+    try:
+        temporary = Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"there is no folder for temporary files ({error.strerror}): mount one at /tmp, or name one that can be written to by TMPDIR"
+        ) from None
+    return own_folder(temporary / f"gemini-ft-{os.getuid()}")
 
 
 def newest_first(paths: Iterable[Path]) -> list[tuple[float, Path]]:

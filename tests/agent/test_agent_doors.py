@@ -21,6 +21,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.agent.departure import Departure, Launches
 from gemini_ft.agent.stream import Stream
 from gemini_ft.agent.workers import WorkerConnection
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import AgentError, AgentTimeoutError, ConfigError, MemoryBudgetError, PeerError, ProtocolError, SecretError
 from gemini_ft.wire.frames import BlockingWire
 from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, pack
@@ -241,6 +242,17 @@ class TestTcpPort:
         wire.send(Rejoin(committed=None, uploading=None))
         with pytest.raises(PeerError, match=r"closed the connection|stopped answering"):
             wire.receive()
+        wire.close()
+
+    def test_a_member_that_claims_a_commit_that_cannot_be_is_not_believed(self, job: Job) -> None:
+        """What was committed was whole in the leader's own memory, too. Believed, nothing would be committed any more."""
+        ranks = job.start()
+        job.commit(ranks, 1)
+        wire = BlockingWire(ranks[0].address, job.claims("report", incarnation=ranks[0].spec.incarnation), SECRET, 10.0)
+        for attempt, claimed in enumerate([job.version(10**6), Version(Incarnation(10**15, "n"), 1)], start=1):
+            wire.send(Rejoin(committed=claimed, uploading=None, attempt=attempt))
+        job.commit(ranks, 2)
+        assert job.stream("a")["committed"] == 2
         wire.close()
 
     def test_a_host_that_the_leader_cannot_be_asked_to_drain_is_not_said_to_be_drained(self, job: Job) -> None:

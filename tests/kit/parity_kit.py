@@ -28,7 +28,7 @@ _WARM, _BOTH = ("gemini run",), ("gemini run", "gemini run --cold")
 DIFFERENCES = {
     "variables of gemini": (
         _BOTH,
-        "`GEMINI_RUN_ID`, `GEMINI_LAUNCH`, `GEMINI_LAUNCHER_PID` and `GEMINI_NOTES_FILE` are set",
+        "`GEMINI_RUN_ID`, `GEMINI_HOSTNAME`, `GEMINI_LAUNCH`, `GEMINI_LAUNCHER_PID` and `GEMINI_NOTES_FILE` are set",
     ),
     "settings of the rendezvous": (_BOTH, "`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`: every attempt has a key-value store of its own"),
     "pages of tensors": (

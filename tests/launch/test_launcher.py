@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import TCPStore
 from gemini_ft import config
 from gemini_ft.agent import lifecycle
 from gemini_ft.cli import main as cli
+from gemini_ft.hosts import host_id, lasting_name
 from gemini_ft.launch import launcher
 from gemini_ft.launch.run_id import default_run_id
 from gemini_ft.storage.checkpoints import FORMAT_VERSION, body_checksum
@@ -393,6 +394,18 @@ class TestSettings:
         options = self.options(*arguments)
         launcher.prepare(options, ["train.py"])
         assert bool(options.standalone) is standalone
+
+    def test_a_host_that_is_renamed_meanwhile_keeps_its_name_until_the_job_has_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Workers that are restarted would not find the memory of the agent that has the former name."""
+        for name in ("GEMINI_HOST_ID", "SLURMD_NODENAME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("GEMINI_HOSTNAME", "of-another-launch")
+        launcher.prepare(self.options(), ["train.py"])
+        before = host_id(), lasting_name()
+        monkeypatch.setattr("socket.gethostname", lambda: "renamed")
+        assert (host_id(), lasting_name()) == before
+        launcher.prepare(self.options(), ["train.py"])
+        assert lasting_name() == "renamed"
 
     def test_one_worker_may_use_all_cores(self) -> None:
         launcher.prepare(self.options(), ["train.py"])

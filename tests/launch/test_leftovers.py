@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from gemini_ft.agent import lifecycle
+from gemini_ft.errors import ConfigError
+from gemini_ft.launch import launcher, reports
 from gemini_ft.wire.private import runtime_folder
 
 DAYS = 86400.0
@@ -42,6 +45,15 @@ def start_agent(run: str) -> None:
     process = lifecycle.spawn(run, "host")
     process.terminate()
     process.wait(30)
+
+
+def test_a_full_disk_under_the_reports_of_workers_is_a_clear_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+    monkeypatch.setattr(reports, "mkdtemp", full)
+    with pytest.raises(ConfigError, match=r"No space left on device.*make room there, or name another folder \(--log-dir, TMPDIR\)"):
+        reports.own_log_dir(launcher.make_parser().parse_args(["train.py"])).__enter__()
 
 
 class TestLogsOfAgents:

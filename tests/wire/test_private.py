@@ -186,6 +186,14 @@ class TestFolder:
         assert folder == tmp_path / f"gemini-ft-{os.getuid()}"
         assert folder.stat().st_mode & 0o777 == 0o700
 
+    def test_where_nothing_can_be_written_to_says_what_to_mount(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A container whose root file system is read-only."""
+        monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+        monkeypatch.setattr("tempfile.tempdir", None)
+        monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc"])
+        with pytest.raises(ConfigError, match="mount one at /tmp, or name one that can be written to by TMPDIR"):
+            runtime_folder()
+
     def test_the_users_own_runtime_folder_comes_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
         assert lifecycle.log_path("run", "a").parent == tmp_path / "gemini-ft"

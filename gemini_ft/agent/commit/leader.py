@@ -70,6 +70,7 @@ class Leader:
         patience: seconds for which the last upload is tried again.
         ways: of each other host, those by way of which it may report (`gemini_ft.core.tree.ways_up`).
         epoch: the one that it leads (`gemini_ft.core.succession`).
+        may_be_committed: whether another host can be believed that a version was.
     """
 
     def __init__(
@@ -83,8 +84,9 @@ class Leader:
         patience: float = 0.0,
         ways: Mapping[str, Sequence[str]] = NO_COLLECTORS,
         epoch: int = 0,
+        may_be_committed: Callable[[Version], bool] = lambda version: True,
     ) -> None:
-        self._host, self._allowed, self._epoch = host, ways, epoch
+        self._host, self._allowed, self._epoch, self._may_be_committed = host, ways, epoch, may_be_committed
         self.book, self._world_size, self._storing, self._on_decision, self._patience = book, world_size, storing, on_decision, patience
         self._ends_by: float | None = None  # until when the last upload of a finished job is tried again
         self._again_at, self._settled_by, self._ended = 0.0, 0.0, False
@@ -145,6 +147,8 @@ class Leader:
             if is_late or not self._ways.greet(host, message.attempt, port):
                 return
             self._lost.pop(host, None)
+            if message.committed is not None and not self._may_be_committed(message.committed):  # a lie, or of other memory than this
+                message = message.model_copy(update={"committed": None, "roots": {}})
             if host != port.host:
                 port.connection.send(Admitted(host=host, attempt=message.attempt))
         elif not self._ways.counts(host, port):
