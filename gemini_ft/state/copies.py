@@ -10,7 +10,6 @@ rectangular views that have the same order, so that no staging copy is needed ei
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -99,9 +98,7 @@ def memory_of(tensor: torch.Tensor, start: int, stop: int) -> memoryview | None:
     """Elements ``start:stop`` as bytes to write to, in logical order; None where they do not lie like that in the CPU's memory."""
     if accelerator.holds(tensor) or type(tensor) not in _PLAIN or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
         return None
-    memory = (ctypes.c_char * ((stop - start) * tensor.itemsize)).from_address(tensor.data_ptr() + start * tensor.itemsize)
-    memory.tensor = tensor  # which thereby lives as long as the view
-    return memoryview(memory).cast("B")
+    return flattened(tensor.detach())[start:stop].view(torch.uint8).numpy().data
 
 
 def boxes(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
