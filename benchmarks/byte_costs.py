@@ -270,7 +270,7 @@ def _end_of_lane(
             if sends:
                 end.send(chunk, True)
             else:
-                end.receive(chunk, len(chunk))
+                end.receive([chunk], len(chunk))
 
     if to is not None:
         to.send("ready")

@@ -7,7 +7,7 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,6 +45,14 @@ def _in_order(deeds: Iterator[Callable[[], T]], threads: int) -> Iterator[T]:
         while under_way:
             yield under_way.popleft().result()
             under_way.extend(pool.submit(deed) for deed in itertools.islice(deeds, 1))
+
+
+Live = Callable[[int, int], Sequence[memoryview]]  # offset and bytes of a chunk -> memory that takes them, in parts; none: a copy is due
+
+
+def nowhere(offset: int, nbytes: int) -> Sequence[memoryview]:
+    """No chunk is received at its place."""
+    return ()
 
 
 class ShardReader(Protocol):
@@ -175,7 +183,7 @@ class PeerShard:
                 check_answer(asked, message)
                 return message
             if isinstance(message, Data):
-                self._wire.payload()(memoryview(bytearray(message.nbytes)))
+                self._wire.payload()([memoryview(bytearray(message.nbytes))])
 
     @property
     def root(self) -> str:
@@ -197,28 +205,35 @@ class PeerShard:
         about = self.about
         return b"".join(bytes(v) for _, v in self._fetch(about.data_bytes, about.data_bytes + about.extras_bytes))
 
-    def chunks(self) -> Iterator[tuple[int, memoryview]]:
-        return self._fetch(0, self.about.data_bytes)
+    def chunks(self, live: Live = nowhere) -> Iterator[tuple[int, memoryview]]:
+        """Implements `ShardReader.chunks`.
 
-    def _fetch(self, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        Args:
+            live: asked for the memory in which a chunk is to end up. If there is some, the chunk is received there and comes without bytes.
+                It is verified after that: when this fails, the memory counts for nothing until another copy has filled all of it. No
+                thread writes to it any more when the iterator has ended, however it ends.
+        """
+        return self._fetch(0, self.about.data_bytes, live)
+
+    def _fetch(self, start: int, stop: int, live: Live = nowhere) -> Iterator[tuple[int, memoryview]]:
         if start == stop:
             return
         with self._sending:
             self._reading += 1
         try:
-            yield from self._fetched(start, stop)
+            yield from self._fetched(start, stop, live)
         finally:
             with self._sending:
                 self._reading -= 1
 
-    def _fetched(self, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+    def _fetched(self, start: int, stop: int, live: Live) -> Iterator[tuple[int, memoryview]]:
         asked = Fetch(call=next(self._calls), owner=self._owner, version=self._version, offset=start, nbytes=stop - start)
         self._wire.send(asked)
         first = 0 if start == 0 else len(self.about.digests) - self._extras_chunks(stop - start)
-        yield from _in_order(self._announced(asked, stop, first), self._lanes)
+        yield from _in_order(self._announced(asked, stop, first, live), self._lanes)
 
-    def _announced(self, asked: Fetch, stop: int, first: int) -> Iterator[Callable[[], tuple[int, memoryview]]]:
-        """Each chunk as its peer announces it, still to be received: into memory that the chunk before it on the same lane has had."""
+    def _announced(self, asked: Fetch, stop: int, first: int, live: Live) -> Iterator[Callable[[], tuple[int, memoryview]]]:
+        """Each chunk as its peer announces it, still to be received: at its place, or in memory that one before it on its lane has had."""
         at, buffers = asked.offset, [bytearray(0) for _ in range(self._lanes)]
         for index in itertools.count(first):
             if at == stop:
@@ -226,16 +241,22 @@ class PeerShard:
             head = self._answer(asked)
             if not isinstance(head, Data) or head.offset != at or not 0 < head.nbytes <= stop - at:
                 raise PeerError(f"{self.where} sent {kind_of(head)!r} where bytes from {at} were due")
-            turn = index % self._lanes
-            if len(buffers[turn]) != head.nbytes:
-                buffers[turn] = bytearray(head.nbytes)
-            yield partial(self._receive, self._wire.payload(), index, at, memoryview(buffers[turn]))
+            turn, receive = index % self._lanes, partial(self._receive, self._wire.payload(), index)
+            if places := live(at, head.nbytes):
+                yield partial(receive, places, (at, memoryview(b"")))
+            else:
+                if len(buffers[turn]) != head.nbytes:
+                    buffers[turn] = bytearray(head.nbytes)
+                view = memoryview(buffers[turn])
+                yield partial(receive, [view], (at, view))
             at += head.nbytes
 
-    def _receive(self, payload: Callable[[memoryview], int], index: int, at: int, buffer: memoryview) -> tuple[int, memoryview]:
+    def _receive(
+        self, payload: Callable[[Sequence[memoryview]], int], index: int, places: Sequence[memoryview], chunk: tuple[int, memoryview]
+    ) -> tuple[int, memoryview]:
         what = f"chunk {index} of rank {self._owner}'s shard from {self.where}"
-        _compare(payload(buffer), self.about.digests[index], what)
-        return at, buffer
+        _compare(payload(places), self.about.digests[index], what)
+        return chunk
 
     def _extras_chunks(self, nbytes: int) -> int:
         return -(-nbytes // self.about.chunk_bytes)

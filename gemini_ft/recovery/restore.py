@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,14 +13,15 @@ from typing import Any
 import torch
 
 from gemini_ft import __version__
-from gemini_ft.core.layout import Layout, Read, plan_reads, stored_specs
+from gemini_ft.core.layout import ALIGNMENT, Layout, Read, plan_reads, stored_specs
 from gemini_ft.errors import StateError
-from gemini_ft.recovery.readers import ShardReader, ShardReaders
+from gemini_ft.recovery.readers import PeerShard, ShardReader, ShardReaders
 from gemini_ft.state import codec
 from gemini_ft.state.base import TrainingState
-from gemini_ft.state.copies import copy_into
+from gemini_ft.state.copies import copy_into, memory_of
 
 _READERS = 4  # shards read at a time
+_PARTS = 256  # of a chunk that is received in place: each takes a system call, and small ones together cost more than a copy
 _OF_ANOTHER_FORM = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
@@ -146,10 +148,10 @@ def _layouts_of(owners: Iterable[int], sources: ShardReaders, rank: int) -> dict
 
 
 def scatter(shard: ShardReader, reads: Sequence[Read], tensors: Mapping[str, torch.Tensor]) -> tuple[str, int]:
-    """Copies the bytes of one shard to where they belong, as they arrive.
+    """Copies the bytes of one shard to where they belong, as they arrive. Those of a peer are received there, where tensors allow it.
 
     Args:
-        shard: where to read; its bytes are checked on the way.
+        shard: where to read; its bytes are checked on the way. When this raises an error, the tensors hold bytes that may be wrong.
         reads: of this shard, by ascending offset.
         tensors: ``Read.name`` -> what to fill.
 
@@ -157,28 +159,46 @@ def scatter(shard: ShardReader, reads: Sequence[Read], tensors: Mapping[str, tor
         Where the shard was, and the bytes copied.
     """
     to = Scatter(reads, tensors)
-    for offset, view in shard.chunks():
+    for offset, view in shard.chunks(to.live) if isinstance(shard, PeerShard) else shard.chunks():
         to.put(offset, view)
     return shard.where, to.nbytes
 
 
 class Scatter:
-    """Copies bytes of one shard, which come by ascending offset, to the tensors that they belong to; arguments as those of `scatter`."""
+    """Copies bytes of one shard to the tensors that they belong to; arguments as those of `scatter`."""
 
     def __init__(self, reads: Sequence[Read], tensors: Mapping[str, torch.Tensor]) -> None:
-        self._pending, self._tensors = list(reversed(reads)), tensors
-        self.nbytes = 0  # copied
+        self._reads, self._tensors = reads, tensors
+        self._offsets = [read.offset for read in reads]
+        self.nbytes = 0  # that have been copied, or received in place
 
     def put(self, offset: int, view: memoryview) -> None:
         """Copies the bytes of ``view``, which begin at ``offset`` of the shard; no element may be cut."""
-        pending, end = self._pending, offset + len(view)
-        while pending and pending[-1].offset < end:
-            read = pending[-1]
-            low, high = max(offset, read.offset), min(end, read.offset + read.nbytes)
-            size = read.nbytes // (read.stop - read.start)
-            start = read.start + (low - read.offset) // size
-            copy_into(self._tensors[read.name], start, start + (high - low) // size, view[low - offset : high - offset])
+        for low, high, tensor, start, stop in self._parts(offset, offset + len(view)):
+            copy_into(tensor, start, stop, view[low - offset : high - offset])
             self.nbytes += high - low
-            if high < read.offset + read.nbytes:
-                break
-            pending.pop()
+
+    def live(self, offset: int, nbytes: int) -> Sequence[memoryview]:
+        """The memory of the tensors to which these bytes belong, in order, to be filled now; none if the bytes have to be put."""
+        memory, at, found = list[memoryview](), offset, list(self._parts(offset, offset + nbytes))
+        for low, high, tensor, start, stop in found:
+            room = memory_of(tensor, start, stop)
+            if room is None or low - at >= ALIGNMENT:
+                return ()
+            memory += [memoryview(bytearray(low - at)), room]  # between two pieces there may be padding
+            at = high
+        if not 0 <= offset + nbytes - at < ALIGNMENT or len(found) > _PARTS:
+            return ()
+        torch.autograd.graph.increment_version([tensor for _, _, tensor, _, _ in found])
+        self.nbytes += sum(high - low for low, high, *_ in found)
+        return [*memory, memoryview(bytearray(offset + nbytes - at))]
+
+    def _parts(self, offset: int, end: int) -> Iterator[tuple[int, int, torch.Tensor, int, int]]:
+        """First and last byte of each read that is within these, and tensor, first and last element that these bytes are."""
+        for index in range(max(0, bisect_right(self._offsets, offset) - 1), bisect_left(self._offsets, end)):
+            read = self._reads[index]
+            low, high = max(offset, read.offset), min(end, read.offset + read.nbytes)
+            if low < high:
+                size = read.nbytes // (read.stop - read.start)
+                start = read.start + (low - read.offset) // size
+                yield low, high, self._tensors[read.name], start, start + (high - low) // size

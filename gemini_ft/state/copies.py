@@ -16,11 +16,14 @@ from dataclasses import dataclass
 
 import torch
 
+from gemini_ft import accelerator
 from gemini_ft.core.layout import Layout
 from gemini_ft.errors import LayoutMismatchError
 from gemini_ft.state.tensors import Source
 
 Memory = bytes | bytearray | memoryview | mmap.mmap | torch.Tensor  # a tensor must be uint8 and flat
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,13 @@ def as_bytes(memory: Memory) -> torch.Tensor:
     if not view.nbytes:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
+
+
+def memory_of(tensor: torch.Tensor, start: int, stop: int) -> memoryview | None:
+    """Elements ``start:stop`` as bytes to write to, in logical order; None where they do not lie like that in the CPU's memory."""
+    if accelerator.holds(tensor) or type(tensor) not in _PLAIN or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+        return None
+    return flattened(tensor.detach())[start:stop].view(torch.uint8).numpy().data
 
 
 def boxes(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from gemini_ft.errors import PeerError, SecretError
@@ -134,8 +134,8 @@ class BlockingWire:
         self._fill(memoryview(body))
         return peers.unpack(body)
 
-    def payload(self) -> Callable[[memoryview], int]:
-        """The payload that the last message announced: called with memory for it, fills that, and returns its checksum.
+    def payload(self) -> Callable[[Sequence[memoryview]], int]:
+        """The payload that the last message announced: called with memory for it, in parts, fills that, and returns its checksum.
 
         Payloads travel on the lanes in turn. As many as there are lanes may be received at a time, each by a thread of its own; the call
         raises PeerError if its payload does not come, or is not what the peer sent.
@@ -144,9 +144,9 @@ class BlockingWire:
             raise PeerError(f"the agent at {self.peer} has opened no lane for payloads")
         return partial(self._receive_on, self._lanes[next(self._payloads) % len(self._lanes)])
 
-    def _receive_on(self, lane: BlockingLane, out: memoryview) -> int:
+    def _receive_on(self, lane: BlockingLane, out: Sequence[memoryview]) -> int:
         try:
-            return lane.receive(out, len(out))
+            return lane.receive(out, sum(part.nbytes for part in out))
         except OSError as error:
             raise self._silent(error) from None
 

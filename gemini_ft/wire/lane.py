@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+from collections.abc import Iterator, Sequence
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext, AEADEncryptionContext, Cipher
@@ -112,6 +113,20 @@ def keys(key: bytes, dialled: bool) -> tuple[bytes, bytes]:
     return (there, back) if dialled else (back, there)
 
 
+def _slices(targets: Sequence[memoryview]) -> Iterator[memoryview]:
+    """The same memory, in pieces of SLICE bytes at most."""
+    for target in targets:
+        for at in range(0, target.nbytes, SLICE):
+            yield target[at : at + SLICE]
+
+
+def _unwanted(nbytes: int) -> Iterator[memoryview]:
+    """As much memory, of which every piece is the same."""
+    scratch = memoryview(bytearray(min(nbytes, SLICE)))
+    for at in range(0, nbytes, SLICE):
+        yield scratch[: nbytes - at]
+
+
 class BlockingLane:
     """One end of a lane, for one thread that sends or receives one payload after the other.
 
@@ -143,11 +158,11 @@ class BlockingLane:
         if is_last:
             self.socket.sendall(self._seal.close())
 
-    def receive(self, target: memoryview | None, nbytes: int) -> int:
-        """Receives a payload, and returns its `gemini_ft.core.roots.checksum`. Not before then do the bytes in ``target`` count.
+    def receive(self, targets: Sequence[memoryview] | None, nbytes: int) -> int:
+        """Receives a payload, and returns its `gemini_ft.core.roots.checksum`. Not before then do the bytes in ``targets`` count.
 
         Args:
-            target: where it goes; None: nobody wants it.
+            targets: where it goes, one after the other; None: nobody wants it.
             nbytes: length of the payload.
 
         Raises:
@@ -155,11 +170,8 @@ class BlockingLane:
             PeerError: the payload is not what the other end sent, or the lane was stopped.
         """
         checksum = running_checksum()  # beside the tag, because a piece is in the core's cache only now
-        scratch = memoryview(bytearray(min(nbytes, SLICE))) if target is None else None
-        for at in range(0, nbytes, SLICE):
+        for piece in _unwanted(nbytes) if targets is None else _slices(targets):
             self._go_on()
-            end = min(nbytes, at + SLICE)
-            piece = target[at:end] if target is not None else scratch[: end - at]  # type: ignore[index]
             self._fill(piece)
             self._unseal.add(piece)
             checksum.update(piece)

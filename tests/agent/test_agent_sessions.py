@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from agent_kit import CHUNK, EXTRAS, Job, Proxy, Rank, content, end_agent, eventually, stopped, versions
 
+from gemini_ft.core.layout import Read
 from gemini_ft.errors import AgentError, CorruptDataError, PeerError, RecoveryError, SupersededError
-from gemini_ft.recovery import readers
-from gemini_ft.recovery.readers import LocalShard, PeerShard
+from gemini_ft.recovery import readers, restore
+from gemini_ft.recovery.plan import RecoveryPlan
+from gemini_ft.recovery.readers import LocalShard, PeerShard, ShardReaders
 
 
 @pytest.fixture
@@ -415,6 +418,38 @@ class TestRecovery:
         assert ranks[1].verify(job.version(2)) == [0, 1]
         assert versions(ranks[0].inventory()) >= {(0, 1), (0, 2), (1, 1)}
         assert (1, 2) not in versions(ranks[0].inventory())
+
+    @pytest.mark.parametrize("threads", [1, 3])
+    def test_what_comes_damaged_into_live_tensors_is_overwritten_by_the_next_peer(
+        self, threads: int, job: Job, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A peer's bytes are received where they belong: of the damaged copy some are there before that is known."""
+
+        def refuse(*_: object) -> None:
+            raise AssertionError("bytes were copied")
+
+        monkeypatch.setattr(readers, "threads_of_a_reader", lambda: threads)
+        monkeypatch.setattr(restore, "copy_into", refuse)
+        ranks = job.start()
+        job.commit(ranks, 1)
+        ranks[1].corrupt(0)
+        plan = RecoveryPlan("memory", job.version(1), {0: ("b", "a")})
+        addresses = {rank.host: rank.address for rank in ranks}
+        sources = ShardReaders(ranks[0].client, "another", plan, addresses, job.claims(), b"s" * 16, 10.0)
+        cut, end = CHUNK + 192, 4 * CHUNK
+        tensors = {"head": torch.zeros(cut, dtype=torch.uint8), "tail": torch.zeros(end - cut, dtype=torch.uint8)}
+        reads = [Read(0, 0, cut, "head", 0, cut), Read(0, cut, end - cut, "tail", 0, end - cut)]
+        seen: list[bytes] = []
+
+        def use(shard: LocalShard | PeerShard) -> tuple[str, int]:
+            seen.append(bytes(tensors["head"]))
+            return restore.scatter(shard, reads, tensors)
+
+        assert sources.read(0, 0, use) == ("peer a", end)
+        data, _ = expected(0, 1)
+        assert seen[0] == bytes(cut)
+        assert seen[1][:CHUNK] not in (bytes(CHUNK), data[:CHUNK])
+        assert bytes(tensors["head"]) + bytes(tensors["tail"]) == data
 
     def test_a_host_that_has_lost_everything_gets_its_replicas_back(self, job: Job) -> None:
         ranks = job.start()

@@ -172,5 +172,5 @@ class TestBlockingWire:
         wire = BlockingWire(serve(quitter), CLAIMS, b"secret", 5.0)
         assert isinstance(wire.receive(), Data)
         with pytest.raises(PeerError, match=r"closed the connection|stopped answering"):
-            wire.payload()(memoryview(bytearray(100)))
+            wire.payload()([memoryview(bytearray(100))])
         wire.close()
