@@ -33,7 +33,7 @@ class OwnAttempt:
         is_over: whether the launcher has said that the attempt is.
         watched: references to what the attempt has given to be captured; it must be gone before the next attempt begins.
         held: what of it has no weak references. It is gone if nothing else refers to it.
-        changing: each returns what has changed during the attempt, of what scripts may keep beside it, such as a dataset.
+        changing: each, when it is called, watches what has changed during the attempt, of what scripts may keep beside it.
         checkpointers: those that it has made.
         refusal: the reason why this process cannot stay after it; empty: nobody knows of one.
     """
@@ -45,7 +45,7 @@ class OwnAttempt:
         self._order: tuple[dict[str, str], list[int]] | None = None
         self.watched: list[weakref.ref[Any]] = []
         self.held: list[Any] = []
-        self.changing: list[Callable[[], Iterable[Any]]] = []
+        self.changing: list[weakref.finalize[..., Any]] = []
         self.checkpointers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.refusal = ""
 
@@ -102,7 +102,7 @@ class OwnAttempt:
     def left_behind(self) -> list[Any]:
         """The objects that should be gone, and are referenced from elsewhere."""
         while self.changing:
-            watch(self.changing.pop()())
+            self.changing.pop()()
         gc.collect()
         self.held.append(object())  # has as many references as one that is gone
         references = [sys.getrefcount(each) for each in self.held]
@@ -144,10 +144,12 @@ def watch(captured: Iterable[Any]) -> None:
                     present.held.append(each)
 
 
-def watch_changing(changed: Callable[[], Iterable[Any]]) -> None:
-    """Takes note of a function that returns what has changed by the end of the attempt."""
+def watch_changed(owner: Any, changed: Callable[[], Iterable[Any]]) -> None:
+    """Takes note of what has changed when the attempt ends, or ``owner``, as a script may make a loader for each epoch."""
     if present is not None:
-        present.changing.append(changed)
+        last = weakref.finalize(owner, lambda: watch(changed()))
+        last.atexit = False
+        present.changing.append(last)
 
 
 def close_with(checkpointer: Any) -> None:
