@@ -71,7 +71,7 @@ class Running:
         self._log.touch()
         self._own = folder / "own-events"  # as gemini-ft itself writes them
         self._endpoint = f"127.0.0.1:{common.free_port()}"
-        self._started = 0
+        self._launchers: list[subprocess.Popen[bytes]] = []
         worker = str(Path(__file__).with_name("recovery_worker.py"))
         options = ["--loop", job.loop, "--keeper", job.keeper, "--events", str(self._log), "--folder", str(folder / "checkpoints")]
         self._script = [worker, *options, "--megabytes", str(megabytes)]
@@ -91,8 +91,7 @@ class Running:
 
     def start_host(self) -> str:
         """Start one more launcher and return its host's name; the first ``hosts`` of them train, further ones are spares."""
-        name = f"host{self._started}"
-        self._started += 1
+        name = f"host{len(self._launchers)}"
         if self.hosts == 1:
             where = ["--standalone", "--nproc-per-node=2"]
         else:
@@ -103,7 +102,7 @@ class Running:
         # without it restarts of torch 2.13 on gloo find the dead workers' addresses in the store, and most hang
         env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with open(self.folder / f"{name}.log", "ab") as log:
-            subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+            self._launchers.append(subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT))
         return name
 
     def events(self) -> list[dict[str, Any]]:
@@ -128,7 +127,7 @@ class Running:
         """
         until = time.monotonic() + PATIENCE
         while not reached(events := self.events()):
-            if time.monotonic() > until or not common.marked(self.mark):
+            if time.monotonic() > until or all(launcher.poll() is not None for launcher in self._launchers):
                 tails = [f"[{log.stem}] {log.read_text(errors='replace')[-1500:]}" for log in sorted(self.folder.glob("*.log"))]
                 raise common.TrialError("no further optimizer step\n" + "\n".join(tails))
             time.sleep(0.01)

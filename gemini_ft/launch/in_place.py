@@ -62,7 +62,7 @@ class Attempt:
         self._before = before  # until the worker has come back from it
         self._status: int | None = None  # with which it has ended, while the process lives
         self._ended_at = 0.0
-        self.process = before.process if before is not None else start()
+        self.process: Process = before.process if before is not None else start()
         self.pid = self.process.pid
         self._go_on()
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.state.remembered import OF_LOADERS, Attributes
 from gemini_ft.state.rng import generator_states, private_generators, randomness, set_generator_states, set_randomness
+from gemini_ft.worker.attempt import watch, watch_changed
 
 DataResume = Literal["auto", "skip", "replay"]
 Way = Literal["skip", "replay", "own"]
@@ -46,6 +47,8 @@ class LoaderParts:
         for other in self._made:
             self.born.count_from(other.born)
         self._made.add(self)
+        watch(self.generators.values())
+        watch_changed(self, self.born.changed)
 
     @property
     def loader(self) -> Any:

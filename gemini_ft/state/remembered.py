@@ -157,6 +157,12 @@ class Attributes:
                     kept.setdefault(path, {})[name] = copy
         return AttributeChanges(kept, lost)
 
+    def changed(self) -> list[Any]:
+        """The objects of which attributes differ from the mark."""
+        changes = self.changes()
+        paths = {*changes.kept, *(path.rpartition(".")[0] for path in changes.lost)}
+        return [item for path, item in self._objects.items() if path in paths]
+
     def is_made_once(self, path: str) -> bool:
         """Whether an attribute that `changes` has lost is a tensor that came in the place of None and has stayed so, as caches do."""
         return path in self._came and self._came[path][2]

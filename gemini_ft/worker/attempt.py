@@ -6,14 +6,15 @@ an exception in the middle of other code could leave its objects half changed.
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import socket
+import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from gemini_ft import accelerator
@@ -31,6 +32,8 @@ class OwnAttempt:
     Attributes:
         is_over: whether the launcher has said that the attempt is.
         watched: references to what the attempt has given to be captured; it must be gone before the next attempt begins.
+        held: what of it has no weak references. It is gone if nothing else refers to it.
+        changing: each, when it is called, watches what has changed during the attempt, of what scripts may keep beside it.
         checkpointers: those that it has made.
         refusal: the reason why this process cannot stay after it; empty: nobody knows of one.
     """
@@ -40,7 +43,9 @@ class OwnAttempt:
         end.setblocking(False)
         self.is_over = False
         self._order: tuple[dict[str, str], list[int]] | None = None
-        self.watched: list[Callable[[], Any]] = []
+        self.watched: list[weakref.ref[Any]] = []
+        self.held: list[Any] = []
+        self.changing: list[weakref.finalize[..., Any]] = []
         self.checkpointers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.refusal = ""
 
@@ -94,6 +99,16 @@ class OwnAttempt:
         for checkpointer in list(self.checkpointers):
             checkpointer.close(finished=False)
 
+    def left_behind(self) -> list[Any]:
+        """The objects that should be gone, and are referenced from elsewhere."""
+        while self.changing:
+            self.changing.pop()()
+        gc.collect()
+        self.held.append(object())  # has as many references as one that is gone
+        references = [sys.getrefcount(each) for each in self.held]
+        held = [each for each, count in zip(self.held, references, strict=True) if count > references[-1]]
+        return [*held, *(each for ref in self.watched if (each := ref()) is not None)]
+
     def say(self, word: str, **more: str) -> None:
         channel.send(self._end, {"word": word, **more})
 
@@ -124,12 +139,17 @@ def watch(captured: Iterable[Any]) -> None:
         for each in captured:
             try:
                 present.watched.append(weakref.ref(each))
-            except TypeError:  # it cannot be watched, and so counts as alive
-                present.watched.append(partial(_itself, each))
+            except TypeError:
+                if not any(each is other for other in present.held):
+                    present.held.append(each)
 
 
-def _itself(each: Any) -> Any:
-    return each
+def watch_changed(owner: Any, changed: Callable[[], Iterable[Any]]) -> None:
+    """Takes note of what has changed when the attempt ends, or ``owner``, as a script may make a loader for each epoch."""
+    if present is not None:
+        last = weakref.finalize(owner, lambda: watch(changed()))
+        last.atexit = False
+        present.changing.append(last)
 
 
 def close_with(checkpointer: Any) -> None:

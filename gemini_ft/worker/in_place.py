@@ -5,7 +5,6 @@ What an attempt has made is gone before the next one begins: else the process do
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import socket
@@ -141,9 +140,7 @@ def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     _end_loaders(known)
-    gc.collect()
-    alive = Counter(type(each).__qualname__ for ref in present.watched if (each := ref()) is not None)
-    if alive:
+    if alive := Counter(type(each).__qualname__ for each in present.left_behind()):
         return f"what train() has trained is still referenced from outside of it: {', '.join(sorted(alive))}"
     end = time.monotonic() + _THREADS_SECONDS
     threads = [thread for thread in threading.enumerate() if thread not in known]

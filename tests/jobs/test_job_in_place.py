@@ -157,13 +157,14 @@ def test_what_an_attempt_leaves_behind_never_meets_the_next_one(tmp_path: Path) 
     assert "threads that train() has started still run: forgotten" in outcome.output
 
 
-def test_a_generator_that_outlives_an_attempt_begins_anew_with_a_new_process(tmp_path: Path) -> None:
-    whole = job(tmp_path / "whole", workers=1, keeper="generator")
-    outcome = job(tmp_path / "job", "0:0:0:raise", workers=1, keeper="generator")  # before there is a snapshot
+@pytest.mark.parametrize(("keeper", "kind"), [("generator", "Generator"), ("dataset", "Counting")])
+def test_what_outlives_an_attempt_and_has_changed_begins_anew_with_a_new_process(keeper: str, kind: str, tmp_path: Path) -> None:
+    whole = job(tmp_path / "whole", workers=1, keeper=keeper)
+    outcome = job(tmp_path / "job", "0:0:0:raise", workers=1, keeper=keeper)  # before there is a snapshot
     assert (whole.status, outcome.status) == (0, 0), outcome.output
     assert outcome.bits == whole.bits
     assert len({*outcome.ranks[0].pids}) == 2
-    assert "what train() has trained is still referenced from outside of it: Generator" in outcome.output
+    assert f"what train() has trained is still referenced from outside of it: {kind}" in outcome.output
 
 
 def test_a_worker_inside_another_program_is_started_anew(plain: Outcome, tmp_path: Path) -> None:

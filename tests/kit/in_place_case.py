@@ -1,8 +1,9 @@
 """The script of test_job_in_place.py: a small DDP loop inside `gemini_ft.run`, or plain; it fails on purpose as its arguments say.
 
-``in_place_case.py FOLDER KEEPER [ATTEMPT:RANK:MOMENT:DEED]...``; KEEPER is "gemini", "nothing", or "generator": gemini, with a generator of
-the process's own in its state; "trainer-STRATEGY" trains by Lightning's Trainer. A MOMENT is "start", "group" or a number of steps done.
-Each rank writes what every step has computed to a file of its own, in hex, with its process id.
+``in_place_case.py FOLDER KEEPER [ATTEMPT:RANK:MOMENT:DEED]...``; KEEPER is "gemini", "nothing", "generator" or "dataset": gemini, with a
+generator of the process's own in its state, or a dataset of its own that counts; "trainer-STRATEGY" trains by Lightning's Trainer.
+A MOMENT is "start", "group" or a number of steps done. Each rank writes what every step has computed to a file of its own, in hex, with its
+process id.
 """
 
 from __future__ import annotations
@@ -30,6 +31,19 @@ from gemini_ft.testing import digest
 STEPS = 12
 FOLDER, KEEPER, *DEEDS = sys.argv[1:]
 generator = torch.Generator().manual_seed(3)
+
+
+class Counting(TensorDataset):
+    """Its samples depend on how many it has given."""
+
+    given = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.given += 1
+        return tuple(tensor[index] + 0.01 * self.given for tensor in self.tensors)
+
+
+counting = Counting(torch.ones(48, 8))
 kept: list[Any] = []  # what survives an attempt, as a script's mistake
 
 
@@ -64,7 +78,7 @@ class Module(L.LightningModule):
         loss: torch.Tensor = self.net(batch[0]).square().mean()
         self.log("loss", loss)
         reached(self.trainer.global_step, self.net)
-        print("step", self.trainer.global_step, loss.item().hex(), file=self.trace)
+        print("step", self.trainer.global_step, float(loss.item()).hex(), file=self.trace)
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -111,6 +125,8 @@ def train() -> None:
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
         loader: Any = DataLoader(TensorDataset(torch.randn(48, 8)), 8, shuffle=True, num_workers=1, persistent_workers=True)
+        if KEEPER == "dataset":
+            loader = DataLoader(counting, 8, shuffle=True)
         start, checkpointer = 0, None
         if KEEPER != "nothing":
             loader = gemini_ft.resumable(loader)

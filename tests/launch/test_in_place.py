@@ -15,12 +15,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 import gemini_ft
 from gemini_ft import accelerator
@@ -89,6 +91,18 @@ def test_a_plain_loop_may_stay_and_fabric_not(launcher: socket.socket, monkeypat
     strategy: Any = Fabric(strategy="gemini", accelerator="cpu", devices=1).strategy
     assert strategy.checkpointer is not None
     assert refusal() == "Fabric begins anew in a new process only"
+
+
+def test_what_has_no_weak_references_may_be_gone_or_not(launcher: socket.socket) -> None:
+    assert attempt.present is not None
+    loader = gemini_ft.resumable(DataLoader(TensorDataset(torch.ones(4, 2)), 2))
+    loader.dataset.noise = np.random.default_rng(1)
+    gemini_ft.Checkpointer(torch.nn.Linear(2, 2), state={"mine": np.random.default_rng(2), "loader": loader})
+    del loader
+    assert in_place.leftovers(attempt.present, threading.enumerate()) == ""
+    mine = np.random.default_rng(2)
+    gemini_ft.Checkpointer(torch.nn.Linear(2, 2), state={"mine": mine, "again": mine})
+    assert "referenced from outside of it: Generator" in in_place.leftovers(attempt.present, threading.enumerate())
 
 
 def test_code_is_compiled_anew_as_in_a_new_process(launcher: socket.socket) -> None:
