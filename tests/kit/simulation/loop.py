@@ -304,6 +304,25 @@ def sleep(seconds: float) -> None:
     fiber.sleep(seconds)
 
 
+class Lock:
+    """In place of `threading.Lock`, where one is held while storage is used. The loop must never wait for one."""
+
+    def __init__(self) -> None:
+        self._is_held = False
+
+    def __enter__(self) -> None:
+        fiber = Fiber.here()
+        if fiber is None and self._is_held:
+            raise AssertionError("the agent's loop would wait for a thread that uses storage")
+        while self._is_held:
+            assert fiber is not None
+            fiber.sleep(0.01)
+        self._is_held = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_held = False
+
+
 def within(seconds: float, what: str, work: Callable[[], T]) -> T:
     """In place of `gemini_ft.storage.lookout.within`: the same, with a fiber in place of a thread."""
     from gemini_ft.errors import StorageError

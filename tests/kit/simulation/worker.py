@@ -402,7 +402,7 @@ class Script:
             checksums.append(checksum(body[start : start + size]))
             client.tell(Chunk(owner=self.rank, iteration=iteration, index=index, offset=start, nbytes=size, digest=checksums[-1]))
         root = shard_root(self.rank, version, layout_digest(self.layout.to_bytes()), (nbytes, len(EXTRAS), chunk), checksums)
-        client.tell(Copied(iteration=iteration, extras_bytes=len(EXTRAS), digest="", root=root))
+        client.tell(Copied(iteration=iteration, extras_bytes=len(EXTRAS), digest=f"digest of {iteration}", root=root))
         world.record("copied", rank=self.rank, version=text(version), root=root)
 
     def _version(self, iteration: int) -> Version:

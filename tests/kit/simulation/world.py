@@ -41,7 +41,7 @@ from gemini_ft.storage.checkpoints import MANIFEST, Manifest
 from gemini_ft.wire.peer_messages import PeerMessage
 from gemini_ft.wire.worker_messages import Launch
 from simulation import network as networking
-from simulation.loop import PROCESS, Fiber, Process, SimulatedLoop, sleep, within
+from simulation.loop import PROCESS, Fiber, Lock, Process, SimulatedLoop, sleep, within
 from simulation.network import Network
 from simulation.storage import URL, Bucket, SimulatedStorage
 from simulation.worker import Script, SimulatedClient, content, text
@@ -180,7 +180,7 @@ class World:
         self.linger = 3600.0
         self.last: int | None = None
         self.hosts = [Host(f"h{number}") for number in range(hosts)]
-        self.fault_seconds = faults if faults is not None else rng.choice([8.0, 30.0, 120.0])
+        self.fault_seconds = faults if faults is not None else rng.choice([4.0, 12.0, 40.0])
         stored = rng.random() < 0.8
         self.config = GeminiConfig(
             run_id=self.run,
@@ -487,6 +487,7 @@ class World:
         self.record("calm")
         self.bucket.failing, self.bucket.lagging, self.bucket.slowness, self.bucket.down = 0.0, 0.0, 0.02, False
         self.bucket.away.clear()
+        self.network.slow.clear()
         for host in self.hosts:
             if not host.is_up:
                 self._boot(host)
@@ -502,7 +503,7 @@ class World:
 
     @contextlib.contextmanager
     def _seams(self) -> Iterator[None]:
-        from gemini_ft.storage import lookout
+        from gemini_ft.storage import lookout, shard
         from gemini_ft.worker import rendezvous, resume_choice, storage_check
         from gemini_ft.worker import session as joining
 
@@ -551,7 +552,12 @@ class World:
             is_initialized=lambda: True, get_world_size=lambda: self.ranks, get_rank=lambda: here().rank, is_available=lambda: True
         )
         no_process = SimpleNamespace(set_oom_score=lambda *_: None, write_stacks_on_request=lambda *_: None, shares_fate=lambda _: False)
+        # Up to Python 3.11 a property that is cached holds a lock of its class while it is formed.
+        cached = [each for each in vars(shard.StoredShard).values() if hasattr(each, "attrname") and hasattr(each, "lock")]
         seams: list[tuple[Any, str, Any]] = [
+            *((each, "lock", contextlib.nullcontext()) for each in cached),
+            (uploads, "threading", SimpleNamespace(Lock=Lock)),
+            (shard, "threading", SimpleNamespace(Lock=Lock)),
             *networking.seams(self.network),
             (time, "monotonic", self.loop.time),
             (time, "monotonic_ns", lambda: int(self.loop.time() * 1e9)),
@@ -678,7 +684,7 @@ def _stop(world: World) -> None:
 
 def _slow(world: World) -> None:
     host = world.rng.choice(world.hosts).name
-    world.network.slow[host] = world.rng.choice([1.0, 1.0, 10.0, 100.0])
+    world.network.slow[host] = world.rng.choice([1.0, 1.0, 10.0, 50.0])
 
 
 def _reset(world: World) -> None:
