@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import selectors
 import threading
 from collections import deque
@@ -82,6 +83,17 @@ class Process:
 PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
+class _Task(asyncio.Task[Any]):
+    """A task whose hash is the same in every run."""
+
+    _made = itertools.count()
+
+    def __hash__(self) -> int:
+        if not hasattr(self, "number"):
+            self.number = next(self._made)
+        return self.number
+
+
 class _Clock(selectors.DefaultSelector):
     """Time passes when nothing is left to do at this moment."""
 
@@ -110,7 +122,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         self.set_task_factory(self._new_task)
 
     def _new_task(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
-        task = asyncio.Task(coro, loop=self, **options)
+        task = _Task(coro, loop=self, **options)
         self._kept.add(task)
         task.add_done_callback(self._kept.discard)
         return task
@@ -120,7 +132,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error, message = context.get("exception"), str(context.get("message"))
-        if "was destroyed but it is pending" in message or "never retrieved" in message and error is None:
+        if "was destroyed but it is pending" in message or ("never retrieved" in message and error is None):
             return
         self.errors.append(f"{message}: {error!r}")
         if error is not None:

@@ -1,7 +1,7 @@
 """Connections between hosts in memory: links with latency that are cut in one direction or both, stall and reset.
 
-`handshake.dial`, `Connection` and everything above are the package's own. In place of TLS the two ends compare secrets; in place of a lane's
-thread and socket its orders are carried out on the loop as their bytes come.
+`handshake.dial`, `Connection` and everything above are the package's own. In place of TLS the two ends compare secrets; in place of a
+lane's thread and socket its orders are carried out on the loop as their bytes come.
 """
 
 from __future__ import annotations

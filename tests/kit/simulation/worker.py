@@ -120,7 +120,9 @@ class AgentEnd(WorkerConnection):
 class SimulatedClient(AgentClient):
     """An `AgentClient` whose socket, and whose listening thread, are on the simulated loop."""
 
-    def __init__(self, world: World, host: Host, process: Process, hello: Hello, on_event: Callable[[ToWorker], None], timeout: float) -> None:
+    def __init__(
+        self, world: World, host: Host, process: Process, hello: Hello, on_event: Callable[[ToWorker], None], timeout: float
+    ) -> None:
         self.world, self.process = world, process
         self._run, self._host, self.on_event, self._timeout = hello.run, host.name, on_event, timeout
         self._numbers = itertools.count(1)
@@ -453,7 +455,9 @@ class Script:
             case Commit(version):
                 self.committed = version.iteration
                 notes.say_committed(self.world.run, "main", {*self.session.spec.hosts})
-                self.world.record("heard", rank=self.rank, host=self.host.name, version=text(version), of=str(self.session.spec.incarnation))
+                self.world.record(
+                    "heard", rank=self.rank, host=self.host.name, version=text(version), of=str(self.session.spec.incarnation)
+                )
             case Abort(version):
                 self._over.add(version.iteration)
             case Failed():

@@ -23,10 +23,13 @@ from typing import Any
 
 from gemini_ft.agent import main as agent_main
 from gemini_ft.agent import uploads
+from gemini_ft.agent.commit.collector import CollectorPort
+from gemini_ft.agent.commit.leader import MemberPort
 from gemini_ft.agent.context import RunContext
 from gemini_ft.agent.memory import budget, slot_memory, slot_store, staging
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
 from gemini_ft.agent.replication import rebuild
+from gemini_ft.agent.replication.send import PeerLink
 from gemini_ft.agent.requests import Requests
 from gemini_ft.agent.stream import Stream
 from gemini_ft.agent.streams import Streams
@@ -36,10 +39,13 @@ from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import AgentError, CorruptDataError, FormatError, GeminiError, PeerError
 from gemini_ft.hosts import began
 from gemini_ft.launch import notes
-from gemini_ft.storage import marks
+from gemini_ft.storage import lookout, marks, shard
 from gemini_ft.storage.checkpoints import MANIFEST, Manifest
 from gemini_ft.wire.peer_messages import PeerMessage
+from gemini_ft.wire.tcp import Connection
 from gemini_ft.wire.worker_messages import Launch
+from gemini_ft.worker import rendezvous, resume_choice, storage_check
+from gemini_ft.worker import session as joining
 from simulation import network as networking
 from simulation.loop import PROCESS, Fiber, Lock, Process, SimulatedLoop, sleep, within
 from simulation.network import Network
@@ -450,7 +456,9 @@ class World:
 
     def flip(self) -> None:
         """A bit of a copy in memory changes: in its bytes, its checksums or its header."""
-        held = [(host, memory) for host in self._up() if host.agent is not None for memory in host.agent.memory if memory.version is not None]
+        held = [
+            (host, memory) for host in self._up() if host.agent is not None for memory in host.agent.memory if memory.version is not None
+        ]
         if held:
             host, memory = self.rng.choice(held)
             shape = memory.shape
@@ -471,7 +479,9 @@ class World:
                 if quiet:
                     self._calm()
                     begun, end = len(self.history), self.loop.time() + quiet
-                    while sum(event["event"] == "commit" and event["leads"] for event in self.history[begun:]) < 3 and self.loop.time() < end:
+                    while (
+                        sum(event["event"] == "commit" and event["leads"] for event in self.history[begun:]) < 3 and self.loop.time() < end
+                    ):
                         await asyncio.sleep(5.0)
                     self.record("end")
 
@@ -503,10 +513,6 @@ class World:
 
     @contextlib.contextmanager
     def _seams(self) -> Iterator[None]:
-        from gemini_ft.storage import lookout, shard
-        from gemini_ft.worker import rendezvous, resume_choice, storage_check
-        from gemini_ft.worker import session as joining
-
         def here() -> Script:
             process = PROCESS.get()
             assert process is not None
@@ -547,6 +553,15 @@ class World:
             self.on_choice(here(), choice)
             return choice
 
+        made = itertools.count()
+
+        def number_of(which: Any) -> int:
+            """The order in sets must not depend on where things lie in memory."""
+            if not hasattr(which, "simulated_hash"):
+                which.simulated_hash = next(made)
+            number: int = which.simulated_hash
+            return number
+
         tokens = Random(self.rng.random())
         world_size = SimpleNamespace(
             is_initialized=lambda: True, get_world_size=lambda: self.ranks, get_rank=lambda: here().rank, is_available=lambda: True
@@ -582,6 +597,7 @@ class World:
             (rendezvous, "dist", world_size),
             (rendezvous, "exchange_bytes", lambda blob, timeout: here().attempt.exchange(here(), blob, timeout)),
             (joining, "lifecycle", no_process),
+            *((each, "__hash__", number_of) for each in HASHED),
             (Stream, "_on_decision", decided),
             (SlotMemory, "finish", finished),
             (resume_choice.Chooser, "choose", chosen),
@@ -604,6 +620,7 @@ class World:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
+HASHED = (Connection, MemberPort, CollectorPort, PeerLink)  # stand in sets and dicts
 GRAVEYARD: list[World] = []  # tasks of dead processes are never collected: that would let them clean up
 SCRIPTS: dict[Process, Script] = {}
 
@@ -692,7 +709,11 @@ def _reset(world: World) -> None:
 
 
 def _flip(world: World) -> None:
-    world.flip()
+    """Bits flip, and often that is found out at once: ranks must choose again."""
+    for _ in range(world.rng.choice([1, 1, 3])):
+        world.flip()
+    if world.rng.random() < 0.5:
+        world.rng.choice([_kill_worker, _restart_all])(world)
 
 
 def _storage(world: World) -> None:
