@@ -11,11 +11,14 @@ import contextvars
 import itertools
 import selectors
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from random import Random
 from typing import Any, TypeVar
+
+from gemini_ft.errors import StorageError
 
 T = TypeVar("T")
 _LEAST = 1e-9  # seconds; without it, a wait for what is left of a second may take no time, again and again
@@ -136,13 +139,13 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
             return
         self.errors.append(f"{message}: {error!r}")
         if error is not None:
-            import traceback
-
             self.errors[-1] += "\n" + "".join(traceback.format_exception(error))
 
     # -- callbacks of processes
 
-    def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> asyncio.Handle:
+    def call_soon(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
         process = context.get(PROCESS) if context is not None else PROCESS.get()
         if process is None:
             return super().call_soon(callback, *args, context=context)
@@ -151,7 +154,9 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         cell.append(handle)
         return handle
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> asyncio.TimerHandle:
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
         process = context.get(PROCESS) if context is not None else PROCESS.get()
         if process is None:
             return super().call_at(when, callback, *args, context=context)
@@ -160,7 +165,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         cell.append(handle)
         return handle
 
-    def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:
+    def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:  # type: ignore[override]
         """Signals are not simulated but as the end of a process."""
 
     async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **options: Any) -> Any:
@@ -337,8 +342,6 @@ class Lock:
 
 def within(seconds: float, what: str, work: Callable[[], T]) -> T:
     """In place of `gemini_ft.storage.lookout.within`: the same, with a fiber in place of a thread."""
-    from gemini_ft.errors import StorageError
-
     here = Fiber.here()
     assert here is not None
     done: asyncio.Future[tuple[T | None, BaseException | None]] = here.loop.create_future()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import textwrap
 from typing import NamedTuple
 
@@ -22,14 +23,17 @@ class Mutation(NamedTuple):
         module = importlib.import_module(f"gemini_ft.{module_name}")
         *owner, name = path.split(".")
         holder = getattr(module, owner[0]) if owner else module
-        found = inspect.getattr_static(holder, name)
-        source = textwrap.dedent(inspect.getsource(found.fget if isinstance(found, property) else getattr(holder, name)))
+        source = textwrap.dedent(inspect.getsource(getattr(holder, name)))
         if self.old not in source:
             raise AssertionError(f"{self.where} has no {self.old!r} any more")
         scope = dict[str, object]()
         body = "from __future__ import annotations\n" + source.replace(self.old, self.new, 1)
         exec(compile(body, self.where, "exec"), vars(module), scope)
+        before = getattr(holder, name)
         setattr(holder, name, scope[name])
+        for other in [] if owner else [*sys.modules.values()]:  # which have imported it by its name
+            if vars(other).get(name) is before:
+                setattr(other, name, scope[name])
 
 
 _HOST, _SLOTS, _LEDGER = "core.protocol:Host.", "core.slots:SlotSet.", "core.ledger:Ledger."

@@ -16,8 +16,10 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from gemini_ft.agent import streams
 from gemini_ft.core.roots import checksum
 from gemini_ft.errors import PeerError
+from gemini_ft.recovery import readers
 from gemini_ft.wire import handshake
 from gemini_ft.wire.handshake import Accept, Encrypt, Listener
 from gemini_ft.wire.lane import ID_BYTES
@@ -130,7 +132,11 @@ class Network:
                 listener.greet(other)
                 process.at(loop.time() + self.delay(far, host), finished, one)
             else:
-                process.at(loop.time() + self.delay(far, host), lambda: done.done() or done.set_exception(error or OSError("gone")))
+                process.at(loop.time() + self.delay(far, host), refused, error)
+
+        def refused(error: OSError | None) -> None:
+            if not done.done():
+                done.set_exception(error or OSError("gone"))
 
         def finished(one: End) -> None:
             if done.done():
@@ -315,7 +321,12 @@ class SimulatedListener(Listener):
     def greet(self, end: End) -> None:
         greeting = handshake._Greeting(self._admit)
         greeting.connection.connection_made(SimulatedTransport(end, greeting.connection))
-        self._loop.call_later(handshake.TIMEOUT, lambda: greeting.over.done() or greeting.connection.abort("no handshake in time"))
+
+        def look() -> None:
+            if not greeting.over.done():
+                greeting.connection.abort("no handshake in time")
+
+        self._loop.call_later(handshake.TIMEOUT, look)
 
     def lane(self, opens: bytes, end: End) -> None:
         """A lane comes to the connection that waits for it."""
@@ -559,9 +570,6 @@ class SimulatedWire:
 
 def seams(network: Network) -> list[tuple[Any, str, Any]]:
     """(module, name, double) of all that this module stands in for."""
-    from gemini_ft.agent import streams
-    from gemini_ft.recovery import readers
-
     return [
         (handshake, "tls_context", lambda secret, server: secret),
         (handshake, "open_lane", partial(open_lane, network)),

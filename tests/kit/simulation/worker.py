@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gemini_ft.agent.client import AgentClient
+from gemini_ft.agent.client import AgentClient, as_error
 from gemini_ft.agent.workers import RequestHandler, WorkerConnection, _duplicates
 from gemini_ft.core.decisions import Abort, Commit
 from gemini_ft.core.layout import Layout, TensorSpec, build_layout
 from gemini_ft.core.roots import checksum, layout_digest, shard_root
-from gemini_ft.core.versions import Incarnation, Version
-from gemini_ft.errors import AgentError, AgentTimeoutError, GeminiError, PeerError
+from gemini_ft.core.versions import Version
+from gemini_ft.errors import AgentError, AgentTimeoutError, GeminiError
 from gemini_ft.launch import notes
 from gemini_ft.wire.frames import FrameBuffer
 from gemini_ft.wire.messages import Answer, Call, Chunk, Failed, pack
@@ -49,6 +49,9 @@ from gemini_ft.wire.worker_messages import (
     Welcome,
     to_worker,
 )
+from gemini_ft.worker import session as joining
+from gemini_ft.worker.introductions import introduced
+from gemini_ft.worker.rendezvous import exchange_or_raise
 from simulation.loop import Fiber, Process
 
 if TYPE_CHECKING:
@@ -84,7 +87,7 @@ class AgentEnd(WorkerConnection):
         self.number = next(client.world.numbers)
 
     def __hash__(self) -> int:
-        return self.number
+        return int(self.number)
 
     def send(self, message: ToWorker, fds: Sequence[int] = ()) -> None:
         if self._connected:
@@ -139,7 +142,7 @@ class SimulatedClient(AgentClient):
         if not self.agent.process.alive:
             raise AgentError("the agent ended")
         self._agent_timeout = hello.agent_timeout
-        process.at(world.loop.time() + hello.agent_timeout / 3, self._pulse)
+        process.at(world.loop.time() + hello.agent_timeout / 3, self._look)
         self.welcome = self.call(hello, Welcome)[0]
 
     # -- there
@@ -216,11 +219,12 @@ class SimulatedClient(AgentClient):
             self.tell(message)
             if not fiber.wait_for(answer, seconds):
                 raise AgentTimeoutError(f"the agent on host {self._host!r} did not answer within {seconds:g} s")
-            return answer.result()
+            found: tuple[Answer, list[int]] | None = answer.result()
+            return found
         finally:
             self._waiting.pop(message.call, None)
 
-    def _pulse(self) -> None:
+    def _look(self) -> None:
         """As the listening thread: an agent that is silent is replaced."""
         if self.lost:
             return
@@ -229,7 +233,7 @@ class SimulatedClient(AgentClient):
             self.world.replace_agent(self.agent)
             return
         self.offer(Ping())
-        self.process.at(self.world.loop.time() + self._agent_timeout / 3, self._pulse)
+        self.process.at(self.world.loop.time() + self._agent_timeout / 3, self._look)
 
     @property
     def log(self) -> str:
@@ -276,9 +280,6 @@ class Script:
     # -- joining
 
     def main(self) -> None:
-        from gemini_ft.worker import session as joining
-        from gemini_ft.worker.introductions import introduced
-
         world, config = self.world, self.world.config
         hello = Hello(
             run=world.run, stream="main", rank=self.rank, secret=b"s" * 16, bind="simulated", linger=world.linger,
@@ -321,8 +322,6 @@ class Script:
         return str(shard.where)
 
     def _reserve_first(self) -> None:
-        from gemini_ft.worker.rendezvous import exchange_or_raise
-
         exchange_or_raise(self._reserve, self.world.config.timeout + 10)
 
     def _reserve(self) -> None:
@@ -461,8 +460,6 @@ class Script:
             case Abort(version):
                 self._over.add(version.iteration)
             case Failed():
-                from gemini_ft.agent.client import as_error
-
                 self._fatal = as_error(message)
         self._changed.set()
 
@@ -475,6 +472,3 @@ class Script:
         self.maps, self.fds = {}, []
         if self.client is not None:
             self.client.died()
-
-
-__all__ = ["Incarnation", "PeerError", "Script"]

@@ -14,6 +14,7 @@ import secrets
 import shutil
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -224,7 +225,8 @@ class World:
     def _on_storage(self, event: str, key: str) -> None:
         facts: dict[str, Any] = {"key": key}
         if event == "put" and key.endswith(MANIFEST):
-            manifest = Manifest.from_bytes(self.bucket.objects[key])
+            body = json.loads(self.bucket.objects[key])
+            manifest = Manifest.model_validate({name: value for name, value in body.items() if name != "xxh3"})
             facts |= {
                 "version": text(manifest.version),
                 "shards": sorted(record.key for record in manifest.shards.values()),
@@ -362,8 +364,6 @@ class World:
 
     def _ended(self, script: Script, error: BaseException | None) -> None:
         if error is not None and not isinstance(error, GeminiError):
-            import traceback
-
             self.loop.errors.append("".join(traceback.format_exception(error)))
         self.say(script.host.name, f"rank {script.rank} ends: {error}")
         if script.host.worker is script:
@@ -463,6 +463,7 @@ class World:
             host, memory = self.rng.choice(held)
             shape = memory.shape
             at = self.rng.choice([shape.data_offset + self.rng.randrange(shape.data_bytes), 4096 + self.rng.randrange(8)])
+            assert memory.version is not None
             self.record("flip", host=host.name, owner=shape.owner, version=text(memory.version))
             memory._view[at] ^= 1 << self.rng.randrange(8)
 
