@@ -92,7 +92,7 @@ $(PACKAGES): $(TREE)
 
 # The package, what the tests share (kits, servers, the model of the protocol), and the benchmarks, which no test runs.
 MYPY = $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
-KIT = $(addprefix $(CURDIR)/tests/,conftest.py kit/*.py kit/miniature/*.py kit/parity/*.py)
+KIT = $(addprefix $(CURDIR)/tests/,conftest.py kit/*.py kit/miniature/*.py kit/parity/*.py kit/simulation/*.py)
 BENCHMARKS = $(addprefix $(CURDIR)/benchmarks/,*.py peers/*.py gpu/*.py)
 
 types: $(STAMP) $(TREE) ## mypy --strict

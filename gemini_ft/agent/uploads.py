@@ -201,8 +201,7 @@ class Uploader:
     def _clear_away(self, keys: set[str]) -> None:
         """Deletes, in the background, the shards that this host has written for an upload that failed."""
         if keys:
-            with self._clearing:
-                self._leftovers |= keys
+            self._leftovers.update(keys)  # without the lock, which a thread has for as long as storage takes: this is the event loop
             self.background.spawn(asyncio.to_thread(self._delete_leftovers))
 
     def _delete_leftovers(self) -> str:
@@ -238,7 +237,7 @@ class Uploader:
         shape = memory.shape
         key = shard_key(checkpoint_folder(self._run, self._spec.stream, version), owner)
         data, extras = memory.data(0, shape.data_bytes), memory.data(shape.data_bytes, memory.extras_bytes)
-        if (trouble := self._delete_leftovers()) and len({key.rpartition("/")[0] for key in self._leftovers}) > 1:
+        if (trouble := self._delete_leftovers()) and len({key.rpartition("/")[0] for key in list(self._leftovers)}) > 1:
             raise StorageError(f"nothing more is written while the shards of failed uploads cannot be deleted: {trouble}")
         self._recall()
         with self._clearing:

@@ -1,0 +1,103 @@
+"""Agents on simulated time (tests/kit/simulation): seeds give the same histories again, and nothing in them that must not be."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulation.history import violations
+
+ROOT = Path(__file__).parents[2]
+
+
+def _simulate(*arguments: str) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "simulate.py"), "--no-report", *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=3600)
+    assert run.returncode == 0, run.stderr[-4000:]
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])["results"]
+    return found
+
+
+@pytest.mark.timeout(200)
+def test_a_seed_is_a_history_without_anything_that_must_not_be() -> None:
+    once, again = (_simulate("--first", "2", "--seeds", "1", "--hours", "0.02") for _ in range(2))
+    assert once["digests"] == again["digests"]
+    assert once["commits_heard"]
+    assert once["resumed"] > 1
+
+
+@pytest.mark.soak
+def test_many_seeds() -> None:
+    found = _simulate("--first", "100000", "--seeds", "100000", "--seconds", "900")
+    assert found["simulated_hours"] > 1
+
+
+# -- the checker
+
+
+def _commit(version: str = "1-a:1", *, host: str = "h0", **facts: Any) -> dict[str, Any]:
+    usual: dict[str, Any] = {"leads": True, "epoch": 0, "excluded": [], "holders": {0: ["h0", "h1"]}, "copies": {0: ["h0", "h1"]}}
+    return {"event": "commit", "at": 5.0, "version": version, "host": host} | usual | facts
+
+
+def _copies(version: str = "1-a:1", *hosts: str) -> list[dict[str, Any]]:
+    return [{"event": "copy", "at": 1.0, "host": host, "owner": 0, "version": version} for host in hosts or ("h0", "h1")]
+
+
+def _chosen(version: str | None, **facts: Any) -> dict[str, Any]:
+    usual: dict[str, Any] = {"given_up": [], "hosts": ["h0", "h1"], "ranks": 1, "copies": {"1-a:1": {0: ["h1"]}}}
+    return {"event": "chosen", "at": 9.0, "version": version} | usual | facts
+
+
+def _put(key: str, version: str = "") -> dict[str, Any]:
+    manifest = {"version": version, "shards": [f"{key.partition('/')[0]}/shard"]} if version else {}
+    return {"event": "put", "at": 6.0, "key": key} | manifest
+
+
+STORED = [*_copies(), _commit(), _put("old/shard"), _put("old/manifest.json", "1-a:1")]
+WELL = {
+    "a commit with its copies": [*_copies(), _commit()],
+    "a copy that is left out": [*_copies("1-a:1", "h0"), _commit(excluded=[[0, "h1"]])],
+    "a copy that was lost after it was made": [*_copies(), {"event": "agent killed", "at": 2.0, "host": "h1"}, _commit(copies={0: ["h0"]})],
+    "a commit that is said again": [*_copies(), _commit(), _commit(host="h1", epoch=1), _commit(host="h1", leads=False)],
+    "what was committed is resumed": [*_copies(), _commit(), _chosen("1-a:1"), {"event": "read", "at": 9.5, "rank": 0, "version": "1-a:1"}],
+    "what was committed is gone": [*_copies(), _commit(), _chosen(None, copies={})],
+    "what was committed has failed again and again": [*_copies(), _commit(), _chosen(None, given_up=["1-a:1"])],
+    "a checkpoint that is superseded goes": [
+        *STORED, *_copies("1-a:2"), _commit("1-a:2"), _put("new/shard"), _put("new/manifest.json", "1-a:2"),
+        {"event": "delete", "at": 7.0, "key": "old/shard"},
+    ],
+    "a job that comes up again": [{"event": "calm", "at": 1.0}, *_copies(), _commit(), {"event": "end", "at": 9.0}],
+}  # fmt: skip
+WRONG = {
+    "has never had": [*_copies("1-a:1", "h0"), _commit()],
+    "has rank 0's shard of it no more": [*_copies(), _commit(copies={0: ["h0"]})],
+    "without rank 0's own copy": [*_copies(), _commit(excluded=[[0, "h0"]])],
+    "was aborted, and is committed": [*_copies(), {"event": "abort", "at": 2.0, "version": "1-a:1"}, _commit()],
+    "was committed, and is aborted": [*_copies(), _commit(), {"event": "abort", "at": 6.0, "version": "1-a:1"}],
+    "after iteration 2": [*_copies("1-a:2"), *_copies(), _commit("1-a:2"), _commit()],
+    "which no leader has decided": [{"event": "heard", "at": 2.0, "rank": 0, "version": "1-a:1"}],
+    "committed and whole on": [*_copies(), _commit(), _chosen(None)],
+    "was chosen": [*_copies(), _commit(), _chosen("1-a:1"), {"event": "read", "at": 9.5, "rank": 0, "version": "1-a:0"}],
+    "other bytes": [{"event": "wrong bytes", "at": 9.5, "rank": 0, "version": "1-a:1", "where": "own memory"}],
+    "is whole in storage": [*STORED, _chosen(None, copies={})],
+    "which is not committed": [_put("old/shard"), _put("old/manifest.json", "1-a:1")],
+    "shards of it are not there": [*_copies(), _commit(), _put("old/manifest.json", "1-a:1")],
+    "nothing newer": [*STORED, {"event": "delete", "at": 7.0, "key": "old/shard"}],
+    "nothing is committed": [*_copies(), _commit(), {"event": "calm", "at": 6.0}, {"event": "end", "at": 9.0}],
+}
+
+
+@pytest.mark.parametrize("what", WELL)
+def test_nothing_is_found_in_a_history_in_which_all_is_well(what: str) -> None:
+    assert violations(WELL[what]) == []
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_each_violation_is_found(text: str) -> None:
+    (found,) = violations(WRONG[text])
+    assert text in found

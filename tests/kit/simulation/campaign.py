@@ -1,0 +1,68 @@
+"""Runs of many seeds, each in a process of its own: what a simulated process that was killed has left is never cleaned up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gemini_ft.hosts import is_readable
+from simulation.history import violations
+from simulation.world import World
+
+QUIET = 400.0  # simulated seconds without faults in which the job must come up again
+_PATIENCE = 300.0  # real seconds that a run may go on without an end
+_TOLD = 20  # violations of a run that are told
+
+
+@dataclass
+class Outcome:
+    """What came of one seed."""
+
+    seed: int
+    digest: str = ""
+    wrong: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)  # event -> how often it happened
+    simulated: float = 0.0  # seconds
+    processor: float = 0.0  # seconds
+
+
+def play(seed: int, seconds: float, before: Callable[[], Any] = lambda: None) -> Outcome:
+    """Simulates a seed in a forked process; ``before``: what is to be done there first."""
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            before()
+            said = json.dumps(asdict(_play(seed, seconds))).encode()
+        except BaseException:
+            said = json.dumps(asdict(Outcome(seed, wrong=[traceback.format_exc()[-2000:]]))).encode()
+        while said:
+            said = said[os.write(writing, said) :]
+        os._exit(0)
+    os.close(writing)
+    heard, end = b"", time.monotonic() + _PATIENCE
+    while is_readable(reading, max(0.0, end - time.monotonic())) and (part := os.read(reading, 2**16)):
+        heard += part
+    os.close(reading)
+    if time.monotonic() > end:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    try:
+        return Outcome(**json.loads(heard))
+    except ValueError:
+        return Outcome(seed, wrong=[f"the simulation has come to no end within {_PATIENCE:g} s"])
+
+
+def _play(seed: int, seconds: float) -> Outcome:
+    world, begin = World(seed), time.process_time()
+    history = world.simulate(seconds, QUIET)
+    took = time.process_time() - begin
+    wrong = [*violations(history), *world.loop.errors]
+    counts = dict(Counter(event["event"] for event in history))
+    return Outcome(seed, world.digest, wrong[:_TOLD], counts, history[-1]["at"], took)

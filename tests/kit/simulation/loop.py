@@ -1,0 +1,355 @@
+"""asyncio on simulated time, and processes on it that can be stopped, slowed down and killed at any moment.
+
+Every callback runs in the context of its process. One whose process is dead is dropped; one whose process is stopped waits until that
+goes on. Blocking code runs on threads of its own of which never more than one is awake, so that a run can be repeated exactly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import selectors
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from contextvars import ContextVar
+from random import Random
+from typing import Any, TypeVar
+
+from gemini_ft.errors import StorageError
+
+T = TypeVar("T")
+_LEAST = 1e-9  # seconds; without it, a wait for what is left of a second may take no time, again and again
+_STACK = 512 * 1024  # bytes, of a fiber's thread
+_BEGAN = 1_000_000.0  # seconds of the simulated clock at its beginning
+
+
+class Killed(BaseException):
+    """Ends the threads of a process that was killed."""
+
+
+class Process:
+    """A process of a host: what it has begun does nothing any more once it is dead."""
+
+    def __init__(self, loop: SimulatedLoop, name: str, host: str) -> None:
+        self.loop, self.name, self.host = loop, name, host
+        self.alive = True
+        self.stopped_until = 0.0  # simulated seconds
+        self.parked: deque[tuple[list[asyncio.Handle], Callable[..., Any], tuple[Any, ...], contextvars.Context]] = deque()
+        self.fibers: set[Fiber] = set()
+        self.context = contextvars.copy_context()
+        self.context.run(PROCESS.set, self)
+        loop.processes.append(self)
+
+    def run(self, work: Callable[..., T], *args: Any) -> T:
+        """Calls ``work`` as this process."""
+        return self.context.copy().run(work, *args)
+
+    def soon(self, work: Callable[..., Any], *args: Any) -> None:
+        """Has this process do something."""
+        self.loop.call_soon(work, *args, context=self.context.copy())
+
+    def at(self, when: float, work: Callable[..., Any], *args: Any) -> asyncio.TimerHandle:
+        return self.loop.call_at(when, work, *args, context=self.context.copy())
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.stopped_until > self.loop.time()
+
+    def stop(self, seconds: float) -> None:
+        """Lets it do nothing for so long."""
+        self.stopped_until = max(self.stopped_until, self.loop.time() + seconds)
+        asyncio.BaseEventLoop.call_at(self.loop, self.stopped_until, self._go_on)
+
+    def _go_on(self) -> None:
+        if self.is_stopped:
+            return
+        while self.parked and self.alive and not self.is_stopped:
+            cell, callback, args, context = self.parked.popleft()
+            if not (cell and cell[0].cancelled()):
+                try:
+                    context.run(callback, *args)
+                except Exception as error:
+                    self.loop.call_exception_handler({"message": f"in {self.name}", "exception": error})
+
+    def kill(self) -> None:
+        """Ends it; nothing of it runs any more, not even what would clean up."""
+        self.alive = False
+        self.parked.clear()
+        self.loop.processes.remove(self)
+        for fiber in sorted(self.fibers, key=lambda each: each.number):
+            fiber.end()
+
+
+PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
+
+
+class _Task(asyncio.Task[Any]):
+    """A task whose hash is the same in every run."""
+
+    _made = itertools.count()
+
+    def __hash__(self) -> int:
+        if not hasattr(self, "number"):
+            self.number = next(self._made)
+        return self.number
+
+
+class _Clock(selectors.DefaultSelector):
+    """Time passes when nothing is left to do at this moment."""
+
+    now = _BEGAN
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        assert timeout is not None, "nothing will ever happen again"
+        if timeout > 0:
+            self.now += max(_LEAST, timeout)
+        return []
+
+
+class SimulatedLoop(asyncio.SelectorEventLoop):
+    """Args: rng: draws how long blocking calls take to begin."""
+
+    def __init__(self, rng: Random) -> None:
+        self.clock = _Clock()
+        self.rng = rng
+        self.processes: list[Process] = []
+        self.errors: list[str] = []
+        self.fibers_begun = 0
+        self.dial: Callable[..., Any]
+        super().__init__(self.clock)
+        self.set_exception_handler(self._on_error)
+        self._kept = set[asyncio.Task[Any]]()  # tasks that have not ended, even of dead processes: what is collected would clean up
+        self.set_task_factory(self._new_task)
+
+    def _new_task(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
+        task = _Task(coro, loop=self, **options)
+        self._kept.add(task)
+        task.add_done_callback(self._kept.discard)
+        return task
+
+    def time(self) -> float:
+        return self.clock.now
+
+    def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error, message = context.get("exception"), str(context.get("message"))
+        if "was destroyed but it is pending" in message or ("never retrieved" in message and error is None):
+            return
+        self.errors.append(f"{message}: {error!r}")
+        if error is not None:
+            self.errors[-1] += "\n" + "".join(traceback.format_exception(error))
+
+    # -- callbacks of processes
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        process = context.get(PROCESS) if context is not None else PROCESS.get()
+        if process is None:
+            return super().call_soon(callback, *args, context=context)
+        cell: list[asyncio.Handle] = []
+        handle = super().call_soon(_run, process, cell, callback, args, context=context)
+        cell.append(handle)
+        return handle
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        process = context.get(PROCESS) if context is not None else PROCESS.get()
+        if process is None:
+            return super().call_at(when, callback, *args, context=context)
+        cell: list[asyncio.Handle] = []
+        handle = super().call_at(when, _run, process, cell, callback, args, context=context)
+        cell.append(handle)
+        return handle
+
+    def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:  # type: ignore[override]
+        """Signals are not simulated but as the end of a process."""
+
+    async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **options: Any) -> Any:
+        """Dials by way of the simulated network."""
+        return await self.dial(protocol_factory, host, port, options["ssl"])
+
+    # -- blocking calls
+
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
+        """Calls ``func`` beside the loop, as on a thread."""
+        done: asyncio.Future[T] = self.create_future()
+        process = PROCESS.get()
+        assert process is not None
+
+        def over(value: T | None, error: BaseException | None) -> None:
+            if done.done():
+                return
+            if error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(value)  # type: ignore[arg-type]
+
+        fiber = Fiber(process, lambda: func(*args), over)
+        process.at(self.time() + self.rng.expovariate(1 / 0.0005), fiber.go_on)
+        return done
+
+
+def _run(process: Process, cell: list[asyncio.Handle], callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    if not process.alive:
+        return
+    if process.is_stopped or process.parked:
+        process.parked.append((cell, callback, args, contextvars.copy_context()))
+    else:
+        callback(*args)
+
+
+class Fiber:
+    """Blocking code of a process on a thread of its own, which is awake only while the loop waits for it.
+
+    Args:
+        process: whose.
+        work: the code.
+        over: called on the loop with its result, or its error.
+    """
+
+    current = threading.local()
+
+    def __init__(self, process: Process, work: Callable[[], Any], over: Callable[[Any, BaseException | None], None]) -> None:
+        self.process, self._work, self._over = process, work, over
+        self.loop = process.loop
+        self.loop.fibers_begun += 1
+        self.number = self.loop.fibers_begun
+        self._mine, self._loops = threading.Lock(), threading.Lock()
+        self._mine.acquire()
+        self._loops.acquire()
+        self._dead = False
+        self._begun = False
+        self.turn = 0  # counts its waits, so that a wake-up for an earlier one counts for nothing
+        process.fibers.add(self)
+        self._context = contextvars.copy_context()
+        self._thread = threading.Thread(target=self._main, daemon=True)
+
+    @staticmethod
+    def here() -> Fiber | None:
+        return getattr(Fiber.current, "fiber", None)
+
+    # -- on the loop
+
+    def go_on(self) -> None:
+        """Lets it run until it waits again, or ends."""
+        if not self._begun:
+            self._begun = True
+            self._thread.start()
+        else:
+            self._mine.release()
+        self._loops.acquire()
+
+    def wake(self, turn: int) -> None:
+        if turn == self.turn and self in self.process.fibers:
+            self.go_on()
+
+    def end(self) -> None:
+        """Ends it, as its process is dead."""
+        self._dead = True
+        if self._begun and threading.current_thread() is not self._thread:
+            self.go_on()
+        else:
+            self.process.fibers.discard(self)
+
+    # -- on its thread
+
+    def _main(self) -> None:
+        Fiber.current.fiber = self
+        value, error = None, None
+        try:
+            value = self._context.run(self._work)
+        except Killed:
+            self._dead = True
+        except BaseException as caught:
+            error = caught.with_traceback(caught.__traceback__)
+        self.process.fibers.discard(self)
+        if not self._dead:
+            self.loop.call_soon(self._over, value, error, context=self.process.context.copy())
+        self._loops.release()
+
+    def check(self) -> None:
+        if self._dead or not self.process.alive:
+            raise Killed
+
+    def _wait(self) -> None:
+        self._loops.release()
+        self._mine.acquire()
+        self.turn += 1
+        self.check()
+
+    def sleep(self, seconds: float) -> None:
+        self.check()
+        self.process.at(self.loop.time() + max(0.0, seconds), self.wake, self.turn)
+        self._wait()
+
+    def on_loop(self, work: Callable[[], T]) -> T:
+        """Calls ``work`` on the loop."""
+        self.check()
+        done: asyncio.Future[T] = self.loop.create_future()
+
+        def call() -> None:
+            try:
+                done.set_result(work())
+            except Exception as error:
+                done.set_exception(error)
+
+        self.process.soon(call)
+        self.wait_for(done, 1e9)
+        return done.result()
+
+    def wait_for(self, future: asyncio.Future[Any], seconds: float) -> bool:
+        """Whether it is done within that time."""
+        self.check()
+        if future.done():
+            return True
+        turn = self.turn
+        timer = self.process.at(self.loop.time() + seconds, self.wake, turn)
+        future.add_done_callback(lambda _: self.wake(turn), context=self.process.context.copy())
+        self._wait()
+        timer.cancel()
+        return future.done()
+
+
+def sleep(seconds: float) -> None:
+    """In place of `time.sleep`."""
+    fiber = Fiber.here()
+    assert fiber is not None, "only blocking code may sleep"
+    fiber.sleep(seconds)
+
+
+class Lock:
+    """In place of `threading.Lock`, where one is held while storage is used. The loop must never wait for one."""
+
+    def __init__(self) -> None:
+        self._is_held = False
+
+    def __enter__(self) -> None:
+        fiber = Fiber.here()
+        if fiber is None and self._is_held:
+            raise AssertionError("the agent's loop would wait for a thread that uses storage")
+        while self._is_held:
+            assert fiber is not None
+            fiber.sleep(0.01)
+        self._is_held = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_held = False
+
+
+def within(seconds: float, what: str, work: Callable[[], T]) -> T:
+    """In place of `gemini_ft.storage.lookout.within`: the same, with a fiber in place of a thread."""
+    here = Fiber.here()
+    assert here is not None
+    done: asyncio.Future[tuple[T | None, BaseException | None]] = here.loop.create_future()
+    inner = Fiber(here.process, work, lambda value, error: done.set_result((value, error)))
+    here.process.at(here.loop.time() + 1e-5, inner.go_on)
+    if not here.wait_for(done, seconds):
+        raise StorageError(f"{what}: storage did not answer within {seconds:g} s; does it hang?")
+    value, error = done.result()
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]

@@ -1,0 +1,141 @@
+"""The package broken on purpose, in one place at a time: the measure of what the simulation and its checker see."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import textwrap
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    """A function of the package with one thing changed."""
+
+    where: str  # module:name or module:class.name
+    old: str
+    new: str
+    breaks: str
+
+    def apply(self) -> None:
+        """Breaks it, in this process."""
+        module_name, _, path = self.where.partition(":")
+        module = importlib.import_module(f"gemini_ft.{module_name}")
+        *owner, name = path.split(".")
+        holder = getattr(module, owner[0]) if owner else module
+        source = textwrap.dedent(inspect.getsource(getattr(holder, name)))
+        if self.old not in source:
+            raise AssertionError(f"{self.where} has no {self.old!r} any more")
+        scope = dict[str, object]()
+        body = "from __future__ import annotations\n" + source.replace(self.old, self.new, 1)
+        exec(compile(body, self.where, "exec"), vars(module), scope)
+        before = getattr(holder, name)
+        setattr(holder, name, scope[name])
+        for other in [] if owner else [*sys.modules.values()]:  # which have imported it by its name
+            if vars(other).get(name) is before:
+                setattr(other, name, scope[name])
+
+
+_HOST, _SLOTS, _LEDGER = "core.protocol:Host.", "core.slots:SlotSet.", "core.ledger:Ledger."
+MUTATIONS = (
+    Mutation(
+        _SLOTS + "begin",
+        "self.sealed or self.find(version) is not None or self.undecided()",
+        "self.find(version) is not None",
+        "a slot is overwritten before its version is decided, also while ranks choose",
+    ),
+    Mutation(_SLOTS + "_is_free", "slot.version != keep", "True", "the committed version is overwritten"),
+    Mutation(_SLOTS + "_is_free", "slot.frozen or slot.readers", "False", "a slot is overwritten while it is read or uploaded"),
+    Mutation(
+        _SLOTS + "abort", "not self.sealed or self.complete_version(version) is None", "True", "a copy goes that an inventory promised"
+    ),
+    Mutation(_SLOTS + "complete", "or self.sealed", "", "copies become complete while ranks choose"),
+    Mutation(
+        _SLOTS + "rewind",
+        "slot.past = slot.version != resumed and (slot.past or left)",
+        "slot.clear() if slot.version != resumed else None",
+        "all but the resumed version goes before all hosts have opened the incarnation",
+    ),
+    Mutation(
+        _SLOTS + "rewind", "slot.past = slot.version != resumed and (slot.past or left)", "pass", "copies of a history that is over stay"
+    ),
+    Mutation(_SLOTS + "discard", "slot.state = SlotState.TORN", "slot.clear()", "a slot is granted while its writer still writes"),
+    Mutation(
+        _HOST + "_discard_damaged",
+        "slot.root != self.roots.get(owner, slot.root)",
+        "False",
+        "a copy with another root than the committed one stays",
+    ),
+    Mutation(_HOST + "on_abort", "self.committed is not None and version <= self.committed", "False", "what is committed can be aborted"),
+    Mutation(_HOST + "reports", "slot.state is SlotState.COMPLETE", "True", "copies that are not whole are reported again"),
+    Mutation(_HOST + "reopen", "slots.commit(committed)", "pass", "an agent that was restarted forgets the commit"),
+    Mutation(
+        "agent.own_shards:OwnShards._copied",
+        "if not memory.finish(version, message.extras_bytes, message.root or None):",
+        "if not memory.finish(version, message.extras_bytes, None) and False:",
+        "the owner's root is not compared",
+    ),
+    Mutation(
+        "agent.replication.receive:Receiver._whole",
+        "if digest == chunk.digest:",
+        "if True:",
+        "what arrives is not compared with its checksum",
+    ),
+    Mutation(
+        "agent.replication.receive:Inbound.end_receive",
+        "self._context.host.received(end.owner, version, end.layout, end.digest, memory.root)",
+        "[]",
+        "a replica is not reported",
+    ),
+    Mutation(
+        "agent.replication.receive:Receiver._begin",
+        "memory = self._inbound.begin_receive(begin.owner, begin.iteration, begin.committed)",
+        "memory = self._inbound.begin_receive(begin.owner, begin.iteration, None)",
+        "replicas do not hear what is committed",
+    ),
+    Mutation("agent.memory.slot_store:SlotStore._check", "if not damaged and memory.is_genuine:", "if True:", "damaged copies are resumed"),
+    Mutation(
+        "agent.memory.slot_store:SlotStore.sync_headers",
+        "memory.clear()",
+        "pass",
+        "slots that are overwritten keep the name of what they had",
+    ),
+    Mutation("agent.stream:Stream.seal", "self.context.host.seal()", "pass", "hosts go on while ranks choose"),
+    Mutation("agent.stream:Stream.open", "self.close_session()", "None", "connections of the incarnation before stay"),
+    Mutation(
+        "agent.session:Incoming.accept", "claims.incarnation != spec.incarnation", "False", "hosts of another incarnation are taken in"
+    ),
+    Mutation("agent.session:AgentSession.undecided", "*host.reports(), ", "", "what is undecided is not repeated to the next leader"),
+    Mutation(
+        "recovery.plan:_is_whole",
+        "set(range(held[0][1].world_size))",
+        "{info.owner for _, info in held}",
+        "a version that is not whole is resumed",
+    ),
+    Mutation("recovery.plan:plan_recovery", "sorted(held, reverse=True)", "sorted(held)", "the oldest version is resumed"),
+    Mutation(
+        "recovery.plan:genuine", "{each.root for each in of if each.committed} or ", "", "copies that were not committed count as genuine"
+    ),
+    Mutation(
+        _LEDGER + "tick",
+        "late = frozenset((owner, host) for owner, host in missing if self.holders[owner][0] not in silent)",
+        "late = frozenset(missing)",
+        "copies of silent hosts are left out",
+    ),
+    Mutation(_LEDGER + "rejoin", "self._close(newest)", "pass", "a leader does not learn what was committed before it"),
+    Mutation(
+        "agent.uploads:Uploader.over",
+        "self._clear_away(written - orphans)",
+        "self._clear_away(written | {key for keys in self._written.values() for key in keys})",
+        "shards of another upload are deleted",
+    ),
+    Mutation("agent.uploads:Uploader._write", "self._leftovers.discard(key)", "pass", "what is uploaded again is deleted as a leftover"),
+    Mutation("storage.retention:Retention._delete_all", "if one.folder in held:", "if False:", "what is being read is deleted"),
+    Mutation("storage.lookout:Lookout._look", "if mark is not None:", "if False:", "a list that lacks the newest checkpoint is believed"),
+    Mutation(
+        "agent.uploads:Uploader._clear_away",
+        "self._leftovers.update(keys)",
+        "self._clearing.__enter__(); self._leftovers.update(keys); self._clearing.__exit__()",
+        "the event loop waits for a deletion",
+    ),
+)

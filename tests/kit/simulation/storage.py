@@ -1,0 +1,117 @@
+"""Objects in memory: operations take time, fail before or after they have taken effect, and lists are late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from random import Random
+from typing import Any
+
+from gemini_ft.errors import CorruptDataError, ObjectGoneError, StorageError
+from gemini_ft.storage.base import RangeReader, Steps, check_key, ignore
+from simulation.loop import Fiber
+
+URL = "s3://simulated/prefix"
+
+
+class Bucket:
+    """The store that all hosts share.
+
+    Attributes:
+        objects: by key.
+        failing: probability with which an operation fails.
+        lagging: probability with which a listing lacks an object that was written a moment ago.
+        slowness: seconds that an operation takes in the mean.
+    """
+
+    def __init__(self, rng: Random, record: Callable[..., None]) -> None:
+        self.rng, self.record = rng, record
+        self.objects: dict[str, bytes] = {}
+        self._written: dict[str, float] = {}
+        self.failing, self.lagging, self.slowness = 0.0, 0.0, 0.02
+        self.away: set[str] = set()  # hosts that do not reach it
+        self.down = False
+
+
+class SimulatedStorage:
+    """A host's view of the bucket; implements `gemini_ft.storage.base.Storage`."""
+
+    url = URL
+    is_one_place = True
+
+    def __init__(self, bucket: Bucket, deletes: bool) -> None:
+        self._bucket, self._deletes = bucket, deletes
+
+    def _operate(self, what: str, effect: Callable[[], Any]) -> Any:
+        """Takes its time, and may fail although it has taken effect, as where the answer is lost."""
+        fiber, bucket = Fiber.here(), self._bucket
+        assert fiber is not None, f"{what} would stop the agent's loop"
+        fiber.sleep(bucket.rng.expovariate(1 / bucket.slowness))
+        fails = bucket.down or fiber.process.host in bucket.away or bucket.rng.random() < bucket.failing
+        if fails and (bucket.down or bucket.rng.random() < 0.6):
+            fiber.sleep(bucket.rng.expovariate(1.0))
+            raise StorageError(f"{self.url}: {what}: 503")
+        result = effect()
+        fiber.sleep(bucket.rng.expovariate(1 / bucket.slowness))
+        if fails:
+            raise StorageError(f"{self.url}: {what}: the answer was lost")
+        return result
+
+    def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
+        check_key(key)
+        body = bytearray()
+        for part in parts:
+            body += part
+            fiber = Fiber.here()
+            assert fiber is not None
+            fiber.sleep(self._bucket.rng.expovariate(1 / (0.2 * self._bucket.slowness)))
+
+        def effect() -> None:
+            self._bucket.objects[key] = bytes(body)
+            fiber = Fiber.here()
+            assert fiber is not None
+            self._bucket._written[key] = fiber.loop.time()
+            self._bucket.record("put", key=key)
+            sent(len(body))
+
+        self._operate(f"put {key}", effect)
+
+    def get(self, key: str) -> bytes:
+        def effect() -> bytes:
+            if key not in self._bucket.objects:
+                raise ObjectGoneError(f"{self.url}: {key} is not there")
+            return self._bucket.objects[key]
+
+        found: bytes = self._operate(f"get {key}", effect)
+        return found
+
+    def get_range(self, key: str, offset: int, out: memoryview) -> None:
+        body = self.get(key)[offset : offset + out.nbytes]
+        if len(body) < out.nbytes:
+            raise CorruptDataError(f"{self.url}: {key} ends at {offset + len(body)}")
+        out[:] = body
+
+    def open_range(self, key: str, offset: int, nbytes: int) -> RangeReader:
+        return Steps(self, key, offset)
+
+    def list(self, prefix: str = "") -> Sequence[str]:
+        def effect() -> list[str]:
+            bucket, fiber = self._bucket, Fiber.here()
+            assert fiber is not None
+            late = [key for key, at in bucket._written.items() if fiber.loop.time() - at < 5.0]
+            hidden = {key for key in late if bucket.lagging and bucket.rng.random() < bucket.lagging}
+            return sorted(key for key in bucket.objects if key.startswith(prefix) and key not in hidden)
+
+        found: list[str] = self._operate(f"list {prefix}", effect)
+        return found
+
+    def delete(self, key: str) -> None:
+        def effect() -> None:
+            if key in self._bucket.objects:
+                self._bucket.record("delete", key=key)
+                del self._bucket.objects[key]
+
+        if self._deletes:
+            self._operate(f"delete {key}", effect)
+
+    def check(self) -> None:
+        self._operate("check", lambda: None)

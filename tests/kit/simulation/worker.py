@@ -1,0 +1,474 @@
+"""A rank: its end of the agent's socket, and a script that joins, resumes and trains bytes in place of tensors.
+
+Joining, choosing and reading are the package's own; what `Snapshotter` and `Recorder` do with tensors is done here with bytes, in the same
+order of messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gemini_ft.agent.client import AgentClient, as_error
+from gemini_ft.agent.workers import RequestHandler, WorkerConnection, _duplicates
+from gemini_ft.core.decisions import Abort, Commit
+from gemini_ft.core.layout import Layout, TensorSpec, build_layout
+from gemini_ft.core.roots import checksum, layout_digest, shard_root
+from gemini_ft.core.versions import Version
+from gemini_ft.errors import AgentError, AgentTimeoutError, GeminiError
+from gemini_ft.launch import notes
+from gemini_ft.wire.frames import FrameBuffer
+from gemini_ft.wire.messages import Answer, Call, Chunk, Failed, pack
+from gemini_ft.wire.trust import fingerprint
+from gemini_ft.wire.worker_messages import (
+    Adopt,
+    Copied,
+    GiveUp,
+    Goodbye,
+    Granted,
+    Hello,
+    Opened,
+    OpenSession,
+    Ping,
+    Progress,
+    Queued,
+    Request,
+    Reserve,
+    Reserved,
+    Room,
+    ToAgent,
+    ToWorker,
+    Welcome,
+    to_worker,
+)
+from gemini_ft.worker import session as joining
+from gemini_ft.worker.introductions import introduced
+from gemini_ft.worker.rendezvous import exchange_or_raise
+from simulation.loop import Fiber, Process
+
+if TYPE_CHECKING:
+    from simulation.world import Attempt, Host, World
+
+EXTRAS = b"small state"
+_PIPE = 0.0002  # seconds that a message takes to the agent or back, in the mean
+
+
+def text(version: Version) -> str:
+    """A version as histories name it."""
+    return f"{version.incarnation}:{version.iteration}"
+
+
+@lru_cache(maxsize=256)
+def content(owner: int, version: Version, nbytes: int) -> bytes:
+    """What a rank's shard holds after an iteration of an incarnation; another one after every other."""
+    seed = [owner, version.iteration, *version.incarnation.nonce.encode(), version.incarnation.number]
+    return np.random.default_rng(seed).bytes(nbytes)
+
+
+class AgentEnd(WorkerConnection):
+    """The agent's end of a worker's socket, without the socket."""
+
+    def __init__(self, handler: RequestHandler, client: SimulatedClient, pid: int) -> None:
+        self.rank, self.stream = -1, ""
+        self.incarnation = self.launch = None
+        self.pid, self._pidfd = pid, -1
+        self._handler, self._client = handler, client
+        self._loop = asyncio.get_running_loop()
+        self._frames, self._fds = FrameBuffer(), []
+        self._alive = self._connected = True
+        self.number = next(client.world.numbers)
+
+    def __hash__(self) -> int:
+        return int(self.number)
+
+    def send(self, message: ToWorker, fds: Sequence[int] = ()) -> None:
+        if self._connected:
+            self._client.to_worker(pack(message), _duplicates(fds))
+
+    def ask_for_stacks(self) -> None: ...
+
+    def kill(self) -> None:
+        self._client.world.kill_soon(self._client.process, "its agent")
+
+    def _disconnect(self) -> None:
+        if self._connected:
+            self._connected = False
+            self._client.hung_up_soon()
+            for fd in self._fds:
+                os.close(fd)
+            self._fds = []
+
+    def arrive(self, frame: bytes, fds: list[int]) -> None:
+        if self._connected:
+            self._fds += fds
+            self._parse(memoryview(frame))
+
+    def hung_up(self) -> None:
+        self._hang_up()
+
+    def died(self) -> None:
+        self._alive = False
+        self.close()
+        self._handler.on_worker_dead(self)
+
+
+class SimulatedClient(AgentClient):
+    """An `AgentClient` whose socket, and whose listening thread, are on the simulated loop."""
+
+    def __init__(
+        self, world: World, host: Host, process: Process, hello: Hello, on_event: Callable[[ToWorker], None], timeout: float
+    ) -> None:
+        self.world, self.process = world, process
+        self._run, self._host, self.on_event, self._timeout = hello.run, host.name, on_event, timeout
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[tuple[Answer, list[int]] | None]] = {}
+        self.late_answers, self.lost, self.custody = 0, False, {}
+        self._last = [0.0, 0.0]  # when the last message arrives, there and here
+        self._more: list[int] = []
+        self._heard = world.loop.time()
+        self.agent = world.agent_of(host)
+        fiber = Fiber.here()
+        assert fiber is not None
+        self.end = fiber.on_loop(lambda: AgentEnd(self.agent.requests, self, world.pid_of(process)))
+        self.agent.ends.append(self)
+        if not self.agent.process.alive:
+            raise AgentError("the agent ended")
+        self._agent_timeout = hello.agent_timeout
+        process.at(world.loop.time() + hello.agent_timeout / 3, self._look)
+        self.welcome = self.call(hello, Welcome)[0]
+
+    # -- there
+
+    def tell(self, message: ToAgent | Call, fds: Sequence[int] = ()) -> None:
+        fiber = Fiber.here()
+        if fiber is not None:
+            fiber.check()
+        if self.lost:
+            raise self._gone("its connection is closed")
+        self._depart(pack(message), _duplicates(fds))
+
+    def offer(self, message: ToAgent) -> bool:
+        if not self.lost:
+            self._depart(pack(message), [])
+        return not self.lost
+
+    def _depart(self, frame: bytes, fds: list[int]) -> None:
+        if self.agent.process.alive:
+            self.agent.process.at(self._arrival(0), self.end.arrive, frame, fds)
+
+    def _arrival(self, way: int) -> float:
+        loop = self.world.loop
+        self._last[way] = max(self._last[way] + 1e-9, loop.time() + loop.rng.expovariate(1 / _PIPE))
+        return self._last[way]
+
+    def died(self) -> None:
+        """The worker's process is dead; what it said before counts."""
+        for fd in self.custody.values():
+            os.close(fd)
+        self.custody.clear()
+        if self.agent.process.alive:
+            self.agent.process.at(self._arrival(0), self.end.died)
+
+    # -- here
+
+    def to_worker(self, frame: bytes, fds: list[int]) -> None:
+        if self.process.alive:
+            self.process.at(self._arrival(1), self._arrive, frame, fds)
+
+    def _arrive(self, frame: bytes, fds: list[int]) -> None:
+        self._heard = self.world.loop.time()
+        if self.lost:
+            for fd in fds:
+                os.close(fd)
+            return
+        self._more = self._route(to_worker.unpack(frame[4:]), [*self._more, *fds])
+
+    def hung_up_soon(self) -> None:
+        if self.process.alive:
+            self.process.at(self._arrival(1), self.hear_no_more)
+
+    def hear_no_more(self) -> None:
+        self.lost = True
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_result(None)
+
+    def _answered(self, message: Answer, fds: list[int]) -> None:
+        waiting = self._waiting.pop(message.call, None)
+        if waiting is None or waiting.done():
+            for fd in fds:
+                os.close(fd)
+        else:
+            waiting.set_result((message, fds))
+
+    def _await_answer(self, message: Call, seconds: float) -> tuple[Answer, list[int]] | None:
+        fiber = Fiber.here()
+        assert fiber is not None
+        if self.lost:
+            return None
+        answer = self._waiting[message.call] = self.world.loop.create_future()
+        try:
+            self.tell(message)
+            if not fiber.wait_for(answer, seconds):
+                raise AgentTimeoutError(f"the agent on host {self._host!r} did not answer within {seconds:g} s")
+            found: tuple[Answer, list[int]] | None = answer.result()
+            return found
+        finally:
+            self._waiting.pop(message.call, None)
+
+    def _look(self) -> None:
+        """As the listening thread: an agent that is silent is replaced."""
+        if self.lost:
+            return
+        if self.world.loop.time() - self._heard > self._agent_timeout:
+            self._heard = self.world.loop.time()
+            self.world.replace_agent(self.agent)
+            return
+        self.offer(Ping())
+        self.process.at(self.world.loop.time() + self._agent_timeout / 3, self._look)
+
+    @property
+    def log(self) -> str:
+        return f"the log of {self._host}"
+
+    def replace_agent(self, why: str) -> None:
+        self.world.replace_agent(self.agent)
+
+    def close(self) -> None:
+        if not self.lost:
+            self.lost = True
+            if self.agent.process.alive:
+                self.agent.process.at(self._arrival(0), self.end.hung_up)
+        for fd in self.custody.values():
+            os.close(fd)
+        self.custody.clear()
+
+
+class Script:
+    """One rank of one attempt."""
+
+    def __init__(self, world: World, attempt: Attempt, host: Host, rank: int, process: Process) -> None:
+        self.world, self.attempt, self.host, self.rank, self.process = world, attempt, host, rank, process
+        self.client: SimulatedClient | None = None
+        self.fds: list[int] = []
+        self.maps: dict[int, mmap.mmap] = {}
+        self._offset = 0
+        self._granted: dict[int, int] = {}
+        self._over: set[int] = set()  # iterations that were aborted
+        self.committed: int | None = None
+        self.newest: int | None = None  # the last iteration that was asked for
+        self._fatal: GeminiError | None = None
+        self._changed = asyncio.Event()
+        self._room = False
+        self.lacks = False  # whether others must be here for the state to be whole
+        self.at = 0
+
+    @property
+    def fiber(self) -> Fiber:
+        fiber = Fiber.here()
+        assert fiber is not None
+        return fiber
+
+    # -- joining
+
+    def main(self) -> None:
+        world, config = self.world, self.world.config
+        hello = Hello(
+            run=world.run, stream="main", rank=self.rank, secret=b"s" * 16, bind="simulated", linger=world.linger,
+            memory_limit=2**33, agent_timeout=config.agent_timeout, start_timeout=600.0, launch=world.launch,
+        )  # fmt: skip
+        clients: list[AgentClient] = []
+
+        def introduce() -> Any:
+            self.client = SimulatedClient(world, self.host, self.process, hello, self._on_event, config.timeout)
+            clients.append(self.client)
+            return joining._introduction(config, self.client, world.run, "main", fingerprint(hello.secret), world.launch)
+
+        try:
+            everyone = introduced(introduce, config.timeout + 10)
+            self.session = joining._agree(config, clients, hello, everyone, self.rank, False)
+        except BaseException:
+            for client in clients:
+                client.close()
+            raise
+        self._resume()
+        self._reserve_first()
+
+    def _resume(self) -> None:
+        """Reads this rank's shard of the version that was chosen."""
+        session, plan = self.session, self.session.plan
+        version = plan.version
+        if version is not None:
+            where = session.sources.read(self.rank, self.rank, lambda shard: self._check(shard, version))
+            notes.say_committed(session.run, session.spec.stream, {*session.spec.hosts})
+            self.world.record("read", rank=self.rank, host=self.host.name, version=text(version), where=where)
+            self.at = version.iteration
+        session.forget_sources()
+
+    def _check(self, shard: Any, version: Version) -> str:
+        data = b"".join(bytes(view) for _, view in shard.chunks())
+        extras = shard.extras()
+        expected = content(self.rank, version, self.world.nbytes)
+        if data != expected or extras != EXTRAS:
+            self.world.record("wrong bytes", rank=self.rank, host=self.host.name, version=text(version), where=shard.where)
+        return str(shard.where)
+
+    def _reserve_first(self) -> None:
+        exchange_or_raise(self._reserve, self.world.config.timeout + 10)
+
+    def _reserve(self) -> None:
+        session, nbytes = self.session, self.world.nbytes
+        world_size = session.world_size
+        specs = [TensorSpec("weight", "uint8", (nbytes * world_size,), tuple(range(world_size)))]
+        self.layout: Layout = build_layout(specs, self.rank, world_size)
+        layout = self.layout
+        message = Reserve(layout=layout.to_bytes(), layout_hash=layout.logical_hash, data_bytes=layout.nbytes, extras_capacity=2**12)
+        assert self.client is not None
+        reserved, fds = self.client.call(message, Reserved)
+        for memory in self.maps.values():
+            memory.close()
+        for fd in self.fds:
+            os.close(fd)
+        self.fds, self._offset = list(fds), reserved.data_offset
+        size = reserved.data_offset + reserved.capacity
+        self.maps = {slot: mmap.mmap(fd, size) for slot, fd in zip(reserved.slots, fds, strict=True)}
+        self._room = False
+
+    # -- training
+
+    async def train(self) -> None:
+        """Makes steps until the end, or until something is wrong."""
+        world, loop = self.world, self.world.loop
+        while True:
+            await self.attempt.meet(self, world.config.timeout)  # the gradients
+            await asyncio.sleep(world.step * world.rng.uniform(0.8, 1.2))
+            if self._fatal is not None:
+                raise self._fatal
+            self.at += 1
+            assert self.client is not None
+            try:
+                if world.last is not None and self.at > world.last:
+                    self.client.tell(Goodbye(finished=True))
+                    world.record("finished", rank=self.rank)
+                    return
+                self.client.tell(Progress(iteration=self.at))
+                if self._room:
+                    await loop.run_in_executor(None, self._reserve)
+                await self._snapshot(self.at)
+            except AgentError:
+                if not self.client.lost:
+                    raise
+                await loop.run_in_executor(None, self._reconnect)
+
+    async def _snapshot(self, iteration: int) -> None:
+        assert self.client is not None
+        world, client = self.world, self.client
+        self.newest = iteration
+        client.tell(Request(iteration=iteration))
+        world.record("begin", rank=self.rank, version=text(self._version(iteration)))
+        end = world.loop.time() + world.step
+        while iteration not in self._granted and iteration not in self._over and world.loop.time() < end:
+            if client.lost:
+                raise AgentError("the agent ended")
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.25):
+                    await self._changed.wait()
+        if iteration in self._over:
+            return
+        slot = self._granted.pop(iteration, None)
+        if slot is None or slot not in self.maps:
+            client.tell(GiveUp(iteration=iteration, reason="late"))
+        else:
+            await self._copy(iteration, self.maps[slot])
+
+    async def _copy(self, iteration: int, memory: mmap.mmap) -> None:
+        assert self.client is not None
+        world, client, at = self.world, self.client, self._offset
+        version, nbytes, chunk = self._version(iteration), self.layout.nbytes, self.session.spec.chunk_bytes
+        body = content(self.rank, version, nbytes) + EXTRAS
+        cuts = [(start, min(chunk, nbytes - start)) for start in range(0, nbytes, chunk)] + [(nbytes, len(EXTRAS))]
+        checksums = []
+        for index, (start, size) in enumerate(cuts):
+            await asyncio.sleep(world.rng.expovariate(1 / world.copying))
+            memory[at + start : at + start + size] = body[start : start + size]
+            checksums.append(checksum(body[start : start + size]))
+            client.tell(Chunk(owner=self.rank, iteration=iteration, index=index, offset=start, nbytes=size, digest=checksums[-1]))
+        root = shard_root(self.rank, version, layout_digest(self.layout.to_bytes()), (nbytes, len(EXTRAS), chunk), checksums)
+        client.tell(Copied(iteration=iteration, extras_bytes=len(EXTRAS), digest=f"digest of {iteration}", root=root))
+        world.record("copied", rank=self.rank, version=text(version), root=root)
+
+    def _version(self, iteration: int) -> Version:
+        return Version(self.session.spec.incarnation, iteration)
+
+    # -- another agent
+
+    def _reconnect(self) -> None:
+        """Does what `Recorder._start_another` does."""
+        session, spec = self.session, self.session.spec
+        old = self.client
+        assert old is not None
+        kept = [*self.fds, *old.custody.values()]
+        hello = session.hello.model_copy(update={"secret": session.secret, "preferred_port": spec.addresses[session.host][1]})
+        client = SimulatedClient(self.world, self.host, self.process, hello, self._on_event, self.world.config.timeout)
+        try:
+            client.tell(Adopt(count=len(kept), incarnation=spec.incarnation), kept)
+            client.call(OpenSession(spec=spec, secret=session.secret, readopt=True, committed=self._committed, reached=self.newest), Opened)
+        except GeminiError:
+            client.close()
+            raise
+        self.client = session.client = client
+        self.world.record("reconnected", rank=self.rank, host=self.host.name)
+        old.close()
+        self._granted.clear()
+        client.tell(Progress(iteration=self.at))
+        self._reserve()
+        if self.newest is not None:
+            client.tell(GiveUp(iteration=self.newest, reason="this host's agent was restarted"))
+
+    @property
+    def _committed(self) -> Version | None:
+        resumed = self.session.plan.version
+        if self.committed is None or (resumed is not None and self.committed == resumed.iteration):
+            return resumed
+        return self._version(self.committed)
+
+    # -- what the agent says
+
+    def _on_event(self, message: ToWorker) -> None:
+        match message:
+            case Room():
+                self._room = True
+            case Granted(iteration=iteration, slot=slot):
+                self._granted[iteration] = slot
+            case Queued():
+                return
+            case Commit(version):
+                self.committed = version.iteration
+                notes.say_committed(self.world.run, "main", {*self.session.spec.hosts})
+                self.world.record(
+                    "heard", rank=self.rank, host=self.host.name, version=text(version), of=str(self.session.spec.incarnation)
+                )
+            case Abort(version):
+                self._over.add(version.iteration)
+            case Failed():
+                self._fatal = as_error(message)
+        self._changed.set()
+
+    def lose_memory(self) -> None:
+        """The process is dead, and what only it had open is gone."""
+        for memory in self.maps.values():
+            memory.close()
+        for fd in self.fds:
+            os.close(fd)
+        self.maps, self.fds = {}, []
+        if self.client is not None:
+            self.client.died()

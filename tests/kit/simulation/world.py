@@ -1,0 +1,740 @@
+"""Hosts, their agents, launchers that start attempts anew, and faults; all of it drawn from one seed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import json
+import logging
+import os
+import random
+import secrets
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+from gemini_ft.agent import main as agent_main
+from gemini_ft.agent import uploads
+from gemini_ft.agent.commit.collector import CollectorPort
+from gemini_ft.agent.commit.leader import MemberPort
+from gemini_ft.agent.context import RunContext
+from gemini_ft.agent.memory import budget, slot_memory, slot_store, staging
+from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
+from gemini_ft.agent.replication import rebuild
+from gemini_ft.agent.replication.send import PeerLink
+from gemini_ft.agent.requests import Requests
+from gemini_ft.agent.stream import Stream
+from gemini_ft.agent.streams import Streams
+from gemini_ft.config import GeminiConfig, StorageConfig
+from gemini_ft.core.decisions import Abort, Commit, Holders
+from gemini_ft.core.versions import Incarnation, Version
+from gemini_ft.errors import AgentError, CorruptDataError, FormatError, GeminiError, PeerError
+from gemini_ft.hosts import began
+from gemini_ft.launch import notes
+from gemini_ft.storage import lookout, marks, shard
+from gemini_ft.storage.checkpoints import MANIFEST, Manifest
+from gemini_ft.wire.peer_messages import PeerMessage
+from gemini_ft.wire.tcp import Connection
+from gemini_ft.wire.worker_messages import Launch
+from gemini_ft.worker import rendezvous, resume_choice, storage_check
+from gemini_ft.worker import session as joining
+from simulation import network as networking
+from simulation.loop import PROCESS, Fiber, Lock, Process, SimulatedLoop, sleep, within
+from simulation.network import Network
+from simulation.storage import URL, Bucket, SimulatedStorage
+from simulation.worker import Script, SimulatedClient, content, text
+
+Event = dict[str, Any]
+_LOOK = 0.5  # seconds between looks of the launchers
+
+
+class _Run(RunContext):
+    """Keeps the last lines of an agent's log."""
+
+    world: World
+
+    def log(self, text: str) -> None:
+        self.world.say(self.host, text)
+
+
+class Agent:
+    """One agent process."""
+
+    def __init__(self, world: World, host: Host, slots: str = "", identity: int = -1) -> None:
+        self.world, self.host = world, host
+        self.process = Process(world.loop, f"agent of {host.name}", host.name)
+        self.ends: list[SimulatedClient] = []
+        self.run = _Run(world.run, host.name)
+        self.run.world = world
+        self.streams: Streams = self.process.run(Streams, self.run)
+        self.requests: Requests
+        if slots or identity >= 0:
+            self.process.run(self.streams.inherit, slots, identity)
+        self.process.run(self._begin)
+
+    def _begin(self) -> None:
+        def listener(requests: Requests, _: Any) -> Any:
+            self.requests = requests
+            return SimpleNamespace(close=lambda: None)
+
+        async def serve() -> None:
+            await agent_main._serve(self.run, self.streams, listener)  # type: ignore[arg-type]
+            self.world.record("left", host=self.host.name)
+            asyncio.BaseEventLoop.call_soon(self.world.loop, self.world.kill_agent, self)
+
+        self._task = self.world.loop.create_task(serve())
+        self.requests = Requests(self.run, self.streams)  # replaced when the task begins; a client may come before
+
+    @property
+    def memory(self) -> list[SlotMemory]:
+        return [memory for stream in self.streams.by_name.values() for memory in stream.context.slot_store.memory.values()]
+
+    def release(self) -> None:
+        """The kernel closes its descriptors."""
+        for memory in self.memory:
+            memory.close()
+        os.close(self.streams._identity._fd)
+
+
+@dataclass
+class Host:
+    name: str
+    agent: Agent | None = None
+    worker: Script | None = None
+    is_up: bool = True
+    notes: list[str] = field(default_factory=list)  # of the launcher
+    ready_at: float = 0.0  # when its launcher may begin another attempt
+    lingers_until: float = 0.0  # a worker of a broken attempt is left alone until then
+
+
+class Attempt:
+    """Ranks that came together, and what they say to each other."""
+
+    def __init__(self, world: World, hosts: list[Host], number: int) -> None:
+        self.world, self.hosts, self.number = world, hosts, number
+        self.scripts: list[Script] = []
+        self.broken = False
+        self._said: dict[int, dict[int, bytes]] = {}
+        self._turn: dict[int, int] = {}
+
+    def exchange(self, script: Script, blob: bytes, timeout: float) -> list[bytes]:
+        """An all-gather: ends when all have come and this rank reaches them, or with an error."""
+        fiber, said = script.fiber, None
+        for pause in self._waits(script, blob, timeout):
+            fiber.sleep(pause)
+            if (said := self._heard(script)) is not None:
+                break
+        assert said is not None
+        return said
+
+    async def meet(self, script: Script, timeout: float) -> None:
+        """The same, on the loop and without words."""
+        for pause in self._waits(script, b"", timeout):
+            await asyncio.sleep(pause)
+            if self._heard(script) is not None:
+                return
+
+    def _waits(self, script: Script, blob: bytes, timeout: float) -> Iterator[float]:
+        turn = self._turn[script.rank] = self._turn.get(script.rank, 0) + 1
+        self._said.setdefault(turn, {})[script.rank] = blob
+        self._said.pop(turn - 2, None)
+        pause, end = 0.001, self.world.loop.time() + timeout
+        while self.world.loop.time() < end:
+            yield self.world.rng.expovariate(1 / pause)
+            pause = min(0.5, 2 * pause)
+        raise PeerError(f"ranks did not come within {timeout:g} s")
+
+    def _heard(self, script: Script) -> list[bytes] | None:
+        reached = all(host is script.host or self.world.network.reaches(script.host.name, host.name) for host in self.hosts)
+        if reached and len(said := self._said[self._turn[script.rank]]) == len(self.hosts):
+            return [said[rank] for rank in range(len(self.hosts))]
+        if self.broken and reached:
+            raise PeerError("another rank was lost while the ranks exchanged what they know")
+        return None
+
+
+class World:
+    """One run over simulated time.
+
+    Args:
+        seed: everything is drawn from it.
+        hosts: in all; one more than ranks is a spare.
+        ranks: of the job, one on each host that takes part.
+    """
+
+    def __init__(self, seed: int, *, hosts: int = 4, ranks: int = 3, step: float | None = None, faults: float | None = None) -> None:
+        self.seed, self.rng = seed, Random(seed)
+        rng = self.rng
+        self.loop = SimulatedLoop(Random(rng.random()))
+        self.network = Network(self.loop, Random(rng.random()), latency=rng.choice([0.0002, 0.001, 0.02]))
+        self.loop.dial = lambda factory, host, port, secret: networking.create_connection(self.network, factory, host, port, secret)
+        self.history: list[Event] = []
+        self.lines: list[str] = []
+        self.bucket = Bucket(Random(rng.random()), self._on_storage)
+        self.run, self.numbers, self.pids = f"simulated-{seed}", itertools.count(1), itertools.count(1_000_000)
+        self.nbytes, self.ranks = rng.choice([64, 512, 1536]), ranks
+        self.step = step if step is not None else rng.choice([0.5, 2.0, 5.0])
+        self.copying = rng.choice([0.001, 0.02, 0.2]) * self.step
+        self.linger = 3600.0
+        self.last: int | None = None
+        self.hosts = [Host(f"h{number}") for number in range(hosts)]
+        self.fault_seconds = faults if faults is not None else rng.choice([4.0, 12.0, 40.0])
+        stored = rng.random() < 0.8
+        self.config = GeminiConfig(
+            run_id=self.run,
+            replicas=rng.choice([2, 2, 3]),
+            chunk_bytes=512,
+            replica_timeout=rng.choice([5.0, 20.0]),
+            leader_timeout=rng.choice([3.0, 10.0]),
+            timeout=30.0,
+            storage=StorageConfig(url=URL, every_steps=rng.choice([3, 10, 30]), keep_last=rng.choice([1, 2]), patience=60.0)
+            if stored
+            else None,
+        )
+        self.launch = Launch(
+            id="launch", pid=os.getpid(), ticks=began(os.getpid()) or 0, started=0.0, command=[], folder="", script="", environ={}
+        )
+        self.attempts: list[Attempt] = []
+        self.is_quiet = False
+        self.pid_of_process: dict[Process, int] = {}
+        self.weights = {name: rng.choice([0.0, 1.0, 1.0, 3.0]) for name in FAULTS}
+        self.weights["kill_worker"] = max(1.0, self.weights["kill_worker"])
+        self.folder = Path()
+
+    # -- what is recorded
+
+    def record(self, event: str, **facts: Any) -> None:
+        self.history.append({"event": event, "at": round(self.loop.time() - 1e6, 6), **facts})
+
+    def say(self, host: str, line: str) -> None:
+        self.lines.append(f"{self.loop.time() - 1e6:12.6f} {host}: {line}")
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256("\n".join(json.dumps(event, sort_keys=True) for event in self.history).encode()).hexdigest()
+
+    def _on_storage(self, event: str, key: str) -> None:
+        facts: dict[str, Any] = {"key": key}
+        if event == "put" and key.endswith(MANIFEST):
+            body = json.loads(self.bucket.objects[key])
+            manifest = Manifest.model_validate({name: value for name, value in body.items() if name != "xxh3"})
+            facts |= {
+                "version": text(manifest.version),
+                "shards": sorted(record.key for record in manifest.shards.values()),
+                "lineage": [text(version) for version in manifest.lineage],
+            }
+        process = PROCESS.get()
+        self.record(event, by=process.name if process is not None else "", **facts)
+
+    def copies(self, hosts: list[Host], only: Version | None = None) -> dict[str, dict[int, list[str]]]:
+        """Version -> owner -> hosts that have all bytes of its shard, as they were made, in memory that lives."""
+        found: dict[str, dict[int, list[str]]] = {}
+        for host in hosts:
+            seen = set()
+            for fd in self._descriptors(host):
+                if (inode := os.fstat(fd).st_ino) not in seen:
+                    seen.add(inode)
+                    if (copy := _sound(fd, self.nbytes, only)) is not None and host.name not in (
+                        where := found.setdefault(text(copy[1]), {}).setdefault(copy[0], [])
+                    ):
+                        where.append(host.name)
+        return found
+
+    def _descriptors(self, host: Host) -> list[int]:
+        fds = [memory.fd for memory in host.agent.memory] if host.agent is not None else []
+        if host.worker is not None:
+            fds += host.worker.fds
+            if host.worker.client is not None:
+                fds += host.worker.client.custody.values()
+        return fds
+
+    def on_decision(self, stream: Stream, message: PeerMessage) -> None:
+        """A host hears a decision, the leader's own before it has told anybody."""
+        name, spec = stream.context.host.name, stream.context.spec
+        assert spec is not None
+        if isinstance(message, Commit):
+            session = stream._session
+            leads = session is not None and session.failover.leader is not None
+            facts: dict[str, Any] = {"host": name, "version": text(message.version), "leads": leads, "freeze": message.freeze}
+            if leads:
+                assert session is not None
+                assert session.failover.leader is not None
+                book = session.failover.leader.book
+                facts["epoch"] = session.succession.epoch
+                facts["copies"] = self.copies(self.hosts, message.version).get(text(message.version), {})
+                facts["holders"] = {owner: list(hosts) for owner, hosts in spec.holders.items()}
+                facts["excluded"] = sorted(map(list, book.excluded))
+            self.record("commit", **facts)
+        elif isinstance(message, Abort):
+            self.record("abort", host=name, version=text(message.version))
+        elif isinstance(message, Holders):
+            self.record("holders", host=name, excluded=sorted(map(list, message.excluded)))
+
+    def on_choice(self, script: Script, choice: Any) -> None:
+        if script.rank == 0:
+            version = choice.plan.version
+            self.record(
+                "chosen",
+                kind=choice.plan.kind,
+                version=text(version) if version is not None else None,
+                given_up=sorted(map(text, choice.given_up)),
+                hosts=[host.name for host in script.attempt.hosts],
+                ranks=self.ranks,
+                copies=self.copies(script.attempt.hosts),
+                lineage=[text(each) for each in choice.descent.lineage or ()],
+            )
+
+    # -- processes
+
+    def pid_of(self, process: Process) -> int:
+        return self.pid_of_process.setdefault(process, next(self.pids))
+
+    def agent_of(self, host: Host) -> Agent:
+        """The host's agent; a worker starts one where there is none."""
+        if host.agent is None:
+            fiber = Fiber.here()
+            assert fiber is not None
+            fiber.sleep(self.rng.uniform(0.1, 0.6))
+            fiber.on_loop(lambda: self._begin_agent(host))
+            fiber.sleep(0.01)
+        if host.agent is None:
+            raise AgentError("the agent ended")
+        return host.agent
+
+    def _begin_agent(self, host: Host) -> None:
+        if host.agent is None:
+            host.agent = Agent(self, host)
+
+    def kill_agent(self, agent: Agent) -> None:
+        if not agent.process.alive:
+            return
+        agent.process.kill()
+        self.network.lose_process(agent.process)
+        for client in agent.ends:
+            if not client.lost:
+                client.hung_up_soon()
+        agent.release()
+        if agent.host.agent is agent:
+            agent.host.agent = None
+
+    def replace_agent(self, agent: Agent) -> None:
+        """An agent that hangs is killed, and its successor has its memory."""
+        if not agent.process.alive:
+            return
+        host = agent.host
+        held = {os.fstat(fd).st_ino for fd in host.worker.fds} if host.worker is not None else set()
+        fds = [os.dup(memory.fd) for memory in agent.memory]
+        identity = os.dup(agent.streams._identity._fd)
+        slots = ",".join(f"{fd}{'!' * (os.fstat(fd).st_ino in held)}" for fd in fds)
+        self.record("replaced", host=host.name)
+        self.kill_agent(agent)
+        host.agent = Agent(self, host, slots, identity)
+
+    def kill_soon(self, process: Process, why: str) -> None:
+        asyncio.BaseEventLoop.call_soon(self.loop, self._kill_process, process, why)
+
+    def _kill_process(self, process: Process, why: str) -> None:
+        for host in self.hosts:
+            if host.worker is not None and host.worker.process is process:
+                self.kill_worker(host, why)
+
+    def kill_worker(self, host: Host, why: str) -> None:
+        script = host.worker
+        if script is None:
+            return
+        self.record("killed", host=host.name, why=why)
+        host.worker = None
+        host.ready_at = self.loop.time() + self.rng.uniform(0.2, 3.0) + 15.0 * script.lacks  # it gives way to others
+        script.attempt.broken = True
+        script.process.kill()
+        self.network.lose_process(script.process)
+        script.lose_memory()
+
+    def _end_soon(self, script: Script, error: BaseException | None) -> None:
+        asyncio.BaseEventLoop.call_soon(self.loop, self._ended, script, error)
+
+    def _ended(self, script: Script, error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, GeminiError):
+            self.loop.errors.append("".join(traceback.format_exception(error)))
+        self.say(script.host.name, f"rank {script.rank} ends: {error}")
+        if script.host.worker is script:
+            self.kill_worker(script.host, "error" if error is not None else "end")
+
+    # -- launchers
+
+    def _launchers(self) -> None:
+        asyncio.BaseEventLoop.call_at(self.loop, self.loop.time() + _LOOK, self._launchers)
+        now = self.loop.time()
+        for host in self.hosts:
+            if host.worker is not None and host.worker.attempt.broken:
+                if not host.lingers_until:
+                    cut = any(not self.network.reaches(host.name, other.name) for other in self.hosts if other is not host)
+                    host.lingers_until = now + self.rng.uniform(0.5, 60.0 if cut else 4.0)
+                elif now >= host.lingers_until:
+                    self.kill_worker(host, "its launcher")
+            else:
+                host.lingers_until = 0.0
+        if self.last is not None and any(event["event"] == "finished" for event in self.history[-20:]):
+            return
+        free = [host for host in self.hosts if host.is_up and host.worker is None and now >= host.ready_at]
+        if len(free) < self.ranks:
+            return
+        self.rng.shuffle(free)
+        for first in free:
+            crew = [first]
+            for other in free:
+                if other is not first and all(self.network.reaches(other.name, each.name) for each in crew):
+                    crew.append(other)
+            if len(crew) >= self.ranks:
+                self._start(crew[: self.ranks])
+                return
+
+    def _start(self, crew: list[Host]) -> None:
+        if self.rng.random() < 0.7:
+            crew.sort(key=lambda host: host.name)
+        attempt = Attempt(self, crew, len(self.attempts))
+        self.attempts.append(attempt)
+        self.record("attempt", number=attempt.number, hosts=[host.name for host in crew])
+        for rank, host in enumerate(crew):
+            process = Process(self.loop, f"rank {rank} on {host.name}", host.name)
+            script = host.worker = Script(self, attempt, host, rank, process)
+            attempt.scripts.append(script)
+            SCRIPTS[process] = script
+
+            def over(value: Any, error: BaseException | None, script: Script = script) -> None:
+                if error is None:
+                    self.loop.create_task(script.train()).add_done_callback(lambda task: self._end_soon(script, task.exception()))
+                else:
+                    self._end_soon(script, error)
+
+            def begin(script: Script = script, over: Any = over) -> None:
+                Fiber(script.process, script.main, over).go_on()
+
+            process.at(self.loop.time() + self.rng.uniform(0.05, 0.5), begin)
+
+    # -- faults
+
+    def _fault(self) -> None:
+        if not self.is_quiet:
+            names = [name for name, weight in self.weights.items() if weight]
+            name = self.rng.choices(names, [self.weights[each] for each in names])[0]
+            FAULTS[name](self)
+        seconds = self.rng.expovariate(1 / self.fault_seconds) * self.rng.choice([0.02, 1.0, 1.0])
+        asyncio.BaseEventLoop.call_at(self.loop, self.loop.time() + seconds, self._fault)
+
+    def _up(self) -> list[Host]:
+        return [host for host in self.hosts if host.is_up]
+
+    def lose_host(self, host: Host) -> None:
+        """Power is lost, and comes back in a while: nothing is left of its memory."""
+        if not host.is_up:
+            return
+        self.record("host lost", host=host.name)
+        host.is_up = False
+        self.network.dark.add(host.name)
+        self.network.lose_host(host.name)
+        self.kill_worker(host, "its host")
+        if host.agent is not None:
+            self.kill_agent(host.agent)
+        host.notes.clear()
+        asyncio.BaseEventLoop.call_at(self.loop, self.loop.time() + self.rng.expovariate(1 / 60.0), self._boot, host)
+
+    def _boot(self, host: Host) -> None:
+        host.is_up = True
+        host.ready_at = self.loop.time() + self.rng.uniform(1.0, 10.0)
+        self.network.dark.discard(host.name)
+        self.record("host up", host=host.name)
+
+    def flip(self) -> None:
+        """A bit of a copy in memory changes: in its bytes, its checksums or its header."""
+        held = [
+            (host, memory) for host in self._up() if host.agent is not None for memory in host.agent.memory if memory.version is not None
+        ]
+        if held:
+            host, memory = self.rng.choice(held)
+            shape = memory.shape
+            at = self.rng.choice([shape.data_offset + self.rng.randrange(shape.data_bytes), 4096 + self.rng.randrange(8)])
+            assert memory.version is not None
+            self.record("flip", host=host.name, owner=shape.owner, version=text(memory.version))
+            memory._view[at] ^= 1 << self.rng.randrange(8)
+
+    # -- a whole run
+
+    def simulate(self, seconds: float, quiet: float = 0.0) -> list[Event]:
+        """Lets it run, and then without faults; returns what was recorded."""
+        with self._seams():
+
+            async def work() -> None:
+                self._launchers()
+                asyncio.BaseEventLoop.call_at(self.loop, self.loop.time() + self.rng.expovariate(1 / self.fault_seconds), self._fault)
+                await asyncio.sleep(seconds)
+                if quiet:
+                    self._calm()
+                    begun, end = len(self.history), self.loop.time() + quiet
+                    while (
+                        sum(event["event"] == "commit" and event["leads"] for event in self.history[begun:]) < 3 and self.loop.time() < end
+                    ):
+                        await asyncio.sleep(5.0)
+                    self.record("end")
+
+            try:
+                self.loop.run_until_complete(work())
+            finally:
+                self._close()
+        return self.history
+
+    def _calm(self) -> None:
+        """From now on nothing fails any more."""
+        self.is_quiet = True
+        self.record("calm")
+        self.bucket.failing, self.bucket.lagging, self.bucket.slowness, self.bucket.down = 0.0, 0.0, 0.02, False
+        self.bucket.away.clear()
+        self.network.slow.clear()
+        for host in self.hosts:
+            if not host.is_up:
+                self._boot(host)
+
+    def _close(self) -> None:
+        for host in self.hosts:
+            host.is_up = False
+            self.kill_worker(host, "the end")
+            if host.agent is not None:
+                self.kill_agent(host.agent)
+        SCRIPTS.clear()
+        GRAVEYARD.append(self)
+
+    @contextlib.contextmanager
+    def _seams(self) -> Iterator[None]:
+        def here() -> Script:
+            process = PROCESS.get()
+            assert process is not None
+            return SCRIPTS[process]
+
+        def storage(url: str, endpoint_url: Any = None, max_bandwidth: Any = None, deletes: bool = True) -> SimulatedStorage:
+            return SimulatedStorage(self.bucket, deletes)
+
+        def host_folder() -> Path:
+            process = PROCESS.get()
+            assert process is not None
+            return self.folder / process.host
+
+        def said(word: str) -> None:
+            here().host.notes.append(word)
+            if word == notes.LACKS:
+                here().lacks = True
+
+        def words() -> list[str]:
+            return list(here().host.notes)
+
+        on_decision, choose, finish = Stream._on_decision, resume_choice.Chooser.choose, SlotMemory.finish
+
+        def finished(memory: SlotMemory, version: Version, extras_bytes: int, root: str | None) -> bool:
+            whole = finish(memory, version, extras_bytes, root)
+            process = PROCESS.get()
+            assert process is not None
+            if whole and _sound(memory.fd, self.nbytes) is not None:
+                self.record("copy", host=process.host, owner=memory.shape.owner, version=text(version), root=memory.root)
+            return whole
+
+        def decided(stream: Stream, message: PeerMessage) -> None:
+            self.on_decision(stream, message)
+            on_decision(stream, message)
+
+        def chosen(chooser: Any) -> Any:
+            choice = choose(chooser)
+            self.on_choice(here(), choice)
+            return choice
+
+        made = itertools.count()
+
+        def number_of(which: Any) -> int:
+            """The order in sets must not depend on where things lie in memory."""
+            if not hasattr(which, "simulated_hash"):
+                which.simulated_hash = next(made)
+            number: int = which.simulated_hash
+            return number
+
+        tokens = Random(self.rng.random())
+        world_size = SimpleNamespace(
+            is_initialized=lambda: True, get_world_size=lambda: self.ranks, get_rank=lambda: here().rank, is_available=lambda: True
+        )
+        no_process = SimpleNamespace(set_oom_score=lambda *_: None, write_stacks_on_request=lambda *_: None, shares_fate=lambda _: False)
+        # Up to Python 3.11 a property that is cached holds a lock of its class while it is formed.
+        cached = [each for each in vars(shard.StoredShard).values() if hasattr(each, "attrname") and hasattr(each, "lock")]
+        seams: list[tuple[Any, str, Any]] = [
+            *((each, "lock", contextlib.nullcontext()) for each in cached),
+            (uploads, "threading", SimpleNamespace(Lock=Lock)),
+            (shard, "threading", SimpleNamespace(Lock=Lock)),
+            *networking.seams(self.network),
+            (time, "monotonic", self.loop.time),
+            (time, "monotonic_ns", lambda: int(self.loop.time() * 1e9)),
+            (time, "time", lambda: 1.7e9 + self.loop.time()),
+            (time, "perf_counter", self.loop.time),
+            (time, "sleep", sleep),
+            (rebuild.Throttle.__init__, "__defaults__", (self.loop.time, asyncio.sleep)),
+            (secrets, "token_hex", lambda n=16: tokens.randbytes(n).hex()),
+            (agent_main, "WorkerListener", lambda requests, listener: listener(requests, None)),
+            (budget, "available_memory", lambda: 2**40),
+            (slot_store, "available_memory", lambda: 2**40),
+            (slot_store, "populate", lambda *_: None),
+            (uploads, "open_storage", storage),
+            (staging, "open_storage", storage),
+            (storage_check, "open_storage", storage),
+            (storage_check, "within", within),
+            (resume_choice, "within", within),
+            (lookout, "within", within),
+            (marks, "state_folder", host_folder),
+            (notes, "_words_here", words),
+            (notes, "say", said),
+            (rendezvous, "dist", world_size),
+            (rendezvous, "exchange_bytes", lambda blob, timeout: here().attempt.exchange(here(), blob, timeout)),
+            (joining, "lifecycle", no_process),
+            *((each, "__hash__", number_of) for each in HASHED),
+            (Stream, "_on_decision", decided),
+            (SlotMemory, "finish", finished),
+            (resume_choice.Chooser, "choose", chosen),
+        ]
+        before = [(where, name, getattr(where, name)) for where, name, _ in seams]
+        state, level = random.getstate(), logging.getLogger("gemini_ft").level
+        random.seed(self.seed)
+        logging.getLogger("gemini_ft").setLevel(logging.CRITICAL)
+        self.folder = Path(tempfile.mkdtemp(prefix="gemini-simulation-"))
+        staging.hang_up()
+        try:
+            for where, name, double in seams:
+                setattr(where, name, double)
+            yield
+        finally:
+            for where, name, value in before:
+                setattr(where, name, value)
+            random.setstate(state)
+            logging.getLogger("gemini_ft").setLevel(level)
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+HASHED = (Connection, MemberPort, CollectorPort, PeerLink)  # stand in sets and dicts
+GRAVEYARD: list[World] = []  # tasks of dead processes are never collected: that would let them clean up
+SCRIPTS: dict[Process, Script] = {}
+
+
+def _sound(fd: int, nbytes: int, only: Version | None = None) -> tuple[int, Version] | None:
+    """(owner, version) of the copy in a slot, if its bytes are those that its owner has made."""
+    try:
+        fields = slot_memory._read_header(os.pread(fd, 4096, 0))
+    except (CorruptDataError, FormatError):
+        return None
+    if fields["version"] is None:
+        return None
+    (number, nonce), iteration = fields["version"]
+    version = Version(Incarnation(number, nonce), iteration)
+    if only not in (None, version):
+        return None
+    names = ("run", "stream", "owner", "world_size", "layout_hash", "data_bytes", "extras_capacity", "chunk_bytes")
+    shape = SlotShape(layout=b"\0" * fields["layout_bytes"], **{name: fields[name] for name in names})
+    data = os.pread(fd, nbytes, shape.data_offset)
+    return (shape.owner, version) if data == content(shape.owner, version, nbytes) else None
+
+
+# -- faults
+
+
+def _kill_worker(world: World) -> None:
+    if hosts := [host for host in world.hosts if host.worker is not None]:
+        world.kill_worker(world.rng.choice(hosts), "a fault")
+
+
+def _kill_agent(world: World) -> None:
+    if hosts := [host for host in world.hosts if host.agent is not None]:
+        host = world.rng.choice(hosts)
+        world.record("agent killed", host=host.name)
+        assert host.agent is not None
+        world.kill_agent(host.agent)
+
+
+def _kill_all_agents(world: World) -> None:
+    for host in world.hosts:
+        if host.agent is not None and world.rng.random() < 0.7:
+            world.record("agent killed", host=host.name)
+            world.kill_agent(host.agent)
+
+
+def _lose_host(world: World) -> None:
+    world.lose_host(world.rng.choice(world.hosts))
+
+
+def _restart_all(world: World) -> None:
+    for host in world.hosts:
+        if world.rng.random() < 0.8:
+            world.kill_worker(host, "a restart")
+
+
+def _partition(world: World) -> None:
+    host, seconds = world.rng.choice(world.hosts), world.rng.choice([0.5, 5.0, 40.0, 150.0])
+    world.record("cut", host=host.name, seconds=seconds)
+    for other in world.hosts:
+        if other is not host:
+            world.network.block(host.name, other.name, seconds)
+            world.network.block(other.name, host.name, seconds)
+
+
+def _one_way(world: World) -> None:
+    near, far = world.rng.sample(world.hosts, 2)
+    seconds = world.rng.choice([0.5, 5.0, 40.0, 150.0])
+    world.record("one way", near=near.name, far=far.name, seconds=seconds)
+    world.network.block(near.name, far.name, seconds)
+
+
+def _stop(world: World) -> None:
+    if processes := world.loop.processes:
+        process, seconds = world.rng.choice(processes), world.rng.choice([0.05, 1.0, 4.0, 15.0])
+        world.record("stop", process=process.name, seconds=seconds)
+        process.stop(seconds)
+
+
+def _slow(world: World) -> None:
+    host = world.rng.choice(world.hosts).name
+    world.network.slow[host] = world.rng.choice([1.0, 1.0, 10.0, 50.0])
+
+
+def _reset(world: World) -> None:
+    world.network.reset(world.rng)
+
+
+def _flip(world: World) -> None:
+    """Bits flip, and often that is found out at once: ranks must choose again."""
+    for _ in range(world.rng.choice([1, 1, 3])):
+        world.flip()
+    if world.rng.random() < 0.5:
+        world.rng.choice([_kill_worker, _restart_all])(world)
+
+
+def _storage(world: World) -> None:
+    bucket, rng = world.bucket, world.rng
+    bucket.failing, bucket.lagging = rng.choice([0.0, 0.0, 0.1, 0.5]), rng.choice([0.0, 0.0, 0.5])
+    bucket.slowness, bucket.down = rng.choice([0.01, 0.05, 1.0]), rng.random() < 0.15
+    bucket.away = {host.name for host in world.hosts if rng.random() < 0.1}
+
+
+FAULTS = {
+    "kill_worker": _kill_worker,
+    "kill_agent": _kill_agent,
+    "kill_all_agents": _kill_all_agents,
+    "lose_host": _lose_host,
+    "restart_all": _restart_all,
+    "partition": _partition,
+    "one_way": _one_way,
+    "stop": _stop,
+    "slow": _slow,
+    "reset": _reset,
+    "flip": _flip,
+    "storage": _storage,
+}
