@@ -82,7 +82,8 @@ class Counting(TrainerCallback):  # type: ignore[misc]
     """A callback that keeps what it has seen to itself."""
 
     def __init__(self) -> None:
-        self.steps, self.rates = 0, []
+        self.steps = 0
+        self.rates: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         self.steps += 1
