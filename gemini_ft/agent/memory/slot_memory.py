@@ -291,10 +291,18 @@ class SlotMemory:
 
     def _write_header(self) -> None:
         shape = self.shape
-        fields = {name: getattr(shape, name) for name in _OF_SHAPE} | {
+        fields = {
             "format": FORMAT,
+            "run": shape.run,
+            "stream": shape.stream,
+            "owner": shape.owner,
+            "world_size": shape.world_size,
+            "layout_hash": shape.layout_hash,
             "layout_offset": shape.layout_offset,
             "layout_bytes": len(shape.layout),
+            "data_bytes": shape.data_bytes,
+            "extras_capacity": shape.extras_capacity,
+            "chunk_bytes": shape.chunk_bytes,
             "version": self.version,
             "root": self.root,
             "extras_bytes": self.extras_bytes,
