@@ -397,4 +397,5 @@ def _early_or_late() -> bool | None:
 
     dist.init_process_group = init
     gemini_ft.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.barrier()  # rank 0's store ends with it, and the other may still be at it
     return listened[0] if os.environ["RANK"] != "0" else None
