@@ -90,16 +90,16 @@ class Copies:
         kinds += [[*mine, *model.buffers()] for mine, model in zip(params, models, strict=True)]
         self._shapes = [sorted(map(_shape, tensors)) for tensors in kinds if tensors]
         self._own = {tensor.data_ptr() for tensors in kinds for tensor in tensors}
-        self._marks: dict[str, Any] = {}
+        self._marks: dict[str, Any] = {}  # of a step that was looked at
         self._steps = 0
 
     def changed(self) -> list[str]:
-        """The variables of those that have changed; to be asked at every step, of which it looks at ever fewer."""
+        """The variables of those that this step has changed; to be asked at every step, of which it looks at ever fewer."""
         self._steps += 1
-        if self._steps & (self._steps - 1):
-            return []
-        before, self._marks = self._marks, dict(self._found())
-        return [path for path, mark in self._marks.items() if path in before and before[path] != mark and before[path][0] == mark[0]]
+        before, is_due = self._marks, self._steps & (self._steps - 1) == 0
+        now = dict(self._found()) if is_due or before else {}
+        self._marks = now if is_due else {}  # held for one step alone, so that nothing that the script forgets stays
+        return [path for path, (part, mark) in now.items() if path in before and before[path][0] is part and before[path][1] != mark]
 
     def _found(self) -> Iterator[tuple[str, Any]]:
         for name, value in _variables().items():
@@ -112,7 +112,7 @@ class Copies:
                 if not all(isinstance(tensor, torch.Tensor) for tensor in tensors) or sorted(map(_shape, tensors)) not in self._shapes:
                     continue
                 if not any(tensor.data_ptr() in self._own for tensor in tensors):
-                    yield path, (id(part), [(id(tensor), tensor._version) for tensor in tensors])
+                    yield path, (part, [(id(tensor), tensor._version) for tensor in tensors])
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
