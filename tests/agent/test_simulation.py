@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from simulation.history import violations
+from simulation.mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +35,11 @@ def test_a_seed_is_a_history_without_anything_that_must_not_be() -> None:
 def test_many_seeds() -> None:
     found = _simulate("--first", "100000", "--seeds", "100000", "--seconds", "900")
     assert found["simulated_hours"] > 1
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.breaks)
+def test_what_is_broken_on_purpose_is_still_there(mutation: Mutation) -> None:
+    compile(mutation.broken(), mutation.where, "exec")
 
 
 # -- the checker
