@@ -231,6 +231,8 @@ class World:
                 "shards": sorted(record.key for record in manifest.shards.values()),
                 "lineage": [text(version) for version in manifest.lineage or ()],
             }
+        elif event == "put" and key.endswith(".stored.json"):
+            facts["stored"] = text(marks.Mark.from_bytes(self.bucket.objects[key]).version)
         process = PROCESS.get()
         self.record(event, by=process.name if process is not None else "", **facts)
 
