@@ -25,6 +25,7 @@ import common
 
 sys.path.append(str(common.HERE.parent / "tests" / "kit"))  # the simulation is that of the tests
 from simulation.campaign import QUIET, Outcome, play
+from simulation.mutations import MUTATIONS
 from simulation.world import World
 
 FAULTS = ("agent killed", "cut", "flip", "host lost", "killed", "one way", "replaced", "stop")
@@ -74,6 +75,9 @@ def main() -> int:
     parser.add_argument(
         "--history", type=Path, default=None, help="write the history of the first seed, as lines of JSON, and the agents' log"
     )
+    parser.add_argument(
+        "--mutations", type=int, default=0, metavar="N", help="break the package in one place at a time: N seeds each, at most"
+    )
     parser.add_argument("--no-report", action="store_true", help="print the results only")
     options = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order in sets of names is a part of the history
@@ -81,6 +85,8 @@ def main() -> int:
     if options.quick:
         options.seeds, options.hours = 3, 100 / 3600
     seconds = options.hours * 3600
+    if options.mutations:
+        return mutate(options.first, options.mutations, seconds)
     if options.history is not None:
         write_history(options.first, seconds, options.history)
     outcomes, until = [], time.monotonic() + options.seconds
@@ -97,6 +103,17 @@ def main() -> int:
     hours, processor = sum(each.simulated for each in outcomes) / 3600, sum(each.processor for each in outcomes)
     common.print_result("simulate", figures, {"simulated_hours_per_processor_second": common.ratio(hours, processor)})
     return int(bool(figures["violations"]))
+
+
+def mutate(first: int, seeds: int, seconds: float) -> int:
+    """Says which seed has seen each place in which the package was broken on purpose."""
+    found = dict[str, int | None]()
+    for mutation in MUTATIONS:
+        mutation.broken()
+        seen = (seed for seed in range(first, first + seeds) if play(seed, seconds, mutation.apply).wrong)
+        found[f"{mutation.where}: {mutation.breaks}"] = next(seen, None)
+    common.print_result("simulate", {"seen": found}, {"seen": common.ratio(sum(seed is not None for seed in found.values()), len(found))})
+    return 0
 
 
 def write_history(seed: int, seconds: float, path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from simulation.history import violations
+from simulation.mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +37,11 @@ def test_many_seeds() -> None:
     assert found["simulated_hours"] > 1
 
 
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.breaks)
+def test_what_is_broken_on_purpose_is_still_there(mutation: Mutation) -> None:
+    compile(mutation.broken(), mutation.where, "exec")
+
+
 # -- the checker
 
 
@@ -58,7 +64,8 @@ def _put(key: str, version: str = "") -> dict[str, Any]:
     return {"event": "put", "at": 6.0, "key": key} | manifest
 
 
-STORED = [*_copies(), _commit(), _put("old/shard"), _put("old/manifest.json", "1-a:1")]
+UPLOADED = [*_copies(), _commit(), _put("old/shard"), _put("old/manifest.json", "1-a:1")]
+STORED = [*UPLOADED, _put("stored.json") | {"stored": "1-a:1"}]
 WELL = {
     "a commit with its copies": [*_copies(), _commit()],
     "a copy that is left out": [*_copies("1-a:1", "h0"), _commit(excluded=[[0, "h1"]])],
@@ -71,6 +78,7 @@ WELL = {
         *STORED, *_copies("1-a:2"), _commit("1-a:2"), _put("new/shard"), _put("new/manifest.json", "1-a:2"),
         {"event": "delete", "at": 7.0, "key": "old/shard"},
     ],
+    "what a failed upload has left goes": [*UPLOADED, {"event": "delete", "at": 7.0, "key": "old/shard"}],
     "a job that comes up again": [{"event": "calm", "at": 1.0}, *_copies(), _commit(), {"event": "end", "at": 9.0}],
 }  # fmt: skip
 WRONG = {

@@ -363,6 +363,7 @@ def test_a_manifest_names_every_shard_and_is_written_last() -> None:
     assert book.uploaded(0, version(1), "record 0") == []
     assert book.uploaded(1, version(2), "of another upload") == []
     assert book.uploaded(1, version(1), "record 1") == [WriteManifest(version(1), {0: "record 0", 1: "record 1"})]
+    assert book.uploaded(1, version(1), "record 1") == []  # it is repeated, by a host that has connected again: one writer is enough
     assert book.upload_over(version(1)) == [Thaw(version(1))]
     assert uploads(book, version(3))
 

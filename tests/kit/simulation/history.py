@@ -10,7 +10,7 @@ The events of a run, in the order in which they happened, are dicts with ``event
               that is stored while storage has all of it
 ``read``      what is resumed has the bytes that were made, and is what was chosen
 ``put``       a manifest is written only of what was committed, and when all of its shards are there
-``delete``    a checkpoint that is whole goes only when a newer one is
+``delete``    a checkpoint that is whole, and was reported as stored, goes only when a newer one is; that of an upload that failed may go
 ``end``       when nothing fails any more, the job comes up and commits
 """
 
@@ -49,6 +49,7 @@ class _Check:
         self.newest: dict[tuple[str, str, int], tuple[int, str, int]] = {}  # (incarnation, leader, epoch) -> its last commit
         self.chosen: str | None = None
         self.objects: set[str] = set()
+        self.stored: set[str] = set()  # versions that were reported as stored
         self.manifests: dict[str, tuple[str, set[str]]] = {}  # folder -> version, and the keys of its shards
         self.commits_since_calm: int | None = None
 
@@ -136,6 +137,7 @@ class _Check:
     def _put(self, event: Event) -> None:
         key = event["key"]
         self.objects.add(key)
+        self.stored |= {event["stored"]} if "stored" in event else set()
         if key.endswith(MANIFEST):
             folder = key.removesuffix(MANIFEST)
             self.manifests[folder] = event["version"], {*event["shards"]}
@@ -147,7 +149,7 @@ class _Check:
         if self._is_whole(folder) and key in {folder + MANIFEST, *self.manifests[folder][1]}:
             version = self.manifests[folder][0]
             newer = [other for other, (stored, _) in self.manifests.items() if order(stored) > order(version) and self._is_whole(other)]
-            self._must(bool(newer), event, f"{key} is deleted, and nothing newer than {version} is stored")
+            self._must(bool(newer) or version not in self.stored, event, f"{key} is deleted, and nothing newer than {version} is stored")
         self.objects.discard(key)
 
     # -- the end

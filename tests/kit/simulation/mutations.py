@@ -6,6 +6,7 @@ import importlib
 import inspect
 import sys
 import textwrap
+from types import ModuleType
 from typing import NamedTuple
 
 
@@ -17,23 +18,33 @@ class Mutation(NamedTuple):
     new: str
     breaks: str
 
+    def broken(self) -> str:
+        """The source of the broken function. Raises AssertionError: the package does not have any more what is to be changed."""
+        source = textwrap.dedent(inspect.getsource(getattr(self._holder, self._name)))
+        assert self.old in source, f"{self.where} has no {self.old!r} any more"
+        return "from __future__ import annotations\n" + source.replace(self.old, self.new, 1)
+
     def apply(self) -> None:
         """Breaks it, in this process."""
-        module_name, _, path = self.where.partition(":")
-        module = importlib.import_module(f"gemini_ft.{module_name}")
-        *owner, name = path.split(".")
-        holder = getattr(module, owner[0]) if owner else module
-        source = textwrap.dedent(inspect.getsource(getattr(holder, name)))
-        if self.old not in source:
-            raise AssertionError(f"{self.where} has no {self.old!r} any more")
-        scope = dict[str, object]()
-        body = "from __future__ import annotations\n" + source.replace(self.old, self.new, 1)
-        exec(compile(body, self.where, "exec"), vars(module), scope)
-        before = getattr(holder, name)
-        setattr(holder, name, scope[name])
-        for other in [] if owner else [*sys.modules.values()]:  # which have imported it by its name
-            if vars(other).get(name) is before:
-                setattr(other, name, scope[name])
+        scope, before = dict[str, object](), getattr(self._holder, self._name)
+        exec(compile(self.broken(), self.where, "exec"), vars(self._module), scope)
+        setattr(self._holder, self._name, scope[self._name])
+        for other in [*sys.modules.values()] if self._holder is self._module else []:  # which have imported it by its name
+            if vars(other).get(self._name) is before:
+                setattr(other, self._name, scope[self._name])
+
+    @property
+    def _module(self) -> ModuleType:
+        return importlib.import_module(f"gemini_ft.{self.where.partition(':')[0]}")
+
+    @property
+    def _holder(self) -> object:
+        owner, _, _ = self.where.partition(":")[2].rpartition(".")
+        return getattr(self._module, owner) if owner else self._module
+
+    @property
+    def _name(self) -> str:
+        return self.where.partition(":")[2].rpartition(".")[2]
 
 
 _HOST, _SLOTS, _LEDGER = "core.protocol:Host.", "core.slots:SlotSet.", "core.ledger:Ledger."

@@ -34,7 +34,7 @@ from gemini_ft.agent.replication.send import PeerLink
 from gemini_ft.agent.requests import Requests
 from gemini_ft.agent.stream import Stream
 from gemini_ft.agent.streams import Streams
-from gemini_ft.config import GeminiConfig, StorageConfig
+from gemini_ft.config import GeminiConfig
 from gemini_ft.core.decisions import Abort, Commit, Holders
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import AgentError, CorruptDataError, FormatError, GeminiError, PeerError
@@ -188,18 +188,17 @@ class World:
         self.last: int | None = None
         self.hosts = [Host(f"h{number}") for number in range(hosts)]
         self.fault_seconds = faults if faults is not None else rng.choice([4.0, 12.0, 40.0])
-        stored = rng.random() < 0.8
-        self.config = GeminiConfig(
-            run_id=self.run,
-            replicas=rng.choice([2, 2, 3]),
-            chunk_bytes=512,
-            replica_timeout=rng.choice([5.0, 20.0]),
-            leader_timeout=rng.choice([3.0, 10.0]),
-            timeout=30.0,
-            storage=StorageConfig(url=URL, every_steps=rng.choice([3, 10, 30]), keep_last=rng.choice([1, 2]), patience=60.0)
-            if stored
-            else None,
-        )
+        storage = {"url": URL, "every_steps": rng.choice([3, 10, 30]), "keep_last": rng.choice([1, 2]), "patience": 60.0}
+        settings = {
+            "run_id": self.run,
+            "replicas": rng.choice([2, 2, 3]),
+            "chunk_bytes": 512,
+            "replica_timeout": rng.choice([5.0, 20.0]),
+            "leader_timeout": rng.choice([3.0, 10.0]),
+            "timeout": 30.0,
+            "storage": storage if rng.random() < 0.8 else None,
+        }
+        self.config = GeminiConfig.model_validate(settings)
         self.launch = Launch(
             id="launch", pid=os.getpid(), ticks=began(os.getpid()) or 0, started=0.0, command=[], folder="", script="", environ={}
         )
@@ -230,8 +229,10 @@ class World:
             facts |= {
                 "version": text(manifest.version),
                 "shards": sorted(record.key for record in manifest.shards.values()),
-                "lineage": [text(version) for version in manifest.lineage],
+                "lineage": [text(version) for version in manifest.lineage or ()],
             }
+        elif event == "put" and key.endswith(".stored.json"):
+            facts["stored"] = text(marks.Mark.from_bytes(self.bucket.objects[key]).version)
         process = PROCESS.get()
         self.record(event, by=process.name if process is not None else "", **facts)
 
