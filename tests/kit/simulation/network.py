@@ -11,7 +11,7 @@ import itertools
 import socket
 import ssl
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -349,10 +349,11 @@ class _LaneEnd:
             raise PeerError(f"the lane to {self.peer} is broken")
         self.end.send(bytes(part))
 
-    def receive(self, target: memoryview | None, nbytes: int) -> int:
+    def receive(self, targets: Sequence[memoryview] | None, nbytes: int) -> int:
         data = bytes(self.buffer[:nbytes])
         del self.buffer[:nbytes]
-        if target is not None:
+        if targets is not None:
+            (target,) = targets  # a `LaneThread` has one
             target[:] = data
         return checksum(data)
 
@@ -410,7 +411,7 @@ class SimulatedLane(LaneThread):
         deed, _ = self._todo[0]
         if deed.func == self._lane.receive and deed.args[0] is not None:
             part = bytes(self._lane.buffer)[: deed.args[1]]  # type: ignore[attr-defined]
-            deed.args[0][: len(part)] = part
+            deed.args[0][0][: len(part)] = part
 
     def stop(self) -> None:
         if self._lane.stopped:
@@ -552,13 +553,14 @@ class SimulatedWire:
             raise message
         return message
 
-    def payload(self) -> Callable[[memoryview], int]:
-        def take(out: memoryview) -> int:
+    def payload(self) -> Callable[[Sequence[memoryview]], int]:
+        def take(out: Sequence[memoryview]) -> int:
             self._wait(lambda: bool(self._payloads) or any(isinstance(each, Exception) for each in self._heard))
             if not self._payloads:
                 raise PeerError("the agent closed the connection")
             data, digest = self._payloads.popleft()
-            out[:] = data
+            (memory,) = out  # no tensor waits for it
+            memory[:] = data
             return digest
 
         return take

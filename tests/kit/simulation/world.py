@@ -28,7 +28,7 @@ from gemini_ft.agent.commit.collector import CollectorPort
 from gemini_ft.agent.commit.leader import MemberPort
 from gemini_ft.agent.context import RunContext
 from gemini_ft.agent.memory import budget, slot_memory, slot_store, staging
-from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
+from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.replication import rebuild
 from gemini_ft.agent.replication.send import PeerLink
 from gemini_ft.agent.requests import Requests
@@ -36,7 +36,7 @@ from gemini_ft.agent.stream import Stream
 from gemini_ft.agent.streams import Streams
 from gemini_ft.config import GeminiConfig
 from gemini_ft.core.decisions import Abort, Commit, Holders
-from gemini_ft.core.versions import Incarnation, Version
+from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, CorruptDataError, FormatError, GeminiError, PeerError
 from gemini_ft.hosts import began
 from gemini_ft.launch import notes
@@ -630,17 +630,13 @@ SCRIPTS: dict[Process, Script] = {}
 def _sound(fd: int, nbytes: int, only: Version | None = None) -> tuple[int, Version] | None:
     """(owner, version) of the copy in a slot, if its bytes are those that its owner has made."""
     try:
-        fields = slot_memory._read_header(os.pread(fd, 4096, 0))
+        header, _ = slot_memory._read_header(os.pread(fd, 4096, 0), os.fstat(fd).st_size)
     except (CorruptDataError, FormatError):
         return None
-    if fields["version"] is None:
+    version = header.version
+    if version is None or only not in (None, version):
         return None
-    (number, nonce), iteration = fields["version"]
-    version = Version(Incarnation(number, nonce), iteration)
-    if only not in (None, version):
-        return None
-    names = ("run", "stream", "owner", "world_size", "layout_hash", "data_bytes", "extras_capacity", "chunk_bytes")
-    shape = SlotShape(layout=b"\0" * fields["layout_bytes"], **{name: fields[name] for name in names})
+    shape = header.shape(b"\0" * header.layout_bytes)
     data = os.pread(fd, nbytes, shape.data_offset)
     return (shape.owner, version) if data == content(shape.owner, version, nbytes) else None
 
