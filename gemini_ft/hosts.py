@@ -69,7 +69,7 @@ def began(pid: int) -> int | None:
 
 
 def kill(pid: int, is_meant: Callable[[int], bool]) -> None:
-    """Kills a process, but none that was given its number before ``is_meant`` has looked at it."""
+    """Kills a process if ``is_meant`` recognises it, and never another one that has been given the same number."""
     with suppress(OSError):  # it has ended
         pidfd = os.pidfd_open(pid)
         try:

@@ -177,7 +177,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             self._paused.enter_context(self._protection.checkpointer.paused())
 
     def _arrive(self, found: Mapping[str, Any]) -> None:
-        """Puts back what was drawn and set on the way here: seeds of loaders, what callbacks do when an epoch begins."""
+        """Puts random numbers and attributes back: on the way here loaders have drawn seeds, and callbacks have begun an epoch."""
         self.data.settle()
         set_rng_state(found["rng"])
         self._attributes.restore(found["attributes"])
@@ -335,10 +335,10 @@ def _protect(trainer: Any, options: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _resuming_in_the_loader(go_on: Callable[..., Any] | None) -> Iterator[None]:
-    """Makes the loader of the rest of an epoch: ``go_on`` does, or accelerate by skipping batches, where their number is all that is known.
+    """Inside, ``go_on`` makes the loader of the rest of an epoch, or, where it is None, accelerate, by skipping batches.
 
-    The latter hands the epoch's number on to the whole loader. Told itself, it would miss samplers and datasets that lie one level deeper
-    in it, or tell a dataset that is not told otherwise.
+    A loader that skips hands the epoch's number on to the whole loader. Told itself, it would miss samplers and datasets that lie one level
+    deeper in it, or tell a dataset that is not told otherwise.
     """
     skip = transformers.trainer.skip_first_batches
 

@@ -1,4 +1,4 @@
-"""What transformers' Trainer keeps in no state of its own: where its batches come from, and the attributes of subclasses and callbacks."""
+"""State of transformers' Trainer that it does not save itself: the position in its batches, and attributes of subclasses and callbacks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TrainingData:
         self._ahead = FetchedAhead(loader, self._per_step, only_first=self.is_fetched_again)
 
     def before_step(self, steps: int) -> dict[str, Any] | None:
-        """The position after so many steps of this epoch; None: this rank has fetched none of the batches that follow."""
+        """The position after ``steps`` steps of this epoch; None: this rank has fetched none of the batches that follow."""
         return self._ahead.before(steps * self._per_step)
 
     def rest_of(self, loader: Any, found: Mapping[str, Any], skip: Callable[[Any], Any] | None) -> Any:
@@ -74,7 +74,7 @@ class EvaluationData:
         self._loaders = {name: loader for name, loader in loaders.items() if bookmark_of(loader) is not None}
 
     def states(self) -> dict[str, Any]:
-        """What the evaluations so far have left behind."""
+        """The states in which the evaluations so far have left their loaders."""
         return {name: loader.state_dict() for name, loader in self._loaders.items()}
 
     def restore(self, found: Mapping[str, Any]) -> None:

@@ -61,7 +61,7 @@ def is_alive(run: str, host: str, launch: Launch) -> str:
 
 _PARTING = 5.0  # seconds for the leader's word that all have finished
 _VERDICT = 20.0  # seconds for which a launcher may ask what was not stored, after the last worker has gone
-_OTHERS_END = 330.0  # and one that lives, how the upload has ended: torch's wait 300 s for each other at the end
+_OTHERS_END = 330.0  # seconds for which a launcher that lives may do so: torch's launchers wait 300 s for each other at the end
 _UNKNOWN = "the leader's word on the last upload has not come; whether it has been stored is not known"
 
 
@@ -71,7 +71,7 @@ class Departure:
     Args:
         streams: all streams of this host.
         workers: all workers of this host.
-        launches: those of the run that are known here.
+        launches: the launches of the run that are known here.
 
     Attributes:
         linger: seconds for which the agent stays without a worker.
@@ -136,7 +136,7 @@ class Departure:
 
     @property
     def _is_awaited(self) -> bool:
-        """Whether a launcher is at work that will ask how the last upload has ended: an agent that is gone could as well have been lost."""
+        """Whether a launcher is at work that will ask how the last upload has ended; it cannot tell an agent that left from a lost one."""
         asked = {asker.pid for asker in self._askers}
         has_end = any(stream.stores and (stream.finished or stream.finishing) for stream in self._streams.values())
         return has_end and any(launch.pid not in asked for launch in self._launches.alive())

@@ -203,7 +203,7 @@ def agent_log(run: str, host: str) -> IO[bytes]:
     """The open log of an agent; a null file if the disk is full, as without an agent there would be no snapshots either."""
     try:
         path = log_path(run, host)
-        # A folder that the user has chosen is the user's to clear; and workers, which come to a log that is there, have no time to.
+        # A folder that the user has chosen is the user's to clear. Where the log is there already, a worker joins and must not wait.
         if not (os.environ.get("GEMINI_LOG_DIR") or path.exists()):
             _remove_old_logs(path.parent)
         return open(open_log(path), "ab")
@@ -353,10 +353,10 @@ def job_finished(run: str, *, stores: bool) -> str:
 
     Args:
         run: run id.
-        stores: whether the job has a storage: its agent stays until it was asked, so that its absence is no good news.
+        stores: whether the job has a storage. Its agent stays until it was asked, so its absence means that the last step may be lost.
 
     Returns:
-        Why storage lacks the last step, or may lack it; empty: it does not.
+        The reason why storage lacks the last step, or may lack it; empty if it does not.
     """
     host, patience = host_id(), 5.0
     why = f"the agent of host {host!r} has ended, or hangs"

@@ -292,7 +292,7 @@ class Uploader:
             if not self._is_written(manifest):
                 raise StorageError(f"{self.config.url}: the manifest of {version} could not be read back")
             self._check_leads(epoch)
-            if other_by_mark(self._storage, manifest) is None:  # one that was stored at the same time: it must be found, too
+            if other_by_mark(self._storage, manifest) is None:  # else another job's mark stays, so that it is found
                 write_mark(self._storage, self._run, self._spec.stream, version)
 
         try:

@@ -135,7 +135,7 @@ class Host:
         return bool(self.holders) and self.name not in self.holders.get(owner, ())
 
     def may_be_committed(self, version: Version) -> bool:
-        """Whether a version can have been committed: then one of this host's own shards is here that is as new, unless all were lost."""
+        """Whether a version can have been committed: then this host has an own shard that is at least as new, unless it has lost all."""
         own = [slot.version for owner, slots in self.shards.items() if self.owns(owner) for slot in slots.slots.values() if slot.version]
         known = [*own, *([self.committed] if self.committed is not None else [])]
         return not known or version <= max(known)

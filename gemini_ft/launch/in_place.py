@@ -38,8 +38,8 @@ _KILL_SECONDS = 30.0  # for the kernel to end a process that was killed
 class Attempt:
     """One attempt of a worker, in the shape of ``subprocess.Popen`` as far as torch's launcher uses it.
 
-    It is there before its worker has come back from the attempt before: meanwhile other workers can be started. Every poll looks whether
-    the worker has come.
+    It exists before its worker has come back from the attempt before, so that other workers can be started meanwhile. Every poll looks
+    whether the worker has come back.
 
     Attributes:
         process: the worker, which may have further attempts.
@@ -52,11 +52,11 @@ class Attempt:
         """Made by `Stays.begin`.
 
         Args:
-            stays: among which the worker is.
-            environ: of the attempt.
+            stays: all workers of this host that may stay.
+            environ: the environment of the attempt.
             streams: its standard input, output and error.
             start: starts another worker.
-            before: the attempt before.
+            before: the attempt before; None: there is none.
         """
         self._stays, self._environ, self._streams, self._start = stays, environ, streams, start
         self._before = before  # until the worker has come back from it
@@ -97,7 +97,7 @@ class Attempt:
         self._status, self._ended_at = status, time.monotonic()
 
     def _go_on(self) -> None:
-        """Lets the worker begin, once it has come back from the attempt before; or another one, if it does not come or may not stay."""
+        """Lets the worker begin once it has come back from the attempt before; starts another one if it does not come or cannot stay."""
         if (before := self._before) is None:
             return
         word, is_late = self._stays.last_word(self.process.pid), time.monotonic() >= before._ended_at + self._stays.seconds

@@ -61,8 +61,8 @@ _DRAIN_SIGNALS, _RESTARTS = (get_args(GeminiConfig.model_fields[name].annotation
 # Torchrun's options that say how hosts meet.
 _MEETING = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "node_rank", "standalone")
 # A host is lost after interval times attempts. Torch's own 15 s are longer than all the rest of a recovery.
-_NO_INTERVAL = 0.001  # seconds for which torch's launcher sleeps between two looks at the workers: it waits for news of them
 _KEEP_ALIVE = {"keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
+_NO_INTERVAL = 0.001  # seconds for which torch's launcher sleeps between two looks at the workers: it waits for news of them
 
 
 def command(argv: Sequence[str]) -> int:
@@ -150,10 +150,12 @@ def command(argv: Sequence[str]) -> int:
         # Torch 2.13 does not expect that a host which waited as a spare until the job was over has no result.
         if (error.obj, error.name) != (None, "is_failed"):
             raise
-        logger.warning("the job is over, which the others' output tells how; this spare host was not needed")
+        logger.warning("the job is over, the others' output says how; this spare host was not needed")
         return 0
     if unstored := lifecycle.job_finished(run_id, stores=stores):
-        logger.error("the job has finished, its last step is not stored, as far as is known, and the agents' memory is gone: %s", unstored)
+        logger.error(
+            "the job has finished, but its last step is not stored, as far as is known, and the agents' memory is gone: %s", unstored
+        )
         return NOT_STORED
     return 0
 

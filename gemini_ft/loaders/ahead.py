@@ -1,7 +1,7 @@
 """Loaders that fetch batches before they give them out, as accelerate's do around a DataLoader of their own, ``base_dataloader``.
 
-When a snapshot is taken, batches that it knows nothing of have been fetched. So the position is noted before each batch is, and so are the
-random numbers that it was made with.
+When a snapshot is taken, batches of later steps have been fetched already. So the position is noted before each batch is fetched, and so
+are the random numbers with which it is made.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class FetchedAhead:
     Args:
         loader: iterates a DataLoader, or is one.
         every: how many batches there are from one that may be the first after a snapshot to the next.
-        only_first: such is the first batch of an epoch alone.
+        only_first: whether only the first batch of an epoch can be the first one after a snapshot.
         method: as of `gemini_ft.loaders.loader.make_resumable`.
     """
 
     def __init__(self, loader: Any, every: int = 1, only_first: bool = False, method: DataResume = "auto") -> None:
         self._every, self._only_first, self._method = every, only_first, method
-        self._stay = every if only_first else 0  # the first batches may fill up the last ones
+        self._stay = every if only_first else 0  # accelerate may fill up the last batches with the first ones
         self._positions: dict[int, dict[str, Any]] = {}
         self._random: dict[int, Any] = {}  # the state of the process's generators before each batch
         self._then: dict[int, Any] = {}  # as `_random`, of batches that had been fetched when the snapshot was taken, and are not yet again
@@ -47,7 +47,7 @@ class FetchedAhead:
         make_resumable(base, self._method, before_next=self._before, epoch=no_epoch, owner=self)
 
     def before(self, number: int) -> dict[str, Any] | None:
-        """The position before a batch that has been fetched, with what those were made with that have been since; None: it has not been."""
+        """The position before a batch, with the random numbers of it and of later ones that have been fetched; None: it has not been."""
         position = self._positions.get(0 if self._only_first else number)
         if position is None:
             return None
@@ -61,7 +61,7 @@ class FetchedAhead:
         self._then = dict(found["random"])
 
     def settle(self) -> None:
-        """Leaves the process's generators as they were before batches were fetched that had been fetched when the snapshot was taken."""
+        """Puts the process's generators back, once a batch has come again that had been fetched before the snapshot was taken."""
         if self._present is not None:
             set_randomness(self._present)
             self._present = None

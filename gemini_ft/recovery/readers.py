@@ -51,7 +51,7 @@ Live = Callable[[int, int], Sequence[memoryview]]  # offset and bytes of a chunk
 
 
 def nowhere(offset: int, nbytes: int) -> Sequence[memoryview]:
-    """No chunk is received at its place."""
+    """Has no memory for any chunk, so that each is received in a buffer."""
     return ()
 
 

@@ -194,7 +194,7 @@ class Scatter:
         return [*memory, memoryview(bytearray(offset + nbytes - at))]
 
     def _parts(self, offset: int, end: int) -> Iterator[tuple[int, int, torch.Tensor, int, int]]:
-        """First and last byte of each read that is within these, and tensor, first and last element that these bytes are."""
+        """Parts of reads between two offsets: where each begins and ends, its tensor, and where it begins and ends in its elements."""
         for index in range(max(0, bisect_right(self._offsets, offset) - 1), bisect_left(self._offsets, end)):
             read = self._reads[index]
             low, high = max(offset, read.offset), min(end, read.offset + read.nbytes)

@@ -25,7 +25,7 @@ from gemini_ft.state.tensors import Live, Source, describe, every_optimizer
 declare(
     "gradients that an optimizer's step has used up",
     Fate.DERIVED,
-    "given back as zeros: a loop must not use them again (scale them down in place of zeroing them)",
+    "given back as zeros; those that a loop never zeroes are captured, from the second step on",
 )
 
 

@@ -81,7 +81,7 @@ class BatchSource:
         self._strange = 0  # steps in a row
 
     def is_another(self, state: Iterable[Any]) -> bool:
-        """Whether, as of a loop's first step, the iteration that it is in is not the first one after `resume`, which alone would go on."""
+        """Whether a loop's first step is in another iteration than the first one after `resume`, which alone goes on where the loop was."""
         return any(mark.is_under_way and mark.place[0] != self._begun.get(key, 0) + 1 for key, mark in _marks(state).items())
 
     def is_ahead(self, state: Iterable[Any]) -> bool:

@@ -94,7 +94,7 @@ class Copies:
         self._steps = 0
 
     def changed(self) -> list[str]:
-        """The variables of those that this step has changed; to be asked at every step, of which it looks at ever fewer."""
+        """Names the variables with collections that this step has changed. Call it at every step; it looks at fewer and fewer of them."""
         self._steps += 1
         before, is_due = self._marks, self._steps & (self._steps - 1) == 0
         now = dict(self._found()) if is_due or before else {}

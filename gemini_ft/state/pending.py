@@ -34,9 +34,7 @@ class PendingGradients:
     def __init__(self) -> None:
         self._used: dict[int, _Mark] = {}  # by the id of its parameter; a mark of one that is gone matches no gradient
         self._added_to = set[int]()  # ids of the parameters whose gradients a loop adds to without zeroing them
-        self._sentries: dict[
-            int, Any
-        ] = {}  # by the id of an optimizer: the hook that looks at the first backward pass after its first step
+        self._sentries: dict[int, Any] = {}  # id of an optimizer -> the hook for the first backward pass after its first step
 
     def watch(self, optimizers: Iterable[Optimizer]) -> list[Any]:
         """Looks at every step from now on; returns the handles of the hooks."""

@@ -397,7 +397,7 @@ def _values(value: Any) -> Collection[Any]:
 
 
 def _tensors(module: nn.Module) -> Iterator[Any]:
-    """What a module itself has registered as parameters and buffers."""
+    """The parameters and buffers that a module itself has registered."""
     return itertools.chain(module._parameters.values(), module._buffers.values())
 
 

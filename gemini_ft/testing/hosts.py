@@ -286,7 +286,7 @@ def _environments() -> Iterator[tuple[int, set[bytes]]]:
 
 
 def _environment(pid: int) -> set[bytes]:
-    """Of a zombie there is nothing in it."""
+    """The variables in a process's environment; a zombie has none."""
     return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
 
 

@@ -121,7 +121,7 @@ def _slices(targets: Sequence[memoryview]) -> Iterator[memoryview]:
 
 
 def _unwanted(nbytes: int) -> Iterator[memoryview]:
-    """As much memory, of which every piece is the same."""
+    """Memory for a payload that nobody wants, in pieces of SLICE bytes at most: the same memory each time."""
     scratch = memoryview(bytearray(min(nbytes, SLICE)))
     for at in range(0, nbytes, SLICE):
         yield scratch[: nbytes - at]

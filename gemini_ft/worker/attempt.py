@@ -32,8 +32,8 @@ class OwnAttempt:
     Attributes:
         is_over: whether the launcher has said that the attempt is.
         watched: references to what the attempt has given to be captured; it must be gone before the next attempt begins.
-        held: what of it has no weak references. It is gone if nothing else refers to it.
-        changing: each, when it is called, watches what has changed during the attempt, of what scripts may keep beside it.
+        held: those of its objects that take no weak references. One is gone if nothing else refers to it.
+        changing: finalizers of loaders; each watches the datasets, samplers and functions that have changed during the attempt.
         checkpointers: those that it has made.
         refusal: the reason why this process cannot stay after it; empty: nobody knows of one.
     """
@@ -100,7 +100,7 @@ class OwnAttempt:
             checkpointer.close(finished=False)
 
     def left_behind(self) -> list[Any]:
-        """The objects that should be gone, and are referenced from elsewhere."""
+        """The objects that should be gone, and are still referenced from elsewhere."""
         while self.changing:
             self.changing.pop()()
         gc.collect()
@@ -134,7 +134,7 @@ def leave_if_over() -> None:
 
 
 def watch(captured: Iterable[Any]) -> None:
-    """Takes note of what is captured."""
+    """Watches objects that are captured: this process stays only if they are gone after the attempt."""
     if present is not None:
         for each in captured:
             try:
@@ -145,7 +145,7 @@ def watch(captured: Iterable[Any]) -> None:
 
 
 def watch_changed(owner: Any, changed: Callable[[], Iterable[Any]]) -> None:
-    """Takes note of what has changed when the attempt ends, or ``owner``, as a script may make a loader for each epoch."""
+    """Watches what has changed once the attempt ends, or ``owner`` is gone, as a script may make a loader for each epoch."""
     if present is not None:
         last = weakref.finalize(owner, lambda: watch(changed()))
         last.atexit = False

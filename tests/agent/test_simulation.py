@@ -1,4 +1,4 @@
-"""Agents on simulated time (tests/kit/simulation): seeds give the same histories again, and nothing in them that must not be."""
+"""Agents on simulated time (tests/kit/simulation): a seed gives the same history again, and nothing is in it that must not be."""
 
 from __future__ import annotations
 

@@ -274,7 +274,7 @@ def test_an_agent_that_dies_before_a_job_is_closed_is_replaced_and_stores_its_la
 
 
 def test_an_agent_that_is_gone_at_the_end_is_no_news_that_all_was_stored(folder: Folder) -> None:
-    """Its memory has gone with it, and nobody knows whether the last upload was over; without storage nothing was to be kept."""
+    """Its memory has gone with it, and nobody knows whether the last upload was over. Without storage nothing was to be kept."""
     assert folder.start(LOSES_ITS_AGENT, ranks=1, KILLED="behind", STORED_IN="store") == 73, folder.output
     assert "the agent of host 'here' has ended, or hangs; whether the last step has been stored is not known" in folder.output
     assert folder.start(LOSES_ITS_AGENT, ranks=1, KILLED="behind", GEMINI_RUN_ID=f"{folder.run}-2") == 0, folder.output

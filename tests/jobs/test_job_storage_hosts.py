@@ -61,7 +61,7 @@ def test_a_job_that_is_finished_and_not_stored_says_so_on_every_host_by_its_exit
             hosts.finish(120)
         assert "the job failed: {'host0': 73, 'host1': 73}" in str(failure.value)
         for host in ("host0", "host1"):
-            assert "the job has finished, its last step is not stored, as far as is known" in (tmp_path / f"{host}.log").read_text()
+            assert "the job has finished, but its last step is not stored, as far as is known" in (tmp_path / f"{host}.log").read_text()
 
 
 @pytest.mark.parametrize("required", [True, False])

@@ -203,7 +203,7 @@ class Batches(dict[str, Any]):
 
 
 def in_batches(folders: pytest.TempPathFactory, size: int, function: Callable[..., Any], cases: Mapping[str, Any]) -> list[Batches]:
-    """By rank of two: ``function(cases)``, which returns a result for each case, of so many cases at a time; of all, a test takes long."""
+    """By rank, of two: the results of ``function(cases)``, called for ``size`` cases at a time, as one test would wait long for all."""
     names = iter(cases)
     batches = list(iter(lambda: list(islice(names, size)), []))
 

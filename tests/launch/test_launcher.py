@@ -661,7 +661,7 @@ def test_a_spare_host_that_is_not_needed_ends_with_the_job(endpoint: str, tmp_pa
     spare.wait_for(lambda: len(rendezvous_state(endpoint).redundancy_list) == 1)
     (tmp_path / "finished").touch()
     assert [host.wait(), spare.wait()] == [0, 0], spare.err
-    assert spare.err.endswith("gemini run: the job is over, which the others' output tells how; this spare host was not needed\n")
+    assert spare.err.endswith("gemini run: the job is over, the others' output says how; this spare host was not needed\n")
     late = launch(*host_arguments(1, endpoint), "host.py", HOST="2")  # as one that was cut off while the others finished
     assert late.wait() == 69
     assert late.err.endswith(

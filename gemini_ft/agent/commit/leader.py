@@ -70,7 +70,7 @@ class Leader:
         patience: seconds for which the last upload is tried again.
         ways: of each other host, those by way of which it may report (`gemini_ft.core.tree.ways_up`).
         epoch: the one that it leads (`gemini_ft.core.succession`).
-        may_be_committed: whether another host can be believed that a version was.
+        may_be_committed: whether another host is believed when it says that a version was committed.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Leader:
             if is_late or not self._ways.greet(host, message.attempt, port):
                 return
             self._lost.pop(host, None)
-            if message.committed is not None and not self._may_be_committed(message.committed):  # a lie, or of other memory than this
+            if message.committed is not None and not self._may_be_committed(message.committed):  # a lie, or of memory not known here
                 message = message.model_copy(update={"committed": None, "roots": {}})
             if host != port.host:
                 port.connection.send(Admitted(host=host, attempt=message.attempt))

@@ -37,7 +37,7 @@ from gemini_ft.core.versions import MOST, Version
 from gemini_ft.errors import CorruptDataError, FormatError
 
 _MAGIC = b"GEMINIFT"
-_OF_SHAPE = ("run", "stream", "owner", "world_size", "layout_hash", "data_bytes", "extras_capacity", "chunk_bytes")  # in the header
+_OF_SHAPE = ("run", "stream", "owner", "world_size", "layout_hash", "data_bytes", "extras_capacity", "chunk_bytes")
 FORMAT = 5  # of a slot's header, and of all that lies behind it
 EXTRAS_ROOM = 2**20  # bytes of small state a slot has room for at least
 _HEADER_BYTES = 4096
@@ -350,7 +350,7 @@ def _sealed(name: str, nbytes: int) -> int:
 
 
 class _Header(BaseModel):
-    """The identity of a slot, as its memory has it."""
+    """The fields of a slot's header, as they lie in its memory."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -374,7 +374,7 @@ class _Header(BaseModel):
         return SlotShape(layout=layout, **{name: getattr(self, name) for name in _OF_SHAPE})
 
     def is_of(self, nbytes: int) -> bool:
-        """Whether a slot of so many bytes can be what this says of it."""
+        """Whether a slot of ``nbytes`` bytes can have this header."""
         if self.version is not None and not (0 <= self.version.incarnation.number <= MOST and 0 <= self.version.iteration <= MOST):
             return False
         shape = self.shape(b"")
@@ -383,7 +383,7 @@ class _Header(BaseModel):
 
 
 def _read_header(raw: bytes, nbytes: int) -> tuple[_Header, bytes]:
-    """The header of a slot of so many bytes, and its checksum."""
+    """The header of a slot of ``nbytes`` bytes, and its checksum."""
     if raw[:8] != _MAGIC:
         raise CorruptDataError("a slot's header has no magic number; it was not made by gemini-ft")
     (length,) = struct.unpack_from("<I", raw, 8)

@@ -34,7 +34,7 @@ class Outcome:
 
 
 def play(seed: int, seconds: float, before: Callable[[], Any] = lambda: None) -> Outcome:
-    """Simulates a seed in a forked process; ``before``: what is to be done there first."""
+    """Simulates a seed in a forked process, which calls ``before`` first."""
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         try:

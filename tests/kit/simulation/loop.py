@@ -110,7 +110,11 @@ class _Clock(selectors.DefaultSelector):
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """Args: rng: draws how long blocking calls take to begin."""
+    """An event loop whose time passes only when nothing is left to do.
+
+    Args:
+        rng: draws how long blocking calls take to begin.
+    """
 
     def __init__(self, rng: Random) -> None:
         self.clock = _Clock()
@@ -166,7 +170,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         return handle
 
     def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:  # type: ignore[override]
-        """Signals are not simulated but as the end of a process."""
+        """Does nothing: of all signals only those that end a process are simulated."""
 
     async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **options: Any) -> Any:
         """Dials by way of the simulated network."""

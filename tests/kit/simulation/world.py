@@ -58,7 +58,7 @@ _LOOK = 0.5  # seconds between looks of the launchers
 
 
 class _Run(RunContext):
-    """Keeps the last lines of an agent's log."""
+    """Keeps the lines of an agent's log."""
 
     world: World
 
