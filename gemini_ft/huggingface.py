@@ -17,6 +17,7 @@ import functools
 import itertools
 import json
 import logging
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -112,8 +113,10 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             self._attributes = OwnAttributes(trainer)
         found = self._protection.client_state.get(_KEY) if resumed is not None else None
         if found is not None and (checkpoint is None or found["state"]["global_step"] > trainer.state.global_step):
+            with self._protection.checkpointer.putting_back():
+                operator.itemgetter("data", "ranks", "attributes")(found)  # which are put back later
+                self._restore_state(found)
             self._found = found
-            self._restore_state(found)
             self._evaluates_on_start, trainer.args.eval_on_start = trainer.args.eval_on_start, False  # that evaluation belongs to the past
         elif checkpoint is not None:  # as the Trainer does where it was given none
             if trainer.is_deepspeed_enabled:
@@ -141,7 +144,8 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
                 return None
             self._restore_counts(found)
             trainer.args.eval_on_start = self._evaluates_on_start
-            if found["finished"] and trainer.state.global_step >= trainer.state.max_steps:
+            has_stopped = found["state"]["max_steps"] == trainer.state.max_steps  # or early: a job that goes on for longer does not stop
+            if found["finished"] and (has_stopped or trainer.state.global_step >= trainer.state.max_steps):
                 self._arrive(found)
                 trainer.control.should_training_stop = True
                 return None

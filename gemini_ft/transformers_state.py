@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ class TrainingData:
     def __init__(self, loader: Any, accumulated: int) -> None:
         self.is_fetched_again = isinstance(loader, DataLoaderDispatcher)
         self._per_step = accumulated * (ranks() if self.is_fetched_again and not loader.split_batches else 1)
-        self._ahead = FetchedAhead(loader, self._per_step, only_first=self.is_fetched_again)
+        self._ahead = FetchedAhead(loader, self._per_step, only_first=self.is_fetched_again, lenient=True)
 
     def before_step(self, steps: int) -> dict[str, Any] | None:
         """The position after ``steps`` steps of this epoch; None: this rank has fetched none of the batches that follow."""
@@ -95,39 +96,53 @@ class OwnAttributes:
         self._views: dict[str, SimpleNamespace] = {}
         self._look()
         self._modes = Modes({}, self._views, lambda _: frozenset())
+        self._known = len(self._views)
 
     def collect(self) -> dict[str, Any]:
         """The values that have changed, as plain data; what cannot be kept is named in a warning."""
-        self._look()
+        self._look_again()
         return self._modes.collect(_NO_MODULES)
 
     def restore(self, found: Mapping[str, Any]) -> None:
         """Puts back the result of `collect`."""
-        self._look()
+        self._look_again()
         self._modes.restore(found, _NO_MODULES)
         for name, item in self._items():
             vars(item).update(vars(self._views[name]))
+
+    def _look_again(self) -> None:
+        self._look()
+        if len(self._views) > self._known:  # a callback was added
+            self._modes.follow(self._views)
+            self._known = len(self._views)
 
     def _look(self) -> None:
         """Brings the views up to date: of each object the attributes that are its own and are no part of the Trainer."""
         for name, item in self._items():
             view = self._views.setdefault(name, SimpleNamespace())
-            base = {attribute for kind in type(item).__mro__ if kind.__module__.startswith(_THEIRS) for attribute in set_by(kind)}
+            base = {attribute for kind in type(item).__mro__ if _is_of(kind, *_THEIRS) for attribute in set_by(kind)}
             vars(view).clear()
             vars(view).update({key: value for key, value in vars(item).items() if key not in base and not _is_theirs(value)})
 
     def _items(self) -> Iterator[tuple[str, Any]]:
         yield "trainer", self._trainer
-        for index, callback in enumerate(self._trainer.callback_handler.callbacks):
-            if not type(callback).__module__.startswith((*_THEIRS, "gemini_ft.")):
-                yield f"callbacks.{index}.{type(callback).__name__}", callback
+        count = Counter[str]()
+        for callback in self._trainer.callback_handler.callbacks:
+            kind = type(callback)
+            if not _is_of(kind, *_THEIRS, "gemini_ft"):
+                yield f"callbacks.{kind.__name__}.{count[kind.__name__]}", callback
+                count[kind.__name__] += 1
 
 
 _NO_MODULES: dict[str, Any] = {}
 
 
 def _is_theirs(value: Any) -> bool:
-    return isinstance(value, Trainer) or type(value).__module__.startswith(_THEIRS)
+    return isinstance(value, Trainer) or _is_of(type(value), *_THEIRS)
+
+
+def _is_of(kind: type, *packages: str) -> bool:
+    return kind.__module__.partition(".")[0] in packages
 
 
 def ranks() -> int:

@@ -6,7 +6,8 @@ are the random numbers with which it is made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch.utils.data import DataLoader
 from gemini_ft.errors import ConfigError
 from gemini_ft.loaders.bookmark import Bookmark
 from gemini_ft.loaders.loader import bookmark_of, make_resumable
-from gemini_ft.loaders.parts import DataResume
+from gemini_ft.loaders.parts import DataResume, is_stateful
 from gemini_ft.state.rng import randomness, set_randomness
+
+_log = logging.getLogger("gemini_ft")
 
 
 class FetchedAhead:
@@ -26,15 +29,16 @@ class FetchedAhead:
         loader: iterates a DataLoader, or is one.
         every: how many batches there are from one that may be the first after a snapshot to the next.
         only_first: whether only the first batch of an epoch can be the first one after a snapshot.
-        method: as of `gemini_ft.loaders.loader.make_resumable`.
+        method: as of `gemini_ft.loaders.loader.make_resumable`; so is ``lenient``.
     """
 
-    def __init__(self, loader: Any, every: int = 1, only_first: bool = False, method: DataResume = "auto") -> None:
-        self._every, self._only_first, self._method = every, only_first, method
+    def __init__(self, loader: Any, every: int = 1, only_first: bool = False, method: DataResume = "auto", lenient: bool = False) -> None:
+        self._every, self._only_first, self._method, self._lenient = every, only_first, method, lenient
         self._stay = every if only_first else 0  # accelerate may fill up the last batches with the first ones
         self._positions: dict[int, dict[str, Any]] = {}
         self._random: dict[int, Any] = {}  # the state of the process's generators before each batch
         self._then: dict[int, Any] = {}  # as `_random`, of batches that had been fetched when the snapshot was taken, and are not yet again
+        self._has_warned = False
         self._present: Any = None  # the state of the generators for all else, while such a batch is fetched
         self.follow(loader)
 
@@ -44,7 +48,9 @@ class FetchedAhead:
         sampler = _seedable_sampler(base)
         if sampler is not None and sampler.generator is None:  # else the first iteration makes it
             sampler.generator = torch.Generator(device=torch.get_default_device())
-        make_resumable(base, self._method, before_next=self._before, epoch=no_epoch, owner=self)
+        if base is not loader and not is_stateful(type(base)):
+            loader._update_state_dict = _nothing  # else accelerate asks the resumable loader for its state with each batch
+        make_resumable(base, self._method, before_next=self._before, epoch=no_epoch, owner=self, lenient=self._lenient)
 
     def before(self, number: int) -> dict[str, Any] | None:
         """The position before a batch, with the random numbers of it and of later ones that have been fetched; None: it has not been."""
@@ -66,6 +72,20 @@ class FetchedAhead:
             set_randomness(self._present)
             self._present = None
 
+    def _name(self, lost: Collection[str] | None) -> None:
+        """Says once what changes and cannot be kept, where that is no reason to refuse the loader."""
+        if lost and self._lenient and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "the training data keeps what no snapshot can have (%s changes): after a failure its batches may be others than without "
+                "one. Keep it in small plain attributes (numbers, lists, small tensors), or give the loader a state of its own",
+                ", ".join([*lost][:5]),
+            )
+
+    def forget(self) -> None:
+        """Lets the next iteration begin with random numbers of its own."""
+        self._then = {}
+
     def _before(self, bookmark: Bookmark) -> None:
         _, number = bookmark.place
         self.settle()
@@ -77,6 +97,7 @@ class FetchedAhead:
             self._random.clear()
         if number == 0 or not (self._only_first or number % self._every):
             self._positions[number] = bookmark.state_dict()
+            self._name(self._positions[number].get("lost"))
         self._random[number] = randomness()
         for old in [at for at in self._random if self._stay <= at < number - 2 * self._every]:
             del self._random[old]
@@ -95,7 +116,8 @@ class ResumableAdapter:
                 "accelerate.skip_first_batches"
             )
         self._loader, self._ahead = loader, FetchedAhead(loader, method=method)
-        self._given: int | None = None  # batches of the iteration under way that were given out; None: there is none
+        self._given: int | None = None  # batches of the last iteration that were given out; None: it came to its end, or there was none
+        self._was_left = False  # that iteration was left before its end
         self._found: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,6 +127,9 @@ class ResumableAdapter:
         ahead = self._ahead.before(self._given) if self._given is not None else None
         if ahead is None:
             ahead = {"position": self._gemini.state_dict(), "random": {}}
+        elif self._was_left:
+            present = self._gemini.state_dict()
+            ahead["position"] = ahead["position"] | {name: present[name] for name in ("left", "stepped", "ended") if name in present}
         return {"given": self._given, "epoch": getattr(self._loader, "iteration", None), **ahead}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -116,21 +141,40 @@ class ResumableAdapter:
 
     def __iter__(self) -> Iterator[Any]:
         found, self._found = self._found, None
+        if found is not None and self._gemini.begins_anew:
+            found = None
+            self._ahead.forget()
         begins = self._given = found["given"] or 0 if found is not None else 0
-        for batch in self._loader:
+        self._was_left, self._gemini.held_back = False, 1
+        try:
+            for batch in self._loader:
+                self._ahead.settle()
+                self._given += 1
+                self._gemini.held_back = 1 if self._gemini.is_under_way else 0
+                yield batch
             self._ahead.settle()
-            self._given += 1
-            yield batch
-        self._ahead.settle()
-        if found is not None and begins == self._given and begins and self._loader.iteration == found["epoch"]:
-            self._loader.iteration += 1  # accelerate counts no epoch without a batch
-        self._given = None
+            if found is not None and begins == self._given and begins and self._loader.iteration == found["epoch"]:
+                self._loader.iteration += 1  # accelerate counts no epoch without a batch
+            self._given = None
+        finally:
+            self._was_left = self._given is not None
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("_loader", "_ahead", "_given", "_was_left", "_found"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._loader, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self._loader,)  # copied or pickled it is accelerate's own
 
 
 def is_adapter(loader: Any) -> bool:
@@ -146,6 +190,14 @@ def no_epoch() -> Any:
 def base_of(loader: Any) -> Any:
     """The loader that one iterates, or itself."""
     return getattr(loader, "base_dataloader", loader)
+
+
+def _nothing() -> None:
+    """Does nothing, in place of what accelerate would."""
+
+
+def _itself(loader: Any) -> Any:
+    return loader
 
 
 def _seedable_sampler(base: Any) -> Any:

@@ -54,6 +54,7 @@ class Bookmark:
         epoch: Callable[[], int] | None,
         active: Callable[[], bool] | None,
         remade: bool,
+        lenient: bool = False,
         before_next: Callable[[Bookmark], None] | None = None,
         rests: bool = False,
     ) -> None:
@@ -67,7 +68,7 @@ class Bookmark:
         self._way: Way = self._parts.way(method)
         self._before_next = before_next
         self._insists = method == "skip"  # the user has declared that changes beside the generators do not matter
-        self._remade = remade
+        self._remade, self._lenient = remade, lenient
         self._takes_in_advance = ahead is not None and not is_sized(loader)
         self._resume: dict[str, Any] | None = None
         self._iterations = 0
@@ -93,6 +94,7 @@ class Bookmark:
         self._taken = 0  # batches that came out of it, skipped ones included; of what is iterated once, in all iterations
         self._taken_before = 0  # those of earlier iterations among them
         self._given_from = 0  # the first one that this process's loop is given
+        self.held_back = 0  # batches that whoever asks for them has not passed on to the loop
         self._before_last: dict[str, Any] | None = None
         self._own_before_last: Any = None
 
@@ -112,7 +114,7 @@ class Bookmark:
         ahead = self._ahead() if self._ahead else 0
         batches = self._taken - ahead
         lost = sorted(self._workers.lost if self._workers else () if self._num_workers else self._parts.data.changes().lost)
-        if lost and not self._num_workers and self._draws and self._way == "skip" and not self._insists:
+        if lost and not self._num_workers and self._draws and self._way == "skip" and not (self._insists or self._lenient):
             raise self._about_lost(lost)
         replayed = self._is_replayed(lost, batches)
         start = 0 if replayed else self._start_of(batches)
@@ -201,7 +203,12 @@ class Bookmark:
         """How many batches the next iteration leaves out, because they were used before a failure."""
         self.is_counted_on = True
         then = self._resume
-        return 0 if then is None or self._begins_anew(then) else int(then["batches"] - then["before"])
+        return 0 if then is None or self.begins_anew else int(then["batches"] - then["before"])
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether the next iteration begins at its first batch though a position was loaded, as the iteration was over by then."""
+        return self._resume is not None and self._begins_anew(self._resume)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -211,7 +218,7 @@ class Bookmark:
     @property
     def given(self) -> int:
         """How many batches this process's loop has been given by the iteration that is under way."""
-        return self._taken - self._given_from
+        return self._taken - self._given_from - self.held_back
 
     @property
     def is_under_way(self) -> bool:
@@ -325,7 +332,7 @@ class Bookmark:
             if before is not None:
                 self._draws = before != randomness()
             batch = self._workers.unpack(self._taken, item) if self._workers else item
-            if self._workers and self._workers.persistent and self._workers.lost and not self._insists:
+            if self._workers and self._workers.persistent and self._workers.lost and not (self._insists or self._lenient):
                 raise self._about_lost_in_workers()
             self._taken += 1
             yield batch
@@ -461,7 +468,7 @@ class Bookmark:
     @property
     def _may_lose(self) -> bool:
         """Whether batches do without attributes of the data that cannot be kept, or are not to be refused for them."""
-        return self._way == "own" or self._insists or self._remade or self._rests
+        return self._way == "own" or self._insists or self._remade or self._lenient or self._rests
 
     @property
     def lost_here(self) -> list[str]:

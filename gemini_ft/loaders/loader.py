@@ -33,6 +33,7 @@ def make_resumable(
     epoch: Callable[[], int] | None = None,
     active: Callable[[], bool] | None = None,
     remade: bool = False,
+    lenient: bool = False,
     before_next: Callable[[Bookmark], None] | None = None,
     owner: object = None,
     rests: bool = False,
@@ -52,6 +53,7 @@ def make_resumable(
             and the samplers are told (Fabric, which would start at 0 again after a restart).
         active: whether an iteration that starts now is to be watched; the same loader may also serve validation.
         remade: whether a hook that is called again makes anew what the epochs before have left behind in the data.
+        lenient: whether the loader is not refused for what cannot be kept: the state says it, under "lost".
         before_next: called whenever the loop asks for its next batch.
         rests: whether its iterations are over whenever its state is asked for, as those of validations are.
         owner: whoever asks; a loader that it has made resumable before stays as it is, with all that is known of the epochs before.
@@ -62,7 +64,8 @@ def make_resumable(
     if isinstance(loader, ResumableIterable):
         loader = loader.iterable
     base = _plain_class(loader)
-    bookmark = Bookmark(loader, base, method, ahead=ahead, epoch=epoch, active=active, remade=remade, before_next=before_next, rests=rests)
+    ways = {"ahead": ahead, "epoch": epoch, "active": active, "before_next": before_next}
+    bookmark = Bookmark(loader, base, method, **ways, remade=remade, lenient=lenient, rests=rests)
     bookmark.owner = owner
     if former is not None:
         former.hand_workers_to(bookmark)

@@ -10,12 +10,12 @@ kept, so that a script may change its constants between two runs.
 
 from __future__ import annotations
 
-import dis
+import ast
 import functools
 import inspect
 import logging
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import CodeType
 from typing import Any
 
 import torch
@@ -60,15 +60,19 @@ def not_users(item: Any) -> frozenset[str]:
 
 @functools.cache
 def set_by(kind: type) -> frozenset[str]:
-    """Names of the attributes that the methods of a class set, of any object."""
-    functions = [inspect.unwrap(getattr(item, "fget", item)) for item in vars(kind).values() if item is not None]
-    codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
-    names = set()
-    while codes:
-        code = codes.pop()
-        names |= {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
-        codes += [part for part in code.co_consts if isinstance(part, CodeType)]
-    return frozenset(names)
+    """Names of the attributes that the methods of a class, as its source has them, set of their first argument."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, SyntaxError, TypeError):
+        return frozenset()
+    methods = [item for item in ast.walk(tree) if isinstance(item, ast.FunctionDef) and item.args.args]
+    return frozenset(
+        part.attr
+        for method in methods
+        for part in ast.walk(method)
+        if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
+        if isinstance(part.value, ast.Name) and part.value.id == method.args.args[0].arg
+    )
 
 
 class Modes:
@@ -89,6 +93,12 @@ class Modes:
         self._seen: Modules | None = None
         self._trained = _trained(modules)
         self._named: set[str] = set()
+
+    def follow(self, others: Mapping[str, Any]) -> None:
+        """Takes in objects beside the modules that came later: all of their plain attributes count as changed."""
+        self._others.update(others)
+        self._attributes.follow(self._others)
+        self._seen = None
 
     def collect(self, modules: Modules) -> dict[str, Any]:
         """Returns, as plain data, the flags and attributes that training has changed.

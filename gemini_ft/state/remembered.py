@@ -63,13 +63,13 @@ class AttributeChanges(NamedTuple):
 
 
 class _Opaque(NamedTuple):
-    """A value that is not plain, as far as a change of it shows. It is held, so that its id stays its own."""
+    """A value that is not plain, as far as a change of it shows. What can be referred to weakly is not kept alive."""
 
-    value: Any
+    value: Callable[[], Any]
     size: int
 
     def is_now(self, value: Any) -> bool:
-        return value is self.value and _size(value) == self.size
+        return value is self.value() and _size(value) == self.size
 
 
 class _NotPlain(Exception):
@@ -220,7 +220,7 @@ class Attributes:
 
     def _holds_roots(self, value: Any, then: Any) -> bool:
         """Whether a container is the one that it was, of parameters and buffers of the roots: an RNN has a list of its weights."""
-        if type(then) is not _Opaque or then.value is not value or not _values(value):
+        if type(then) is not _Opaque or then.value() is not value or not _values(value):
             return False
         known = {id(tensor) for root in self._roots.values() if isinstance(root, nn.Module) for tensor in _tensors(root)}
         return all(id(part) in known for part in _values(value))
@@ -307,7 +307,10 @@ def _snapshot(value: Any) -> Any:
     try:
         return _copy(value)
     except _NotPlain:
-        return _Opaque(value, _size(value))
+        try:
+            return _Opaque(weakref.ref(value), _size(value))
+        except TypeError:
+            return _Opaque(lambda: value, _size(value))
 
 
 def _copy(value: Any) -> Any:

@@ -171,7 +171,15 @@ def train(run: dict[str, Any], diary: Diary) -> None:
             diary.engine(trainer.model_wrapped)
 
     counting = Counting()
-    callbacks: list[TrainerCallback] = [Tell(), counting]
+
+    class Adding(Counting):
+        """Brings another callback, and goes."""
+
+        def on_train_begin(self, *_: Any, **named: Any) -> None:
+            trainer.add_callback(counting)
+            trainer.remove_callback(self)
+
+    callbacks: list[TrainerCallback] = [Tell(), Adding()]
     if run.get("callback"):
         import gemini_ft.huggingface
 
@@ -193,13 +201,13 @@ def train(run: dict[str, Any], diary: Diary) -> None:
     class Weighing(Trainer):  # type: ignore[misc]
         """A Trainer that weighs its losses by what it has seen of them."""
 
-        mean = 1.0
+        best_metric = 1.0  # a name that other objects of transformers have
 
         def compute_loss(self, *arguments: Any, **named: Any) -> Any:
             loss = super().compute_loss(*arguments, **named)
             if self.model.training:
-                self.mean = 0.9 * self.mean + 0.1 * float(loss.detach() if torch.is_tensor(loss) else loss[0])
-            return loss / self.mean if torch.is_tensor(loss) else loss
+                self.best_metric = 0.9 * self.best_metric + 0.1 * float(loss.detach() if torch.is_tensor(loss) else loss[0])
+            return loss / self.best_metric if torch.is_tensor(loss) else loss
 
     class Evaluating(Weighing):
         """accelerate's own gathering of results fails on the CPU under DeepSpeed: each rank takes itself for the only one."""
@@ -216,7 +224,7 @@ def train(run: dict[str, Any], diary: Diary) -> None:
     trainer.train(resume_from_checkpoint=run.get("checkpoint"))
     clock = ("runtime", "per_second")
     history = [{key: value for key, value in entry.items() if not key.endswith(clock)} for entry in trainer.state.log_history]
-    kept = {"mean": trainer.mean, "steps": counting.steps, "rates": counting.rates}
+    kept = {"mean": trainer.best_metric, "steps": counting.steps, "rates": counting.rates}
     diary.note(end=trainer.state.global_step, history=history, bits=bits(trainer.model_wrapped), kept=kept)
 
 

@@ -1,0 +1,92 @@
+"""Loaders that accelerate has prepared, in plain loops: where they go on, and what they are to the script."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+import gemini_ft
+from gemini_ft.loaders.bookmark import Bookmark
+from gemini_ft.state.iterators import BatchSource
+
+data_loader = pytest.importorskip("accelerate.data_loader", reason="needs accelerate: pip install accelerate")
+
+
+def _prepared(samples: int = 10, **options: Any) -> Any:
+    return gemini_ft.resumable(data_loader.DataLoaderShard(list(range(samples)), batch_size=2, **options))
+
+
+def _plain(samples: int = 10) -> Any:
+    return gemini_ft.resumable(DataLoader(list(range(samples)), batch_size=2))
+
+
+def _batches(loader: Any, most: int = 100) -> list[list[int]]:
+    found = []
+    for batch in loader:
+        found.append(batch.tolist())
+        if len(found) == most:
+            break
+    return found
+
+
+@pytest.mark.parametrize("made", [_plain, _prepared], ids=["plain", "accelerate"])
+def test_a_validation_that_was_left_early_begins_anew_beside_a_training_that_goes_on(made: Any) -> None:
+    """As a loader that is no adapter does."""
+
+    def training(loader: Any, batches: int) -> Any:
+        iterator = iter(loader)
+        for _ in range(batches):
+            next(iterator)
+        return iterator
+
+    train, validation = made(20), made()
+    first = training(train, 4)
+    assert _batches(validation, 3) == [[0, 1], [2, 3], [4, 5]]
+    then = copy.deepcopy([train.state_dict(), validation.state_dict()])
+    del first
+    train, validation = made(20), made()
+    train.load_state_dict(then[0])
+    validation.load_state_dict(then[1])
+    assert next(iter(train)).tolist() == [8, 9]
+    assert _batches(validation, 3) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_an_epoch_that_is_over_counts_for_accelerate_too() -> None:
+    loader = _prepared(4)
+    iterator = iter(loader)
+    assert [next(iterator).tolist(), next(iterator).tolist()] == [[0, 1], [2, 3]]
+    then = copy.deepcopy(loader.state_dict())  # of the last batch
+    again = _prepared(4)
+    again.load_state_dict(then)
+    assert _batches(again) == []
+    assert (again.iteration, _batches(again)) == (1, [[0, 1], [2, 3]])
+
+
+def test_the_position_is_asked_for_once_for_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate asks a loader that has a state for it, too."""
+    loader, asked = _prepared(), []
+    state_dict = Bookmark.state_dict
+    monkeypatch.setattr(Bookmark, "state_dict", lambda bookmark: asked.append(1) or state_dict(bookmark))
+    assert len(_batches(loader)) == 5
+    assert len(asked) == 6  # and before the end
+
+
+def test_a_batch_that_accelerate_has_fetched_is_none_that_the_loop_keeps() -> None:
+    loader = _prepared()
+    source = BatchSource([loader])
+    ahead = []
+    for _ in loader:
+        ahead.append(source.is_ahead([loader]))
+        source.has_changed([loader])
+    assert ahead == [False] * 5
+
+
+def test_a_copy_is_accelerates_own_and_attributes_are_set_there() -> None:
+    loader = _prepared()
+    loader.iteration = 3
+    other = copy.copy(loader)
+    assert type(other) is data_loader.DataLoaderShard
+    assert other.iteration == 3
