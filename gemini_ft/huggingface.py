@@ -74,11 +74,16 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         self._epoch = self._steps_before = 0  # this epoch, and the steps made before it
         self._epoch_rng: dict[str, Any] = {}  # at its beginning
         self._history = (0, "[]")
-        self.data: Any = None
+        self._data: Any = None
         self._evaluations: Any = None
         self._attributes: Any = None
         self._evaluates_on_start = False
         self._paused = ExitStack()
+
+    @property
+    def fetches_again(self) -> bool:
+        """Whether a training that goes on in the middle of an epoch fetches the batches of that epoch again."""
+        return self._data is not None and bool(self._data.is_fetched_again)
 
     # -- called by the Trainer
 
@@ -108,7 +113,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         resumed = None
         if self._protection is not None:
             resumed = self._protection.resumed
-            self.data = TrainingData(prepared[1], trainer.args.gradient_accumulation_steps)
+            self._data = TrainingData(prepared[1], trainer.args.gradient_accumulation_steps)
             self._evaluations = EvaluationData(trainer)
             self._attributes = OwnAttributes(trainer)
         found = self._protection.client_state.get(_KEY) if resumed is not None else None
@@ -156,7 +161,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             named |= {"epochs_trained": epoch, "steps_trained_in_current_epoch": found["steps"] * accumulated}
             named["resume_from_checkpoint"] = _NO_FOLDER if found["steps"] else None
             if found["data"] is not None and found["ranks"] == ranks():
-                go_on = functools.partial(self.data.rest_of, found=found["data"])
+                go_on = functools.partial(self._data.rest_of, found=found["data"])
                 if not found["steps"]:
                     named["train_dataloader"] = go_on(named["train_dataloader"], skip=None)
         in_the_middle = named["resume_from_checkpoint"] is not None and epoch == named["epochs_trained"]
@@ -182,7 +187,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
 
     def _arrive(self, found: Mapping[str, Any]) -> None:
         """Puts random numbers and attributes back: on the way here loaders have drawn seeds, and callbacks have begun an epoch."""
-        self.data.settle()
+        self._data.settle()
         set_rng_state(found["rng"])
         self._attributes.restore(found["attributes"])
         self._found = None
@@ -195,7 +200,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         saved = {
             "epoch": self._epoch,
             "steps": steps,
-            "data": self.data.before_step(steps),
+            "data": self._data.before_step(steps),
             "ranks": ranks(),
             "evaluations": self._evaluations.states(),
             "attributes": self._attributes.collect(),
@@ -371,7 +376,7 @@ def _findings(trainer: Any) -> Iterator[Finding]:
     """Census entries for state that transformers' Trainer holds outside the DeepSpeed engine."""
     yield TRAINER.found("trainer")
     yield from (TRAINER.found(f"callbacks.{name}") for name, _ in _with_state(trainer))
-    if (callback := _of(trainer)) is not None and callback.data.is_fetched_again:
+    if (callback := _of(trainer)) is not None and callback.fetches_again:
         yield TRAINER_DATA.found("train_dataset", note=f"a {type(trainer.train_dataset).__name__}")
 
 

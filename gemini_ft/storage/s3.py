@@ -28,7 +28,7 @@ from gemini_ft.config import without_passwords
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
 from gemini_ft.storage.base import SMALL, RangeReader, check_key, check_small, ignore, is_key, round_trip
 from gemini_ft.storage.s3errors import S3_ERRORS, GarbledError, explained, store_time
-from gemini_ft.storage.s3parts import Piece, RateLimit, checksum_of_all, encoded, joined, regroup, when_there_is_room
+from gemini_ft.storage.s3parts import PartBody, RateLimit, checksum_of_all, encoded, joined, regroup, when_there_is_room
 
 _BLOCK = 256 * 1024  # bytes taken from a connection at a time, and lost when it breaks; with a quarter of that a GB takes a fourth longer
 _PARALLEL = 4  # parts under way at a time
@@ -83,7 +83,7 @@ class S3Storage:
         """
         name = self._prefix + check_key(key)
         bodies = regroup(parts)
-        first, second = next(bodies, Piece(())), next(bodies, None)
+        first, second = next(bodies, PartBody(())), next(bodies, None)
         with self._explain(f"cannot write {key}", _WRITE_SILENCE):
             self._abort(*self._unaborted)
             if second is None:
@@ -262,7 +262,7 @@ class S3Storage:
             raise GarbledError(self.url, f"cannot look at {key}", "the answer says no length")
         return head
 
-    def _put_in_parts(self, name: str, bodies: Iterator[Piece], sent: Callable[[int], None]) -> tuple[int, str]:
+    def _put_in_parts(self, name: str, bodies: Iterator[PartBody], sent: Callable[[int], None]) -> tuple[int, str]:
         """Uploads an object in parts; returns bytes and checksum of the whole."""
         begun = self._call("create_multipart_upload", {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"}, Key=name)
         where = {"Key": name, "UploadId": str(begun["UploadId"])}
@@ -306,7 +306,7 @@ class S3Storage:
                 self._unaborted.remove(upload)
 
     def _send_parts(
-        self, pool: ThreadPoolExecutor, where: dict[str, str], bodies: Iterator[Piece], sent: Callable[[int], None]
+        self, pool: ThreadPoolExecutor, where: dict[str, str], bodies: Iterator[PartBody], sent: Callable[[int], None]
     ) -> Sequence[_Sent]:
         room = threading.Semaphore(_PARALLEL)  # the caller hashes what it yields, shortly before it is sent
         futures = deque[Future[_Sent]]()
@@ -319,7 +319,7 @@ class S3Storage:
                 break  # the rest would be sent for nothing
         return [future.result() for future in futures]
 
-    def _send_part(self, where: dict[str, str], number: int, body: Piece, sent: Callable[[int], None]) -> _Sent:
+    def _send_part(self, where: dict[str, str], number: int, body: PartBody, sent: Callable[[int], None]) -> _Sent:
         checksum = {"ChecksumCRC32": encoded(crc := body.crc32())}
         answer = self._call("upload_part", checksum, **where, PartNumber=number, Body=body)
         sent(body.nbytes)

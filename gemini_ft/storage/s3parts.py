@@ -16,7 +16,7 @@ _BLOCK = 256 * 1024  # bytes that are hashed, or given to a connection, at a tim
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, lowest power of x first
 
 
-class Piece:
+class PartBody:
     """Memory that is uploaded, as the file that botocore takes for a body: its bytes are read where they lie, and never copied."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
@@ -109,7 +109,7 @@ def checksum_of_all(head: Mapping[str, Any]) -> str | None:
     return None if head.get("ChecksumType") == "COMPOSITE" or "-" in (checksum or "") else checksum
 
 
-def regroup(parts: Iterable[memoryview | bytes]) -> Iterator[Piece]:
+def regroup(parts: Iterable[memoryview | bytes]) -> Iterator[PartBody]:
     """The same bytes in pieces of `PART_BYTES`, the last one shorter."""
     views, room = list[memoryview](), PART_BYTES
     for part in parts:
@@ -118,13 +118,13 @@ def regroup(parts: Iterable[memoryview | bytes]) -> Iterator[Piece]:
             views.append(view[:room])
             view, room = view[room:], room - views[-1].nbytes
             if not room:
-                yield Piece(views)
+                yield PartBody(views)
                 views, room = [], PART_BYTES
     if views:
-        yield Piece(views)
+        yield PartBody(views)
 
 
-def when_there_is_room(room: threading.Semaphore, bodies: Iterator[Piece]) -> Iterator[Piece]:
+def when_there_is_room(room: threading.Semaphore, bodies: Iterator[PartBody]) -> Iterator[PartBody]:
     """Asks for the next piece only when there is room for it."""
     while True:
         room.acquire()

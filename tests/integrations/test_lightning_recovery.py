@@ -270,7 +270,8 @@ def test_ends_with_the_bits_of_an_undisturbed_run(job: str, name: str, runs: Run
 
     assert {path.name.removeprefix("killed-") for path in folder.glob("killed-*")} == set(scenario.kills)
     trainer: dict[str, int] = BASELINES[ranks][scenario.baseline].get("trainer", {})
-    most_lost = 2 * trainer.get("accumulate_grad_batches", 1)
+    in_flight = 3 if JOBS[job].lag else 2  # on a device the host is ahead of the copies, by a step
+    most_lost = in_flight * trainer.get("accumulate_grad_batches", 1)
     for rank in range(ranks):
         expected, got = read(undisturbed, rank), read(folder, rank)
         assert got.values == expected.values
