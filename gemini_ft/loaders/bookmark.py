@@ -54,7 +54,6 @@ class Bookmark:
         epoch: Callable[[], int] | None,
         active: Callable[[], bool] | None,
         remade: bool,
-        lenient: bool = False,
         before_next: Callable[[Bookmark], None] | None = None,
         rests: bool = False,
     ) -> None:
@@ -68,7 +67,8 @@ class Bookmark:
         self._way: Way = self._parts.way(method)
         self._before_next = before_next
         self._insists = method == "skip"  # the user has declared that changes beside the generators do not matter
-        self._remade, self._lenient = remade, lenient
+        self._remade = remade
+        self.lenient = False  # see `gemini_ft.loaders.loader.make_resumable`
         self._takes_in_advance = ahead is not None and not is_sized(loader)
         self._resume: dict[str, Any] | None = None
         self._iterations = 0
@@ -114,7 +114,7 @@ class Bookmark:
         ahead = self._ahead() if self._ahead else 0
         batches = self._taken - ahead
         lost = sorted(self._workers.lost if self._workers else () if self._num_workers else self._parts.data.changes().lost)
-        if lost and not self._num_workers and self._draws and self._way == "skip" and not (self._insists or self._lenient):
+        if lost and not self._num_workers and self._draws and self._way == "skip" and not (self._insists or self.lenient):
             raise self._about_lost(lost)
         replayed = self._is_replayed(lost, batches)
         start = 0 if replayed else self._start_of(batches)
@@ -332,7 +332,7 @@ class Bookmark:
             if before is not None:
                 self._draws = before != randomness()
             batch = self._workers.unpack(self._taken, item) if self._workers else item
-            if self._workers and self._workers.persistent and self._workers.lost and not (self._insists or self._lenient):
+            if self._workers and self._workers.persistent and self._workers.lost and not (self._insists or self.lenient):
                 raise self._about_lost_in_workers()
             self._taken += 1
             yield batch
@@ -468,7 +468,7 @@ class Bookmark:
     @property
     def _may_lose(self) -> bool:
         """Whether batches do without attributes of the data that cannot be kept, or are not to be refused for them."""
-        return self._way == "own" or self._insists or self._remade or self._lenient or self._rests
+        return self._way == "own" or self._insists or self._remade or self.lenient or self._rests
 
     @property
     def lost_here(self) -> list[str]:

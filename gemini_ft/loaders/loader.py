@@ -64,9 +64,8 @@ def make_resumable(
     if isinstance(loader, ResumableIterable):
         loader = loader.iterable
     base = _plain_class(loader)
-    ways = {"ahead": ahead, "epoch": epoch, "active": active, "before_next": before_next}
-    bookmark = Bookmark(loader, base, method, **ways, remade=remade, lenient=lenient, rests=rests)
-    bookmark.owner = owner
+    bookmark = Bookmark(loader, base, method, ahead=ahead, epoch=epoch, active=active, remade=remade, before_next=before_next, rests=rests)
+    bookmark.lenient, bookmark.owner = lenient, owner
     if former is not None:
         former.hand_workers_to(bookmark)
     if not isinstance(loader, DataLoader):
