@@ -6,9 +6,11 @@ import copy
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 import gemini_ft
+from gemini_ft.loaders.ahead import FetchedAhead
 from gemini_ft.loaders.bookmark import Bookmark
 from gemini_ft.state.iterators import BatchSource
 
@@ -90,3 +92,27 @@ def test_a_copy_is_accelerates_own_and_attributes_are_set_there() -> None:
     other = copy.copy(loader)
     assert type(other) is data_loader.DataLoaderShard
     assert other.iteration == 3
+
+
+class Remembering(Dataset[torch.Tensor]):
+    """A dataset that no snapshot can have, and that draws."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.seen.append(index)
+        return torch.rand(())
+
+
+def test_data_of_a_trainer_that_no_snapshot_can_have_are_named_once_and_not_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """A script that has not asked for gemini-ft trains as it does without."""
+    loader = DataLoader(Remembering(), batch_size=2)
+    FetchedAhead(loader, lenient=True)
+    with caplog.at_level("WARNING", "gemini_ft"):
+        assert [len([*loader]) for _ in range(2)] == [50, 50]
+    (told,) = caplog.records
+    assert "the training data keeps what no snapshot can have (dataset.seen changes)" in told.getMessage()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,6 +149,15 @@ def test_a_tensor_in_the_place_of_none_is_taken_for_a_cache_until_it_changes(cap
 def test_the_census_names_hooks_and_generators() -> None:
     found = {(item.where, item.note) for item in PlainState.of(Remembering(), [], None).findings()}
     assert {("model", "Scaling"), ("model.generator", "")} <= found
+
+
+def test_what_a_training_lets_go_of_is_not_kept_alive() -> None:
+    holder = SimpleNamespace(teacher=nn.Linear(2, 2))
+    gone = weakref.ref(holder.teacher)
+    modes = Modes({}, {"callback": holder})
+    holder.teacher = None
+    assert gone() is None
+    assert modes.collect({})["attributes"] == {"callback": {"teacher": None}}
 
 
 @pytest.mark.gpu
