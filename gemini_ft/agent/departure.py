@@ -139,7 +139,7 @@ class Departure:
         """Whether a launcher is at work that will ask how the last upload has ended; it cannot tell an agent that left from a lost one."""
         asked = {asker.pid for asker in self._askers}
         has_end = any(stream.stores and (stream.finished or stream.finishing) for stream in self._streams.values())
-        return has_end and any(launch.pid not in asked for launch in self._launches.alive())
+        return has_end and any(launch.is_of_run and launch.pid not in asked for launch in self._launches.alive())
 
     def is_due(self) -> bool:
         """Whether the agent may leave now."""

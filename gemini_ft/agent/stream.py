@@ -210,7 +210,9 @@ class Stream:
 
     def finish_unclosed(self) -> None:
         """Takes note that the processes of this host's ranks have ended well, also where the script has not closed its Checkpointer."""
-        if self.context.spec is not None and not self.finished:
+        if self.context.spec is None:  # how the job of an agent before this one ended is not known, and nobody will tell
+            self.finishing = self.stores
+        elif not self.finished:
             for rank, host in enumerate(self.context.spec.hosts):
                 if host == self.context.host.name:
                     self.on_finished(rank)
@@ -377,8 +379,8 @@ class Stream:
 
     @property
     def stores(self) -> bool:
-        """Whether the present session has a storage."""
-        return self._session is not None and self._session.storing is not None
+        """Whether the last session has a storage."""
+        return self.last_spec is not None and self.last_spec.storage is not None
 
     @property
     def uploading(self) -> bool:

@@ -59,6 +59,7 @@ class Host:
     committed: Version | None = None  # the newest version this host knows to be complete everywhere
     roots: dict[int, str] = field(default_factory=dict)  # owner -> root of its committed shard, as far as it was said with the commit
     incarnation: Incarnation | None = None  # the present one
+    reopened: bool = False  # whether this agent was restarted in the middle of it, and may have lost what was here
     sealed: bool = False  # between ``seal`` and ``open`` or ``unseal``; the same for every shard, those that come later too
 
     # -- incarnations
@@ -98,7 +99,7 @@ class Host:
         self.skipped.clear()
         self.details.clear()
         self.aborted.clear()
-        self.committed, self.roots, self.incarnation = resumed, dict(roots), incarnation
+        self.committed, self.roots, self.incarnation, self.reopened = resumed, dict(roots), incarnation, False
         for slots in self.shards.values():
             slots.rewind(resumed)
         self._set_sealed(False)
@@ -112,7 +113,7 @@ class Host:
         stay: those of this incarnation may have been committed meanwhile, or still will be.
         """
         self.holders = {owner: tuple(hosts) for owner, hosts in holders.items()}
-        self.committed, self.roots, self.incarnation = committed, {}, incarnation
+        self.committed, self.roots, self.incarnation, self.reopened = committed, {}, incarnation, True
         for slots in self.shards.values():
             slots.commit(committed)
             slots.resume(incarnation)
@@ -138,7 +139,7 @@ class Host:
         """Whether a version can have been committed: then this host has an own shard that is at least as new, unless it has lost all."""
         own = [slot.version for owner, slots in self.shards.items() if self.owns(owner) for slot in slots.slots.values() if slot.version]
         known = [*own, *([self.committed] if self.committed is not None else [])]
-        return not known or version <= max(known)
+        return version <= max(known) if known else self.reopened
 
     def owns(self, owner: int) -> bool:
         return self.holders.get(owner, ("",))[0] == self.name

@@ -76,7 +76,7 @@ class Attempt:
         if self._status is None:
             self._go_on()
             if self._before is not None:
-                return None
+                return None if self._stays.workers.stopped_by is None else self.process.poll()
             if self._stays.last_word(self.process.pid) is not None:
                 self._end(1)
         return self.process.poll() if self._status is None else self._status
@@ -98,7 +98,7 @@ class Attempt:
 
     def _go_on(self) -> None:
         """Lets the worker begin once it has come back from the attempt before; starts another one if it does not come or cannot stay."""
-        if (before := self._before) is None:
+        if (before := self._before) is None or self._stays.workers.stopped_by is not None:
             return
         word, is_late = self._stays.last_word(self.process.pid), time.monotonic() >= before._ended_at + self._stays.seconds
         if self.process.poll() is None and word not in (PARKED, LEAVES) and not is_late:

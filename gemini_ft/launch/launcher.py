@@ -52,7 +52,7 @@ from gemini_ft.launch.stores import OvertakenError, surviving_stores
 from gemini_ft.launch.trainjob import reported_progress
 from gemini_ft.launch.whole_rounds import whole_rounds
 from gemini_ft.launch.worker_start import cold_workers, forked_workers
-from gemini_ft.wire.worker_messages import Launch
+from gemini_ft.wire.worker_messages import OF_RUN, Launch
 
 logger = logging.getLogger(__name__)
 
@@ -292,7 +292,7 @@ def prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
     os.environ["GEMINI_RUN_ID"] = run_id
     os.environ.update(slurm.settings(os.environ))
     meet(options, slurm.rendezvous(os.environ))
-    os.environ[LAUNCH] = uuid.uuid4().hex
+    os.environ[LAUNCH] = OF_RUN + uuid.uuid4().hex
     if options.drain_signal:
         os.environ["GEMINI_DRAIN_SIGNAL"] = options.drain_signal
     if options.restart:

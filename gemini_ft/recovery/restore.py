@@ -7,6 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,7 @@ class Scatter:
     def __init__(self, reads: Sequence[Read], tensors: Mapping[str, torch.Tensor]) -> None:
         self._reads, self._tensors = reads, tensors
         self._offsets = [read.offset for read in reads]
+        self._ends = list(accumulate((read.offset + read.nbytes for read in reads), max))  # of each read and all before it
         self.nbytes = 0  # that have been copied, or received in place
 
     def put(self, offset: int, view: memoryview) -> None:
@@ -180,22 +182,23 @@ class Scatter:
 
     def live(self, offset: int, nbytes: int) -> Sequence[memoryview]:
         """The memory of the tensors to which these bytes belong, in order, to be filled now; none if the bytes have to be put."""
-        memory, at, found = list[memoryview](), offset, list(self._parts(offset, offset + nbytes))
-        for low, high, tensor, start, stop in found:
-            room = memory_of(tensor, start, stop)
-            if room is None or low - at >= ALIGNMENT:
-                return ()
-            memory += [memoryview(bytearray(low - at)), room]  # between two pieces there may be padding
-            at = high
-        if not 0 <= offset + nbytes - at < ALIGNMENT or len(found) > _PARTS:
+        found = list(self._parts(offset, offset + nbytes))
+        edges = [offset, *(edge for low, high, *_ in found for edge in (low, high)), offset + nbytes]
+        padding = [low - high for high, low in zip(edges[::2], edges[1::2], strict=True)]  # negative: several tensors read the same bytes
+        if len(found) > _PARTS or not all(0 <= gap < ALIGNMENT for gap in padding):
             return ()
+        memory = [memoryview(bytearray(padding[0]))]
+        for (_, _, tensor, start, stop), gap in zip(found, padding[1:], strict=True):
+            if (room := memory_of(tensor, start, stop)) is None:
+                return ()
+            memory += [room, memoryview(bytearray(gap))]
         torch.autograd.graph.increment_version([tensor for _, _, tensor, _, _ in found])
         self.nbytes += sum(high - low for low, high, *_ in found)
-        return [*memory, memoryview(bytearray(offset + nbytes - at))]
+        return [piece for piece in memory if piece]
 
     def _parts(self, offset: int, end: int) -> Iterator[tuple[int, int, torch.Tensor, int, int]]:
         """Parts of reads between two offsets: where each begins and ends, its tensor, and where it begins and ends in its elements."""
-        for index in range(max(0, bisect_right(self._offsets, offset) - 1), bisect_left(self._offsets, end)):
+        for index in range(bisect_right(self._ends, offset), bisect_left(self._offsets, end)):
             read = self._reads[index]
             low, high = max(offset, read.offset), min(end, read.offset + read.nbytes)
             if low < high:

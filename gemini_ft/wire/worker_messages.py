@@ -57,6 +57,9 @@ class HostInfo(Message):
     domain: str = ""
 
 
+OF_RUN = "gemini-run:"  # before the id of a launch by `gemini run`; no hostname has a colon, with which the ids of others begin
+
+
 class Launch(Message):
     """One start of a job by its user, with all the restarts that follow; as one host knows it. It never leaves the host."""
 
@@ -68,6 +71,11 @@ class Launch(Message):
     folder: str
     script: str  # digest; empty: unknown
     environ: dict[str, str]  # what may be told of the variables that a script may read
+
+    @property
+    def is_of_run(self) -> bool:
+        """Whether it is one of `gemini run`, which asks at the end what was stored."""
+        return self.id.startswith(OF_RUN)
 
     def is_same(self, other: Launch) -> bool:
         """Whether both are one launch. Where rank 0 moves, the name may be another, and the launcher here is not."""

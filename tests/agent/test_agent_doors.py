@@ -345,7 +345,7 @@ class TestLeaving:
         """Its absence would be taken for good news, or for bad; launchers wait for each other at the end of a job."""
         stream = Mock(Stream, finished=True, finishing=False, unstored="", uploading=False, patience=0.0, stores=True)
         launches = Mock(Launches)
-        launches.alive.return_value = [Mock(Launch, pid=1), Mock(Launch, pid=2)]
+        launches.alive.return_value = [Mock(Launch, pid=1, is_of_run=True), Mock(Launch, pid=2, is_of_run=True)]
         departure = Departure({"main": stream}, set(), launches)
         departure.linger = 0.0
         assert not departure.is_due()
@@ -356,8 +356,8 @@ class TestLeaving:
         told_by_the_user = Departure({"main": stream}, set(), launches)
         told_by_the_user.ask(Mock(WorkerConnection, pid=3), finished=False)
         assert told_by_the_user.is_due()
-        launches.alive.return_value = []
-        assert Departure({"main": stream}, set(), launches).is_due(), "without `gemini run` nobody will ask"
+        launches.alive.return_value = [Mock(Launch, pid=1, is_of_run=False)]
+        assert Departure({"main": stream}, set(), launches).is_due(), "torchrun will not ask"
 
     def test_when_it_is_told_to(self, job: Job) -> None:
         job.rank("a", 0)

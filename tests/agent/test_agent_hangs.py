@@ -26,6 +26,7 @@ from gemini_ft.agent import hangs, lifecycle, watchdog
 from gemini_ft.agent.hangs import HangDetector, HangWatch
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.versions import Incarnation, Version
+from gemini_ft.wire.worker_messages import Leave, Left
 
 IMPATIENT = {"agent_timeout": 0.6}
 
@@ -132,6 +133,18 @@ class TestReplacement:
         job.open(again, resumed=resumed, sources={0: ["a"], 1: ["b"]})
         assert again[0].verify(resumed) == [0, 1]
         job.commit(again, 3, 4)
+
+    def test_a_launcher_that_asks_it_hears_that_the_last_upload_is_not_known(self, job: Job, tmp_path: Path) -> None:
+        """It knows of the job what the agent before it has left, and no more."""
+        rank = job.process("a", 0, **IMPATIENT)
+        job.open([rank], storage={"url": (tmp_path / "storage").as_uri(), "every_steps": 1000})
+        job.commit([rank], 1)
+        rank.kill()
+        os.kill(job.pid("a"), signal.SIGSTOP)
+        job.process("a", 0, **IMPATIENT).kill()  # which has it replaced, and opens no session
+        answer = lifecycle.ask(job.run, "a", Leave(run=job.run, finished=True), 20.0)
+        assert isinstance(answer, Left)
+        assert "whether it has been stored is not known" in answer.unstored
 
     def test_an_agent_that_was_started_elsewhere_and_was_quicker_gets_the_memory(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         """Ours finds the address taken and ends; what it was to inherit must not end with it."""

@@ -291,6 +291,17 @@ def test_a_lost_copy_is_rebuilt_even_if_the_worker_dies_meanwhile() -> None:
     assert host.slots(0).newest == version(2)
 
 
+def test_only_an_agent_that_was_restarted_can_have_lost_what_was_committed() -> None:
+    """A claim before the first step would be believed else, and nothing would be committed any more."""
+    host = Host("a")
+    host.open(HOLDERS, None, incarnation=Incarnation(1, "nonce"))
+    assert not host.may_be_committed(version(10**6))
+    host.reopen(HOLDERS, None, Incarnation(1, "nonce"))
+    assert host.may_be_committed(version(3))
+    host.open(HOLDERS, None, incarnation=Incarnation(2, "nonce"))
+    assert not host.may_be_committed(version(3))
+
+
 def test_an_agent_that_was_restarted_repeats_what_it_had_reported() -> None:
     """Section 7: "if the leader restarts, the others repeat theirs"; in the order of versions."""
     host = Host("a")

@@ -26,8 +26,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gemini_ft
 from gemini_ft import accelerator
+from gemini_ft.hosts import is_readable
 from gemini_ft.launch.grace import Process, Workers, await_news
-from gemini_ft.launch.in_place import Attempt, Stays
+from gemini_ft.launch.in_place import PARKED, Attempt, Stays
 from gemini_ft.launch.worker_start import WorkerHandler
 from gemini_ft.wire import channel
 from gemini_ft.worker import attempt, in_place
@@ -169,6 +170,47 @@ def test_others_are_started_while_a_survivor_is_waited_for(caplog: pytest.LogCap
     finally:
         workers.stop()
         stays.close()
+
+
+def test_no_worker_begins_while_the_job_is_stopped(caplog: pytest.LogCaptureFixture) -> None:
+    """Torch's launcher polls its workers while it ends them, also those that wait for their next attempt."""
+    workers, started = Workers(), list[Process]()
+    stays, rank = Stays(workers, 30.0), {"LOCAL_RANK": "0"}
+
+    def start() -> Process:
+        child = subprocess.Popen(["sleep", "100"], start_new_session=True)
+        started.append(workers.adopt(child.pid, child.poll))
+        return started[-1]
+
+    try:
+        first = stays.begin(rank, [], start)
+        first._end(1)
+        second = stays.begin(rank, [], start)
+        assert second.poll() is None
+        workers.stopped_by = signal.SIGTERM
+        workers.send(second.process, signal.SIGTERM)
+        assert second.wait(30.0) == second.poll() == -signal.SIGTERM
+        assert len(started) == 1
+    finally:
+        workers.stop()
+        stays.close()
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_worker_that_is_parked_is_not_told_to_begin_while_the_job_is_stopped(is_stopped: bool) -> None:
+    workers = Workers()
+    stays, rank = Stays(workers, 30.0), {"LOCAL_RANK": "0"}
+    process: Any = Mock(pid=os.getpid(), signs=[], poll=lambda: None)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        first = stays.begin(rank, [], lambda: process)
+        end.connect(f"\0{stays.address}")
+        first._end(1)
+        second = stays.begin(rank, [], lambda: process)
+        channel.send(end, {"word": PARKED})
+        workers.stopped_by = signal.SIGTERM if is_stopped else None
+        assert second.poll() is None
+        assert is_readable(end.fileno()) != is_stopped
+    stays.close()
 
 
 def test_sharded_parameters_may_not(launcher: socket.socket) -> None:

@@ -31,6 +31,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.cli import main as cli
 from gemini_ft.hosts import host_id, lasting_name
 from gemini_ft.launch import launcher
+from gemini_ft.launch.launched import launch_id, this_launch
 from gemini_ft.launch.run_id import default_run_id
 from gemini_ft.storage.checkpoints import FORMAT_VERSION, body_checksum
 from gemini_ft.wire.messages import PROTOCOL_VERSION
@@ -371,6 +372,7 @@ class TestSettings:
         assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
         assert os.environ["OMP_NUM_THREADS"] == "1"
         assert os.environ["GEMINI_LAUNCHER_PID"] == str(os.getpid())
+        assert this_launch(launch_id()).is_of_run
 
     def test_what_the_user_says_is_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PET_MAX_RESTARTS", "7")

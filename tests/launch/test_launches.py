@@ -13,7 +13,7 @@ import pytest
 
 from gemini_ft.agent.departure import Launches, began
 from gemini_ft.errors import ConfigError, RunAliveError
-from gemini_ft.launch.launched import changes, relevant, this_launch, without_secrets
+from gemini_ft.launch.launched import changes, launch_id, relevant, this_launch, without_secrets
 from gemini_ft.launch.whole_rounds import LaunchName
 from gemini_ft.wire.worker_messages import Launch
 
@@ -118,3 +118,10 @@ def test_hosts_that_come_later_take_over_the_name_of_the_launch(monkeypatch: pyt
     assert [one.word, two.word] == ["agreed one", "agreed one"]
     three.agree([three.word, two.word])  # in the first place, and new
     assert os.environ["GEMINI_LAUNCH"] == "one"
+
+
+def test_torchrun_and_a_notebook_do_not_ask_how_the_last_upload_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GEMINI_LAUNCH", "GEMINI_LAUNCHER_PID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "theirs")
+    assert not this_launch(launch_id()).is_of_run

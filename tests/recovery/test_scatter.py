@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_ft import accelerator
-from gemini_ft.core.layout import ALIGNMENT, TensorSpec, build_layout, plan_reads
+from gemini_ft.core.layout import ALIGNMENT, Read, TensorSpec, build_layout, plan_reads
 from gemini_ft.recovery.restore import Scatter
 
 TENSORS = {
@@ -38,11 +38,10 @@ def live() -> dict[str, torch.Tensor]:
     return found | {"turned": torch.zeros(12, 8, dtype=torch.float64).t(), "half": torch.nn.Parameter(found["half"])}
 
 
-@given(st.integers(1, 40))
-def test_what_is_received_in_place_is_what_would_have_been_copied(lines: int) -> None:
-    content, tensors = shard(), live()
-    scatter, in_place = Scatter(READS, tensors), 0
-    for at in range(0, len(content), step := lines * ALIGNMENT):
+def fill(scatter: Scatter, content: bytes | bytearray, step: int) -> int:
+    """Lays the shard into its tensors, chunk by chunk; returns how many were received in place."""
+    in_place = 0
+    for at in range(0, len(content), step):
         chunk = memoryview(content)[at : at + step]
         if places := scatter.live(at, len(chunk)):
             in_place += 1
@@ -51,6 +50,14 @@ def test_what_is_received_in_place_is_what_would_have_been_copied(lines: int) ->
             assert not chunk
         else:
             scatter.put(at, chunk)
+    return in_place
+
+
+@given(st.integers(1, 40))
+def test_what_is_received_in_place_is_what_would_have_been_copied(lines: int) -> None:
+    content, tensors = shard(), live()
+    scatter = Scatter(READS, tensors)
+    in_place = fill(scatter, content, step := lines * ALIGNMENT)
     assert all(torch.equal(tensors[name], tensor) for name, tensor in TENSORS.items())
     assert scatter.nbytes == sum(read.nbytes for read in READS)
     assert in_place or step > 600 * 4
@@ -75,3 +82,35 @@ def test_nothing_is_received_in_place_that_lies_elsewhere_or_that_nobody_wants(m
     assert not Scatter(weights, turned).live(at, 640)
     monkeypatch.setattr(accelerator, "holds", lambda tensor: True)
     assert not Scatter(weights, live()).live(at, 640)
+
+
+@pytest.mark.parametrize("step", [ALIGNMENT, 2 * ALIGNMENT, 4 * ALIGNMENT])
+@pytest.mark.parametrize("is_received", [True, False], ids=["received", "copied"])
+def test_one_place_of_a_shard_that_several_tensors_read(step: int, is_received: bool) -> None:
+    """At the beginning of a chunk, and inside one."""
+    whole = torch.arange(64, dtype=torch.float32)
+    content = bytearray(whole.numpy().tobytes())
+    places = {"whole": (0, 64), "rows": (0, 24), "first": (32, 33), "second": (32, 33), "third": (32, 33)}
+    reads = [Read(0, 4 * start, 4 * (stop - start), name, 0, stop - start) for name, (start, stop) in places.items()]
+    for some in (reads, reads[2:]):
+        tensors = {read.name: torch.zeros(read.stop) for read in some}
+        scatter = Scatter(some, tensors)
+        if is_received:
+            fill(scatter, content, step)
+        else:
+            for at in range(0, len(content), step):
+                scatter.put(at, memoryview(content)[at : at + step])
+        assert all(torch.equal(tensor, whole[slice(*places[name])]) for name, tensor in tensors.items())
+
+
+def test_memory_is_not_asked_for_where_a_chunk_is_copied_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gemini_ft.recovery.restore.memory_of", lambda *_: pytest.fail("asked for"))
+    scalar = next(read for read in READS if read.name == "step")
+    many = [Read(0, i * ALIGNMENT, scalar.nbytes, f"{i}", 0, 1) for i in range(257)]
+    assert not Scatter(many, {read.name: torch.zeros(()) for read in many}).live(0, 257 * ALIGNMENT)
+    assert not Scatter(many[:1], {"0": torch.zeros(())}).live(0, 3 * ALIGNMENT)
+
+
+def test_pieces_without_padding_between_them_are_received_without() -> None:
+    tight = [Read(0, 0, 64, "a", 0, 16), Read(0, 64, 64, "b", 0, 16)]
+    assert [len(place) for place in Scatter(tight, {"a": torch.zeros(16), "b": torch.zeros(16)}).live(0, 128)] == [64, 64]
