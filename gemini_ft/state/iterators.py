@@ -81,8 +81,12 @@ class BatchSource:
         self._strange = 0  # steps in a row
 
     def is_another(self, state: Iterable[Any]) -> bool:
-        """Whether a loop's first step is in another iteration than the first one after `resume`, which alone goes on where the loop was."""
-        return any(mark.is_under_way and mark.place[0] != self._begun.get(key, 0) + 1 for key, mark in _marks(state).items())
+        """Whether a loop's first step is in an iteration from before `resume`, or the loop has left one since: what goes on is the first.
+
+        A loop may use several iterations up before its first step: it accumulates, or cycles through a short loader.
+        """
+        marks = [(self._begun.get(key, 0), mark) for key, mark in _marks(state).items()]
+        return any(mark.is_under_way and (mark.place[0] <= begun or mark.last_left > begun) for begun, mark in marks)
 
     def is_ahead(self, state: Iterable[Any]) -> bool:
         """Whether, as of this step, the loop has batches that it goes on with; to be asked at every step, before `has_changed`.
