@@ -76,6 +76,7 @@ class BatchSource:
     def __init__(self, state: Iterable[Any] = ()) -> None:
         self._begun = {key: mark.place[0] for key, mark in _marks(state).items()}
         self._given: dict[int, tuple[int, list[int]]] = {}  # the iteration under way, and its batches by each of its first steps
+        self._left: dict[int, int] = {}  # the last iteration whose first step left batches
         self._places: list[Any] = []
         self._was_fed = False  # a step was made inside an iteration
         self._strange = 0  # steps in a row
@@ -91,7 +92,9 @@ class BatchSource:
     def is_ahead(self, state: Iterable[Any]) -> bool:
         """Whether, as of this step, the loop has batches that it goes on with; to be asked at every step, before `has_changed`.
 
-        The first step of an iteration shows it: one that takes more batches than the next ones has left some for these.
+        The first step of an iteration shows it: one that takes more batches than the next ones has left some for these. Two of these tell
+        how many a step takes, as one alone may have taken what was left of an epoch. Where the first batches were skipped, or looked at,
+        it is the same, so that only two iterations in a row that begin like this are believed.
         """
         marks = _marks(state)
         is_fed = [mark.place for mark in marks.values()] != self._places
@@ -103,8 +106,9 @@ class BatchSource:
             match given:
                 case [first, second]:
                     found |= 0 < first == second and not is_fed
-                case [first, second, third]:
-                    found |= first > second - first == third - second > 0
+                case [first, second, third] if first > second - first == third - second > 0:
+                    found |= self._left.get(key) == number - 1
+                    self._left[key] = number
         return found
 
     def has_changed(self, state: Iterable[Any]) -> bool:

@@ -99,7 +99,23 @@ def cycles_a_short_one(data: Any) -> Iterator[None]:
             yield
 
 
-@pytest.mark.parametrize("loop", [accumulates_over_epochs, cycles_a_short_one])
+def skips_the_first(data: Any) -> Iterator[None]:
+    """The first batch of the second epoch is a bad one, and so is one of the third."""
+    for epoch in range(3):
+        for index, _ in enumerate(data):
+            if (epoch, index) not in ((1, 0), (2, 1)):
+                yield
+
+
+def looks_at_the_first(data: Any) -> Iterator[None]:
+    """Compiles with the first batch before it trains with the others."""
+    batches = iter(data)
+    next(batches)
+    for _ in batches:
+        yield
+
+
+@pytest.mark.parametrize("loop", [accumulates_over_epochs, cycles_a_short_one, skips_the_first, looks_at_the_first])
 def test_a_loop_that_would_go_on_alike_is_not_warned(loop: Callable[[Any], Iterator[None]], caplog: pytest.LogCaptureFixture) -> None:
     data = loader()
     watched = LoopWatch([data], has_resumed=False)
