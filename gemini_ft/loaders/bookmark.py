@@ -38,6 +38,7 @@ class Bookmark:
         to_go_on: how many have a position to go on at, and have not begun.
         began_anew: whether the first iteration after a restart began at the first batch, because a whole one had been the step.
         was_empty: whether the first iteration after a restart has ended without a batch.
+        last_left: the number of the last iteration that another one has followed before its end.
         is_counted_on: whether the loop has asked how many batches the next iteration leaves out.
     """
 
@@ -75,6 +76,7 @@ class Bookmark:
         self._gone_on_before = 0
         self._asks_in_vain = 0  # that follow from a restart
         self.began_anew = self.was_empty = False
+        self.last_left = 0
         self.is_counted_on = False
         # The following describes the iteration that is under way.
         self._running = False
@@ -164,6 +166,8 @@ class Bookmark:
         """
         if self._active is not None and not self._active():
             return self._beside(start)
+        if self._running and not self._ended:
+            self.last_left = self._iterations
         position, self._resume = self._resume, None
         if position is not None and self._begins_anew(position):
             self.began_anew = position["ended"] and Bookmark.gone_on <= self._gone_on_before

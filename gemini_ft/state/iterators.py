@@ -76,18 +76,25 @@ class BatchSource:
     def __init__(self, state: Iterable[Any] = ()) -> None:
         self._begun = {key: mark.place[0] for key, mark in _marks(state).items()}
         self._given: dict[int, tuple[int, list[int]]] = {}  # the iteration under way, and its batches by each of its first steps
+        self._left: dict[int, int] = {}  # the last iteration whose first step left batches
         self._places: list[Any] = []
         self._was_fed = False  # a step was made inside an iteration
         self._strange = 0  # steps in a row
 
     def is_another(self, state: Iterable[Any]) -> bool:
-        """Whether a loop's first step is in another iteration than the first one after `resume`, which alone goes on where the loop was."""
-        return any(mark.is_under_way and mark.place[0] != self._begun.get(key, 0) + 1 for key, mark in _marks(state).items())
+        """Whether a loop's first step is in an iteration from before `resume`, or the loop has left one since: what goes on is the first.
+
+        A loop may use several iterations up before its first step: it accumulates, or cycles through a short loader.
+        """
+        marks = [(self._begun.get(key, 0), mark) for key, mark in _marks(state).items()]
+        return any(mark.is_under_way and (mark.place[0] <= begun or mark.last_left > begun) for begun, mark in marks)
 
     def is_ahead(self, state: Iterable[Any]) -> bool:
         """Whether, as of this step, the loop has batches that it goes on with; to be asked at every step, before `has_changed`.
 
-        The first step of an iteration shows it: one that takes more batches than the next ones has left some for these.
+        The first step of an iteration shows it: one that takes more batches than the next ones has left some for these. Two of these tell
+        how many a step takes, as one alone may have taken what was left of an epoch. Where the first batches were skipped, or looked at,
+        it is the same, so that only two iterations in a row that begin like this are believed.
         """
         marks = _marks(state)
         is_fed = [mark.place for mark in marks.values()] != self._places
@@ -99,8 +106,9 @@ class BatchSource:
             match given:
                 case [first, second]:
                     found |= 0 < first == second and not is_fed
-                case [first, second, third]:
-                    found |= first > second - first == third - second > 0
+                case [first, second, third] if first > second - first == third - second > 0:
+                    found |= self._left.get(key) == number - 1
+                    self._left[key] = number
         return found
 
     def has_changed(self, state: Iterable[Any]) -> bool:

@@ -3,7 +3,7 @@
 An optimizer's step uses its gradients up. The next update needs all that has been written to a gradient since then, so it is kept
 with the snapshot, each rank's own. Gradients that were used up, or are zero, are given back as zeros, because an optimizer treats a
 parameter without gradient otherwise. A loop that never zeroes its gradients is noticed by its second backward pass: from then on all are
-kept. A parameter of no optimizer keeps its gradient too, since it may get one; freeze what is not trained.
+kept, after a resume too. A parameter of no optimizer keeps its gradient too, since it may get one; freeze what is not trained.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class PendingGradients:
         return mark is not None and mark[0]() is grad and mark[1] == _version(grad)
 
     def collect(self, params: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """The gradients that wait, by the names of their parameters; and which parameters have a gradient beside these.
+        """The gradients that wait, by the names of their parameters; which parameters have a gradient beside these, and which ones
+        a loop adds to without zeroing them.
 
         Args:
             params: name -> parameter.
@@ -87,7 +88,8 @@ class PendingGradients:
                     )
                 else:
                     waiting[name] = local(grad).detach()
-        return {"waiting": waiting, "present": True if len(present) == len(params) else present, "sparse": sparse}
+        added_to = [name for name, param in params.items() if id(param) in self._added_to]
+        return {"waiting": waiting, "present": True if len(present) == len(params) else present, "sparse": sparse, "added_to": added_to}
 
     def restore(self, saved: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> None:
         """Gives every parameter the gradient that it had, and none to the others.
@@ -99,6 +101,7 @@ class PendingGradients:
             raise LayoutMismatchError(f"the snapshot has a gradient of {min(absent)}, which is not there now")
         present = set(params if saved["present"] is True else saved["present"])
         sparse = set(saved.get("sparse", ()))  # an optimizer for sparse gradients refuses dense ones; older snapshots do not say
+        self._added_to.update(id(params[name]) for name in saved.get("added_to", ()) if name in params)  # nor do these
         for name, param in params.items():
             if (value := saved["waiting"].get(name)) is not None:
                 param.grad = _like(param, value)

@@ -72,13 +72,19 @@ def _anew(loader: Any) -> Iterator[Any]:
     yield from DataLoader(loader.dataset, 6)
 
 
+def _pairs(loader: Any) -> Iterator[Any]:
+    for _ in range(2):
+        yield from itertools.pairwise(loader)
+
+
 def _ahead(loader: Any) -> Iterator[Any]:
     """Fetches the next batch while one is used."""
-    batches = iter(loader)
-    following = next(batches, None)
-    while following is not None:
-        batch, following = following, next(batches, None)
-        yield batch
+    for _ in range(2):
+        batches = iter(loader)
+        following = next(batches, None)
+        while following is not None:
+            batch, following = following, next(batches, None)
+            yield batch
 
 
 def _looked_into(loader: Any) -> Iterator[Any]:
@@ -104,7 +110,7 @@ HABITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "limited": (lambda loader: itertools.islice(loader, 3), "limits its batches by itertools.islice"),
     "limited on": (lambda loader: itertools.islice(loader, 3 - loader.batches_done), ""),
     "listed": (list, "takes batches of a loader in `state` that later steps use"),
-    "pairs": (itertools.pairwise, "takes batches of a loader in `state` that later steps use"),
+    "pairs": (_pairs, "takes batches of a loader in `state` that later steps use"),
     "ahead": (_ahead, "takes batches of a loader in `state` that later steps use"),
     "one for all": (lambda loader: [next(iter(loader))] * 4, "makes several steps with one"),
     "twice": (lambda loader: (batch for batch in loader for _ in range(2)), "makes several steps with one"),

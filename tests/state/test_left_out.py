@@ -81,6 +81,49 @@ def loader() -> Any:
     return gemini_ft.resumable(DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2))
 
 
+def accumulates_over_epochs(data: Any) -> Iterator[None]:
+    for number in range(15):
+        for count, _ in enumerate(data, 4 * number + 1):
+            if count % 5 == 0:
+                yield
+
+
+def cycles_a_short_one(data: Any) -> Iterator[None]:
+    short = iter(())
+    for count in range(1, 13):
+        short = iter(data) if count % 4 == 1 else short
+        next(short)
+        if count % 4 == 0:
+            next(short, None)
+        if count > 4:
+            yield
+
+
+def skips_the_first(data: Any) -> Iterator[None]:
+    """The first batch of the second epoch is a bad one, and so is one of the third."""
+    for epoch in range(3):
+        for index, _ in enumerate(data):
+            if (epoch, index) not in ((1, 0), (2, 1)):
+                yield
+
+
+def looks_at_the_first(data: Any) -> Iterator[None]:
+    """Compiles with the first batch before it trains with the others."""
+    batches = iter(data)
+    next(batches)
+    for _ in batches:
+        yield
+
+
+@pytest.mark.parametrize("loop", [accumulates_over_epochs, cycles_a_short_one, skips_the_first, looks_at_the_first])
+def test_a_loop_that_would_go_on_alike_is_not_warned(loop: Callable[[Any], Iterator[None]], caplog: pytest.LogCaptureFixture) -> None:
+    data = loader()
+    watched = LoopWatch([data], has_resumed=False)
+    for _ in loop(data):
+        watched.look([], {"data": data}, [])
+    assert [record.getMessage() for record in caplog.records if "numbers its batches" not in record.getMessage()] == []
+
+
 def test_a_look_keeps_nothing_of_a_step() -> None:
     """Before Python 3.13 frames keep what is asked of their variables, as long as they are under way."""
     data, watched, lived = loader(), LoopWatch(), list[weakref.ref[torch.Tensor]]()

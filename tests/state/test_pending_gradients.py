@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from capture_kit import take
+from capture_kit import Taken, give, take
 from torch import nn
 
 from gemini_ft.state import codec
@@ -71,3 +71,25 @@ def test_a_zero_grad_that_keeps_something_is_believed_nothing() -> None:
     model, optimizer, state = _training(Fading)
     _step(model, optimizer)
     assert _waiting(state) == {"model.weight", "model.bias"}
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_a_loop_that_never_zeroes_keeps_its_gradients_from_the_first_step_after_a_resume(is_older: bool) -> None:
+    """Snapshots of older versions do not say which gradients are added to: these are noticed by the second backward pass again."""
+    model, optimizer, state = _training()
+    for _ in range(3):
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+    taken = take(state)
+    if is_older:
+        extras = codec.decode(taken.extras)
+        del extras["pending"]["added_to"]
+        taken = Taken(taken.layout, taken.shard, codec.encode(extras))
+    model, optimizer, state = _training()
+    give(taken, state)
+    for step in range(2):
+        assert model.bias.grad is not None
+        assert model.bias.grad.tolist() == [12.0 + 4 * step] * 2
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+        assert _waiting(state) == ({"model.weight", "model.bias"} if not is_older or step else set())
