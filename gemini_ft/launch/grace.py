@@ -43,12 +43,14 @@ class Process:
         self.returncode: int | None = None
         self.sent: set[int] = set()  # the signals it has got
         self._workers, self._reap = workers, reap
-        self._pidfd = os.pidfd_open(pid)
+        self._pidfd = -1
+        with contextlib.suppress(OSError):  # no descriptor is left: it is looked at from time to time, and signalled all the same
+            self._pidfd = os.pidfd_open(pid)
 
     @property
     def signs(self) -> list[int]:
         """Descriptors that can be read when there is news of the worker."""
-        return [self._pidfd] if self.returncode is None else []
+        return [self._pidfd] if self.returncode is None and self._pidfd >= 0 else []
 
     def poll(self) -> int | None:
         """The exit status, negative for a signal; None while it runs."""
@@ -60,7 +62,7 @@ class Process:
         if self.returncode is None:
             self._end_leftovers()
             self.returncode = self._reap()
-            if self.returncode is not None:
+            if self.returncode is not None and self._pidfd >= 0:
                 os.close(self._pidfd)
         return self.returncode
 

@@ -130,11 +130,14 @@ def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
         return "it uses a device, and groups of devices are not yet made anew in place"
     if present.refusal:
         return present.refusal
+    if getattr(getattr(sys.modules.get("accelerate.state"), "PartialState", None), "_shared_state", None):
+        return "accelerate keeps devices and process group for the whole process"
     present.close_checkpointers()
     if dist.is_initialized():
         dist.destroy_process_group()
     number_groups_anew()
-    torch.compiler.reset()  # else what the attempt has compiled counts against the limit of the next, and its shapes are known
+    if "torch._dynamo" in sys.modules:  # which takes long to import
+        torch.compiler.reset()  # else what the attempt has compiled counts against the limit of the next, and its shapes are known
     rendezvous.forget_group()
     notes.step = None
     for stream in (sys.stdout, sys.stderr):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import random
 import signal
@@ -314,3 +315,20 @@ def test_shared_memory_of_a_worker_that_fails_goes_with_it() -> None:
     process = Workers().adopt(worker.pid, worker.poll)
     wait_for(lambda: process.poll() == 1)
     wait_for(lambda: not Path("/dev/shm", name).exists())
+
+
+def test_a_worker_is_signalled_also_where_no_descriptor_is_left_to_watch_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    workers = Workers()
+    child = subprocess.Popen(["sleep", "100"], start_new_session=True)
+    try:
+        process = workers.adopt(child.pid, child.poll)
+        assert process.signs == []
+        workers.send(process, signal.SIGTERM)
+        assert process.wait(30.0) == -signal.SIGTERM
+    finally:
+        child.kill()
+        child.wait()

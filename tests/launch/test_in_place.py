@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -120,6 +121,23 @@ def test_code_is_compiled_anew_as_in_a_new_process(launcher: socket.socket) -> N
         twice(torch.ones(3))
         assert len(compiled) == number
         assert in_place.leftovers(attempt.present, threading.enumerate()) == ""
+
+
+def test_a_compiler_that_was_not_used_is_not_imported(launcher: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing it takes longer than all the rest of a restart."""
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: pytest.fail("imports it"))
+    assert attempt.present is not None
+    assert in_place.leftovers(attempt.present, threading.enumerate()) == ""
+
+
+def test_what_accelerate_keeps_for_a_process_is_not_made_anew(launcher: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = SimpleNamespace(PartialState=SimpleNamespace(_shared_state={}))
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)
+    assert attempt.present is not None
+    assert in_place.leftovers(attempt.present, threading.enumerate()) == ""
+    state.PartialState._shared_state["device"] = "cpu"
+    assert "accelerate" in in_place.leftovers(attempt.present, threading.enumerate())
 
 
 def test_a_worker_that_can_never_stay_is_signalled_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
