@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from gemini_ft.state.rng import generator_states, private_generators
+from gemini_ft.state.tensors import local
 
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent))  # this package, and Python's, with what is installed there
 _MANY = 100  # more are data
@@ -75,7 +76,7 @@ class Generators:
         return found
 
 
-class Copies:
+class Mirrors:
     """Collections of tensors in the script's variables that mirror a model and change: averages of the weights, slow ones, the best so far.
 
     Args:
@@ -89,7 +90,8 @@ class Copies:
         kinds = [*params, *([each for each in mine if each.requires_grad] for mine in params)]
         kinds += [[*mine, *model.buffers()] for mine, model in zip(params, models, strict=True)]
         self._shapes = [sorted(map(_shape, tensors)) for tensors in kinds if tensors]
-        self._own = {tensor.data_ptr() for tensors in kinds for tensor in tensors}
+        self._sizes = {len(shapes) for shapes in self._shapes if len(shapes) > 1}
+        self._own = {_memory(tensor) for tensors in kinds for tensor in tensors}
         self._marks: dict[str, Any] = {}  # of a step that was looked at
         self._steps = 0
 
@@ -106,17 +108,21 @@ class Copies:
             if id(value) in self._known or isinstance(value, nn.Module):
                 continue
             for path, part in [(name, value), *((f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items())]:
-                if not isinstance(part, dict | list) or len(part) < 2 or id(part) in self._known:
+                if not isinstance(part, dict | list) or len(part) not in self._sizes or id(part) in self._known:
                     continue
                 tensors = [*part.values()] if isinstance(part, dict) else part
                 if not all(isinstance(tensor, torch.Tensor) for tensor in tensors) or sorted(map(_shape, tensors)) not in self._shapes:
                     continue
-                if not any(tensor.data_ptr() in self._own for tensor in tensors):
+                if not any(_memory(tensor) in self._own for tensor in tensors):
                     yield path, (part, [(id(tensor), tensor._version) for tensor in tensors])
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return local(tensor).data_ptr() or id(tensor)  # a part of a DTensor may be empty
 
 
 def _variables() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from gemini_ft.errors import ConfigError
 from gemini_ft.state.iterators import BatchSource, is_plain_loader, unkept, wrappers
-from gemini_ft.state.left_out import Copies, Generators, left_out, not_saved
+from gemini_ft.state.left_out import Generators, Mirrors, left_out, not_saved
 from gemini_ft.state.rng import GivenGenerator, is_generator
 from gemini_ft.state.tensors import every_optimizer
 
@@ -62,7 +62,7 @@ class LoopWatch:
         self._is_ahead = False
         self._source = BatchSource(state)
         self._generators: Generators | None = None
-        self._copies: Copies | None = None
+        self._mirrors: Mirrors | None = None
 
     def look(self, models: Collection[nn.Module], state: Mapping[str, Any], optimizers: Sequence[Any]) -> None:
         """Looks as of a step that ends now.
@@ -90,14 +90,14 @@ class LoopWatch:
                 "behind it. Iterate the loader itself, and call step() once for what each turn takes, or keep such batches in an object in "
                 "`state`"
             )
-        if self._copies is None:
-            self._copies = Copies(models, [*models, *loaders, *optimizers])
-        if copies := self._copies.changed():
-            self._copies = Copies((), ())  # each thing is said once
+        if self._mirrors is None:
+            self._mirrors = Mirrors(models, [*models, *loaders, *optimizers])
+        if mirrors := self._mirrors.changed():
+            self._mirrors = Mirrors((), ())  # each thing is said once
             _log.warning(
                 "this script keeps tensors like the model's in %s, which change and are in no snapshot: %s. Give averages of the weights "
                 "as a model beside the others, or an object with state_dict and load_state_dict that has them in `state`",
-                *(", ".join(copies), _BEGINS),
+                *(", ".join(mirrors), _BEGINS),
             )
         if self._generators is None:
             given = [*models, *loaders]

@@ -142,6 +142,21 @@ def test_a_look_keeps_nothing_of_a_step() -> None:
     assert [each() for each in lived] == [None] * 8
 
 
+class Rows(list[torch.Tensor]):
+    """Rows of a dataset, which are many."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        raise AssertionError("all of them are looked at, at a step")
+
+
+def test_data_are_no_copies_of_a_model(caplog: pytest.LogCaptureFixture) -> None:
+    rows, watched, model = Rows(torch.ones(1, 2) for _ in range(5)), LoopWatch(), nn.Linear(2, 1)
+    for row in rows[:4]:
+        watched.look([model], {}, [])
+        row.add_(1)
+    assert caplog.records == []
+
+
 def test_variables_that_the_script_has_asked_for_stay_its_own() -> None:
     given = locals()
     given["option"] = 5

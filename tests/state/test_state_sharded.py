@@ -26,6 +26,7 @@ from gemini_ft.core.layout import Layout, build_layout, plan_reads, stored_specs
 from gemini_ft.errors import LayoutMismatchError, ReplicaDivergedError, UnsupportedStateError
 from gemini_ft.state import codec
 from gemini_ft.state.copies import copy_into
+from gemini_ft.state.loop import LoopWatch
 from gemini_ft.state.modules import apply_extras, destinations
 from gemini_ft.state.replicas import check_replicas, first_difference, replicated_digest, tensor_digests
 from gemini_ft.state.tensors import Source
@@ -198,6 +199,21 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", store=FakeStore(), rank=6, world_size=8)
     yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
     dist.destroy_process_group()
+
+
+def test_averages_of_a_sharded_model_are_named(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    placements, model = (Replicate(), Shard(0)), nn.Linear(3, 2)
+    for name, parameter in [*model.named_parameters()]:
+        model.register_parameter(name, nn.Parameter(DTensor.from_local(parameter.detach(), mesh, placements, run_check=False)))
+    averages, watched = [parameter.detach().clone() for parameter in model.parameters()], LoopWatch()
+    parameters = [*model.parameters()]
+    for _ in range(2):
+        for mean, parameter in zip(averages, parameters, strict=True):
+            mean.lerp_(parameter.detach(), 0.1)
+            parameter.detach().add_(1)
+        watched.look([model], {}, [])
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "keeps tensors like the model's in averages," in said
 
 
 def placed(mesh: DeviceMesh, *placements: Placement) -> nn.Module:
