@@ -78,7 +78,7 @@ class Attempt:
             if self._before is not None:
                 return None if self._stays.workers.stopped_by is None else self.process.poll()
             if self._stays.last_word(self.process.pid) is not None:
-                self._end(1)
+                self.end(1)
         return self.process.poll() if self._status is None else self._status
 
     def wait(self, timeout: float | None = None) -> int:
@@ -90,10 +90,11 @@ class Attempt:
         if self._before is not None:  # it has been told already that the one before is over
             self._status, self._ended_at = -signal.SIGTERM, self._before._ended_at
         elif self.poll() is None and not self._stays.refuses(self.process.pid) and self._stays.tell(self.process.pid, {"over": True}):
-            self._end(-signal.SIGTERM)
+            self.end(-signal.SIGTERM)
         return self._status is not None
 
-    def _end(self, status: int) -> None:
+    def end(self, status: int) -> None:
+        """Takes the attempt for over, with that status, while its process may live."""
         self._status, self._ended_at = status, time.monotonic()
 
     def _go_on(self) -> None:

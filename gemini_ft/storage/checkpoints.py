@@ -25,7 +25,7 @@ from gemini_ft.storage.base import WORD, Storage
 from gemini_ft.storage.decisions import Descent
 from gemini_ft.storage.shard import ShardRecord
 
-FORMAT_VERSION: Final = 4  # of the manifest, and of all that it leads to: shards, layouts, the small state
+FORMAT_VERSION: Final = 5  # of the manifest, and of all that it leads to: shards, layouts, the small state
 
 _log = logging.getLogger(__name__)
 _FOLDER = r"(?P<run>[^/]+)/(?P<stream>[^/]+)/step-(?P<step>\d{8,15})-inc-(?P<number>\d{1,15})-(?P<nonce>[^/]+)"  # more digits are of no job
@@ -55,7 +55,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    format: Literal[4] = FORMAT_VERSION
+    format: Literal[5] = FORMAT_VERSION
     run: str
     stream: str
     incarnation: Incarnation

@@ -202,7 +202,7 @@ def test_no_worker_begins_while_the_job_is_stopped(caplog: pytest.LogCaptureFixt
 
     try:
         first = stays.begin(rank, [], start)
-        first._end(1)
+        first.end(1)
         second = stays.begin(rank, [], start)
         assert second.poll() is None
         workers.stopped_by = signal.SIGTERM
@@ -222,7 +222,7 @@ def test_a_worker_that_is_parked_is_not_told_to_begin_while_the_job_is_stopped(i
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         first = stays.begin(rank, [], lambda: process)
         end.connect(f"\0{stays.address}")
-        first._end(1)
+        first.end(1)
         second = stays.begin(rank, [], lambda: process)
         channel.send(end, {"word": PARKED})
         workers.stopped_by = signal.SIGTERM if is_stopped else None

@@ -62,10 +62,10 @@ class Kept(NamedTuple):
 
 KEPT = {
     "storage.checkpoints.FORMAT_VERSION": Kept(
-        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, marks.Mark, LAYOUT, *SMALL_STATE], "b4f998b991b4f2cc"
+        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, marks.Mark, LAYOUT, *SMALL_STATE], "f432bb3f002b0c86"
     ),
     "agent.memory.slot_memory.FORMAT": Kept(
-        slot_memory.FORMAT, ["agent.memory.slot_memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "79eecbab01d1c45c"
+        slot_memory.FORMAT, ["agent.memory.slot_memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "0b6dde76fa6aef57"
     ),
     "wire.messages.PROTOCOL_VERSION": Kept(
         messages.PROTOCOL_VERSION,

@@ -38,7 +38,7 @@ from gemini_ft.errors import CorruptDataError, FormatError
 
 _MAGIC = b"GEMINIFT"
 _OF_SHAPE = ("run", "stream", "owner", "world_size", "layout_hash", "data_bytes", "extras_capacity", "chunk_bytes")
-FORMAT = 5  # of a slot's header, and of all that lies behind it
+FORMAT = 6  # of a slot's header, and of all that lies behind it
 EXTRAS_ROOM = 2**20  # bytes of small state a slot has room for at least
 _HEADER_BYTES = 4096
 _MARK_AT = _HEADER_BYTES - 8  # of a committed version
