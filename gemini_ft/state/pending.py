@@ -115,7 +115,7 @@ class PendingGradients:
 
 
 def _version(grad: torch.Tensor) -> int:
-    return local(grad)._version
+    return grad._version + (local(grad)._version if isinstance(grad, DTensor) else 0)
 
 
 def _is_zero(grad: torch.Tensor) -> bool:

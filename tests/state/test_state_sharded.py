@@ -28,6 +28,7 @@ from gemini_ft.state import codec
 from gemini_ft.state.copies import copy_into
 from gemini_ft.state.loop import LoopWatch
 from gemini_ft.state.modules import apply_extras, destinations
+from gemini_ft.state.pending import PendingGradients
 from gemini_ft.state.replicas import check_replicas, first_difference, replicated_digest, tensor_digests
 from gemini_ft.state.tensors import Source
 
@@ -199,6 +200,20 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", store=FakeStore(), rank=6, world_size=8)
     yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
     dist.destroy_process_group()
+
+
+def test_gradients_that_were_added_to_after_a_step_wait(mesh: DeviceMesh) -> None:
+    """Autograd adds to a DTensor itself, FSDP to the part inside."""
+    model = placed(mesh, Replicate(), Shard(0))
+    weight, optimizer = model.weight, torch.optim.SGD(model.parameters(), lr=0.1)
+    pending = PendingGradients()
+    pending.watch([optimizer])
+    for add in (lambda grad: grad.add_(1), lambda grad: grad._local_tensor.add_(1)):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        assert pending.collect({"weight": weight})["present"] is True
+        add(weight.grad)
+        assert [*pending.collect({"weight": weight})["waiting"]] == ["weight"]
 
 
 def test_averages_of_a_sharded_model_are_named(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
