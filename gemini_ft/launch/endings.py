@@ -106,7 +106,7 @@ class Endings:
         except (GeminiError, OSError, ValueError):
             document = {}
         if not document and self._notes.have(PROTECTED):
-            return "What memory keeps is not known, as this host's agent has ended, or hangs"
+            return "What memory keeps is not known, as no agent answers on this host"
         committed = {name: stream["committed"] for name, stream in document.get("streams", {}).items() if stream["committed"]}
         if not committed:
             return "Nothing was recorded."

@@ -54,7 +54,7 @@ def test_an_agent_that_does_not_answer_is_no_word_that_nothing_was_recorded(
 ) -> None:
     endings.judge([failure(tmp_path, "ValueError")])
     assert endings.judge([failure(tmp_path, "ValueError")])
-    assert "What memory keeps is not known, as this host's agent has ended, or hangs" in caplog.text
+    assert "What memory keeps is not known, as no agent answers on this host" in caplog.text
 
 
 @pytest.mark.parametrize(
