@@ -46,7 +46,7 @@ $(OPS): $(STAMP)
 	@touch $@
 
 test: $(OPS) ## all tests except the long ones
-	$(BIN)/python -m pytest --numprocesses 6 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(HANGING) --durations 40 --durations-min 5 $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(HANGING) --durations 40 --durations-min 5 $(ARGS)
 
 soak: $(if $(PART)$(ARGS),$(OPS)) ## the long tests: which parts there are; PART=chaos-1: one of them
 	@$(if $(PART)$(ARGS),$(BIN)/python,$(PYTHON)) scripts/soak $(addprefix --part ,$(PART)) $(ARGS)

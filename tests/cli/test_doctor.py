@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import resource
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -61,6 +64,18 @@ def test_what_is_wrong_is_named_with_the_way_out(
         assert main(["doctor", "--hosts", "1"]) == 1
     (line,) = re.findall(r"^wrong +.*", capsys.readouterr().out, re.MULTILINE)
     assert re.match(rf"wrong +{about} +.*{text}", line)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a network without routes: run it as root")
+def test_a_host_without_a_default_route_is_told_to_name_its_network(healthy: Path) -> None:
+    alone = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "alone"]
+    command = [*alone, sys.executable, "-m", "gemini_ft.cli.main", "doctor", "--hosts", "2"]
+    env = {name: value for name, value in os.environ.items() if name != "GEMINI_INTERFACE"} | {"MASTER_ADDR": "10.1.2.3"}
+    done = subprocess.run(command, env=env, cwd=healthy, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert re.search(
+        r"^wrong +network +no route to the master '10.1.2.3' .*; set interface \(GEMINI_INTERFACE\)", done.stdout, re.MULTILINE
+    )
 
 
 def test_pages_of_slots_are_advised_on(healthy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
