@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from gemini_ft.errors import ConfigError
 from gemini_ft.loaders.bookmark import Bookmark
-from gemini_ft.loaders.loader import bookmark_of, make_resumable
+from gemini_ft.loaders.loader import bookmark_of, itself, make_resumable
 from gemini_ft.loaders.parts import DataResume, is_stateful
 from gemini_ft.state.rng import randomness, set_randomness
 
@@ -174,7 +174,7 @@ class ResumableAdapter:
             setattr(self._loader, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self._loader,)  # copied or pickled it is accelerate's own
+        return itself, (self._loader,)  # copied or pickled it is accelerate's own
 
 
 def is_adapter(loader: Any) -> bool:
@@ -194,10 +194,6 @@ def base_of(loader: Any) -> Any:
 
 def _nothing() -> None:
     """Does nothing, in place of what accelerate would."""
-
-
-def _itself(loader: Any) -> Any:
-    return loader
 
 
 def _seedable_sampler(base: Any) -> Any:

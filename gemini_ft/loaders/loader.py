@@ -104,7 +104,7 @@ class ResumableIterable:
         return getattr(self.iterable, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.iterable,)  # copied or pickled it is the user's own
+        return itself, (self.iterable,)  # copied or pickled it is the user's own
 
 
 class _Batches:
@@ -184,7 +184,8 @@ def _resumable_class(base: Any) -> Any:
     return Resumable
 
 
-def _itself(iterable: Any) -> Any:
+def itself(iterable: Any) -> Any:
+    """The loader in whose place a wrapper is copied or pickled."""
     return iterable
 
 

@@ -245,7 +245,7 @@ class TestTcpPort:
         wire.close()
 
     def test_a_member_that_claims_a_commit_that_cannot_be_is_not_believed(self, job: Job) -> None:
-        """What was committed was whole in the leader's own memory, too. Believed, nothing would be committed any more."""
+        """A committed version is whole in the leader's own memory, too. If it believed the claim, nothing would be committed any more."""
         ranks = job.start()
         job.commit(ranks, 1)
         wire = BlockingWire(ranks[0].address, job.claims("report", incarnation=ranks[0].spec.incarnation), SECRET, 10.0)

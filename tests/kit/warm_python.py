@@ -431,7 +431,7 @@ def _load(modules: Iterable[str]) -> None:
 
 
 def _settle() -> None:
-    """Before the first fork: what has been loaded stays where it is in memory, and nothing runs beside."""
+    """Prepares the first fork: keeps the collector from writing to loaded objects, and checks that no other thread runs."""
     gc.collect()
     gc.freeze()
     assert threading.active_count() == 1

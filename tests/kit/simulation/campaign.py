@@ -23,7 +23,7 @@ _TOLD = 20  # violations of a run that are told
 
 @dataclass
 class Outcome:
-    """What came of one seed."""
+    """The result of one seed."""
 
     seed: int
     digest: str = ""

@@ -32,7 +32,6 @@ from gemini_ft.wire.worker_messages import (
     Adopt,
     Copied,
     GiveUp,
-    Goodbye,
     Granted,
     Hello,
     Opened,
@@ -68,7 +67,7 @@ def text(version: Version) -> str:
 
 @lru_cache(maxsize=256)
 def content(owner: int, version: Version, nbytes: int) -> bytes:
-    """What a rank's shard holds after an iteration of an incarnation; another one after every other."""
+    """The bytes of a rank's shard after an iteration of an incarnation; no two iterations have the same."""
     seed = [owner, version.iteration, *version.incarnation.nonce.encode(), version.incarnation.number]
     return np.random.default_rng(seed).bytes(nbytes)
 
@@ -355,10 +354,6 @@ class Script:
             self.at += 1
             assert self.client is not None
             try:
-                if world.last is not None and self.at > world.last:
-                    self.client.tell(Goodbye(finished=True))
-                    world.record("finished", rank=self.rank)
-                    return
                 self.client.tell(Progress(iteration=self.at))
                 if self._room:
                     await loop.run_in_executor(None, self._reserve)

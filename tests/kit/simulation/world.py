@@ -163,15 +163,13 @@ class Attempt:
 
 
 class World:
-    """One run over simulated time.
+    """One run over simulated time: a job of three ranks, each on a host of its own, and a spare. It has no end.
 
     Args:
         seed: everything is drawn from it.
-        hosts: in all; one more than ranks is a spare.
-        ranks: of the job, one on each host that takes part.
     """
 
-    def __init__(self, seed: int, *, hosts: int = 4, ranks: int = 3, step: float | None = None, faults: float | None = None) -> None:
+    def __init__(self, seed: int) -> None:
         self.seed, self.rng = seed, Random(seed)
         rng = self.rng
         self.loop = SimulatedLoop(Random(rng.random()))
@@ -181,13 +179,12 @@ class World:
         self.lines: list[str] = []
         self.bucket = Bucket(Random(rng.random()), self._on_storage)
         self.run, self.numbers, self.pids = f"simulated-{seed}", itertools.count(1), itertools.count(1_000_000)
-        self.nbytes, self.ranks = rng.choice([64, 512, 1536]), ranks
-        self.step = step if step is not None else rng.choice([0.5, 2.0, 5.0])
+        self.nbytes, self.ranks = rng.choice([64, 512, 1536]), 3
+        self.step = rng.choice([0.5, 2.0, 5.0])
         self.copying = rng.choice([0.001, 0.02, 0.2]) * self.step
         self.linger = 3600.0
-        self.last: int | None = None
-        self.hosts = [Host(f"h{number}") for number in range(hosts)]
-        self.fault_seconds = faults if faults is not None else rng.choice([4.0, 12.0, 40.0])
+        self.hosts = [Host(f"h{number}") for number in range(self.ranks + 1)]
+        self.fault_seconds = rng.choice([4.0, 12.0, 40.0])
         storage = {"url": URL, "every_steps": rng.choice([3, 10, 30]), "keep_last": rng.choice([1, 2]), "patience": 60.0}
         settings = {
             "run_id": self.run,
@@ -384,8 +381,6 @@ class World:
                     self.kill_worker(host, "its launcher")
             else:
                 host.lingers_until = 0.0
-        if self.last is not None and any(event["event"] == "finished" for event in self.history[-20:]):
-            return
         free = [host for host in self.hosts if host.is_up and host.worker is None and now >= host.ready_at]
         if len(free) < self.ranks:
             return
