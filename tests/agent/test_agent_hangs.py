@@ -307,10 +307,10 @@ def test_training_commits_again_soon_after_an_agent_has_hung(tmp_path: Path, vic
     """No update waits for `timeout`, and no agent for its host to be lost."""
     options = {"agent_timeout": 1.0, "replica_timeout": 1.0, "timeout": 60.0, "on_late": None, "pause": 0.02, **options}
     with World(tmp_path, size=2) as world:
-        results = world.outcome(partial(loop, 150, during=stop_the_agent_for_good, **options), VICTIM=str(victim))
+        results = world.outcome(partial(loop, 2000, during=stop_the_agent_for_good, **options), VICTIM=str(victim))
         for result in results:
             assert not isinstance(result, Exception), result
-            assert result["committed"] == 150
+            assert (result["committed"] or 0) > 20
             assert result["longest"] < 30, "an update waited for the whole timeout"
         assert "of an agent that hung" in world.log(world.hosts[victim])
 

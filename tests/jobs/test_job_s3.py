@@ -212,14 +212,17 @@ class TestTwoJobs:
         """The same command twice, on two clusters: each looks before the other has written, and the store denies what it has done."""
         for name in "ab":
             (tmp_path / name).mkdir()
-        proxy.fail("hold", "PutObject", key="manifest.json", count=2)
+        proxy.fail("hold", "PutObject", key="shard-", count=2)
         with (
             World(tmp_path / "a", 1, **s3_server.CREDENTIALS) as first,
             World(tmp_path / "b", 1, ["elsewhere"], **s3_server.CREDENTIALS) as second,
         ):
             second.environ["GEMINI_RUN_ID"] = second.run = first.run
             attempts = [world.start(*run(proxy.endpoint, 1000, during=None, pause=0.1)) for world in (first, second)]
-            eventually(lambda: proxy.met.count("hold") == 2, "both manifests")
+            eventually(lambda: proxy.met.count("hold") == 2, "the first shard of each, which has looked before")
+            proxy.release()
+            proxy.fail("hold", "PutObject", key="manifest.json", count=2)
+            eventually(lambda: proxy.met.count("hold") == 4, "both manifests")
             proxy.release()
             proxy.fail("but 409 ConditionalRequestConflict", "PutObject", key="manifest.json|stored.json", count=3)
             text = "another job has taken run id"

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from agent_kit import WAIT, context, end_agent
+from agent_kit import WAIT, context, end_agent, forked
 
 from gemini_ft.agent import ahead, lifecycle
 from gemini_ft.cli.store import open_store
@@ -39,7 +39,7 @@ class Attempt:
         self.said: dict[int, Any] = {}
         for environ in environments:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_run, args=(theirs, dict(environ), function, arguments))
+            process = forked(_run, theirs, dict(environ), function, arguments)
             process.start()
             theirs.close()
             self.processes.append(process)

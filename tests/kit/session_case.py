@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from agent_kit import agent_pid
 from plain_case import start_ranks
 from torch import nn
@@ -78,8 +79,8 @@ def loop(
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         checkpointer.step(iteration=iteration)
-        if during is not None:
-            during(iteration, net, optimizer, checkpointer)
+        if during is not None and during(iteration, net, optimizer, checkpointer):
+            break
         time.sleep(pause)
     settle(checkpointer)
     if close:
@@ -123,7 +124,7 @@ def settle(checkpointer: gemini_ft.Checkpointer) -> None:
         time.sleep(0.01)
 
 
-Hook = Callable[[int, nn.Module, torch.optim.Optimizer, gemini_ft.Checkpointer], None]
+Hook = Callable[[int, nn.Module, torch.optim.Optimizer, gemini_ft.Checkpointer], bool | None]  # True: training is over
 
 
 def agent_of() -> int:
@@ -235,11 +236,14 @@ def stop_the_agent(iteration: int, net: nn.Module, optimizer: torch.optim.Optimi
             os.kill(agent_of(), signal.SIGCONT)
 
 
-def stop_the_agent_for_good(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
-    """That of one host hangs, and nobody wakes it up."""
+def stop_the_agent_for_good(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> bool:
+    """That of one host hangs, and nobody wakes it up. Training is over once later steps are committed on all ranks."""
     if os.environ["RANK"] == os.environ["VICTIM"] and iteration == 2:
         settle(checkpointer)
         os.kill(agent_of(), signal.SIGSTOP)
+    committed = torch.tensor(checkpointer.stats.committed or 0)
+    dist.all_reduce(committed, dist.ReduceOp.MIN)
+    return bool(committed > 20)
 
 
 def stop_the_next_agent(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from agent_kit import WAIT, context
+from agent_kit import WAIT, context, forked
 
 from gemini_ft.sync.switch_server import Limits, SwitchServer
 
@@ -21,7 +21,7 @@ class Switch:
 
     def __init__(self, port: int = 0, part: int = 0, parts: int = 1, key: bytes = KEY, limits: Limits | None = None) -> None:
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, port, part, parts, key, limits))
+        self.process = forked(_serve, theirs, port, part, parts, key, limits)
         self.process.start()
         theirs.close()
         assert self._pipe.poll(WAIT)
