@@ -789,8 +789,17 @@ class TestCollectors:
             Relayed(hosts=["m3"], body=pack(Rejoin(attempt=2**62, committed=None, uploading=None))[4:]),
             Relayed(hosts=["leader"], body=pack(Rejoin(attempt=1, committed=None, uploading=None))[4:]),
             Relayed(hosts=["m0"], body=b"\x80"),
+            Relayed(hosts=["m0"] * 1000, body=pack(DrainHost(host=""))[4:]),
         ],
-        ids=["another's copies", "others' copies", "relayed twice", "a greeting of a collector", "a greeting of the leader", "no message"],
+        ids=[
+            "another's copies",
+            "others' copies",
+            "relayed twice",
+            "a greeting of a collector",
+            "a greeting of the leader",
+            "no message",
+            "a thousand messages in one",
+        ],
     )
     def test_a_collector_that_says_what_it_may_not_is_put_out(self, lie: Relayed) -> None:
         async def work() -> None:

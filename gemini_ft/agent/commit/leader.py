@@ -436,9 +436,8 @@ class MemberPort(ReportingEnd):
                 self.silent = frozenset(hosts)
             case Gathered() | GatheredSkips():
                 self._leader.hear_gathered(message, self)
-            case Relayed(hosts=hosts, body=body):
-                for host in hosts:
-                    self._leader.hear(peers.unpack(body), host, self)
+            case Relayed(hosts=[host], body=body):
+                self._leader.hear(peers.unpack(body), host, self)
             case _:
                 self._leader.hear(message, self.host, self)
         return None
