@@ -34,7 +34,7 @@ _DEATH_SECONDS = 5.0  # for the kernel to end a process that is killed
 _FAULT_SECONDS = 0.01  # that a page takes to come back from a disk or from swap, at least where one waits for it
 PROC = Path("/proc")
 _PATIENCE = 30.0  # seconds that a finished launcher waits for one answer of an agent that is storing
-_ANSWER = 5.0  # seconds that an agent may take for any other answer
+ANSWER_SECONDS = 5.0  # seconds that an agent may take for any other answer
 QUEUE_SECONDS = 2.0  # that a connection waits in the agent's queue of new ones
 STACKS_SIGNAL = signal.SIGRTMIN + 11
 _stacks: list[IO[bytes]] = []  # the file of `write_stacks_on_request`, which must stay open
@@ -288,7 +288,7 @@ def agent_environment() -> dict[str, str]:
     return {**os.environ, **options, "PYTHONPATH": os.pathsep.join([*paths, *existing])}
 
 
-def ask(run: str, host: str, message: ToAgent, timeout: float = _ANSWER) -> ToWorker | None:
+def ask(run: str, host: str, message: ToAgent, timeout: float = ANSWER_SECONDS) -> ToWorker | None:
     """Sends one message to the agent and returns its answer; None when there is no agent, or it just hung up.
 
     Raises:
@@ -323,7 +323,7 @@ def ask_all(message: ToAgent) -> list[ToWorker]:
     answers = []
     for address in addresses():
         try:
-            if (answer := _ask_at(address, message, _ANSWER, "an agent of this machine")) is not None:
+            if (answer := _ask_at(address, message, ANSWER_SECONDS, "an agent of this machine")) is not None:
                 answers.append(answer)
         except (GeminiError, OSError) as error:
             _log.warning("%s; what it holds is left out", error)
@@ -366,7 +366,7 @@ def job_finished(run: str, *, stores: bool) -> str:
     Returns:
         The reason why storage lacks the last step, or may lack it; empty if it does not.
     """
-    host, patience = host_id(), _ANSWER
+    host, patience = host_id(), ANSWER_SECONDS
     why = f"the agent of host {host!r} has ended, or hangs"
     try:
         while True:

@@ -240,7 +240,7 @@ class TestAgentsThatHang:
     @pytest.fixture(autouse=True)
     def _impatience(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lifecycle, "ask", partial(lifecycle.ask, timeout=0.5))
-        monkeypatch.setattr(lifecycle, "_ANSWER", 0.5)
+        monkeypatch.setattr(lifecycle, "ANSWER_SECONDS", 0.5)
 
     @pytest.mark.parametrize("answers", [[], [ANSWER[:50]]], ids=["at once", "within the answer"])
     @pytest.mark.parametrize("command", ["status", "leave", "drain"])
