@@ -151,7 +151,10 @@ class Crowd:
         epoch, at = self._hosts[name].succession.epoch, self._committed
         roots = {} if at is None else {owner: root(owner, at.iteration) for owner in self.copies[name]}
         words: list[PeerMessage] = [Rejoin(epoch=epoch, attempt=self._greetings, committed=at, uploading=None, roots=roots)]
-        return words if self._skipped is None or name != self.names[-1] else [*words, Skipped(self.copies[name][0], self._skipped, "late")]
+        if self._skipped is None or name != self.names[-1]:
+            return words
+        own = next(owner for owner in self.copies[name] if self.holders[owner][0] == name)
+        return [*words, Skipped(own, self._skipped, "late")]
 
     def _on_decision(self, host: str, message: PeerMessage) -> None:
         if isinstance(message, Commit) or (isinstance(message, Abort) and message.version == self._skipped):

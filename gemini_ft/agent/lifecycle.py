@@ -34,6 +34,7 @@ _DEATH_SECONDS = 5.0  # for the kernel to end a process that is killed
 _FAULT_SECONDS = 0.01  # that a page takes to come back from a disk or from swap, at least where one waits for it
 PROC = Path("/proc")
 _PATIENCE = 30.0  # seconds that a finished launcher waits for one answer of an agent that is storing
+ANSWER_SECONDS = 5.0  # seconds that an agent may take for any other answer
 QUEUE_SECONDS = 2.0  # that a connection waits in the agent's queue of new ones
 STACKS_SIGNAL = signal.SIGRTMIN + 11
 _stacks: list[IO[bytes]] = []  # the file of `write_stacks_on_request`, which must stay open
@@ -287,23 +288,26 @@ def agent_environment() -> dict[str, str]:
     return {**os.environ, **options, "PYTHONPATH": os.pathsep.join([*paths, *existing])}
 
 
-def ask(run: str, host: str, message: ToAgent, timeout: float = 5.0) -> ToWorker | None:
-    """Sends one message to the agent and returns its answer; None when there is no agent, or it just hung up."""
-    try:
-        return ask_at(socket_name(run, host), message, timeout)
-    except TimeoutError:
-        raise AgentTimeoutError(f"the agent of run {run!r} on host {host!r} did not answer within {timeout:g} s") from None
+def ask(run: str, host: str, message: ToAgent, timeout: float = ANSWER_SECONDS) -> ToWorker | None:
+    """Sends one message to the agent and returns its answer; None when there is no agent, or it just hung up.
+
+    Raises:
+        AgentTimeoutError: it does not answer.
+        AgentError: another user's process has taken its address.
+    """
+    return _ask_at(socket_name(run, host), message, timeout, f"the agent of run {run!r} on host {host!r}")
 
 
-def ask_at(address: bytes, message: ToAgent, timeout: float = 5.0) -> ToWorker | None:
-    """Asks the agent at ``address``, as `ask` does. Raises TimeoutError."""
-    if (sock := _try_connect(address)) is None:
+def _ask_at(address: bytes, message: ToAgent, timeout: float, what: str) -> ToWorker | None:
+    if (sock := _try_connect(address, what)) is None:
         return None
     with sock:
         sock.settimeout(timeout)
         try:
             sock.sendall(pack(message))
             return to_worker.unpack(_exactly(sock, frame_length(_exactly(sock, 4))))
+        except TimeoutError:
+            raise AgentTimeoutError(f"{what} (pid {credentials(sock)[0]}) did not answer within {timeout:g} s") from None
         except (EOFError, ConnectionError):
             return None
 
@@ -315,12 +319,14 @@ def addresses() -> list[bytes]:
 
 
 def ask_all(message: ToAgent) -> list[ToWorker]:
-    """Asks every agent of this user on this machine; those that do not answer are left out."""
+    """Asks every agent of this user on this machine; those that do not answer are left out, with a warning."""
     answers = []
     for address in addresses():
-        with contextlib.suppress(GeminiError, OSError):
-            if (answer := ask_at(address, message)) is not None:
+        try:
+            if (answer := _ask_at(address, message, ANSWER_SECONDS, "an agent of this machine")) is not None:
                 answers.append(answer)
+        except (GeminiError, OSError) as error:
+            _log.warning("%s; what it holds is left out", error)
     return answers
 
 
@@ -342,10 +348,12 @@ def status(run: str, host: str | None = None) -> str | None:
     return answer.document if answer is not None else None
 
 
-def leave(run: str, host: str | None = None) -> None:
-    """Tells the agent of ``run`` on this host to go, if there is one. Uploads under way are finished first."""
-    with contextlib.suppress(AgentError):
-        ask(run, host or host_id(), Leave(run=run))
+def leave(run: str, host: str | None = None) -> bool:
+    """Tells the agent of ``run`` on this host to go; uploads under way are finished first. Returns whether there is none any more."""
+    try:
+        return ask(run, host or host_id(), Leave(run=run)) is None
+    except AgentError:
+        return False
 
 
 def job_finished(run: str, *, stores: bool) -> str:
@@ -358,7 +366,7 @@ def job_finished(run: str, *, stores: bool) -> str:
     Returns:
         The reason why storage lacks the last step, or may lack it; empty if it does not.
     """
-    host, patience = host_id(), 5.0
+    host, patience = host_id(), ANSWER_SECONDS
     why = f"the agent of host {host!r} has ended, or hangs"
     try:
         while True:

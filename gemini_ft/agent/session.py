@@ -20,7 +20,7 @@ from gemini_ft.core.ledger import Cadence, Ledger
 from gemini_ft.core.succession import Succession, candidates
 from gemini_ft.core.tree import ways_up
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import SupersededError
+from gemini_ft.errors import AgentError, SupersededError
 from gemini_ft.wire.handshake import dial
 from gemini_ft.wire.peer_messages import Claims, PeerMessage, Rejoin, UploadSoon
 from gemini_ft.wire.tcp import Connection, Handler
@@ -171,6 +171,8 @@ class Incoming:
         if spec is None or session is None or claims.incarnation != spec.incarnation:
             mine = spec.incarnation if spec is not None else "none"
             raise SupersededError(f"host {claims.host!r} speaks for incarnation {claims.incarnation}, this host is at {mine}")
+        if claims.host not in spec.addresses:
+            raise AgentError(f"host {claims.host!r} has no part in incarnation {spec.incarnation}")
         if claims.role == "report":
             return session.join(connection, claims)
         if (earlier := self._senders.get(claims.host)) is not None:

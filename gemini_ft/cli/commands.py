@@ -106,8 +106,7 @@ def leave(arguments: Sequence[str]) -> int:
     )
     run = _run(options)
     account = lifecycle.status(run, options.host)
-    if account is not None:
-        lifecycle.leave(run, options.host)
+    is_gone = account is None or lifecycle.leave(run, options.host) or lifecycle.status(run, options.host) is None  # or it hangs: an error
     document = json.loads(account) if account is not None else {"workers": {}, "memory": {"used": 0}}
     files = _forget_files(run, options.host, account is not None) if not document["workers"] else None
     if account is None and not files:
@@ -118,6 +117,8 @@ def leave(arguments: Sequence[str]) -> int:
             f"run {run} is at work: its workers {sorted(document['workers'].values())} start another agent and give it the memory back. "
             "To forget the run, end it first"
         )
+    elif not is_gone:
+        print(f"run {run} has been told to leave host {options.host}: its memory goes when the uploads under way are over")
     else:
         what = f"{document['memory']['used']:,} bytes of memory" if account is not None else f"what lay in {files}"
         print(f"run {run} is forgotten on host {options.host}: {what}; what is in storage stays")

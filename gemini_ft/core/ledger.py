@@ -85,6 +85,10 @@ class Ledger:
         """All hosts that hold anything."""
         return self._folded.held.keys()
 
+    def owns(self, host: str, rank: int) -> bool:
+        """Whether a rank is one of the host's."""
+        return self.holders.get(rank, ("",))[0] == host
+
     @property
     def is_under_way(self) -> bool:
         """Whether a version is, of which it is not decided whether it is committed."""
@@ -376,7 +380,7 @@ class Ledger:
         return [Abort(version, reason)]
 
     def _is_own(self, report: Completed) -> bool:
-        return report.host == self.holders[report.owner][0]
+        return self.owns(report.host, report.owner)
 
     def _overtaken(self, owners: Sequence[int], version: Version) -> list[Decision]:
         """Aborts the versions that owners have gone past: what they have not completed by now, they never will."""

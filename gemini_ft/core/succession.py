@@ -26,6 +26,7 @@ CANDIDATES = 8  # hosts that may lead: where more are lost at the same time, so 
 GRACE = 0.3  # seconds for which a connection may be lost: whoever is there takes it again within a few milliseconds
 OPENING = 10.0  # seconds for which the first leader's agent may be behind the others in opening the session
 _DOUBLED = 3  # times that patience doubles
+_MOST_AHEAD = 10**6  # epochs, of seconds each, that one word may be ahead: no number may grow too large to be sent
 _FRUITLESS = 5  # rounds after which a candidate asks also those that come after itself: the hosts that should ask it may not reach it
 
 
@@ -98,14 +99,17 @@ class Succession:
 
     def follow(self, epoch: int, now: float) -> bool:
         """Takes note of an epoch that is led; returns whether it is newer than all that were known."""
-        if epoch <= self.epoch:
+        if not self._is_ahead(epoch):
             return False
         self.epoch, self._lost = epoch, now
         return True
 
+    def _is_ahead(self, epoch: int) -> bool:
+        return self.epoch < epoch <= self.epoch + _MOST_AHEAD
+
     def is_asked(self, epoch: int, now: float) -> bool:
         """Whether this host leads from now on, as another one asks it to. False: that one hears of the present epoch."""
-        return epoch > self.epoch and self.leader_of(epoch) == self.name and self.suspects(now)
+        return self._is_ahead(epoch) and self.leader_of(epoch) == self.name and self.suspects(now)
 
     def own_turn(self, now: float) -> int | None:
         """The epoch that this host leads from now on without being asked, as there is no third one that could ask; None: it waits."""

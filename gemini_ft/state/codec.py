@@ -40,6 +40,8 @@ _VERSION = 1
 _HEADER = len(_MAGIC) + 1 + 8  # magic, version, XXH3-64 of the rest
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})  # msgpack keeps these exactly
 _BIG_INT, _DICT, _PICKLE = 1, 2, 3
+_MOST_ALIKE = 1000  # keys of one hash
+_MOST_DIMENSIONS = 64  # of an array (numpy) or a tensor
 _PURPOSE = b"gemini-ft codec pickle v1\0"  # so that a signature made for another purpose is invalid here
 
 _Path = tuple[Any, ...]  # () at the top, else (path of the container, key)
@@ -161,9 +163,16 @@ def _lift(obj: Any, path: _Path, secret: bytes | None, trust: bool) -> Any:
         raise CorruptDataError(f"{_text(path)} has an unknown type {code}")
     parts = _unpack(obj.data)
     if code == _DICT:
-        keys = [_lift(key, path, secret, trust) for key in parts[0]]
+        keys = _spread([_lift(key, path, secret, trust) for key in parts[0]])
         return {key: _lift(value, (path, key), secret, trust) for key, value in zip(keys, parts[1], strict=True)}
     return _CODES[code].make(*(_lift(part, path, secret, trust) for part in parts))
+
+
+def _spread(keys: list[Any]) -> list[Any]:
+    """Keys, or members of a set; refuses many large numbers that were chosen to have one hash: each would be compared with all others."""
+    if len(keys) > _MOST_ALIKE and max(Counter(map(hash, keys)).values()) > _MOST_ALIKE:
+        raise CorruptDataError(f"more than {_MOST_ALIKE} of {len(keys)} keys have the same hash")
+    return keys
 
 
 def _pack(obj: Any) -> bytes:
@@ -251,8 +260,8 @@ _KINDS: dict[type, _Kind] = {
     complex: _Kind(8, lambda o: (o.real, o.imag), complex),
     bytearray: _Kind(9, lambda o: (bytes(o),), _of(bytes, bytearray)),
     tuple: _Kind(10, lambda o: (list(o),), _of(list, tuple)),
-    set: _Kind(11, lambda o: (list(o),), _of(list, set)),
-    frozenset: _Kind(12, lambda o: (list(o),), _of(list, frozenset)),
+    set: _Kind(11, lambda o: (list(o),), _of(list, lambda members: set(_spread(members)))),
+    frozenset: _Kind(12, lambda o: (list(o),), _of(list, lambda members: frozenset(_spread(members)))),
     deque: _Kind(13, lambda o: (list(o), o.maxlen), _of(list, deque)),
     OrderedDict: _Kind(14, lambda o: (dict(o),), _of(dict, OrderedDict)),
     Counter: _Kind(15, lambda o: (dict(o),), _of(dict, Counter)),
@@ -354,8 +363,8 @@ def _make_tensor(name: str, shape: list[int], stride: list[int], device: str, gr
 
 
 def _are_sizes(values: Any) -> bool:
-    """Whether these are plain numbers: products of anything else may be as large as they like."""
-    return type(values) is list and all(type(value) is int for value in values)
+    """Whether these are few plain numbers: products of anything else may be as large as they like."""
+    return type(values) is list and len(values) <= _MOST_DIMENSIONS and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
 def _extent(shape: Iterable[int], stride: Iterable[int]) -> int:

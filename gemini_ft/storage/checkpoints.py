@@ -89,6 +89,8 @@ class Manifest(BaseModel):
         named = (self.incarnation, *self.overtaken, *self.aside, *(version.incarnation for version in self.lineage or ()))
         if beyond := [incarnation for incarnation in named if not 0 <= incarnation.number <= MOST]:
             raise ValueError(f"incarnation {beyond[0]}: no job comes that far")
+        if self.created.tzinfo is None:
+            raise ValueError(f"created {self.created}: a time without a zone")
         if len(self.shards) != self.world_size or sorted(self.shards) != list(range(self.world_size)):
             raise ValueError(f"shards of owners {sorted(self.shards)}, expected 0 to {self.world_size - 1}")
         if wrong := [record.key for owner, record in self.shards.items() if record.key != shard_key(self.folder, owner)]:

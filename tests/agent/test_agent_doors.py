@@ -224,10 +224,13 @@ class TestTcpPort:
             with pytest.raises(PeerError, match=f"host 'test' takes this host for '{meant}', but it is 'a'; two hosts share an address"):
                 BlockingWire(ranks[0].address, job.claims(to=meant), SECRET, 10.0)
 
-    def test_a_host_of_another_incarnation_is_refused_by_number(self, job: Job) -> None:
+    def test_a_host_of_another_incarnation_or_of_none_is_refused_by_name(self, job: Job) -> None:
         ranks = job.start()
         with pytest.raises(PeerError, match="host 'test' speaks for incarnation None, this host is at 1-nonce1"):
             BlockingWire(ranks[0].address, job.claims("replicate"), SECRET, 10.0)
+        for role in ("report", "replicate"):
+            with pytest.raises(PeerError, match="host 'test' has no part in incarnation 1-nonce1"):
+                BlockingWire(ranks[0].address, job.claims(role, incarnation=ranks[0].spec.incarnation), SECRET, 10.0)
 
     def test_another_run_or_stream_is_refused_by_name(self, job: Job) -> None:
         ranks = job.start()
@@ -237,7 +240,7 @@ class TestTcpPort:
 
     def test_only_the_leader_takes_reports(self, job: Job) -> None:
         ranks = job.start()
-        wire = BlockingWire(ranks[1].address, job.claims("report", to="b", incarnation=ranks[1].spec.incarnation), SECRET, 10.0)
+        wire = BlockingWire(ranks[1].address, job.claims("report", host="a", to="b", incarnation=ranks[1].spec.incarnation), SECRET, 10.0)
         assert wire.receive() == WayUp(is_open=False, epoch=0)
         wire.send(Rejoin(committed=None, uploading=None))
         with pytest.raises(PeerError, match=r"closed the connection|stopped answering"):
@@ -246,7 +249,8 @@ class TestTcpPort:
 
     def test_a_member_that_claims_a_commit_that_cannot_be_is_not_believed(self, job: Job) -> None:
         """A committed version is whole in the leader's own memory, too. If it believed the claim, nothing would be committed any more."""
-        ranks = job.start()
+        ranks = job.join(["a", "b"])
+        job.open(ranks, addresses={rank.host: rank.address for rank in ranks} | {"test": ("127.0.0.1", 1)})
         job.commit(ranks, 1)
         wire = BlockingWire(ranks[0].address, job.claims("report", incarnation=ranks[0].spec.incarnation), SECRET, 10.0)
         for attempt, claimed in enumerate([job.version(10**6), Version(Incarnation(10**15, "n"), 1)], start=1):
@@ -271,7 +275,7 @@ class TestTcpPort:
     def test_a_peer_that_says_what_it_must_not_is_hung_up_on(self, job: Job) -> None:
         ranks = job.start()
         for role in ("fetch", "replicate", "report"):
-            wire = BlockingWire(ranks[0].address, job.claims(role, incarnation=ranks[0].spec.incarnation), SECRET, 10.0)
+            wire = BlockingWire(ranks[0].address, job.claims(role, host="b", incarnation=ranks[0].spec.incarnation), SECRET, 10.0)
             wire.send(GetInventory())
             with pytest.raises(PeerError, match=r"closed the connection|stopped answering"):
                 receive_all(wire)

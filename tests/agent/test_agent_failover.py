@@ -9,6 +9,7 @@ import pytest
 from crew_kit import Crew, Member, version
 
 from gemini_ft.agent.commit import member
+from gemini_ft.agent.commit.collector import ask
 from gemini_ft.core.decisions import Commit, Holders
 from gemini_ft.core.effects import Completed
 from gemini_ft.wire.peer_messages import AllFinished, DrainHost, ReportFinished
@@ -160,6 +161,25 @@ def test_a_host_that_has_heard_that_all_have_finished_tells_the_next_leader() ->
             crew[3].end()
             await crew.until(lambda: AllFinished() in crew[2].heard)
             assert crew.leaders == ["h1"]
+
+    asyncio.run(work())
+
+
+def test_a_member_that_claims_the_last_epoch_there_can_be_stops_no_leader_from_following() -> None:
+    """After that number none could be sent any more, so that the next loss of a leader would end the commits for good."""
+
+    async def work() -> None:
+        async with Crew(4) as crew:
+            liar = crew[3]
+            for epoch in (2**64 - 1, 2**63 - 1, 2**62):
+                liar.succession.epoch = epoch
+                await ask(liar, "h1", epoch)
+                liar.succession.epoch = 0
+            crew[0].end()
+            await crew.until(lambda: crew.leaders == ["h1"])
+            await crew[0].restart()
+            await crew.commit(1)
+            assert crew.epochs == {1}
 
     asyncio.run(work())
 

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,7 +20,7 @@ from gemini_ft.agent.commit.leader import Audience, Leader, MemberPort
 from gemini_ft.agent.commit.member import MemberLink, MemberParty
 from gemini_ft.agent.uploads import UnclearUploadError
 from gemini_ft.core.decisions import Abort, Commit, Holders, Thaw
-from gemini_ft.core.effects import Completed, Copies, Gathered, Skipped
+from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Skipped
 from gemini_ft.core.gathering import Bundles, Gathering
 from gemini_ft.core.ledger import Cadence, Ledger
 from gemini_ft.core.succession import Succession, candidates
@@ -359,6 +360,72 @@ def test_all_are_told_when_every_rank_has_finished() -> None:
         leader.close()
 
     asyncio.run(work())
+
+
+class TestWhatBelongsToOthers:
+    """A member is not believed about the ranks of other hosts."""
+
+    HOLDERS = {0: ("a", "b"), 1: ("b", "c"), 2: ("c", "a")}  # noqa: RUF012
+
+    def joined(self, stream: Stream, **rejoin: Any) -> tuple[Leader, MemberPort]:
+        leader = Leader("a", Ledger(self.HOLDERS, None, 30.0, Cadence(every_steps=2)), 3, stream, stream.on_decision)  # type: ignore[arg-type]
+        port = leader.join(Mock(Connection), "b")
+        port.on_message(Rejoin(**{"committed": None, "uploading": None, "attempt": 1} | rejoin))
+        return leader, port
+
+    def complete(self, leader: Leader, iteration: int) -> None:
+        for owner, hosts in self.HOLDERS.items():
+            for host in hosts:
+                leader.take(Completed(owner=owner, host=host, version=version(iteration), layout="l", digest="d", root="r"))
+
+    def test_skips_needs_and_the_end_of_their_work(self) -> None:
+        async def work() -> None:
+            stream = Stream()
+            leader, port = self.joined(stream)
+            for lie in (
+                Skipped(2, version(1), "late"),
+                GatheredSkips(version(1), "late", {"b": [2, 0, 7]}),
+                ReportNeed(host="c", steps=10**6, interval=1, why="slow"),
+                *(ReportFinished(rank=rank) for rank in (0, 2, 7, 8, 9)),
+            ):
+                port.on_message(lie)
+            self.complete(leader, 1)
+            assert [kind_of(message) for message in stream.heard] == ["commit"]
+            port.on_message(ReportFinished(rank=1))
+            assert not [message for message in stream.heard if isinstance(message, AllFinished)]
+            leader.take(ReportFinished(rank=0))  # the leader's own: with the others' word, as of a leader before this one, that is the end
+            assert stream.heard[-1] == AllFinished()
+            leader.close()
+
+        asyncio.run(work())
+
+    def test_shards_in_storage(self) -> None:
+        async def work() -> None:
+            stream = Stream()
+            leader, port = self.joined(stream)
+            self.complete(leader, 1)
+            self.complete(leader, 2)
+            for owner in (0, 2, 7):
+                port.on_message(ReportUploaded(owner=owner, version=version(2), record="forged"))
+                port.on_message(ReportUploaded(owner=owner, version=version(2), error="forged"))
+            port.on_message(ReportUploaded(owner=1, version=version(2), record="record 1"))
+            for owner in (0, 2):
+                leader.take(ReportUploaded(owner=owner, version=version(2), record=f"record {owner}"))
+            assert await stream.until(Thaw) == Thaw(version=version(2))
+            assert stream.manifests == [{owner: f"record {owner}" for owner in (0, 1, 2)}]
+            leader.close()
+
+        asyncio.run(work())
+
+    def test_roots_of_copies_that_it_does_not_hold(self) -> None:
+        """A leader that has just taken over learns the roots from its members, and hosts discard copies that have others."""
+
+        async def work() -> None:
+            leader, _ = self.joined(Stream(), committed=version(1), roots={0: "r", 1: "r", 2: "forged", 7: "forged"})
+            assert leader.book.roots == {0: "r", 1: "r"}
+            leader.close()
+
+        asyncio.run(work())
 
 
 class Crowd:
@@ -722,8 +789,17 @@ class TestCollectors:
             Relayed(hosts=["m3"], body=pack(Rejoin(attempt=2**62, committed=None, uploading=None))[4:]),
             Relayed(hosts=["leader"], body=pack(Rejoin(attempt=1, committed=None, uploading=None))[4:]),
             Relayed(hosts=["m0"], body=b"\x80"),
+            Relayed(hosts=["m0"] * 1000, body=pack(DrainHost(host=""))[4:]),
         ],
-        ids=["another's copies", "others' copies", "relayed twice", "a greeting of a collector", "a greeting of the leader", "no message"],
+        ids=[
+            "another's copies",
+            "others' copies",
+            "relayed twice",
+            "a greeting of a collector",
+            "a greeting of the leader",
+            "no message",
+            "a thousand messages in one",
+        ],
     )
     def test_a_collector_that_says_what_it_may_not_is_put_out(self, lie: Relayed) -> None:
         async def work() -> None:

@@ -248,8 +248,9 @@ class TestDescriptors:
         assert resource.prlimit(job.pid("a"), resource.RLIMIT_NOFILE) == (hard, hard)
 
     def test_of_a_thousand_a_leader_needs_one_per_member(self, job: Job) -> None:
-        (rank,) = job.start("a")
-        pid, members = job.pid("a"), 600
+        members = 600
+        (rank,) = job.start("a", addresses=dict.fromkeys(("a", *(f"member{number}" for number in range(members))), ("127.0.0.1", 1)))
+        pid = job.pid("a")
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (1024, 1024))
         assert job.spec is not None
         own = job.claims("report", incarnation=job.spec.incarnation)

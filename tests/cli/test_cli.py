@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,9 +10,11 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +31,8 @@ from gemini_ft.cli import main as cli
 from gemini_ft.cli.store import open_store
 from gemini_ft.errors import AgentError, ConfigError
 from gemini_ft.launch.run_id import default_run_id, is_passing
+from gemini_ft.wire.messages import pack
+from gemini_ft.wire.worker_messages import Status
 
 
 class TestCommand:
@@ -198,6 +203,80 @@ class TestRuns:
         assert cli.main(["leave", "--run-id", "one"]) == 0
         assert told == ["one"]
         shown = "run one is at work: its workers [8] start another agent and give it the memory back. To forget the run, end it first\n"
+        assert capsys.readouterr().out == shown
+
+
+@contextlib.contextmanager
+def hanging_agent(run: str, answers: Sequence[bytes]) -> Iterator[None]:
+    """An agent that gives these answers, one to each question, and hangs at the next one."""
+    over, askers = threading.Event(), list[socket.socket]()
+
+    def serve() -> None:
+        for answer in answers:
+            askers.append(listener.accept()[0])
+            askers[-1].recv(65536)
+            askers[-1].sendall(answer)
+        over.wait()
+
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as stack:
+        listener.bind(lifecycle.socket_name(run, "here"))
+        listener.listen()
+        listener.settimeout(WAIT)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(over.set)
+        yield
+    for asker in askers:
+        asker.close()
+
+
+ANSWER = pack(Status(document=json.dumps(document("one", workers=False))))
+
+
+class TestAgentsThatHang:
+    """Nothing is said of what such an agent holds as if it were known."""
+
+    @pytest.fixture(autouse=True)
+    def _impatience(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lifecycle, "ask", partial(lifecycle.ask, timeout=0.5))
+        monkeypatch.setattr(lifecycle, "ANSWER_SECONDS", 0.5)
+
+    @pytest.mark.parametrize("answers", [[], [ANSWER[:50]]], ids=["at once", "within the answer"])
+    @pytest.mark.parametrize("command", ["status", "leave", "drain"])
+    def test_are_an_error_with_their_process(self, command: str, answers: list[bytes], capsys: pytest.CaptureFixture[str]) -> None:
+        run = f"hangs-{os.getpid()}"
+        with hanging_agent(run, answers):
+            assert cli.main([command, "--run-id", run, "--host", "here"]) == 1
+        said = capsys.readouterr()
+        why = f"the agent of run {run!r} on host 'here' (pid {os.getpid()}) did not answer within 0.5 s"
+        assert (said.out, said.err) == ("", f"gemini {command}: {why}\n")
+
+    def test_are_not_said_to_have_left_if_they_hang_when_they_are_told_to(self, capsys: pytest.CaptureFixture[str]) -> None:
+        run = f"hangs-{os.getpid()}"
+        with hanging_agent(run, [ANSWER]):
+            assert cli.main(["leave", "--run-id", run, "--host", "here"]) == 1
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert f"(pid {os.getpid()}) did not answer within 0.5 s" in said.err
+
+    def test_are_named_where_all_agents_are_asked(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("GEMINI_RUN_ID", raising=False)
+        run = f"hangs-{os.getpid()}"
+        export = ["export", "latest", "--to", str(tmp_path / "out"), "--format", "safetensors", "--run-id", run]
+        for command, status in ((["ps"], 0), (["status", "--host", "here"], 1), (["checkpoints", "--run-id", run], 0), (export, 2)):
+            caplog.clear()
+            with hanging_agent(run, []):
+                assert cli.main(command) == status
+            assert f"an agent of this machine (pid {os.getpid()}) did not answer within 0.5 s; what it holds is left out" in caplog.text
+
+    def test_that_only_wait_for_storage_have_heard_that_they_leave(self, capsys: pytest.CaptureFixture[str]) -> None:
+        run = f"stores-{os.getpid()}"
+        with hanging_agent(run, [ANSWER, b"", ANSWER]):
+            assert cli.main(["leave", "--run-id", run, "--host", "here"]) == 0
+        shown = f"run {run} has been told to leave host here: its memory goes when the uploads under way are over\n"
         assert capsys.readouterr().out == shown
 
 

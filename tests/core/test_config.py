@@ -111,6 +111,7 @@ def test_a_password_in_an_address_is_in_no_error(password: str) -> None:
         "unknown option 'https://...@host'": lambda: load_config({url: 1}, {}),
         "storage.url='https://...@host': must be": lambda: open_storage(url),
         "storage.url='s3://...@host': give credentials to boto3": lambda: open_storage(f"s3://key:{password.replace('/', '')}@host"),
+        "storage.endpoint_url='...@host': ": lambda: open_storage("s3://bucket", f"bob:{password}@host"),
         "storage.endpoint_url='https://...@host': ": lambda: open_storage("s3://bucket", f"https://[bob:{password}@host"),
     }
     for text, call in words.items():

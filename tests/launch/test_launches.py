@@ -83,6 +83,7 @@ class TestChanges:
         [
             ("train.py --db postgres://bob:hunter2@host/db", "train.py --db postgres://...@host/db"),
             ("train.py --db postgres://bob:hun/t@er2@host/db", "train.py --db postgres://...@host/db"),
+            ("train.py --db bob:hunter2@host:5432 --range 1:8", "train.py --db ...@host:5432 --range 1:8"),
             ("train.py --api-key hunter2 --lr 0.1", "train.py --api-key ... --lr 0.1"),
             ("train.py auth.token=hunter2 lr=0.1", "train.py auth.token=... lr=0.1"),
             ("train.py --tokens 4096 --max-tokens=8192 --password --fast", "train.py --tokens 4096 --max-tokens=8192 --password --fast"),

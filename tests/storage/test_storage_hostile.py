@@ -193,6 +193,17 @@ def test_a_shard_elsewhere_is_not_read(storage: LocalStorage, name: str) -> None
 RUBBISH = [b"[" * 1_000_000, b'{"folder": "x", "since": ' + b"9" * 400 + b"}", b'{"folder": "x", "since": NaN}', b"[]", b"\xff"]
 
 
+@pytest.mark.parametrize("created", ["2026-11-28T00:00:00", "1e30", -1e18])
+def test_a_time_that_cannot_be_compared_hides_no_older_checkpoint(storage: LocalStorage, created: object) -> None:
+    """The age of what is resumed is said, and the difference of a time with a zone and one without is an error."""
+    older, newer = save(storage, 3), save(storage, 4)
+    forge(storage, newer, newer.model_dump(mode="json", exclude={"xxh3"}) | {"created": created})
+    assert [reason for _, _, reason in examine(storage, "run")] == ["damaged: its manifest", ""]
+    found = newest_whole(storage, "run", "main")
+    assert found is not None
+    assert found.folder == older.folder
+
+
 @pytest.mark.parametrize("rubbish", RUBBISH)
 def test_notes_beside_the_checkpoints_that_are_none(storage: LocalStorage, rubbish: bytes) -> None:
     """The mark of what was stored, and what readers say of themselves."""

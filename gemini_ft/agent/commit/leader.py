@@ -94,6 +94,7 @@ class Leader:
         self._ports: set[MemberPort] = set()  # all that are connected, also those that have not greeted
         self._lost: dict[str, float] = {}  # host that cannot be reached -> when something was heard of it last, as far as is known
         self._finished: set[int] = set()
+        self._at_work = {rank for rank in book.holders if book.owns(host, rank)}  # of this host's ranks, those that have not finished
         self._pace: Pace | None = None  # begins with the knowledge of the first to report: this leader may have been restarted
         self._paced: Paced | None = None  # the last change
         self._began = time.monotonic()
@@ -137,6 +138,8 @@ class Leader:
     def hear(self, message: PeerMessage, host: str, port: MemberPort) -> None:
         """Takes what another host says, unless it has turned elsewhere since it said that (`gemini_ft.core.tree.Ways`).
 
+        Of what belongs to another host it is not believed.
+
         Raises:
             PeerError: it speaks for a third one, does not report by way of that connection's host, or that is no report.
         """
@@ -147,19 +150,31 @@ class Leader:
             if is_late or not self._ways.greet(host, message.attempt, port):
                 return
             self._lost.pop(host, None)
-            if message.committed is not None and not self._may_be_committed(message.committed):  # a lie, or of memory not known here
-                message = message.model_copy(update={"committed": None, "roots": {}})
+            can_be = message.committed is not None and self._may_be_committed(message.committed)  # else a lie, or of memory not known here
+            roots = {owner: root for owner, root in message.roots.items() if can_be and host in self.book.holders.get(owner, ())}
+            message = message.model_copy(update={"committed": message.committed if can_be else None, "roots": roots})
             if host != port.host:
                 port.connection.send(Admitted(host=host, attempt=message.attempt))
         elif not self._ways.counts(host, port):
             return
         if isinstance(message, Gathered | GatheredSkips) or (isinstance(message, Completed | Copies) and message.host != host):
             raise PeerError(f"host {host!r} reports copies of another host")
-        self.take(message, Audience({host}, port))
+        match message:
+            case Skipped(owner=rank) | ReportUploaded(owner=rank) if not self.book.owns(host, rank):
+                return
+            case ReportNeed(host=of) if of != host:
+                return
+            case ReportFinished(rank=rank) if not self.book.owns(host, rank):  # as it has heard, perhaps, from the leader before this one
+                self._finish(rank)
+            case _:
+                self.take(message, Audience({host}, port))
 
     def hear_gathered(self, message: Gathered | GatheredSkips, port: MemberPort) -> None:
         """Takes what a collector has gathered, of the hosts that still report by way of it."""
         kept = message.only(lambda host: self._ways.counts(host, port))
+        if isinstance(kept, GatheredSkips):
+            owners = {host: [rank for rank in ranks if self.book.owns(host, rank)] for host, ranks in kept.owners.items()}
+            kept = replace(kept, owners=owners)
         if kept.hosts:
             self.take(kept, Audience(set(kept.hosts), port))
 
@@ -197,13 +212,21 @@ class Leader:
                 self._drained.add(message.host)
                 self._tell(message)
         elif isinstance(message, ReportFinished):
-            self._finished.add(message.rank)
             self._apply(self.book.finish(message.rank))
-            if len(self._finished) == self._world_size and self._ends_by is None:
-                self._ends_by, self._settled_by = now + max(self._patience, _AT_LEAST), now + self.book.replica_timeout + _SETTLING
-                self._end(now)
+            if member is None:
+                self._at_work.discard(message.rank)
+            self._finish(message.rank)
         else:
             raise PeerError(f"{kind_of(message)!r} is not a report")
+
+    def _finish(self, rank: int) -> None:
+        """Takes note that a rank has finished; the job has when all have, those of this host by their own word."""
+        if rank in self.book.holders:
+            self._finished.add(rank)
+        if len(self._finished) == self._world_size and not self._at_work and self._ends_by is None:
+            now = time.monotonic()
+            self._ends_by, self._settled_by = now + max(self._patience, _AT_LEAST), now + self.book.replica_timeout + _SETTLING
+            self._end(now)
 
     def _repeat(self, decisions: Sequence[Decision], member: Audience | None) -> None:
         """Tells one host again that a version is aborted, which was decided before its copies were complete, or while it was away."""
@@ -413,9 +436,8 @@ class MemberPort(ReportingEnd):
                 self.silent = frozenset(hosts)
             case Gathered() | GatheredSkips():
                 self._leader.hear_gathered(message, self)
-            case Relayed(hosts=hosts, body=body):
-                for host in hosts:
-                    self._leader.hear(peers.unpack(body), host, self)
+            case Relayed(hosts=[host], body=body):
+                self._leader.hear(peers.unpack(body), host, self)
             case _:
                 self._leader.hear(message, self.host, self)
         return None
