@@ -49,7 +49,7 @@ def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module])
 
     def leave(item: Any) -> frozenset[str]:
         private = next((names for kind, names in blank.items() if isinstance(item, kind)), frozenset[str]())
-        states = vars(item).get("_defaults")  # a torchmetrics.Metric's, which are captured as such
+        states = getattr(item, "__dict__", {}).get("_defaults")  # a torchmetrics.Metric's, which are captured as such
         saved = _saved_by(item) if isinstance(item, base.Callback) else frozenset[str]()
         return not_users(item) | private | saved | (frozenset(states) if isinstance(states, dict) else frozenset())
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from gemini_ft.errors import ConfigError
+from gemini_ft.state.carried import Carried
 from gemini_ft.state.iterators import BatchSource, is_plain_loader, unkept, wrappers
-from gemini_ft.state.left_out import Generators, Mirrors, left_out, not_saved
+from gemini_ft.state.left_out import Generators, left_out, not_saved
 from gemini_ft.state.rng import GivenGenerator, is_generator
 from gemini_ft.state.tensors import every_optimizer
 
 _log = logging.getLogger("gemini_ft")
 _BEGINS = "after a failure it begins anew"
+_SOME = 8  # names in a warning
 
 
 def keepable(item: Any, given: str) -> Any:
@@ -62,25 +65,41 @@ class LoopWatch:
         self._is_ahead = False
         self._source = BatchSource(state)
         self._generators: Generators | None = None
-        self._mirrors: Mirrors | None = None
+        self._carried: Carried | None = None
 
-    def look(self, models: Collection[nn.Module], state: Mapping[str, Any], optimizers: Sequence[Any]) -> None:
+    def look(
+        self,
+        models: Collection[nn.Module],
+        state: Mapping[str, Any],
+        optimizers: Sequence[Any],
+        scalars: Mapping[str, Any] = MappingProxyType({}),
+        iteration: int = 0,
+    ) -> None:
         """Looks as of a step that ends now.
 
         Args:
             models: those that were given.
             state: what was given beside them.
             optimizers: those that were given; none: what belongs to them is not looked for.
+            scalars: the loop's values that snapshots have.
+            iteration: the number of steps so far.
         """
         if self._has_failed:
             return
         try:
-            self._look(models, state.values(), optimizers)
+            self._look(models, state.values(), optimizers, scalars, iteration)
         except Exception as error:  # any object of the script's may raise anything when it is looked at
             self._has_failed = True
             _log.warning("what this loop has that no snapshot has is not looked for any more, as an object cannot be looked at: %r", error)
 
-    def _look(self, models: Collection[nn.Module], loaders: Collection[Any], optimizers: Sequence[Any]) -> None:
+    def _look(
+        self,
+        models: Collection[nn.Module],
+        loaders: Collection[Any],
+        optimizers: Sequence[Any],
+        scalars: Mapping[str, Any],
+        iteration: int,
+    ) -> None:
         is_ahead, is_elsewhere = self._source.is_ahead(loaders), self._source.has_changed(loaders)
         if is_ahead and not self._is_ahead:
             self._is_ahead = True
@@ -90,14 +109,14 @@ class LoopWatch:
                 "behind it. Iterate the loader itself, and call step() once for what each turn takes, or keep such batches in an object in "
                 "`state`"
             )
-        if self._mirrors is None:
-            self._mirrors = Mirrors(models, [*models, *loaders, *optimizers])
-        if mirrors := self._mirrors.changed():
-            self._mirrors = Mirrors((), ())  # each thing is said once
+        if self._carried is None:
+            self._carried = Carried(models, [*models, *loaders, *optimizers])
+        if carried := self._carried.changed(scalars, iteration):
             _log.warning(
-                "this script keeps tensors like the model's in %s, which change and are in no snapshot: %s. Give averages of the weights "
-                "as a model beside the others, or an object with state_dict and load_state_dict that has them in `state`",
-                *(", ".join(mirrors), _BEGINS),
+                "this script changes %s while it trains, which no snapshot has: %s. If later steps depend on it, give numbers to "
+                "step(name=value) and take them from checkpointer.scalars, give averages of the weights as a model beside the others, and "
+                "others as objects with state_dict and load_state_dict in `state`",
+                *(", ".join(carried[:_SOME]), _BEGINS),
             )
         if self._generators is None:
             given = [*models, *loaders]
