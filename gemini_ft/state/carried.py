@@ -67,6 +67,7 @@ class Carried:
         return sorted(names)
 
     def _is_known(self, value: Any) -> bool:
+        kind: type = type(value)
         if id(value) in self._known:
             return True
         if isinstance(value, torch.Tensor):
@@ -74,11 +75,11 @@ class Carried:
         if isinstance(value, dict | list | tuple):  # of the model's own tensors
             parts = [*islice(value.values() if isinstance(value, dict) else value, _MANY)]
             return bool(parts) and all(isinstance(part, torch.Tensor) and self._is_known(part) for part in parts)
-        if hasattr(type(value), "__next__") or isinstance(value, AveragedModel):
+        if hasattr(kind, "__next__") or isinstance(value, AveragedModel):
             return True
         if isinstance(value, nn.Module):
             return any(_memory(tensor) in self._memory for tensor in value.parameters())
-        return not isinstance(value, _LOOKED_INTO) and is_of_library(type(value))
+        return not isinstance(value, _LOOKED_INTO) and is_of_library(kind)
 
 
 class _Marked:
@@ -244,7 +245,9 @@ def _loops(code: CodeType) -> list[tuple[int, int, Turn]] | None:
 def _is_given(path: str, value: Any, scalars: Mapping[str, Any], iteration: int) -> bool:
     """Whether a variable that has changed is known to snapshots under a name of theirs, counts steps, or tells the time."""
     name = path.rpartition(".")[2]
-    if name in scalars or (isinstance(value, int | float) and any(value is each or value == each for each in scalars.values())):
+    if name in scalars or (
+        isinstance(value, int | float) and any(value == each for each in scalars.values() if isinstance(each, int | float))
+    ):
         return True
     if type(value) is int:
         return abs(value - iteration) <= 1

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from gemini_ft.errors import ConfigError
 from gemini_ft.state.carried import Carried
@@ -84,10 +85,26 @@ class LoopWatch:
             scalars: the loop's values that snapshots have.
             iteration: the number of steps so far.
         """
+        self._safely(lambda: self._look(models, state.values(), optimizers, scalars, iteration))
+
+    def look_beside(self, state: Mapping[str, Any], inner: Mapping[str, Any], iteration: int) -> None:
+        """Looks at what a loop of Fabric has beside its data.
+
+        Args:
+            state: what was given, counters and other plain values among it.
+            inner: the same, without Fabric's wrappers.
+            iteration: the number of steps so far.
+        """
+        models = [item for item in inner.values() if isinstance(item, nn.Module)]
+        optimizers = [item for item in inner.values() if isinstance(item, Optimizer)]
+        given = [state, *state.values(), *inner.values()]
+        self._safely(lambda: self._look_beside(models, given, optimizers, state, iteration))
+
+    def _safely(self, look: Callable[[], None]) -> None:
         if self._has_failed:
             return
         try:
-            self._look(models, state.values(), optimizers, scalars, iteration)
+            look()
         except Exception as error:  # any object of the script's may raise anything when it is looked at
             self._has_failed = True
             _log.warning("what this loop has that no snapshot has is not looked for any more, as an object cannot be looked at: %r", error)
@@ -109,24 +126,33 @@ class LoopWatch:
                 "behind it. Iterate the loader itself, and call step() once for what each turn takes, or keep such batches in an object in "
                 "`state`"
             )
-        if self._carried is None:
-            self._carried = Carried(models, [*models, *loaders, *optimizers])
-        if carried := self._carried.changed(scalars, iteration):
-            _log.warning(
-                "this script changes %s while it trains, which no snapshot has: %s. If later steps depend on it, give numbers to "
-                "step(name=value) and take them from checkpointer.scalars, give averages of the weights as a model beside the others, and "
-                "others as objects with state_dict and load_state_dict in `state`",
-                *(", ".join(carried[:_SOME]), _BEGINS),
-            )
-        if self._generators is None:
-            given = [*models, *loaders]
-            self._generators = Generators(given)
-            self._look_first(given, loaders, optimizers)
-            return
-        if is_elsewhere:
+        is_first = self._carried is None
+        self._look_beside(models, [*models, *loaders], optimizers, scalars, iteration)
+        if is_first:
+            self._look_first(loaders)
+        elif is_elsewhere:
             _log.warning(
                 "this loop no longer takes its batches from the loaders in `state`, which have come to their end: after a failure it goes "
                 "on with others. Give each loader that it iterates as state, made once, before resume()"
+            )
+
+    def _look_beside(
+        self, models: Collection[nn.Module], given: list[Any], optimizers: Sequence[Any], scalars: Mapping[str, Any], iteration: int
+    ) -> None:
+        """Names what the script has beside its data; ``given`` are models and objects with a state of their own."""
+        if self._carried is None or self._generators is None:
+            self._carried, self._generators = Carried(models, [*given, *optimizers]), Generators(given)
+            if optimizers and (others := left_out(given, every_optimizer(optimizers).values())):
+                _log.warning(
+                    "this script has a %s that is in no snapshot: %s. Give it as state={'scheduler': scheduler}, a model beside the others",
+                    *(", a ".join(others), _BEGINS),
+                )
+        if carried := self._carried.changed(scalars, iteration):
+            _log.warning(
+                "this script changes %s while it trains, which no snapshot has: %s. If later steps depend on it, give numbers to "
+                "step(name=value) and take them from checkpointer.scalars (Fabric: keep them in the state of protect), give averages of "
+                "the weights as a model beside the others, and others as objects with state_dict and load_state_dict in `state`",
+                *(", ".join(carried[:_SOME]), _BEGINS),
             )
         if drawn := self._generators.drawn_from():
             _log.warning(
@@ -134,12 +160,7 @@ class LoopWatch:
                 *(", ".join(drawn), _BEGINS),
             )
 
-    def _look_first(self, given: list[Any], loaders: Collection[Any], optimizers: Sequence[Any]) -> None:
-        if optimizers and (others := left_out(given, every_optimizer(optimizers).values())):
-            _log.warning(
-                "this script has a %s that is in no snapshot: %s. Give it as state={'scheduler': scheduler}, a model beside the others",
-                *(", a ".join(others), _BEGINS),
-            )
+    def _look_first(self, loaders: Collection[Any]) -> None:
         if found := unkept(loaders):
             _log.warning(
                 "this loop iterates a DataLoader (of a %s) that is not in `state`: after a failure its epoch begins anew, and other random "

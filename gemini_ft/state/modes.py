@@ -51,7 +51,8 @@ _OTHERS = frozenset({"lightning", "pytorch_lightning"})  # private attributes of
 
 def not_users(item: Any) -> frozenset[str]:
     """Names of an object's attributes that are not the user's."""
-    return _internals(type(item)) if isinstance(item, nn.Module) else frozenset()
+    kind: type = type(item)
+    return _internals(kind) if isinstance(item, nn.Module) else frozenset()
 
 
 @functools.cache

@@ -432,3 +432,29 @@ def test_a_fabric_without_a_loader_in_its_state_is_told_so(is_loaded: bool, fit:
     (text,) = [text for record in caplog.records if "fabric.strategy.protect(state)" in (text := record.getMessage())]
     assert ("no snapshot was taken in 8 steps" if is_loaded else "NOTHING IS PROTECTED") in text
     fabric.strategy.close()
+
+
+def test_what_a_loop_of_fabric_keeps_beside_its_state_is_named(fit: Any, caplog: pytest.LogCaptureFixture) -> None:
+    fabric = Fabric(strategy="gemini", accelerator="cpu", devices=1)
+    fabric.launch()
+    linear = nn.Linear(4, 4)
+    model, optimizer = fabric.setup(linear, torch.optim.SGD(linear.parameters(), 0.1))
+    loader: Any = fabric.setup_dataloaders(table())
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.9) for _ in range(2)]
+    generator, baseline = torch.Generator(), 1.0
+    state = {"model": model, "optimizer": optimizer, "loader": loader, "scheduler": schedulers[0], "step": 0, "losses": []}
+    fabric.strategy.protect(state)
+    for batch in loader:
+        loss = model(batch + torch.randn(4, generator=generator)).sum() * baseline
+        fabric.backward(loss)
+        optimizer.step()
+        baseline *= 0.9
+        state["step"] += 1
+        state["losses"].append(loss.item())
+    fabric.strategy.close()
+    said = [record.getMessage() for record in caplog.records if "in no snapshot" in record.getMessage()]
+    assert [text.split(":")[0] for text in said] == [
+        "this script has a ExponentialLR that is in no snapshot",
+        "this loop draws from the generator generator, which is in no snapshot",
+    ]
+    assert any("this script changes baseline while it trains, which no snapshot has" in record.getMessage() for record in caplog.records)
