@@ -235,7 +235,7 @@ class Attributes:
         """The attributes of an object, to read and to write; of a dict with a class of its own, which is no cache, its few entries."""
         if self._is_namespace(item):
             return item  # type: ignore[no-any-return]
-        return vars(item) if hasattr(item, "__dict__") else _Slots(item) if _slots(type(item)) else _NONE
+        return vars(item) if hasattr(item, "__dict__") else _Slots(item) if _slots_of(item) else _NONE
 
     def _is_namespace(self, item: Any) -> bool:
         own = isinstance(item, dict) and not self._caches and type(item) not in _MAPPINGS
@@ -301,7 +301,7 @@ class _Slots(MutableMapping[str, Any]):
         self._item = item
 
     def __getitem__(self, name: str) -> Any:
-        if name in _slots(type(self._item)) and hasattr(self._item, name):
+        if name in _slots_of(self._item) and hasattr(self._item, name):
             return getattr(self._item, name)
         raise KeyError(name)
 
@@ -312,10 +312,15 @@ class _Slots(MutableMapping[str, Any]):
         object.__delattr__(self._item, name)
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in _slots(type(self._item)) if hasattr(self._item, name))
+        return (name for name in _slots_of(self._item) if hasattr(self._item, name))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def _slots_of(item: Any) -> tuple[str, ...]:
+    kind: type = type(item)
+    return _slots(kind)
 
 
 @functools.cache
@@ -487,7 +492,7 @@ def _is_harmless(value: Any, caches: bool) -> bool:
         return False
     if not caches and isinstance(value, (nn.Module, dict)):
         return False
-    return _is_closed(value) or isinstance(value, (dict, *_CODE)) or not (hasattr(value, "__dict__") or _slots(type(value)))
+    return _is_closed(value) or isinstance(value, (dict, *_CODE)) or not (hasattr(value, "__dict__") or _slots_of(value))
 
 
 # ZeRO 3 notes in the last one, in a forward pass, which parameters of other modules that has used.
