@@ -135,7 +135,7 @@ class _Variables:
         for variables in modules.values():
             self._add(variables, ())
 
-    def _add(self, variables: Mapping[str, Any], turns: Sequence[Turn]) -> None:
+    def _add(self, variables: Mapping[str, Any], turns: Sequence[LoopTurn]) -> None:
         carried = {name for turn in turns for name in turn.carried}
         renewed = {name for turn in turns for name in turn.stored} - carried
         brief = turns[-1].stored - carried if turns else set[str]()
@@ -146,7 +146,7 @@ class _Variables:
                     self.held.add(name)
 
 
-class Turn(ast.NodeVisitor):
+class LoopTurn(ast.NodeVisitor):
     """The names that one turn of a loop stores, and those of them that it reads before.
 
     Branches are taken one by one, each as if the others had not been there.
@@ -218,7 +218,7 @@ class Turn(ast.NodeVisitor):
             self.visit(node)
 
 
-def turns_at(frame: FrameType) -> Sequence[Turn] | None:
+def turns_at(frame: FrameType) -> Sequence[LoopTurn] | None:
     """The loops of a frame's code that its present line is in, the innermost last; None: its source is not there."""
     if (loops := _loops(frame.f_code)) is None:
         return None
@@ -226,7 +226,7 @@ def turns_at(frame: FrameType) -> Sequence[Turn] | None:
 
 
 @functools.cache
-def _loops(code: CodeType) -> list[tuple[int, int, Turn]] | None:
+def _loops(code: CodeType) -> list[tuple[int, int, LoopTurn]] | None:
     """The loops in a code's source, each with its first and last line, outer ones first."""
     is_module = code.co_name == "<module>"
     if not (lines := linecache.getlines(code.co_filename)):
@@ -239,7 +239,7 @@ def _loops(code: CodeType) -> list[tuple[int, int, Turn]] | None:
         return None
     shift = first - is_inside
     loops = [node for node in ast.walk(tree) if isinstance(node, _LOOPS)]
-    return [(node.lineno + shift, (node.end_lineno or node.lineno) + shift, Turn(node)) for node in loops]
+    return [(node.lineno + shift, (node.end_lineno or node.lineno) + shift, LoopTurn(node)) for node in loops]
 
 
 def _is_given(path: str, value: Any, scalars: Mapping[str, Any], iteration: int) -> bool:

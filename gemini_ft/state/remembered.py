@@ -19,7 +19,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from enum import Enum
 from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -455,13 +455,18 @@ def _size(value: Any, depth: int = 0) -> int:
     if isinstance(value, torch.Tensor):
         return hash((value._version, value.flatten()[:1].tolist()[0])) if depth > 1 and _is_plain(value) else value._version
     if isinstance(value, nn.Module):
-        updates = int(vars(value).get("_update_count", 0)) if depth > 1 else 0  # of a metric
+        updates = _updates(value) if depth > 1 else 0
         return updates + sum(_size(tensor, depth) for tensor in itertools.chain(value.parameters(), value.buffers()))
     if depth and type(value) is np.ndarray and not value.dtype.hasobject:  # a mapped file is no such one
         return hash(value.reshape(-1)[:: max(1, value.size // _SAMPLED)].tobytes())
     parts = itertools.islice(_values(value), _SAMPLED)  # more are data
-    written = sum(_size(part, depth) for part in parts if isinstance(part, (torch.Tensor, nn.Module)))
+    written = sum(_size(part, depth) + _updates(part) for part in parts if isinstance(part, (torch.Tensor, nn.Module)))
     return written + len(_values(value))
+
+
+def _updates(part: Any) -> int:
+    """How often a metric was updated. One in an attribute itself is kept by others."""
+    return int(getattr(part, "__dict__", {}).get("_update_count", 0))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -490,7 +495,7 @@ def _is_harmless(value: Any, caches: bool) -> bool:
     """
     if isinstance(value, _GENERATORS) or _is_iterator(value) or isinstance(value, (torch.Tensor, np.ndarray, *_SEQUENCES)):
         return False
-    if not caches and isinstance(value, (nn.Module, dict)):
+    if not caches and (isinstance(value, nn.Module) or not all(isinstance(part, (*_CODE, type, NoneType)) for part in _values(value))):
         return False
     return _is_closed(value) or isinstance(value, (dict, *_CODE)) or not (hasattr(value, "__dict__") or _slots_of(value))
 
