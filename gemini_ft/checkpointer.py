@@ -212,7 +212,7 @@ class Checkpointer:
             self._has_looked = True
             self._look_for_uneven_steps()
         if self._joined.session.rank == 0:
-            self._watch.look(self._models.values(), self._stateful, self._optimizers)
+            self._watch.look(self._models.values(), self._stateful, self._optimizers, self.scalars | scalars, self._iteration)
         self._steps.refuse_stranger()
         self._end_of_step()
         self.scalars.update(scalars)

@@ -250,7 +250,7 @@ class EngineState:
 
 def _not_users(item: Any) -> frozenset[str]:
     """The attributes that DeepSpeed gives to modules, which are not the user's."""
-    return not_users(item) | {name for name in vars(item) if name.startswith(("ds_", "_ds_", "applied_pre_backward"))}
+    return not_users(item) | {name for name in getattr(item, "__dict__", ()) if name.startswith(("ds_", "_ds_", "applied_pre_backward"))}
 
 
 def _per_rank(words: str) -> str:

@@ -42,6 +42,7 @@ from gemini_ft.loaders.bookmark import Bookmark
 from gemini_ft.loaders.loader import bookmark_of, make_resumable
 from gemini_ft.loaders.parts import is_stateful
 from gemini_ft.state.ddp import ddp_state, first_tensors, frozen_at_first, restore_buckets, restore_sync, send_first
+from gemini_ft.state.loop import LoopWatch
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.worker.attempt import never_stay
 from gemini_ft.worker.rendezvous import exchange
@@ -99,6 +100,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
     _gemini_state: dict[str, Any] | None = None  # what is saved when the next batch is asked for; None once the script saves it
     _gemini_steps: int = 0  # of optimizers, since the last snapshot
     _gemini_has_warned: bool = False
+    _gemini_watch: LoopWatch | None = None
 
     @property
     def checkpointer(self) -> Checkpointer:
@@ -125,7 +127,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
         state |= {
             name: value for name, value in inner.items() if not isinstance(value, nn.Module | Optimizer) and bookmark_of(value) is None
         }
-        self._gemini_state = state
+        self._gemini_state, self._gemini_watch = state, LoopWatch()
 
     def close(self) -> None:
         """Ends the run, which has finished on all ranks: the agents may forget it, and the next start begins anew."""
@@ -184,7 +186,10 @@ class GeminiFabricMixin(Gemini, _Strategy):
         """The loop asks a loader for its next batch: everything of the step before has happened."""
         state = self._gemini_state
         if state is not None and self._gemini_steps and any(bookmark_of(item) is mark for item in state.values()):
-            self._gemini_save(self.checkpointer, compat.unwrapped(self._gemini_package, state))
+            inner = compat.unwrapped(self._gemini_package, state)
+            if self.is_global_zero and self._gemini_watch is not None:
+                self._gemini_watch.look_beside(state, inner, self._gemini_saves + 1)
+            self._gemini_save(self.checkpointer, inner)
 
     def _gemini_before_update(self) -> None:
         if self.gemini_rules is not None and self.gradients is not None:

@@ -11,8 +11,8 @@ from torch.optim.swa_utils import SWALR
 
 from gemini_ft.state.modes import Modes, not_users, set_by
 
-# Of ModelCheckpoint; its state_dict leaves them out, and a checkpoint would be saved twice or not at all.
-_NOT_SAVED = frozenset({"_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"})
+# Of ModelCheckpoint; its state_dict or load_state_dict leaves them out: a file would be saved twice, not at all, or without the score.
+_NOT_SAVED = frozenset({"_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "current_score"})
 _FINDERS = {"BatchSizeFinder", "LearningRateFinder"}
 
 
@@ -49,7 +49,7 @@ def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module])
 
     def leave(item: Any) -> frozenset[str]:
         private = next((names for kind, names in blank.items() if isinstance(item, kind)), frozenset[str]())
-        states = vars(item).get("_defaults")  # a torchmetrics.Metric's, which are captured as such
+        states = getattr(item, "__dict__", {}).get("_defaults")  # a torchmetrics.Metric's, which are captured as such
         saved = _saved_by(item) if isinstance(item, base.Callback) else frozenset[str]()
         return not_users(item) | private | saved | (frozenset(states) if isinstance(states, dict) else frozenset())
 

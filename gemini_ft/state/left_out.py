@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import os
@@ -19,10 +20,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader
 
 from gemini_ft.state.rng import generator_states, private_generators
-from gemini_ft.state.tensors import local
 
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent))  # this package, and Python's, with what is installed there
 _MANY = 100  # more are data
@@ -36,7 +35,7 @@ def left_out(given: Iterable[Any], optimizers: Collection[Any]) -> list[str]:
         given: models, and objects with a state of their own; what they hold is given with them.
         optimizers: those of the training.
     """
-    known, ours = _within(given), {id(optimizer) for optimizer in optimizers}
+    known, ours = within(given), {id(optimizer) for optimizer in optimizers}
     found = (
         item
         for item in instances(LRScheduler, torch.amp.GradScaler, AveragedModel)
@@ -56,17 +55,22 @@ class Generators:
 
     def __init__(self, given: Iterable[Any]) -> None:
         known = {id(random._inst), id(np.random.mtrand._rand)}  # the process's own, which are captured
-        known |= {id(each) for each in private_generators(given=[*given], loaders=[*instances(DataLoader)]).values()}
+        known |= {id(each) for each in private_generators(given=[*given]).values()}
         found = private_generators(**_variables())
         self._unknown = {path: generator for path, generator in found.items() if id(generator) not in known}
-        self._states = self._present()
+        self._states, self._seeds = self._present(), self._seeded()
 
     def drawn_from(self) -> list[str]:
-        """The variables of those that have been drawn from since; each is named once."""
-        drawn = sorted(path for path, state in self._present().items() if state != self._states.get(path, state))
+        """The variables of those that have been drawn from since, and not been given a seed; each is named once."""
+        seeds = self._seeded()
+        changed = [path for path, state in self._present().items() if state != self._states.get(path, state)]
+        drawn = sorted(path for path in changed if seeds.get(path) == self._seeds.get(path))
         for path in drawn:
             del self._unknown[path]
         return drawn
+
+    def _seeded(self) -> dict[str, int]:
+        return {path: each.initial_seed() for path, each in self._unknown.items() if isinstance(each, torch.Generator)}
 
     def _present(self) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
@@ -76,64 +80,33 @@ class Generators:
         return found
 
 
-class Mirrors:
-    """Collections of tensors in the script's variables that mirror a model and change: averages of the weights, slow ones, the best so far.
-
-    Args:
-        models: those of the training.
-        given: models, and objects with a state of their own.
-    """
-
-    def __init__(self, models: Collection[nn.Module], given: Iterable[Any]) -> None:
-        self._known = _within(given)
-        params: list[list[torch.Tensor]] = [[*model.parameters()] for model in models]
-        kinds = [*params, *([each for each in mine if each.requires_grad] for mine in params)]
-        kinds += [[*mine, *model.buffers()] for mine, model in zip(params, models, strict=True)]
-        self._shapes = [sorted(map(_shape, tensors)) for tensors in kinds if tensors]
-        self._sizes = {len(shapes) for shapes in self._shapes if len(shapes) > 1}
-        self._own = {_memory(tensor) for tensors in kinds for tensor in tensors}
-        self._marks: dict[str, Any] = {}  # of a step that was looked at
-        self._steps = 0
-
-    def changed(self) -> list[str]:
-        """Names the variables with collections that this step has changed. Call it at every step; it looks at fewer and fewer of them."""
-        self._steps += 1
-        before, is_due = self._marks, self._steps & (self._steps - 1) == 0
-        now = dict(self._found()) if is_due or before else {}
-        self._marks = now if is_due else {}  # held for one step alone, so that nothing that the script forgets stays
-        return [path for path, (part, mark) in now.items() if path in before and before[path][0] is part and before[path][1] != mark]
-
-    def _found(self) -> Iterator[tuple[str, Any]]:
-        for name, value in _variables().items():
-            if id(value) in self._known or isinstance(value, nn.Module):
-                continue
-            for path, part in [(name, value), *((f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items())]:
-                if not isinstance(part, dict | list) or len(part) not in self._sizes or id(part) in self._known:
-                    continue
-                tensors = [*part.values()] if isinstance(part, dict) else part
-                if not all(isinstance(tensor, torch.Tensor) for tensor in tensors) or sorted(map(_shape, tensors)) not in self._shapes:
-                    continue
-                if not any(_memory(tensor) in self._own for tensor in tensors):
-                    yield path, (part, [(id(tensor), tensor._version) for tensor in tensors])
-
-
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return local(tensor).data_ptr() or id(tensor)  # a part of a DTensor may be empty
-
-
 def _variables() -> dict[str, Any]:
     """The variables of the functions that are under way and of their modules, without those of libraries."""
     found: dict[str, Any] = {}
+    for frame in script_frames():
+        found = frame.f_globals | variables_of(frame) | found
+    return {name: value for name, value in found.items() if not isinstance(value, ModuleType | type)}
+
+
+def script_frames() -> Iterator[FrameType]:
+    """The frames of the script's own code that are under way, the innermost first."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if "site-packages" not in (name := frame.f_code.co_filename) and not name.startswith(_LIBRARIES):
-            found = frame.f_globals | variables_of(frame) | found
+        if not _is_library(frame.f_code.co_filename):
+            yield frame
         frame = frame.f_back
-    return {name: value for name, value in found.items() if not isinstance(value, ModuleType | type)}
+
+
+@functools.cache
+def is_of_library(kind: type) -> bool:
+    """Whether a class is not of the script's own code."""
+    if kind.__module__ == "builtins":
+        return False
+    return kind.__module__ in sys.stdlib_module_names or _is_library(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+
+
+def _is_library(file: str) -> bool:
+    return "site-packages" in file or file.startswith(_LIBRARIES)
 
 
 def variables_of(frame: FrameType) -> dict[str, Any]:
@@ -158,7 +131,7 @@ def instances(*kinds: type) -> Iterator[Any]:
     return (item for item in gc.get_referrers(*classes) if isinstance(item, kinds))
 
 
-def _within(items: Iterable[Any], depth: int = 6) -> set[int]:
+def within(items: Iterable[Any], depth: int = 6) -> set[int]:
     """The ids of ``items``, and of what they hold in attributes, dicts, and lists that are no data."""
     found, level = set[int](), [*items]
     for _ in range(depth):

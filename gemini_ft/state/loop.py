@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from gemini_ft.errors import ConfigError
+from gemini_ft.state.carried import Carried
 from gemini_ft.state.iterators import BatchSource, is_plain_loader, unkept, wrappers
-from gemini_ft.state.left_out import Generators, Mirrors, left_out, not_saved
+from gemini_ft.state.left_out import Generators, left_out, not_saved
 from gemini_ft.state.rng import GivenGenerator, is_generator
 from gemini_ft.state.tensors import every_optimizer
 
 _log = logging.getLogger("gemini_ft")
 _BEGINS = "after a failure it begins anew"
+_SOME = 8  # names in a warning
 
 
 def keepable(item: Any, given: str) -> Any:
@@ -62,25 +66,57 @@ class LoopWatch:
         self._is_ahead = False
         self._source = BatchSource(state)
         self._generators: Generators | None = None
-        self._mirrors: Mirrors | None = None
+        self._carried: Carried | None = None
 
-    def look(self, models: Collection[nn.Module], state: Mapping[str, Any], optimizers: Sequence[Any]) -> None:
+    def look(
+        self,
+        models: Collection[nn.Module],
+        state: Mapping[str, Any],
+        optimizers: Sequence[Any],
+        scalars: Mapping[str, Any] = MappingProxyType({}),
+        iteration: int = 0,
+    ) -> None:
         """Looks as of a step that ends now.
 
         Args:
             models: those that were given.
             state: what was given beside them.
             optimizers: those that were given; none: what belongs to them is not looked for.
+            scalars: the loop's values that snapshots have.
+            iteration: the number of steps so far.
         """
+        self._safely(lambda: self._look(models, state.values(), optimizers, scalars, iteration))
+
+    def look_beside(self, state: Mapping[str, Any], inner: Mapping[str, Any], iteration: int) -> None:
+        """Looks at what a loop of Fabric has beside its data.
+
+        Args:
+            state: what was given, counters and other plain values among it.
+            inner: the same, without Fabric's wrappers.
+            iteration: the number of steps so far.
+        """
+        models = [item for item in inner.values() if isinstance(item, nn.Module)]
+        optimizers = [item for item in inner.values() if isinstance(item, Optimizer)]
+        given = [state, *state.values(), *inner.values()]
+        self._safely(lambda: self._look_beside(models, given, optimizers, state, iteration))
+
+    def _safely(self, look: Callable[[], None]) -> None:
         if self._has_failed:
             return
         try:
-            self._look(models, state.values(), optimizers)
+            look()
         except Exception as error:  # any object of the script's may raise anything when it is looked at
             self._has_failed = True
             _log.warning("what this loop has that no snapshot has is not looked for any more, as an object cannot be looked at: %r", error)
 
-    def _look(self, models: Collection[nn.Module], loaders: Collection[Any], optimizers: Sequence[Any]) -> None:
+    def _look(
+        self,
+        models: Collection[nn.Module],
+        loaders: Collection[Any],
+        optimizers: Sequence[Any],
+        scalars: Mapping[str, Any],
+        iteration: int,
+    ) -> None:
         is_ahead, is_elsewhere = self._source.is_ahead(loaders), self._source.has_changed(loaders)
         if is_ahead and not self._is_ahead:
             self._is_ahead = True
@@ -90,24 +126,33 @@ class LoopWatch:
                 "behind it. Iterate the loader itself, and call step() once for what each turn takes, or keep such batches in an object in "
                 "`state`"
             )
-        if self._mirrors is None:
-            self._mirrors = Mirrors(models, [*models, *loaders, *optimizers])
-        if mirrors := self._mirrors.changed():
-            self._mirrors = Mirrors((), ())  # each thing is said once
-            _log.warning(
-                "this script keeps tensors like the model's in %s, which change and are in no snapshot: %s. Give averages of the weights "
-                "as a model beside the others, or an object with state_dict and load_state_dict that has them in `state`",
-                *(", ".join(mirrors), _BEGINS),
-            )
-        if self._generators is None:
-            given = [*models, *loaders]
-            self._generators = Generators(given)
-            self._look_first(given, loaders, optimizers)
-            return
-        if is_elsewhere:
+        is_first = self._carried is None
+        self._look_beside(models, [*models, *loaders], optimizers, scalars, iteration)
+        if is_first:
+            self._look_first(loaders)
+        elif is_elsewhere:
             _log.warning(
                 "this loop no longer takes its batches from the loaders in `state`, which have come to their end: after a failure it goes "
                 "on with others. Give each loader that it iterates as state, made once, before resume()"
+            )
+
+    def _look_beside(
+        self, models: Collection[nn.Module], given: list[Any], optimizers: Sequence[Any], scalars: Mapping[str, Any], iteration: int
+    ) -> None:
+        """Names what the script has beside its data; ``given`` are models and objects with a state of their own."""
+        if self._carried is None or self._generators is None:
+            self._carried, self._generators = Carried(models, [*given, *optimizers]), Generators(given)
+            if optimizers and (others := left_out(given, every_optimizer(optimizers).values())):
+                _log.warning(
+                    "this script has a %s that is in no snapshot: %s. Give it as state={'scheduler': scheduler}, a model beside the others",
+                    *(", a ".join(others), _BEGINS),
+                )
+        if carried := self._carried.changed(scalars, iteration):
+            _log.warning(
+                "this script changes %s while it trains, which no snapshot has: %s. If later steps depend on it, give numbers to "
+                "step(name=value) and take them from checkpointer.scalars (Fabric: keep them in the state of protect), give averages of "
+                "the weights as a model beside the others, and others as objects with state_dict and load_state_dict in `state`",
+                *(", ".join(carried[:_SOME]), _BEGINS),
             )
         if drawn := self._generators.drawn_from():
             _log.warning(
@@ -115,12 +160,7 @@ class LoopWatch:
                 *(", ".join(drawn), _BEGINS),
             )
 
-    def _look_first(self, given: list[Any], loaders: Collection[Any], optimizers: Sequence[Any]) -> None:
-        if optimizers and (others := left_out(given, every_optimizer(optimizers).values())):
-            _log.warning(
-                "this script has a %s that is in no snapshot: %s. Give it as state={'scheduler': scheduler}, a model beside the others",
-                *(", a ".join(others), _BEGINS),
-            )
+    def _look_first(self, loaders: Collection[Any]) -> None:
         if found := unkept(loaders):
             _log.warning(
                 "this loop iterates a DataLoader (of a %s) that is not in `state`: after a failure its epoch begins anew, and other random "

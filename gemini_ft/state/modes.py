@@ -46,16 +46,20 @@ _MASKED = declare("weights that pruning has masked for the last forward pass", F
 _HOOK = declare("hooks of modules", Fate.DERIVED, "registered by the script when it starts; their small plain attributes are captured")
 
 Modules = Mapping[str, nn.Module]
-_OTHERS = ("lightning", "pytorch_lightning")  # private attributes of these packages' own classes begin with an underscore
+_OTHERS = frozenset({"lightning", "pytorch_lightning"})  # private attributes of these packages' own classes begin with an underscore
 
 
 def not_users(item: Any) -> frozenset[str]:
     """Names of an object's attributes that are not the user's."""
-    if not isinstance(item, nn.Module):
-        return frozenset()
-    if any(base.__module__.startswith(_OTHERS) for base in type(item).__mro__):
-        return MODULE_INTERNALS | {name for name in vars(item) if name.startswith("_")}
-    return MODULE_INTERNALS
+    kind: type = type(item)
+    return _internals(kind) if isinstance(item, nn.Module) else frozenset()
+
+
+@functools.cache
+def _internals(kind: type) -> frozenset[str]:
+    theirs = {name for base in kind.__mro__ if base.__module__.partition(".")[0] in _OTHERS for name in set_by(base)}
+    private = {name for name in theirs if name.startswith("_")} - {"_hparams"}  # which a script may change while it trains
+    return MODULE_INTERNALS | private if private else MODULE_INTERNALS
 
 
 @functools.cache

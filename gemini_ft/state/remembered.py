@@ -13,12 +13,13 @@ import itertools
 import math
 import operator
 import random
+import sys
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from enum import Enum
 from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ _SEQUENCES = (list, tuple, set, frozenset, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _FEW = 64  # entries of a container that is kept
 SMALL = 2**18  # bytes of a value that is kept
+_SAMPLED = 4096  # elements of a larger array that are looked at, or a few more
 _DEPTH, _OBJECTS = 6, 2000
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)  # `randomness` keeps their states
 _Number = (Synchronized, ctypes._SimpleCData)  # of multiprocessing.Value and RawValue
@@ -67,9 +69,10 @@ class _Opaque(NamedTuple):
 
     value: Callable[[], Any]
     size: int
+    depth: int  # what counts of its elements, see `_size`
 
     def is_now(self, value: Any) -> bool:
-        return value is self.value() and _size(value) == self.size
+        return value is self.value() and _size(value, self.depth) == self.size
 
 
 class _NotPlain(Exception):
@@ -87,6 +90,8 @@ class Attributes:
         leave: names of an object's attributes that are not to be kept.
         caches: whether large mappings that change are taken for caches, which are made again.
         shared: whether values in memory that processes share count too; in a loader's workers they are those of the main process.
+        known: whether a value is looked at elsewhere.
+        closely: whether writes through ``tensor.data`` are noticed in whatever cannot be copied.
     """
 
     def __init__(
@@ -95,8 +100,11 @@ class Attributes:
         leave: Callable[[Any], frozenset[str]] = lambda _: frozenset(),
         caches: bool = True,
         shared: bool = True,
+        known: Callable[[Any], bool] = lambda _: False,
+        closely: bool = False,
     ) -> None:
-        self._roots, self._leave, self._caches, self._shared = dict(roots), leave, caches, shared
+        self._depth = 2 if closely else 0 if caches else 1
+        self._roots, self._leave, self._caches, self._shared, self._known = dict(roots), leave, caches, shared, known
         self._left: dict[str, frozenset[str]] = {}
         self._watched: dict[str, tuple[int, dict[str, Any]]] = {}  # of modules: number of attributes; marks of those that count
         self._objects: dict[str, Any] = {}
@@ -107,21 +115,21 @@ class Attributes:
 
     def mark(self) -> None:
         """Makes the present values those to compare with from now on."""
-        self._objects = _find(self._roots)
+        self._objects = self._find(self._roots)
         self._left = {path: self._names_to_leave(item) for path, item in self._objects.items()}
         self._watched.clear()
         self._marked, self._elsewhere = {}, {}
         for path, item in self._objects.items():
             marked = self._marked[path] = {}
             for name, value in self._of(path, item):
-                marked[name] = _snapshot(value)
+                marked[name] = _snapshot(value, self._depth)
                 if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                     self._elsewhere[path, name] = value, value._version
 
     def follow(self, roots: Mapping[str, Any]) -> None:
         """Takes in roots that came later, or came in place of others: all plain attributes of new ones are changes."""
         self._roots.update(roots)
-        for path, item in _find(self._roots).items():
+        for path, item in self._find(self._roots).items():
             if self._objects.get(path) is not item:
                 self._objects[path], self._left[path] = item, self._names_to_leave(item)
                 self._watched.pop(path, None)
@@ -192,7 +200,7 @@ class Attributes:
         for path, item in self._objects.items():
             if not path.startswith(below) or id(item) in left:
                 continue
-            now, given = vars(item), values.get(path, {})
+            now, given = self._fields(item), values.get(path, {})
             for name, then in (self._marked[path] | given).items():
                 current = now.get(name, _ABSENT)
                 if (name not in given and (type(then) is _Opaque or current is then)) or (not shared and _is_shared(current)):
@@ -202,6 +210,36 @@ class Attributes:
                     continue
                 if not (_is_shared(current) and _wrote(current, then)):
                     now[name] = _copy(then)
+
+    def _find(self, roots: Mapping[str, Any]) -> dict[str, Any]:
+        """Objects with attributes of their own, by the path that leads to them."""
+        found: dict[str, Any] = {}
+        seen: set[int] = set()
+        level = [(path, item, True) for path, item in roots.items()]
+        for _ in range(_DEPTH):
+            below: list[tuple[str, Any, bool]] = []
+            for path, item, is_root in level:
+                if id(item) in seen or type(item) in _ATOMS:
+                    continue
+                is_closed = (_is_closed(item) and not self._is_namespace(item)) or self._known(item)
+                if not is_root and (len(seen) > _OBJECTS + len(roots) or is_closed):
+                    continue
+                seen.add(id(item))
+                if self._fields(item) is not _NONE and not isinstance(item, (functools.partial, MethodType)):
+                    found[path] = item
+                below += [(f"{path}.{name}", inner, False) for name, inner in _parts(item)]
+            level = below
+        return found
+
+    def _fields(self, item: Any) -> MutableMapping[str, Any]:
+        """The attributes of an object, to read and to write; of a dict with a class of its own, which is no cache, its few entries."""
+        if self._is_namespace(item):
+            return item  # type: ignore[no-any-return]
+        return vars(item) if hasattr(item, "__dict__") else _Slots(item) if _slots_of(item) else _NONE
+
+    def _is_namespace(self, item: Any) -> bool:
+        own = isinstance(item, dict) and not self._caches and type(item) not in _MAPPINGS
+        return own and len(item) <= _FEW and all(type(key) is str for key in item)
 
     def _is_unwritten(self, path: str, name: str, value: torch.Tensor) -> bool:
         """Whether ``value`` is the accelerator's tensor that was remembered under this name, and torch has counted no write to it since.
@@ -219,11 +257,11 @@ class Attributes:
         return any(id(module) in roots for module in value.modules())
 
     def _holds_roots(self, value: Any, then: Any) -> bool:
-        """Whether a container is the one that it was, of parameters and buffers of the roots: an RNN has a list of its weights."""
+        """Whether a container is the one that it was, of the roots, or their parameters and buffers: an RNN has a list of its weights."""
         if type(then) is not _Opaque or then.value() is not value or not _values(value):
             return False
         known = {id(tensor) for root in self._roots.values() if isinstance(root, nn.Module) for tensor in _tensors(root)}
-        return all(id(part) in known for part in _values(value))
+        return all(id(part) in known or self._is_root(part) for part in _values(value))
 
     def _names_to_leave(self, item: Any) -> frozenset[str]:
         names = self._leave(item) | (OF_LOADERS if isinstance(item, DataLoader) else frozenset())
@@ -231,14 +269,18 @@ class Attributes:
 
     def _of(self, path: str, item: Any) -> Iterator[tuple[str, Any]]:
         left = self._left[path]
-        return ((name, value) for name, value in list(vars(item).items()) if name not in left and (self._shared or not _is_shared(value)))
+        return (
+            (name, value)
+            for name, value in list(self._fields(item).items())
+            if name not in left and (self._shared or not _is_shared(value)) and not self._known(value)
+        )
 
     def _differing(self, path: str, item: Any) -> list[tuple[str, Any, Any]]:
         """Name, present value and marked one of attributes that are not the very same object as at the mark.
 
         Modules are many, so names of theirs are looked up again only when one has come or gone.
         """
-        now, marked = vars(item), self._marked[path]
+        now, marked = self._fields(item), self._marked[path]
         if self._left[path] is not MODULE_INTERNALS:  # these alone are always there
             return [(name, value, then) for name, value in self._of(path, item) if (then := marked.get(name, _ABSENT)) is not value]
         count, names = self._watched.get(path, (0, {}))
@@ -249,26 +291,45 @@ class Attributes:
 
 
 _ABSENT = object()
+_NONE: dict[str, Any] = {}
 
 
-def _find(roots: Mapping[str, Any]) -> dict[str, Any]:
-    """Objects with attributes of their own, by the path that leads to them."""
-    found: dict[str, Any] = {}
-    seen: set[int] = set()
-    level = [(path, item, True) for path, item in roots.items()]
-    for _ in range(_DEPTH):
-        below: list[tuple[str, Any, bool]] = []
-        for path, item, is_root in level:
-            if id(item) in seen or type(item) in _ATOMS:
-                continue
-            if not is_root and (len(seen) > _OBJECTS + len(roots) or _is_closed(item)):
-                continue
-            seen.add(id(item))
-            if hasattr(item, "__dict__") and not isinstance(item, (functools.partial, MethodType)):
-                found[path] = item
-            below += [(f"{path}.{name}", inner, False) for name, inner in _parts(item)]
-        level = below
-    return found
+class _Slots(MutableMapping[str, Any]):
+    """The attributes of an object that has them in slots."""
+
+    def __init__(self, item: Any) -> None:
+        self._item = item
+
+    def __getitem__(self, name: str) -> Any:
+        if name in _slots_of(self._item) and hasattr(self._item, name):
+            return getattr(self._item, name)
+        raise KeyError(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self._item, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self._item, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in _slots_of(self._item) if hasattr(self._item, name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _slots_of(item: Any) -> tuple[str, ...]:
+    kind: type = type(item)
+    return _slots(kind)
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """The names of the slots that a class of the script's has."""
+    bases = () if _is_foreign(kind.__module__) or kind.__module__ in sys.stdlib_module_names else kind.__mro__
+    given = [vars(base).get("__slots__", ()) for base in bases]
+    names = [name for slots in given for name in ((slots,) if isinstance(slots, str) else slots)]
+    return tuple(name for name in names if not name.startswith("__"))
 
 
 def _is_closed(item: Any) -> bool:
@@ -302,15 +363,15 @@ def _parts(item: Any) -> list[tuple[Any, Any]]:
     return inner
 
 
-def _snapshot(value: Any) -> Any:
+def _snapshot(value: Any, depth: int = 0) -> Any:
     """A copy of a plain value; numbers and texts are their own. Else an :class:`_Opaque` of it."""
     try:
         return _copy(value)
     except _NotPlain:
         try:
-            return _Opaque(weakref.ref(value), _size(value))
+            return _Opaque(weakref.ref(value), _size(value, depth), depth)
         except TypeError:
-            return _Opaque(lambda: value, _size(value))
+            return _Opaque(lambda: value, _size(value, depth), depth)
 
 
 def _copy(value: Any) -> Any:
@@ -384,14 +445,32 @@ def _is_same(value: Any, then: Any) -> bool:
     return bool(value == then)
 
 
-def _size(value: Any) -> int:
-    """A mark that shows whether a value that is no plain one was changed in place."""
+def _size(value: Any, depth: int = 0) -> int:
+    """A mark that shows whether a value that is no plain one was changed in place.
+
+    Args:
+        value: anything.
+        depth: 1: elements of arrays count, which data may fill as a cache; 2: so do those that are written through ``tensor.data``.
+    """
     if isinstance(value, torch.Tensor):
-        return value._version
+        return hash((value._version, value.flatten()[:1].tolist()[0])) if depth > 1 and _is_plain(value) else value._version
     if isinstance(value, nn.Module):
-        return sum(tensor._version for tensor in itertools.chain(value.parameters(), value.buffers()))
-    written = sum(part._version for part in _values(value) if isinstance(part, torch.Tensor))
-    return written + len(value) if isinstance(value, (list, tuple, set, deque)) else written
+        updates = _updates(value) if depth > 1 else 0
+        return updates + sum(_size(tensor, depth) for tensor in itertools.chain(value.parameters(), value.buffers()))
+    if depth and type(value) is np.ndarray and not value.dtype.hasobject:  # a mapped file is no such one
+        return hash(value.reshape(-1)[:: max(1, value.size // _SAMPLED)].tobytes())
+    parts = itertools.islice(_values(value), _SAMPLED)  # more are data
+    written = sum(_size(part, depth) + _updates(part) for part in parts if isinstance(part, (torch.Tensor, nn.Module)))
+    return written + len(_values(value))
+
+
+def _updates(part: Any) -> int:
+    """How often a metric was updated. One in an attribute itself is kept by others."""
+    return int(getattr(part, "__dict__", {}).get("_update_count", 0))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel() > 0 and not hasattr(tensor, "placements")
 
 
 def _values(value: Any) -> Collection[Any]:
@@ -412,13 +491,13 @@ def _is_harmless(value: Any, caches: bool) -> bool:
     """Whether a new value of this kind is taken to be made again when it is needed: an open file, a function, a large mapping.
 
     A large mapping that grows cannot be told from a cache by looking at it, and in data caches are the rule. In modules and callbacks
-    a mapping of tensors is rather an average of the weights.
+    it is rather an average of the weights, or what was seen of each sample.
     """
     if isinstance(value, _GENERATORS) or _is_iterator(value) or isinstance(value, (torch.Tensor, np.ndarray, *_SEQUENCES)):
         return False
-    if not caches and (isinstance(value, nn.Module) or any(isinstance(part, torch.Tensor) for part in _values(value))):
+    if not caches and (isinstance(value, nn.Module) or not all(isinstance(part, (*_CODE, type, NoneType)) for part in _values(value))):
         return False
-    return _is_closed(value) or isinstance(value, (dict, *_CODE)) or not hasattr(value, "__dict__")
+    return _is_closed(value) or isinstance(value, (dict, *_CODE)) or not (hasattr(value, "__dict__") or _slots_of(value))
 
 
 # ZeRO 3 notes in the last one, in a forward pass, which parameters of other modules that has used.

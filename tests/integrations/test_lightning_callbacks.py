@@ -115,6 +115,14 @@ STATELESS = {"BasePredictionWriter", "Callback", "Checkpoint", "DeviceStatsMonit
 STATELESS |= {"OnExceptionCheckpoint", "ProgressBar", "RichModelSummary", "RichProgressBar", "ThroughputMonitor", "TQDMProgressBar"}
 
 
+class Scored(Tuned):
+    """Trains by what its ModelCheckpoint has seen last."""
+
+    def changed(self, loss: torch.Tensor) -> torch.Tensor:
+        score = getattr(self.trainer.checkpoint_callback, "current_score", None)
+        return super().changed(loss if score is None else loss * score)
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SOAK if name in STATELESS else ()) for name in shipped.__all__])
 def test_every_callback(name: str, fit: Callable[..., Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make, refused = CALLBACKS[name]  # a new one is to be added there
@@ -126,10 +134,10 @@ def test_every_callback(name: str, fit: Callable[..., Case], tmp_path: Path, mon
         with pytest.raises(UnsupportedStateError, match=refused):
             fit(Tuned, None, "gemini", **options)
         return
-    plain = fit(Tuned, None, "ddp", **copy.deepcopy(options))
+    plain = fit(Scored, None, "ddp", **copy.deepcopy(options))
     with pytest.raises(Boom):
-        fit(Tuned, None, "gemini", CRASH, **copy.deepcopy(options))
-    resumed = fit(Tuned, None, "gemini", **copy.deepcopy(options))
+        fit(Scored, None, "gemini", CRASH, **copy.deepcopy(options))
+    resumed = fit(Scored, None, "gemini", **copy.deepcopy(options))
     assert (1, 1) <= min(resumed.diary) <= CRASH  # in the middle of the epoch
     for step, value in resumed.diary.items():
         assert value == plain.diary[step], f"epoch and batch {step}"
@@ -399,5 +407,5 @@ def test_what_callbacks_keep_is_named_or_captured(fit: Callable[..., Case], capl
     with caplog.at_level(logging.WARNING), pytest.raises(Boom):
         fit(Tuned, None, "gemini", CRASH, callbacks=[Keeping])
     said = [record.getMessage() for record in caplog.records if "will not be restored" in record.getMessage()]
-    assert [text.partition(" changed")[0] for text in said] == ["callback.0.shadow, callback.0.teacher"]
+    assert [text.partition(" changed")[0] for text in said] == ["callback.0.shadow, callback.0.teacher, module.diary"]
     assert weights(fit(Tuned, None, "gemini", callbacks=[Keeping])) == weights(plain)  # the metric is captured

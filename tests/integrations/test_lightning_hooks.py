@@ -9,6 +9,7 @@ import pickle
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class Boom(Exception):
 
 
 class Diary(dict[tuple[int, int], str]):
-    """Of this process alone: a plain dictionary would be restored."""
+    """Of this process alone: a plain dictionary would be restored, and so would one with texts as keys."""
 
 
 class Case(LightningModule):
@@ -136,23 +137,40 @@ class Weighing(Callback):
             module.head.bias.mul_(self.weight)
 
 
+class Options(dict[str, Any]):
+    """A dict with a class of its own, as configurations are."""
+
+
+@dataclass(slots=True)
+class Gain:
+    value: float = 1.0
+
+
 class Averaging(Case):
-    """An average that is neither a buffer nor in any state dict, a history of it, and a buffer that comes and grows."""
+    """An average that is neither a buffer nor in any state dict, a history of it, and a buffer that comes and grows.
+
+    Under names with an underscore, in objects with slots, in a dict of a class of its own and in hyperparameters, too.
+    """
 
     seen: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, decay: float = 0.9) -> None:
         super().__init__()
+        self.save_hyperparameters()
         self.average = torch.zeros(())
-        self.history: list[float] = []
+        self._history: list[float] = []
+        self.gain, self.options = Gain(), Options(scale=1.0)
 
     def changed(self, loss: torch.Tensor) -> torch.Tensor:
-        self.average = 0.9 * self.average + 0.1 * loss.detach()
-        self.history = [*self.history, self.average.item()][-5:]
+        self.average = self.hparams["decay"] * self.average + 0.1 * loss.detach()
+        self.hparams["decay"] *= 0.9
+        self._history = [*self._history, self.average.item()][-5:]
+        self.gain.value *= 0.9
+        self.options["scale"] *= 0.8
         if not hasattr(self, "seen"):
             self.register_buffer("seen", torch.zeros(0))
         self.seen = torch.cat([self.seen, loss.detach().view(1)])[-8:]
-        return loss * (1 + self.average) + sum(self.history) + self.seen.sum()
+        return loss * (1 + self.average) * self.gain.value * self.options["scale"] + sum(self._history) + self.seen.sum()
 
 
 class Growing(Case):
@@ -316,7 +334,7 @@ def test_attributes_that_are_not_kept_are_named_once(fit: Callable[..., Case], c
     with caplog.at_level(logging.WARNING):
         fit(Gathering, table, "gemini")
     said = [record.getMessage() for record in caplog.records if "will not be restored" in record.getMessage()]
-    assert [text.split()[0] for text in said] == ["module.outputs"]
+    assert [text.partition(" changed")[0] for text in said] == ["module.diary, module.outputs"]
 
 
 class Asked(Metrics):
@@ -414,3 +432,29 @@ def test_a_fabric_without_a_loader_in_its_state_is_told_so(is_loaded: bool, fit:
     (text,) = [text for record in caplog.records if "fabric.strategy.protect(state)" in (text := record.getMessage())]
     assert ("no snapshot was taken in 8 steps" if is_loaded else "NOTHING IS PROTECTED") in text
     fabric.strategy.close()
+
+
+def test_what_a_loop_of_fabric_keeps_beside_its_state_is_named(fit: Any, caplog: pytest.LogCaptureFixture) -> None:
+    fabric = Fabric(strategy="gemini", accelerator="cpu", devices=1)
+    fabric.launch()
+    linear = nn.Linear(4, 4)
+    model, optimizer = fabric.setup(linear, torch.optim.SGD(linear.parameters(), 0.1))
+    loader: Any = fabric.setup_dataloaders(table())
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.9) for _ in range(2)]
+    generator, baseline = torch.Generator(), 1.0
+    state = {"model": model, "optimizer": optimizer, "loader": loader, "scheduler": schedulers[0], "step": 0, "losses": []}
+    fabric.strategy.protect(state)
+    for batch in loader:
+        loss = model(batch + torch.randn(4, generator=generator)).sum() * baseline
+        fabric.backward(loss)
+        optimizer.step()
+        baseline *= 0.9
+        state["step"] += 1
+        state["losses"].append(loss.item())
+    fabric.strategy.close()
+    said = [record.getMessage() for record in caplog.records if "in no snapshot" in record.getMessage()]
+    assert [text.split(":")[0] for text in said] == [
+        "this script has a ExponentialLR that is in no snapshot",
+        "this loop draws from the generator generator, which is in no snapshot",
+    ]
+    assert any("this script changes baseline while it trains, which no snapshot has" in record.getMessage() for record in caplog.records)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
+import math
 import os
 import random
 from collections.abc import Callable, Iterator
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +108,20 @@ HABITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "anew": (_anew, "no longer takes its batches from the loaders in `state`"),
     "drawn": (_drawn, "draws from the generator numpy, own, which is in no snapshot"),
     "plain": (lambda loader: itertools.chain(loader, loader), ""),
-    "averages": (iter, "keeps tensors like the model's in keeper.shadow, which change and are in no snapshot"),
+    "averages": (iter, "changes keeper.shadow while it trains, which no snapshot has"),
+    "copy": (iter, "changes copied while it trains"),
+    "teacher in a list": (iter, "changes teachers while it trains"),
+    "baseline": (iter, "changes baseline while it trains"),
+    "baseline given": (iter, ""),
+    "patience": (iter, "changes stopper.bad while it trains"),
+    "hidden": (iter, "changes hidden while it trains"),
+    "mean of an epoch": (iter, "changes total while it trains"),
+    "losses": (iter, "changes losses while it trains"),
+    "memory": (iter, "changes memory while it trains"),
+    "global": (iter, "changes COUNT while it trains"),
+    "class": (iter, "changes Stopper.made while it trains"),
+    "another loader": (iter, "draws from the generator others.generator, which is in no snapshot"),
+    "another loader seeded": (iter, ""),
     "range": (lambda loader: zip(range(3), loader), "numbers its batches by enumerate"),  # noqa: B905
     "limited": (lambda loader: itertools.islice(loader, 3), "limits its batches by itertools.islice"),
     "limited on": (lambda loader: itertools.islice(loader, 3 - loader.batches_done), ""),
@@ -131,16 +147,33 @@ class Keeper:
             self.shadow[name] = mean.lerp(model.get_parameter(name).detach(), 0.1)
 
 
+COUNT = 0
+
+
+class Stopper:
+    """Early stopping, as scripts write it."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        self.best, self.bad = math.inf, 0
+
+    def __call__(self, loss: float) -> bool:
+        self.best, self.bad = min(self.best, loss), 0 if loss < self.best else self.bad + 5
+        return self.bad > 20
+
+
 def loop_in_every_way() -> dict[str, list[str]]:
     """What each loop is told, where nothing fails."""
-    said: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    global COUNT
+    listener = BufferingHandler(1000)
     logging.getLogger("gemini_ft").addHandler(listener)
     found = {}
     for name, (batches, _) in HABITS.items():
-        said.clear()
+        listener.flush()
         model = nn.Linear(3, 1)
+        copied, teachers, stopper = copy.deepcopy(model), [copy.deepcopy(model)], Stopper()
+        baseline, hidden, memory, losses = 0.0, torch.zeros(2), np.zeros((9999, 9)), list[float]()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         numpy, own, unused, given = np.random.default_rng(1), random.Random(2), random.Random(3), torch.Generator()
         loader: Any = gemini_ft.resumable(DataLoader(TensorDataset(torch.ones(16, 3)), 4, shuffle=True, generator=torch.Generator()))
@@ -148,17 +181,46 @@ def loop_in_every_way() -> dict[str, list[str]]:
         with gemini_ft.Checkpointer(
             model, optimizer, state={"loader": loader, "given": given}, name=stream, on_late="skip"
         ) as checkpointer:
+            others = DataLoader(loader.dataset, 8, shuffle=True, generator=torch.Generator())
             early = iter(loader) if name == "begun early" else None
             checkpointer.resume()
+            total = 0.0
             for _ in early or batches(loader):
-                model(torch.rand(2, 3, generator=given)).sum().backward()
+                loss = model(torch.rand(2, 3, generator=given)).sum()
+                loss.backward()
                 optimizer.step()
                 keeper.follow(model)
-                if name == "drawn":
-                    numpy.random(), own.random()
-                checkpointer.step()
+                match name:
+                    case "drawn":
+                        numpy.random(), own.random()
+                    case "copy":
+                        copied.weight.data.mul_(0.9)
+                    case "teacher in a list":
+                        teachers[0].weight.data.mul_(0.9)
+                    case "baseline" | "baseline given":
+                        baseline = 0.9 * baseline + 1
+                    case "patience":
+                        stopper(1.0)
+                    case "hidden":
+                        hidden = hidden + 1
+                    case "mean of an epoch":
+                        total += loss.item()
+                    case "losses":
+                        losses.append(loss.item())
+                    case "memory":
+                        memory[:] += 1
+                    case "global":
+                        COUNT += 1
+                        COUNT *= 7
+                    case "another loader" | "another loader seeded":
+                        if name.endswith("seeded"):
+                            others.generator.manual_seed(checkpointer.stats.snapshots + id(loss))
+                        list(others)
+                    case "class":
+                        Stopper.made += 7
+                checkpointer.step(**({"baseline": baseline} if name == "baseline given" else {}))
         assert unused.random()
-        found[name] = [text for text in said if text.startswith("this ")]
+        found[name] = [text for record in listener.buffer if (text := record.getMessage()).startswith("this ")]
     return found
 
 
@@ -166,8 +228,8 @@ def test_what_a_resume_would_change_is_named_before_anything_fails(tmp_path: Pat
     with World(tmp_path, 1) as ranks:
         (found,) = ranks.outcome(loop_in_every_way)
     for name, (_, warning) in HABITS.items():
-        assert len(found[name]) == bool(warning) or name == "cycle", found
-        assert all(warning in text for text in found[name][:1]), found
+        assert len(found[name]) == bool(warning) or name == "cycle", (name, found[name])
+        assert all(warning in text for text in found[name][:1]), (name, found[name])
 
 
 def step_without_the_other() -> None:

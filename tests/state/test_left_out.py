@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -146,15 +147,27 @@ class Rows(list[torch.Tensor]):
     """Rows of a dataset, which are many."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from self[:9000]
         raise AssertionError("all of them are looked at, at a step")
 
 
-def test_data_are_no_copies_of_a_model(caplog: pytest.LogCaptureFixture) -> None:
-    rows, watched, model = Rows(torch.ones(1, 2) for _ in range(5)), LoopWatch(), nn.Linear(2, 1)
-    for row in rows[:4]:
-        watched.look([model], {}, [])
-        row.add_(1)
-    assert caplog.records == []
+def test_what_a_turn_sets_before_it_reads_it_is_not_carried(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor are data, counters of steps, clocks, comprehensions, caches of the model's own tensors, and what an outer loop sets anew."""
+    rows, watched, model, step = Rows([torch.ones(1, 2)] * 9999), LoopWatch(), nn.Linear(2, 1), 0
+    params, began, weights = list(model.parameters()), time.monotonic(), model.state_dict()
+    for epoch in range(3):
+        mean, seen = float(epoch), {"epoch": epoch}
+        while step < 4 * (epoch + 1):
+            row = rows[step]
+            loss = sum(row.sum() * step for row in rows[:2]) if step % 2 else row.sum()
+            params[0].data.add_(loss + mean)
+            took, began = time.monotonic() - began, time.monotonic()
+            step += 1
+            watched.look([model], {}, [], {"epoch": epoch}, step)
+            del took
+        mean, seen["epoch"] = mean / 2, -epoch
+    assert [record.getMessage() for record in caplog.records] == []
+    del weights
 
 
 def test_variables_that_the_script_has_asked_for_stay_its_own() -> None:
