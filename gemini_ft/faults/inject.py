@@ -163,9 +163,9 @@ def arm(orders: Orders, scene: Scene) -> None:
 
 
 def _report_the_rest() -> None:
-    """Says at the end of a script that has ended well which of the planned faults it has not come to."""
-    if drill is not None and getattr(sys, "last_value", None) is None:
-        drill.report_the_rest()
+    """Says at the end of a script that has ended well which of the planned faults it has not come to: their moment has not come."""
+    if drill is not None and getattr(sys, "last_value", None) is None and (rest := drill.rest()):
+        _log.warning("fault injection: the job has ended, and these have never happened: %s", "; ".join(rest))
 
 
 drill: Drill | None = None
@@ -217,10 +217,9 @@ class Drill:
                 _log.warning("fault injection at iteration %d, %s: %s", iteration, moment, fault.text)
                 _do(fault, scene, self._launcher)
 
-    def report_the_rest(self) -> None:
-        """Names the planned faults that have not happened: their moment has not come."""
-        if rest := [fault.text for fault in self._faults if fault.probability is None and fault.name not in self._happened]:
-            _log.warning("fault injection: the job has ended, and these have never happened: %s", "; ".join(rest))
+    def rest(self) -> list[str]:
+        """The planned faults that have not happened."""
+        return [fault.text for fault in self._faults if fault.probability is None and fault.name not in self._happened]
 
     def _end(self, fault: Fault, iteration: int) -> None:
         if fault.kind == "storage_full" and fault.until is not None and iteration >= fault.until:

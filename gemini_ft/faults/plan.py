@@ -237,47 +237,13 @@ def _guess(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    def convert(value: str) -> int:
-        if (number := int(value)) < least:
+def _number(kind: Callable[[str], float], is_allowed: Callable[[float], bool]) -> Callable[[str], float]:
+    def convert(value: str) -> float:
+        if not is_allowed(number := kind(value)):
             raise ValueError
         return number
 
     return convert
-
-
-def _rank(value: str) -> int | str:
-    return value if value == "all" else _at_least(0)(value)
-
-
-def _moment(value: str) -> str:
-    if value not in MOMENTS:
-        raise ValueError
-    return value
-
-
-def _probability(value: str) -> float:
-    if not 0 < (number := float(value)) <= 1:
-        raise ValueError
-    return number
-
-
-def _share(value: str) -> float:
-    if not 0 < (number := float(value)) < 1:
-        raise ValueError
-    return number
-
-
-def _seconds(value: str) -> float:
-    if not 0 < (number := float(value)) < math.inf:
-        raise ValueError
-    return number
-
-
-def _process(value: str) -> str:
-    if value not in PROCESSES:
-        raise ValueError
-    return value
 
 
 def _text(value: str) -> str:
@@ -286,19 +252,24 @@ def _text(value: str) -> str:
     return value
 
 
+def _one_of(words: Iterable[str]) -> Callable[[str], str]:
+    return {word: word for word in words}.__getitem__
+
+
+_from_0, _from_1 = _number(int, lambda number: number >= 0), _number(int, lambda number: number >= 1)
 _COUNTED = "a whole number from 0"
 _KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "step": (_at_least(1), "a whole number from 1"),
-    "until": (_at_least(1), "a whole number from 1"),
-    "rank": (_rank, f"{_COUNTED}, or 'all'"),
+    "step": (_from_1, "a whole number from 1"),
+    "until": (_from_1, "a whole number from 1"),
+    "rank": (lambda value: value if value == "all" else _from_0(value), f"{_COUNTED}, or 'all'"),
     "host": (_text, "a host's id, or its place among the sorted ids, from 0"),
-    "group": (_at_least(0), _COUNTED),
-    "owner": (_at_least(0), _COUNTED),
-    "moment": (_moment, f"one of {', '.join(MOMENTS)}"),
-    "probability": (_probability, "above 0 and at most 1"),
+    "group": (_from_0, _COUNTED),
+    "owner": (_from_0, _COUNTED),
+    "moment": (_one_of(MOMENTS), f"one of {', '.join(MOMENTS)}"),
+    "probability": (_number(float, lambda number: 0 < number <= 1), "above 0 and at most 1"),
     "seed": (int, "a whole number"),
-    "code": (_at_least(0), _COUNTED),
-    "share": (_share, "above 0 and below 1"),
-    "seconds": (_seconds, "above 0"),
-    "process": (_process, f"one of {', '.join(PROCESSES)}"),
+    "code": (_from_0, _COUNTED),
+    "share": (_number(float, lambda number: 0 < number < 1), "above 0 and below 1"),
+    "seconds": (_number(float, lambda number: 0 < number < math.inf), "above 0"),
+    "process": (_one_of(PROCESSES), f"one of {', '.join(PROCESSES)}"),
 }
