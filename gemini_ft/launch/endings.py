@@ -27,6 +27,7 @@ from gemini_ft.errors import FINAL, GeminiError, RunAliveError, StorageUnclearEr
 from gemini_ft.launch.drain import LEFT, HostDrain, await_workers
 from gemini_ft.launch.grace import await_news
 from gemini_ft.launch.notes import DRAINED, PROTECTED, REFUSED, Notes
+from gemini_ft.launch.replaced import replaced
 
 _log = logging.getLogger(__name__)
 
@@ -158,8 +159,5 @@ def final_endings(notes: Notes, run: str, drain: HostDrain, *, interval: float) 
             endings.look()
         return result
 
-    LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]
-    try:
+    with replaced(LocalElasticAgent, _monitor_workers=monitor):
         yield endings
-    finally:
-        LocalElasticAgent._monitor_workers = original  # type: ignore[method-assign]

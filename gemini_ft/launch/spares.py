@@ -46,11 +46,10 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_ren
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _Action
 
 from gemini_ft.hosts import lasting_name
+from gemini_ft.launch.replaced import replaced
 
 logger = logging.getLogger(__name__)
 
-_CHANGED = ("_RendezvousJoinOp", "_delay", "_BackendRendezvousStateHolder", "_should_keep_alive", "get_method_name")
-_JOIN, _DELAY, _STATE, _DUE, _NAMING = _CHANGED  # torch's names
 # Attributes of torch's rendezvous state:
 _HOSTS = "gemini_hosts"  # the number of hosts that the job's state is made for
 _WORLD = "gemini_world"  # a random name of the complete round: copies of it in two stores are one world
@@ -309,28 +308,16 @@ def better_rendezvous(hosts: int, **facts: Any) -> Iterator[None]:
 
     Torch has no settings for that, so its classes and its functions are replaced.
     """
-    originals = {name: getattr(torch_rendezvous, name, None) for name in _CHANGED}
-    join, delay, state, due, naming = originals.values()
+    join, delay, state = torch_rendezvous._RendezvousJoinOp, torch_rendezvous._delay, torch_rendezvous._BackendRendezvousStateHolder
     handler = torch_rendezvous.DynamicRendezvousHandler
-    waiting = handler.num_nodes_waiting
-    if join is None or delay is None or state is None or due is None or naming is None:
-        logger.warning("spares may displace hosts of the job, as this version of torch brings hosts together in an unknown way")
-        yield
-        return
-    this, interval = LaunchingHost(pause(hosts) + _GRACE, **facts), pause(hosts)
-    changed = {
-        _JOIN: lambda: PatientJoin(join(), this),
-        _DELAY: lambda seconds: delay(interval if seconds == 1 else seconds),
-        _STATE: partial(by_own_clock(state), cache_duration=interval / 2),
-        _DUE: _due,
-        _NAMING: lambda depth=2: sys._getframe(depth).f_code.co_name,
+    waiting, interval = handler.num_nodes_waiting, pause(hosts)
+    this = LaunchingHost(interval + _GRACE, **facts)
+    changes = {
+        "_RendezvousJoinOp": lambda: PatientJoin(join(), this),
+        "_delay": lambda seconds: delay(interval if seconds == 1 else seconds),
+        "_BackendRendezvousStateHolder": partial(by_own_clock(state), cache_duration=interval / 2),
+        "_should_keep_alive": _due,
+        "get_method_name": lambda depth=2: sys._getframe(depth).f_code.co_name,
     }
-    for name, value in changed.items():
-        setattr(torch_rendezvous, name, value)
-    handler.num_nodes_waiting = lambda self: nodes_waiting(waiting, this, self)  # type: ignore[method-assign]
-    try:
+    with replaced(torch_rendezvous, **changes), replaced(handler, num_nodes_waiting=lambda self: nodes_waiting(waiting, this, self)):
         yield
-    finally:
-        handler.num_nodes_waiting = waiting  # type: ignore[method-assign]
-        for name, value in originals.items():
-            setattr(torch_rendezvous, name, value)

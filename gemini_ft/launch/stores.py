@@ -40,6 +40,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
 from gemini_ft.hosts import lasting_name
+from gemini_ft.launch.replaced import replaced
 from gemini_ft.launch.spares import has_left, members_of, world_of
 
 _log = logging.getLogger(__name__)
@@ -409,13 +410,13 @@ def surviving_stores() -> Iterator[None]:
         except RendezvousConnectionError:
             return 0  # as long as the workers are well, they need no rendezvous
 
-    c10d_rendezvous_backend.create_backend = create_surviving
-    handler._get_store, handler.num_nodes_waiting = present_store, waiting_if_known  # type: ignore[method-assign]
     try:
-        yield
+        with (
+            replaced(c10d_rendezvous_backend, create_backend=create_surviving),
+            replaced(handler, _get_store=present_store, num_nodes_waiting=waiting_if_known),
+        ):
+            yield
     finally:
-        c10d_rendezvous_backend.create_backend = create
-        handler._get_store, handler.num_nodes_waiting = get_store, waiting  # type: ignore[method-assign]
         for backend in backends:
             if not backend.is_closed:
                 backend.sign_off()
