@@ -146,17 +146,14 @@ class Ledger:
             return self._readmit(self._caught_up(report))
         if report.host not in self.holders.get(report.owner, ()):
             return []
-        current = self._rounds.get(report.version)
-        if current is None:
+        if is_new := report.version not in self._rounds:
             if report.version in self.aborted:  # its host was away when that was decided; replicas go with the owner's next version
                 return [Abort(report.version, self.aborted[report.version])] if self._is_own(report) else []
-            current = self._rounds[report.version] = Round(self.holders, self._pairs, self.excluded)
+            self._rounds[report.version] = Round(self.holders, self._pairs, self.excluded)
             self._newest = max(report.version, self._newest or report.version)
-            current.add(report.owner, report.host, (report.layout, report.digest), report.root, now)
-            gone = self._gone_past(report.version, current)
-        else:
-            current.add(report.owner, report.host, (report.layout, report.digest), report.root, now)
-            gone = None
+        current = self._rounds[report.version]
+        current.add(report.owner, report.host, (report.layout, report.digest), report.root, now)
+        gone = self._gone_past(report.version, current) if is_new else None
         decisions = self._readmit(current.back)
         if self._is_own(report):
             decisions += self._overtaken([report.owner], report.version)
@@ -327,11 +324,11 @@ class Ledger:
         return Holders(self.epoch, frozenset(self.excluded), newly)
 
     def _conflict(self, current: Round) -> Fatal:
-        if len(by_layout := current.by_layout()) > 1:
+        if len(by_layout := current.by_label(0)) > 1:
             text = "; ".join(f"ranks {ranks} have layout {layout}" for layout, ranks in by_layout.items())
             problem = f"ranks disagree on names, dtypes, shapes or frozenness of the state: {text}; build the same model on every rank"
             return Fatal("LayoutMismatchError", problem)
-        text = "; ".join(f"ranks {ranks} have {digest}" for digest, ranks in current.by_digest().items())
+        text = "; ".join(f"ranks {ranks} have {digest}" for digest, ranks in current.by_label(1).items())
         return Fatal(
             "ReplicaDivergedError",
             f"state that must be the same on all ranks differs: {text}; a restored state would be one that no rank ever had. "
@@ -353,10 +350,9 @@ class Ledger:
 
     def _freeze(self, version: Version, compared: bool, now: float) -> bool:
         cadence = self._cadence
-        if cadence is None or self.uploading is not None or not cadence.due(version.iteration, now):
+        # Where they are not compared, the ranks did not know yet that this one may be uploaded; they do after this commit.
+        if cadence is None or self.uploading is not None or not cadence.due(version.iteration, now) or not compared:
             return False
-        if not compared:
-            return False  # the ranks did not know yet that this one may be uploaded; they do after this commit
         if self.obstacle:
             self._held_back, self.upload_error = version, self.obstacle
             return False
