@@ -27,6 +27,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -332,22 +333,19 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
     Raises:
         RendezvousConnectionError: it has failed, or takes longer; its thread is given up, as torch cannot be interrupted.
     """
-    results: list[T] = []
-    errors: list[Exception] = []
+    outcome = Future[T]()
 
     def work() -> None:
         try:
-            results.append(call())
+            outcome.set_result(call())
         except Exception as error:
-            errors.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=work, name=_THREAD, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if results:
-        return results[0]
-    cause = errors[0] if errors else TimeoutError(f"no answer within {seconds:g} s")
-    raise RendezvousConnectionError(f"the connection to the store of the rendezvous has failed: {cause}") from cause
+    threading.Thread(target=work, name=_THREAD, daemon=True).start()
+    cause = outcome.exception() if wait([outcome], seconds).done else TimeoutError(f"no answer within {seconds:g} s")
+    if cause is not None:
+        raise RendezvousConnectionError(f"the connection to the store of the rendezvous has failed: {cause}") from cause
+    return outcome.result()
 
 
 def has_given_up() -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from gemini_ft.core.versions import Incarnation, Version
@@ -230,22 +230,18 @@ def within(seconds: float, what: str, work: Callable[[], _T]) -> _T:
     Raises:
         StorageError: it did not come to an end in time. Else whatever ``work`` raises.
     """
-    outcome: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
+    outcome = Future[_T]()
 
     def run() -> None:
         try:
-            outcome.put((work(), None))
+            outcome.set_result(work())
         except BaseException as error:
-            outcome.put((None, error))
+            outcome.set_exception(error)
 
     threading.Thread(target=run, name="gemini-storage", daemon=True).start()
-    try:
-        value, error = outcome.get(timeout=seconds)
-    except queue.Empty:
-        raise StorageError(f"{what}: storage did not answer within {seconds:g} s; does it hang?") from None
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]  # it is what work returned
+    if not wait([outcome], seconds).done:
+        raise StorageError(f"{what}: storage did not answer within {seconds:g} s; does it hang?")
+    return outcome.result()
 
 
 def _is_there(storage: Storage, key: str) -> bool:

@@ -83,7 +83,7 @@ def _power(exponent: int) -> int:
 class RateLimit:
     """A limit of bytes per second that lets callers through, all threads together."""
 
-    def __init__(self, limit: int | None) -> None:
+    def __init__(self, limit: float | None) -> None:
         self._limit = limit
         self._free_at = 0.0
         self._lock = threading.Lock()
