@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import psutil
+
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.memory import slot_files
 from gemini_ft.agent.memory.budget import available_memory
@@ -97,35 +99,21 @@ def _options(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
 
 def _network(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     address = bind_address(config.interface, None if "MASTER_ADDR" in os.environ else "198.51.100.1")
-    name = next((name for name, found in _interfaces() if address in found), "?")
+    found = psutil.net_if_addrs()
+    name = next((name for name, entries in found.items() if address in (entry.address.partition("%")[0] for entry in entries)), "?")
     if is_loopback(address):
         yield CheckResult(
             "wrong" if hosts > 1 else "ok", "network", f"{address} reaches this machine only; name the network (GEMINI_INTERFACE)"
         )
         return
-    speed = _speed(name)
-    if speed is None:
+    speed = stats[name].speed if name in (stats := psutil.net_if_stats()) else 0
+    if not speed:
         yield CheckResult("ok", "network", f"replicas leave by {name} ({address}), which does not say how fast it is")
     elif speed < _SLOW_LINK:
         text = f"replicas leave by {name} ({address}), a link of {speed:,} Mbit/s; if there is a faster one, name it (GEMINI_INTERFACE)"
         yield CheckResult("warn", "network", text)
     else:
         yield CheckResult("ok", "network", f"replicas leave by {name} ({address}), {speed:,} Mbit/s")
-
-
-def _interfaces() -> Iterator[tuple[str, list[str]]]:
-    import psutil
-
-    for name, entries in psutil.net_if_addrs().items():
-        yield name, [entry.address.partition("%")[0] for entry in entries]
-
-
-def _speed(interface: str) -> int | None:
-    try:
-        speed = int(Path("/sys/class/net", interface, "speed").read_text())
-    except (OSError, ValueError):
-        return None
-    return speed if speed > 0 else None
 
 
 def _ports(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:

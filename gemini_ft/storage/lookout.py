@@ -159,21 +159,20 @@ class Lookout:
             return read(self._reopen())
 
 
-def newest_whole(storage: Storage, run: str, stream: str, passed: Collection[str] = ()) -> Manifest | None:
+def newest_whole(storage: Storage, run: str, stream: str) -> Manifest | None:
     """The checkpoint that a job would resume; None: storage proves that there never was one.
 
     Args:
         storage: where to look.
         run: whose checkpoints.
         stream: which line of them.
-        passed: folders of checkpoints that turned out to be damaged when they were read.
 
     Raises:
         StorageUnclearError: there is one, or there has been, and which cannot be told.
         FormatError: the newest is of a format that this version cannot read.
     """
     lookout = Lookout(lambda: storage, run, stream)
-    match decide(lookout.look(passed)):
+    match decide(lookout.look()):
         case CanResume(order):
             return lookout.manifests[order[0].folder]
         case NothingStored():

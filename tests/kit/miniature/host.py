@@ -346,7 +346,7 @@ class Node:
                     out.end = details
                 if slot is not None and writing:
                     self.memory[owner, slot.index].header = version
-                self.perform(self.host.copied(owner, version, *details))
+                self.perform(self.host.completed(owner, version, *details))
             case "give_up":
                 self.perform(self.host.give_up(owner, version, "late"))
 
