@@ -106,8 +106,8 @@ def _status(percent: int, step: int) -> dict[str, Any]:
     return {"progressPercentage": percent, "metrics": metrics, "lastUpdatedTime": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
-class Reports:
-    """The thread that reports.
+class Reports(threading.Thread):
+    """Reports the progress of a job.
 
     Args:
         endpoint: where to.
@@ -116,22 +116,19 @@ class Reports:
     """
 
     def __init__(self, endpoint: Endpoint, run: str, total: Callable[[], int | None]) -> None:
-        self._endpoint, self._run, self._total = endpoint, run, total
+        super().__init__(name="gemini-trainjob", daemon=True)
+        self._endpoint, self._of_run, self._total = endpoint, run, total
         self._progress: ProgressEstimate | None = None
         self._over, self._has_ended = threading.Event(), False
         self._is_failing = False
-        self._thread = threading.Thread(target=self._work, name="gemini-trainjob", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def stop(self, ended: bool) -> None:
         """Ends reporting, with a last report where the whole job has ended well; waits no longer than an endpoint is given to answer."""
         self._has_ended = ended
         self._over.set()
-        self._thread.join(2 * PATIENCE)
+        self.join(2 * PATIENCE)
 
-    def _work(self) -> None:
+    def run(self) -> None:
         said: int | None = None
         next_post = 0.0
         while not self._over.wait(_LOOK_SECONDS):
@@ -146,7 +143,7 @@ class Reports:
     def _step(self) -> int | None:
         """The newest step that is committed; None where rank 0 is on another host, whose launcher reports."""
         try:
-            document = json.loads(lifecycle.status(self._run) or "{}")
+            document = json.loads(lifecycle.status(self._of_run) or "{}")
         except (GeminiError, OSError, ValueError):
             return None
         if "0" not in document.get("workers", {}):

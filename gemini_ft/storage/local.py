@@ -125,7 +125,7 @@ def boot_id() -> str:
 
 
 class LocalStorage:
-    """Files below ``root``, which is created when first written to; it may be a link, but no link is followed below it.
+    """A `Storage` of files below ``root``, which is created when first written to; it may be a link, but no link is followed below it.
 
     A file is written under `.partial`, synced to disk and then renamed, so that a torn one
     never has a key. Files and folders whose names are no keys are another program's: they are never looked at.
@@ -138,7 +138,6 @@ class LocalStorage:
         self.url = "file://" + quote(str(self.root))
 
     def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
-        """Implements `Storage.put`."""
         target = self.root / check_key(key)
         folder = self.root / _PARTIAL
         with self._explain(f"cannot write {key}"):
@@ -163,13 +162,11 @@ class LocalStorage:
             self._confirm(key, target, size)
 
     def get(self, key: str) -> bytes:
-        """Implements `Storage.get`."""
         with self._explain(f"cannot read {key}"), open(self._open(key), "rb") as file:
             check_small(f"{self.url}: {key}", os.fstat(file.fileno()).st_size)
             return file.read()
 
     def get_range(self, key: str, offset: int, out: memoryview) -> None:
-        """Implements `Storage.get_range`."""
         with self._explain(f"cannot read {key}"):
             fd = self._open(key)
             try:
@@ -181,11 +178,9 @@ class LocalStorage:
             raise CorruptDataError(f"{self.url}: {key} ends at byte {offset}, it should have {out.nbytes} more; use an older checkpoint")
 
     def open_range(self, key: str, offset: int, nbytes: int) -> RangeReader:
-        """Implements `Storage.open_range`."""
         return Steps(self, key, offset)
 
     def list(self, prefix: str = "") -> Sequence[str]:
-        """Implements `Storage.list`."""
         folder = self.root / prefix.rpartition("/")[0]
         with self._explain(f"cannot list {prefix}"):
             self._refuse_links(folder)
@@ -207,7 +202,6 @@ class LocalStorage:
                 folder.rmdir()
 
     def check(self) -> None:
-        """Implements `Storage.check`."""
         round_trip(self)
 
     # -- inside

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class S3Storage:
-    """Objects under ``s3://bucket/prefix``.
+    """A `Storage` of objects under ``s3://bucket/prefix``.
 
     Args:
         bucket: the bucket; it must exist.
@@ -97,24 +97,19 @@ class S3Storage:
             self._confirm(key, size, checksum, tag)
 
     def get(self, key: str) -> bytes:
-        """Implements `Storage.get`."""
         return self.insist(lambda: self._get(key))
 
     def get_range(self, key: str, offset: int, out: memoryview) -> None:
-        """Implements `Storage.get_range`."""
         with closing(self.open_range(key, offset, out.nbytes)) as answer:
             answer.read(out)
 
     def open_range(self, key: str, offset: int, nbytes: int) -> RangeReader:
-        """Implements `Storage.open_range`."""
         return _ResumedAnswer(self, key, offset, nbytes)
 
     def list(self, prefix: str = "") -> Sequence[str]:
-        """Implements `Storage.list`."""
         return self.insist(lambda: self._list(prefix))
 
     def delete(self, key: str) -> None:
-        """Implements `Storage.delete`."""
         if not self._deletes:
             return
         with self._explain(f"cannot delete {key}"):
@@ -360,12 +355,10 @@ class _ResumedAnswer:
         self._body: Any = None
 
     def read(self, out: memoryview) -> None:
-        """Implements `RangeReader.read`."""
         while out.nbytes:
             out = out[self._storage.insist(partial(self._some, out)) :]
 
     def close(self) -> None:
-        """Implements `RangeReader.close`."""
         body, self._body = self._body, None
         if body is not None:
             body.close()
