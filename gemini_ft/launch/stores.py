@@ -1,18 +1,16 @@
 """A rendezvous that outlives its store: launchers know several places for one, and go on at another, or at one that came back empty.
 
-Torch's c10d rendezvous keeps its state in one store, and a job ends with that. But every launcher reads the whole state about once a
-second. So a launcher that loses the store finds another, and writes there what it has seen last, unless one of the others has done so.
-Workers have stores of their own and notice nothing. While no store can be reached, they go on training, and a launcher waits only
-where it needs the others: to begin, and after a failure.
+Every launcher reads the whole state of torch's c10d rendezvous about once a second. So one that loses the store finds another, and writes
+there what it has seen last, unless one of the others has done so (docs/decisions/023). Workers have stores of their own and notice nothing.
+While no store can be reached, they go on training, and a launcher waits only where it needs the others: to begin, and after a failure.
 
 ``--rdzv-endpoint A:29400,B:29400``: the hosts that A and B name serve a store each. Every change of the store counts a generation up,
-which the new one keeps. Where several stores are alive, because a link was lost and no host, that of the highest generation counts, and
-among equals the first in the order of the endpoints. A launcher that does not find the others where it is looks for that one.
+which the new one keeps. Of several that are alive that of the highest generation counts, and among equals the first in the order of the
+endpoints. A launcher that does not find the others where it is looks for that one.
 
 A network that falls apart leaves a store on each side. A host that has never taken part in the job carries no rendezvous to another
-store: it waits there, and comes back when it can. At the first start nobody has taken part, and every store is asked before one is used.
-Where hosts that took part are on both sides, as of two hosts with a spare each, both may go on; as soon as they can see each other, one
-of them ends.
+store. At the first start nobody has taken part, and every store is asked before one is used. Where hosts that took part are on both
+sides, both may go on; as soon as they can see each other, one of them ends.
 
 It is long because a store that is lost is met in each call of one interface, torch's.
 """
