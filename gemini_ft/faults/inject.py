@@ -266,7 +266,9 @@ def _do(fault: Fault, scene: Scene, launcher: psutil.Process | None) -> None:
                 for owner in fault.owners(scene.world, scene.host):
                     scene.client().tell(Inject(fault="corrupt", owner=owner))
         case "slow":
-            _slow_down(fault, scene.client().welcome.pid, launcher)
+            for process in _process(scene.client().welcome.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    slow_down(process.pid, fault.share, fault.seconds)
         case "storage_full":
             check_room(scene.storage)
             _fill(_storage_folder(scene.storage) / _FILLER)
@@ -281,14 +283,6 @@ def _kill_host(agent: int, launcher: psutil.Process | None) -> None:
     own = psutil.Process()
     family = [launcher, *launcher.children(recursive=True)] if launcher is not None and launcher in own.parents() else []
     _kill([*_process(agent), *(process for process in family if process != own), own])
-
-
-def _slow_down(fault: Fault, agent: int, launcher: psutil.Process | None) -> None:
-    """Makes this host's agent or its launcher slow, if it is still there; no later process of its number is taken for the launcher."""
-    for process in [launcher] if fault.process == "launcher" else _process(agent):
-        if process is not None and process.is_running():
-            with contextlib.suppress(ProcessLookupError):
-                slow_down(process.pid, fault.share, fault.seconds)
 
 
 def _fill(path: Path) -> None:

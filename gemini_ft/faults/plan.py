@@ -30,11 +30,10 @@ HOST_KINDS = {
     "agent": "the host's agent dies of SIGKILL",
     "kill": "launcher, workers and agent of the host die at once, as in a power cut",
     "corrupt": "a bit flips in every copy in the agent's memory (owner=RANK: of that rank's shard only)",
-    "slow": "the host's agent (process=launcher: its launcher) gets a share of its time (share=0.02) for some seconds (seconds=60)",
+    "slow": "the host's agent gets a share of its time (share=0.02) for some seconds (seconds=60)",
     "storage_full": "the file system of storage.url is filled (until=STEP: and freed again)",
 }
 KINDS = RANK_KINDS | HOST_KINDS
-PROCESSES = ("agent", "launcher")  # that can be slow
 OCCURRENCE = re.compile(r"\d+-[0-9a-f]{8}(-\d+)?")  # all that `Fault.occurrence` can return
 
 MOMENTS = {
@@ -81,7 +80,6 @@ class Fault:
     code: int = 1
     share: float = 0.02  # slow: of each second, in which the process may run
     seconds: float = 60.0  # slow: for which it is
-    process: str = "agent"  # slow: which one of the host
 
     def occurrence(self, iteration: int) -> str:
         """The name under which the fault happens at most once: a scheduled one in a run, a random one in an iteration."""
@@ -222,8 +220,8 @@ def _check_relations(fault: Fault) -> None:
         problem = "owner goes with corrupt"
     elif fault.code != 1 and fault.kind != "exit":
         problem = "code goes with exit"
-    elif (fault.share, fault.seconds, fault.process) != (0.02, 60.0, "agent") and fault.kind != "slow":
-        problem = "share, seconds and process go with slow"
+    elif (fault.share, fault.seconds) != (0.02, 60.0) and fault.kind != "slow":
+        problem = "share and seconds go with slow"
     if problem is not None:
         raise ConfigError(f"{_where(fault.text)}: {problem}")
 
@@ -252,10 +250,6 @@ def _text(value: str) -> str:
     return value
 
 
-def _one_of(words: Iterable[str]) -> Callable[[str], str]:
-    return {word: word for word in words}.__getitem__
-
-
 _from_0, _from_1 = _number(int, lambda number: number >= 0), _number(int, lambda number: number >= 1)
 _COUNTED = "a whole number from 0"
 _KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -265,11 +259,10 @@ _KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
     "host": (_text, "a host's id, or its place among the sorted ids, from 0"),
     "group": (_from_0, _COUNTED),
     "owner": (_from_0, _COUNTED),
-    "moment": (_one_of(MOMENTS), f"one of {', '.join(MOMENTS)}"),
+    "moment": ({moment: moment for moment in MOMENTS}.__getitem__, f"one of {', '.join(MOMENTS)}"),
     "probability": (_number(float, lambda number: 0 < number <= 1), "above 0 and at most 1"),
     "seed": (int, "a whole number"),
     "code": (_from_0, _COUNTED),
     "share": (_number(float, lambda number: 0 < number < 1), "above 0 and below 1"),
     "seconds": (_number(float, lambda number: 0 < number < math.inf), "above 0"),
-    "process": (_one_of(PROCESSES), f"one of {', '.join(PROCESSES)}"),
 }

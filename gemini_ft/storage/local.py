@@ -25,11 +25,11 @@ from pathlib import Path
 from urllib.parse import quote
 
 from gemini_ft.errors import CorruptDataError, ObjectGoneError, StorageError
+from gemini_ft.hosts import machine_id
 from gemini_ft.storage.base import RangeReader, Steps, check_key, check_small, ignore, is_key, round_trip
 
 ABANDONED = 3600.0  # seconds since the last byte after which another lock domain's file counts as its dead writer's
 _NAME = re.compile(r"[A-Za-z0-9-]+\.(?P<domain>[0-9a-f]+-[0-9a-f]+)\.\d+\.\d+\.[0-9a-f]{8}")  # host, domain, process, begun, nonce
-_UNKNOWN_BOOT = secrets.token_hex(4)  # where the kernel does not name its boot: this process has a domain of its own
 _log = logging.getLogger(__name__)
 _told: set[Path] = set()  # links that this process has spoken of
 _PARTIAL = ".partial"  # no key begins with a dot
@@ -118,10 +118,8 @@ def _domain(folder: Path) -> str:
 
 
 def boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-    except OSError:
-        return _UNKNOWN_BOOT
+    """The kernel's boot in eight digits; where it is not known, no leftover is taken for a dead writer's."""
+    return machine_id()[:8]
 
 
 class LocalStorage:
