@@ -7,40 +7,15 @@ If that agent restarts, or another host leads, the others repeat their reports a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from gemini_ft.core.decisions import Abort, Commit, Decision, Fatal, Holders, Thaw, WriteManifest
+from gemini_ft.core.decisions import Abort, Cadence, Commit, Decision, Fatal, Holders, Thaw, WriteManifest
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Report, Skipped
 from gemini_ft.core.protocol import NO_ROOTS
 from gemini_ft.core.rounds import FoldedRound, Pair, Round
 from gemini_ft.core.versions import MOST, Incarnation, Version
 
 _END = Version(Incarnation(MOST + 1, ""), 0)  # after all versions: an owner that has finished has gone past them
-
-
-@dataclass
-class Cadence:
-    """The rhythm of uploads: every few iterations, or every few seconds. Never two at once."""
-
-    every_steps: int | None = None
-    every_seconds: float | None = None
-    last_iteration: int = 0
-    last_time: float = 0.0
-    at_end: bool = False  # the last committed version of the job is due at its end
-    hurried: bool = False  # the next one that can be is due, because a host is leaving
-
-    def due(self, iteration: int, now: float) -> bool:
-        by_steps = self.every_steps is not None and iteration // self.every_steps > self.last_iteration // self.every_steps
-        by_time = self.every_seconds is not None and now - self.last_time >= self.every_seconds
-        return by_steps or by_time or self.hurried
-
-    def next_iteration(self, iteration: int, now: float) -> int | None:
-        """The first iteration after ``iteration`` that may be uploaded, as far as can be said now."""
-        if self.hurried or (self.every_seconds is not None and now - self.last_time >= self.every_seconds):
-            return iteration + 1
-        if self.every_steps is not None:
-            return (self.last_iteration // self.every_steps + 1) * self.every_steps
-        return None
 
 
 class Ledger:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gemini_ft.core.decisions import Abort, Commit, Decision, Holders, Thaw, WriteManifest
+from gemini_ft.core.decisions import Abort, Cadence, Commit, Decision, Holders, Thaw, WriteManifest
 from gemini_ft.core.effects import (
     CancelSend,
     Completed,
@@ -26,7 +26,7 @@ from gemini_ft.core.effects import (
     Withdraw,
 )
 from gemini_ft.core.gathering import Bundles, Gathering
-from gemini_ft.core.ledger import Cadence, Ledger
+from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.slots import Slot, SlotState
 from gemini_ft.core.succession import Succession, candidates
