@@ -40,10 +40,10 @@ from gemini_ft.config import GeminiConfig, load_config, unknown_variables
 from gemini_ft.errors import AgentError, ConfigError, RunAliveError
 from gemini_ft.hosts import HOSTNAME, host_id
 from gemini_ft.launch import slurm
-from gemini_ft.launch.drain import LEFT, drain_of
+from gemini_ft.launch.drain import LEFT, HostDrain
 from gemini_ft.launch.endings import ENDED_ELSEWHERE, NOT_STORED, OVERTAKEN, final_endings
 from gemini_ft.launch.launched import LAUNCH
-from gemini_ft.launch.notes import FIXED, LACKS, STORES, notes_of_workers
+from gemini_ft.launch.notes import FIXED, LACKS, PROTECTED, STORES, notes_of_workers
 from gemini_ft.launch.preload import early_environment, modules_to_preload
 from gemini_ft.launch.reports import own_log_dir
 from gemini_ft.launch.run_id import default_run_id, is_passing
@@ -103,7 +103,8 @@ def command(argv: Sequence[str]) -> int:
             stack.enter_context(surviving_stores())
             stack.enter_context(whole_rounds())
             stack.enter_context(own_log_dir(options))
-            drain = drain_of(run_id, config, notes)
+            signum = None if config.drain_signal == "none" else signal.Signals[config.drain_signal]
+            drain = HostDrain(run_id, config.drain_seconds, signum, partial(notes.have, PROTECTED))
             interval, options.monitor_interval = options.monitor_interval, min(_NO_INTERVAL, options.monitor_interval)
             endings = stack.enter_context(final_endings(notes, run_id, drain, interval=interval))
             copy = stack.enter_context(copied_from_pipe(program)) if not (options.module or options.no_python) else None

@@ -319,11 +319,9 @@ def _packages(text: str, nested: bool = True) -> set[str]:
 
 @functools.cache
 def _imports(text: str, nested: bool) -> list[tuple[str, int]]:
-    """The modules that a source imports, and how many packages up a relative one begins; none if it cannot be parsed.
+    """The modules that a source imports (``nested``: in functions too, and for a type checker), and how many packages up each begins.
 
-    Args:
-        text: the source.
-        nested: in functions too, and for a type checker.
+    None if it cannot be parsed.
     """
     try:
         waiting: list[ast.AST] = [ast.parse(text)]

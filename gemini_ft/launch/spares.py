@@ -69,13 +69,7 @@ class LaunchingHost:
 
 
 class PatientJoin:
-    """Torch's decision what to do next in order to join, with a spare that waits its turn; one per wish to join.
-
-    Args:
-        join: torch's own.
-        host: that wishes to join.
-        clock: monotonic, seconds.
-    """
+    """Torch's decision what to do next in order to join, with a spare that waits its turn; one per wish to join."""
 
     def __init__(self, join: Callable[[Any, float], Any], host: LaunchingHost, clock: Callable[[], float] = time.monotonic) -> None:
         self._join, self._host, self._clock = join, host, clock

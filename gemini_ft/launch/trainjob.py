@@ -74,12 +74,7 @@ def endpoint_of(environ: Mapping[str, str]) -> Endpoint | None:
 
 
 class ProgressEstimate:
-    """Reckons how far a job is.
-
-    Args:
-        total: optimizer steps of the whole job.
-        clock: monotonic, seconds.
-    """
+    """Reckons how far a job of ``total`` optimizer steps is."""
 
     def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._total, self._clock = total, clock

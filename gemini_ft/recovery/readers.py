@@ -79,14 +79,7 @@ class ShardReader(Protocol):
 
 
 class LocalShard:
-    """A shard in this host's agent, read by mapping its memory.
-
-    Args:
-        client: connection to the agent.
-        owner: whose shard.
-        version: which state.
-        where: where its bytes came from.
-        root: which copy it must be; None: nobody knows.
+    """A shard in this host's agent, read by mapping its memory. ``root``: the root that it must have; None: unknown.
 
     Raises:
         CorruptDataError: it is another one.
