@@ -288,7 +288,8 @@ def better_rendezvous(hosts: int, **facts: Any) -> Iterator[None]:
 
     Torch has no settings for that, so its classes and its functions are replaced.
     """
-    join, delay, state = torch_rendezvous._RendezvousJoinOp, torch_rendezvous._delay, torch_rendezvous._BackendRendezvousStateHolder
+    theirs: Any = torch_rendezvous
+    join, delay, state = theirs._RendezvousJoinOp, theirs._delay, theirs._BackendRendezvousStateHolder
     handler = torch_rendezvous.DynamicRendezvousHandler
     waiting, interval = handler.num_nodes_waiting, pause(hosts)
     this = LaunchingHost(interval + _GRACE, **facts)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from gemini_ft.config import without_passwords
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
 from gemini_ft.storage.base import SMALL, RangeReader, check_key, check_small, ignore, is_key, round_trip
 from gemini_ft.storage.s3errors import S3_ERRORS, GarbledError, explained, store_time
-from gemini_ft.storage.s3parts import PartBody, RateLimit, checksum_of_all, encoded, joined, regroup, when_there_is_room
+from gemini_ft.storage.s3parts import PartBody, RateLimit, checksum_of_all, encoded, joined, regroup
 
 _BLOCK = 256 * 1024  # bytes taken from a connection at a time, and lost when it breaks; with a quarter of that a GB takes a fourth longer
 _PARALLEL = 4  # parts under way at a time
@@ -303,16 +302,13 @@ class S3Storage:
     def _send_parts(
         self, pool: ThreadPoolExecutor, where: dict[str, str], bodies: Iterator[PartBody], sent: Callable[[int], None]
     ) -> Sequence[_Sent]:
-        room = threading.Semaphore(_PARALLEL)  # the caller hashes what it yields, shortly before it is sent
-        futures = deque[Future[_Sent]]()
-        for number, body in enumerate(when_there_is_room(room, bodies), 1):
+        done, under_way = list[_Sent](), deque[Future[_Sent]]()
+        for number, body in enumerate(bodies, 1):  # the caller hashes what it yields, shortly before it is sent
             self._pace.take(body.nbytes)
-            future = pool.submit(self._send_part, where, number, body, sent)
-            future.add_done_callback(lambda _: room.release())
-            futures.append(future)
-            if any(f.done() and f.exception() for f in futures):
-                break  # the rest would be sent for nothing
-        return [future.result() for future in futures]
+            under_way.append(pool.submit(self._send_part, where, number, body, sent))
+            if len(under_way) == _PARALLEL:
+                done.append(under_way.popleft().result())  # after an error the rest would be sent for nothing
+        return [*done, *(future.result() for future in under_way)]
 
     def _send_part(self, where: dict[str, str], number: int, body: PartBody, sent: Callable[[int], None]) -> _Sent:
         checksum = {"ChecksumCRC32": encoded(crc := body.crc32())}

@@ -122,13 +122,3 @@ def regroup(parts: Iterable[memoryview | bytes]) -> Iterator[PartBody]:
                 views, room = [], PART_BYTES
     if views:
         yield PartBody(views)
-
-
-def when_there_is_room(room: threading.Semaphore, bodies: Iterator[PartBody]) -> Iterator[PartBody]:
-    """Asks for the next piece only when there is room for it."""
-    while True:
-        room.acquire()
-        body = next(bodies, None)
-        if body is None:
-            return
-        yield body
