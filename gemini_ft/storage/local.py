@@ -165,13 +165,9 @@ class LocalStorage:
             return file.read()
 
     def get_range(self, key: str, offset: int, out: memoryview) -> None:
-        with self._explain(f"cannot read {key}"):
-            fd = self._open(key)
-            try:
-                while out.nbytes and (count := os.preadv(fd, [out], offset)):
-                    out, offset = out[count:], offset + count
-            finally:
-                os.close(fd)
+        with self._explain(f"cannot read {key}"), open(self._open(key), "rb", buffering=0) as file:
+            while out.nbytes and (count := os.preadv(file.fileno(), [out], offset)):
+                out, offset = out[count:], offset + count
         if out.nbytes:
             raise CorruptDataError(f"{self.url}: {key} ends at byte {offset}, it should have {out.nbytes} more; use an older checkpoint")
 
@@ -287,7 +283,7 @@ def _rename(partial: Path, target: Path) -> None:
         except FileNotFoundError:
             if not partial.exists():
                 raise
-    _sync_folder(target.parent)
+    sync(target.parent)
 
 
 def _make_folder(folder: Path) -> None:
@@ -301,11 +297,12 @@ def _make_folder(folder: Path) -> None:
         with suppress(FileNotFoundError):  # one look tells both: gone again, or something else in its place
             if not stat.S_ISDIR(folder.lstat().st_mode):
                 raise
-    _sync_folder(folder.parent)
+    sync(folder.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(path: Path) -> None:
+    """Syncs a file or a folder to disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

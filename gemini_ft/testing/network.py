@@ -146,15 +146,9 @@ class Network:
     def inside(self, host: str) -> Iterator[None]:
         """Puts this thread, and no other, on a host meanwhile: processes and sockets made there stay there."""
         space = self._spaces[self._known(host)]
-        home = os.open(_HERE, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with _returning():
             _call(_libc.setns, space, _CLONE_NEWNET)
-            try:
-                yield
-            finally:
-                _call(_libc.setns, home, _CLONE_NEWNET)
-        finally:
-            os.close(home)
+            yield
 
     # -- actions on the hosts
 
@@ -255,17 +249,24 @@ def _call(function: Any, *arguments: int) -> None:
         raise NetworkError(f"network namespaces are not permitted here: {function.__name__}: {os.strerror(ctypes.get_errno())}")
 
 
-def _new_space() -> int:
-    """Descriptor of a new network namespace."""
+@contextlib.contextmanager
+def _returning() -> Iterator[None]:
+    """Afterwards this thread is in the network namespace in which it is now."""
     home = os.open(_HERE, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        _call(_libc.unshare, _CLONE_NEWNET)
-        try:
-            return os.open(_HERE, os.O_RDONLY | os.O_CLOEXEC)
-        finally:
-            _call(_libc.setns, home, _CLONE_NEWNET)
+        yield
     finally:
-        os.close(home)
+        try:
+            _call(_libc.setns, home, _CLONE_NEWNET)
+        finally:
+            os.close(home)
+
+
+def _new_space() -> int:
+    """Descriptor of a new network namespace."""
+    with _returning():
+        _call(_libc.unshare, _CLONE_NEWNET)
+        return os.open(_HERE, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def end_all(is_meant: Callable[[int], bool]) -> None:
