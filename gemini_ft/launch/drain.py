@@ -141,6 +141,14 @@ class HostDrain:
             signal.signal(self._signum, before)
 
 
+def account_of(run: str) -> dict[str, Any]:
+    """The account that this host's agent gives of a run, as `gemini status --json` has it; empty: there is none to be had now."""
+    try:
+        return dict(json.loads(lifecycle.status(run) or "{}"))
+    except (GeminiError, OSError, ValueError):
+        return {}
+
+
 def _uploading(run: str) -> list[str]:
     """The versions that this host's agent still takes part in storing."""
     try:

@@ -11,7 +11,6 @@ a copy is kept in memory.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import signal
@@ -37,10 +36,10 @@ from gemini_ft.agent.ahead import started_ahead
 from gemini_ft.agent.departure import PARTING_SECONDS, is_alive
 from gemini_ft.agent.watchdog import AgentWatch
 from gemini_ft.config import GeminiConfig, load_config, unknown_variables
-from gemini_ft.errors import AgentError, ConfigError, RunAliveError
+from gemini_ft.errors import ConfigError, RunAliveError
 from gemini_ft.hosts import HOSTNAME, host_id
 from gemini_ft.launch import slurm
-from gemini_ft.launch.drain import LEFT, HostDrain
+from gemini_ft.launch.drain import LEFT, HostDrain, account_of
 from gemini_ft.launch.endings import ENDED_ELSEWHERE, NOT_STORED, OVERTAKEN, final_endings
 from gemini_ft.launch.launched import LAUNCH
 from gemini_ft.launch.notes import FIXED, LACKS, PROTECTED, STORES, notes_of_workers
@@ -189,18 +188,10 @@ def _refuse_second(run_id: str) -> None:
     Where a job has several hosts, the rendezvous tells whose launcher this is, and workers find out.
     """
     end = time.monotonic() + PARTING_SECONDS
-    while launches := _at_work(run_id):
+    while launches := account_of(run_id).get("launches"):  # workers will look after an agent that hangs
         if time.monotonic() > end:
-            raise RunAliveError(is_alive(run_id, host_id(), launches[0]))
+            raise RunAliveError(is_alive(run_id, host_id(), Launch(**launches[0], environ={})))
         time.sleep(0.1)
-
-
-def _at_work(run_id: str) -> list[Launch]:
-    try:
-        document = lifecycle.status(run_id)
-    except (AgentError, OSError):  # workers will look after an agent that hangs
-        return []
-    return [Launch(**launch, environ={}) for launch in json.loads(document)["launches"]] if document is not None else []
 
 
 def _heed_signals(names: Sequence[str]) -> None:

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from gemini_ft.agent import lifecycle
-from gemini_ft.errors import GeminiError
+from gemini_ft.launch.drain import account_of
 
 _log = logging.getLogger(__name__)
 
@@ -137,10 +136,7 @@ class Reports(threading.Thread):
 
     def _step(self) -> int | None:
         """The newest step that is committed; None where rank 0 is on another host, whose launcher reports."""
-        try:
-            document = json.loads(lifecycle.status(self._of_run) or "{}")
-        except (GeminiError, OSError, ValueError):
-            return None
+        document = account_of(self._of_run)
         if "0" not in document.get("workers", {}):
             return None
         return max((stream["committed"] for stream in document["streams"].values() if stream["committed"] is not None), default=None)

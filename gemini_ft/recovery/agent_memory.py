@@ -17,7 +17,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.core.layout import Layout
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, GeminiError, PeerError, RecoveryError
-from gemini_ft.recovery.plan import genuine
+from gemini_ft.recovery.plan import by_version, genuine
 from gemini_ft.recovery.readers import Live, PeerShard, committed_roots, nowhere
 from gemini_ft.wire.peer_messages import Claims
 from gemini_ft.wire.worker_messages import SlotInfo, StreamInfo, Visit, Visited
@@ -56,10 +56,7 @@ class Remembered:
     @property
     def copies(self) -> dict[Version, dict[str, list[SlotInfo]]]:
         """Version -> host -> complete copies there, newest version first; without those that are known to be damaged."""
-        held: dict[Version, list[tuple[str, SlotInfo]]] = {}
-        for host, part in self.parts.items():
-            for slot in part.slots:
-                held.setdefault(slot.version, []).append((host, slot))
+        held = by_version({host: part.slots for host, part in self.parts.items()})
         found: dict[Version, dict[str, list[SlotInfo]]] = {}
         for version in sorted(held, reverse=True):
             for host, slot in genuine(held[version]):

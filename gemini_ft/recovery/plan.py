@@ -61,7 +61,7 @@ def plan_recovery(
     Raises:
         WorldSizeError: all there is was made by another number of ranks, and that cannot be loaded.
     """
-    held = _held(holdings, refused)
+    held = by_version(holdings, refused)
     for version in sorted(held, reverse=True):  # the first one is mostly whole: then no other is looked at
         if stored is not None and version < stored:
             break
@@ -98,7 +98,7 @@ def _from_memory(version: Version, copies: Sequence[tuple[str, SlotInfo]]) -> Re
     return RecoveryPlan("memory", version, by_owner, age, world_size=len(by_owner), roots=roots)
 
 
-def _held(holdings: Mapping[str, Sequence[SlotInfo]], refused: Sequence[Version]) -> dict[Version, list[tuple[str, SlotInfo]]]:
+def by_version(holdings: Mapping[str, Sequence[SlotInfo]], refused: Sequence[Version] = ()) -> dict[Version, list[tuple[str, SlotInfo]]]:
     """Version -> all copies of it, by host."""
     copies: dict[Version, list[tuple[str, SlotInfo]]] = {}
     for host, slots in holdings.items():

@@ -142,7 +142,7 @@ class TestWorldSize:
 
     def test_another_size_in_storage_is_refused_too(self) -> None:
         with pytest.raises(WorldSizeError, match="the checkpoint in storage was made by 8 ranks, this job has 3"):
-            plan_recovery([], WORLD, V1, 8)
+            plan_recovery({}, WORLD, V1, 8)
 
     def test_copies_of_another_size_do_not_hide_those_of_this_one(self) -> None:
         holdings = everywhere(V1, "a") | hold(b=[slot(0, V2, world=2), slot(1, V2, world=2)])
@@ -153,7 +153,7 @@ class TestWords:
     """Loudly different: an operator must see at a glance which of these it is."""
 
     def test_a_first_start(self) -> None:
-        assert describe(plan_recovery([], WORLD)) == "nothing to resume yet: starting from the beginning"
+        assert describe(plan_recovery({}, WORLD)) == "nothing to resume yet: starting from the beginning"
 
     def test_a_resume_from_memory(self) -> None:
         assert describe(plan_recovery(everywhere(V1, "a"), WORLD)) == "resuming at iteration 4 from memory (1.0 s old)"
@@ -161,7 +161,7 @@ class TestWords:
     def test_a_fall_back(self) -> None:
         plan = plan_recovery(hold(a=[slot(0, V2)]), WORLD, V1, WORLD)
         assert describe(plan) == "copies in memory exist but no common iteration: falling back to storage, iteration 4, 1 steps lost"
-        assert describe(plan_recovery([], WORLD, V1, WORLD)) == "no copies in memory: falling back to storage, iteration 4"
+        assert describe(plan_recovery({}, WORLD, V1, WORLD)) == "no copies in memory: falling back to storage, iteration 4"
 
     def test_a_loss(self) -> None:
         text = describe(plan_recovery(hold(a=[slot(0, V2), slot(1, V2)], b=[slot(2, V1)]), WORLD))
@@ -171,11 +171,11 @@ class TestWords:
 
     def test_require_refuses_a_beginning_and_nothing_else(self) -> None:
         require(plan_recovery(everywhere(V1, "a"), WORLD))
-        require(plan_recovery([], WORLD, V1, WORLD))
+        require(plan_recovery({}, WORLD, V1, WORLD))
         with pytest.raises(
             RecoveryError, match=r"resume='require', but nothing to resume yet.*Set resume='auto' to allow that, or check run_id"
         ):
-            require(plan_recovery([], WORLD))
+            require(plan_recovery({}, WORLD))
 
 
 class TestRoots:
