@@ -150,26 +150,21 @@ class S3Storage:
 
     def ask(self, key: str, offset: int, nbytes: int) -> Any:
         """The body of the store's answer to a request for these bytes."""
+        span = f"bytes={offset}-{offset + nbytes - 1}"
         with self._explain(f"cannot read {key}"):
-            answer = self._open(key, offset, nbytes)
+            try:
+                answer: dict[str, Any] = self._reader.get_object(Bucket=self._bucket, Key=self._prefix + check_key(key), Range=span)
+            except ClientError as error:
+                if error.response.get("Error", {}).get("Code") not in ("InvalidRange", "416"):
+                    raise
+                why = f"{self.url}: {key} ends before byte {offset}, {nbytes} more are due; use an older checkpoint"
+                raise CorruptDataError(why) from None
         try:
             self._check_range(key, answer, offset, nbytes)
         except Exception:
             answer["Body"].close()
             raise
         return answer["Body"]
-
-    def _open(self, key: str, offset: int, nbytes: int) -> dict[str, Any]:
-        span = f"bytes={offset}-{offset + nbytes - 1}"
-        try:
-            answer: dict[str, Any] = self._reader.get_object(Bucket=self._bucket, Key=self._prefix + check_key(key), Range=span)
-        except ClientError as error:
-            if error.response.get("Error", {}).get("Code") in ("InvalidRange", "416"):
-                raise CorruptDataError(
-                    f"{self.url}: {key} ends before byte {offset}, {nbytes} more are due; use an older checkpoint"
-                ) from None
-            raise
-        return answer
 
     def _check_range(self, key: str, answer: Mapping[str, Any], offset: int, nbytes: int) -> None:
         """Compares the range that the store sends with the one that was asked for.
