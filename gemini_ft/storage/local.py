@@ -157,7 +157,10 @@ class LocalStorage:
                 raise
             finally:
                 os.close(fd)
-            self._confirm(key, target, size)
+            if (kept := target.stat().st_size) != size:
+                target.unlink()
+                what = f"cannot write {key}: {kept} of {size} bytes were kept without an error"
+                raise StorageError(f"{self.url}: {what}; do not trust this storage")
 
     def get(self, key: str) -> bytes:
         with self._explain(f"cannot read {key}"), open(self._open(key), "rb") as file:
@@ -200,15 +203,6 @@ class LocalStorage:
 
     # -- inside
 
-    def _confirm(self, key: str, target: Path, size: int) -> None:
-        """Makes sure that the file system has kept what it was given."""
-        kept = target.stat().st_size
-        if kept != size:
-            target.unlink()
-            raise StorageError(
-                f"{self.url}: cannot write {key}: {kept} of {size} bytes were kept without an error; do not trust this storage"
-            )
-
     def _open(self, key: str) -> int:
         path = self.root / check_key(key)
         self._refuse_links(path.parent)
@@ -236,16 +230,13 @@ class LocalStorage:
             if not is_key(entry.name) or not entry.name.startswith(start):
                 continue
             if entry.is_symlink():
-                self._tell_of(path)
+                if path not in _told:
+                    _log.warning("%s: %s is a link, which is not followed; %s", self.url, path, _WAY_OUT[errno.ELOOP])
+                _told.add(path)
             elif entry.is_dir():
                 yield from self._files(path)
             elif entry.is_file():
                 yield path
-
-    def _tell_of(self, link: Path) -> None:
-        if link not in _told:
-            _told.add(link)
-            _log.warning("%s: %s is a link, which is not followed; %s", self.url, link, _WAY_OUT[errno.ELOOP])
 
     @contextmanager
     def _explain(self, what: str) -> Iterator[None]:
