@@ -72,12 +72,7 @@ class ReachedStore(NamedTuple):
         return self.generation, -self.number
 
 
-class _Probe(NamedTuple):
-    """A look for one store, which is under way or over."""
-
-    thread: threading.Thread
-    begun: float  # monotonic clock
-    found: list[ReachedStore]
+_Probes = dict[int, tuple[float, Future[ReachedStore]]]  # of an endpoint: when it began (monotonic clock), and what comes of it
 
 
 class OvertakenError(SignalException):
@@ -117,8 +112,8 @@ class Standby:
         self._said = False
         self.moved_at, self.patience, self.overtaken = 0.0, patience, ""
         self._number = 0
-        self._probes: dict[int, _Probe] = {}  # of endpoints
-        self._probes_beside: dict[int, _Probe] = {}  # of `look_beside`, which may be under way when a store is lost
+        self._probes: _Probes = {}
+        self._probes_beside: _Probes = {}  # of `look_beside`, which may be under way when a store is lost
         self._beside = threading.Thread()
         self._beats: dict[int, dict[Any, Any]] = {}  # of the hosts that were seen at another store, by its endpoint
         self._move(self._first_place(patience))
@@ -287,28 +282,25 @@ class Standby:
         if not is_first:
             self.moved_at = time.monotonic()
 
-    def _places(self, probes: dict[int, _Probe], seconds: float = PROBE_SECONDS) -> list[ReachedStore]:
+    def _places(self, probes: _Probes, seconds: float = PROBE_SECONDS) -> list[ReachedStore]:
         """The stores that can be reached, the best one first. One found later counts in the next look, which does not ask it anew."""
         for number in range(len(self.endpoints)):
             if number not in probes:
-                found: list[ReachedStore] = []
-                thread = threading.Thread(target=self._probe, args=(number, found), name=_THREAD, daemon=True)
-                probes[number] = _Probe(thread, time.monotonic(), found)
-                thread.start()
-        for probe in probes.values():
-            probe.thread.join(max(0.0, probe.begun + seconds - time.monotonic()))
-        ended = [probes.pop(number) for number, probe in list(probes.items()) if not probe.thread.is_alive()]
-        return sorted((place for probe in ended for place in probe.found), key=lambda place: place.rank, reverse=True)
+                probes[number] = time.monotonic(), _begun(partial(self._probe, number))
+        for begun, probe in probes.values():
+            wait([probe], max(0.0, begun + seconds - time.monotonic()))
+        ended = [probes.pop(number)[1] for number, (_, probe) in list(probes.items()) if probe.done()]
+        found = [probe.result() for probe in ended if probe.exception() is None]
+        return sorted(found, key=lambda place: place.rank, reverse=True)
 
-    def _probe(self, number: int, found: list[ReachedStore]) -> None:
+    def _probe(self, number: int) -> ReachedStore:
         """Finds a store; a name server may keep this waiting, which torch asks for the name of whoever it has connected to as well."""
         host, port = self.endpoints[number]
-        with contextlib.suppress(OSError, RuntimeError, RendezvousConnectionError):  # RuntimeError: torch's
-            socket.create_connection((host, port), _REACH_SECONDS).close()  # torch would try again where the port is closed
-            store = _within(_NAMING_SECONDS, partial(TCPStore, host, port, is_master=False, timeout=_REACH))
-            store.set_timeout(timedelta(seconds=self._read_seconds))
-            said = _within(ANSWER_SECONDS, partial(store.compare_set, _GENERATION + self._run, "?", "?"))
-            found.append(ReachedStore(int(said) if said.lstrip(b"-").isdigit() else -1, number, store))
+        socket.create_connection((host, port), _REACH_SECONDS).close()  # torch would try again where the port is closed
+        store = _within(_NAMING_SECONDS, partial(TCPStore, host, port, is_master=False, timeout=_REACH))
+        store.set_timeout(timedelta(seconds=self._read_seconds))
+        said = _within(ANSWER_SECONDS, partial(store.compare_set, _GENERATION + self._run, "?", "?"))
+        return ReachedStore(int(said) if said.lstrip(b"-").isdigit() else -1, number, store)
 
     def _named(self, without: Collection[int] = ()) -> str:
         return ", ".join(f"{host}:{port}" for number, (host, port) in enumerate(self.endpoints) if number not in without)
@@ -325,12 +317,8 @@ def _progress(state: bytes) -> tuple[bool, int, bool]:
     return found.closed, found.round, found.complete
 
 
-def _within(seconds: float, call: Callable[[], T]) -> T:
-    """The call's result.
-
-    Raises:
-        RendezvousConnectionError: it has failed, or takes longer; its thread is given up, as torch cannot be interrupted.
-    """
+def _begun(call: Callable[[], T]) -> Future[T]:
+    """Begins a call on a thread of its own, which can be given up: torch cannot be interrupted."""
     outcome = Future[T]()
 
     def work() -> None:
@@ -340,6 +328,16 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
             outcome.set_exception(error)
 
     threading.Thread(target=work, name=_THREAD, daemon=True).start()
+    return outcome
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """The call's result.
+
+    Raises:
+        RendezvousConnectionError: it has failed, or takes longer; its thread is given up.
+    """
+    outcome = _begun(call)
     cause = outcome.exception() if wait([outcome], seconds).done else TimeoutError(f"no answer within {seconds:g} s")
     if cause is not None:
         raise RendezvousConnectionError(f"the connection to the store of the rendezvous has failed: {cause}") from cause
