@@ -88,7 +88,7 @@ def command(argv: Sequence[str]) -> int:
     is_nameless = is_passing(program) and not (options.run_id or os.environ.get("GEMINI_RUN_ID"))
     run_id = prepare(options, program)
     config = load_config()
-    options.signals_to_handle = _without(options.signals_to_handle, config.drain_signal)
+    options.signals_to_handle = ",".join(each for each in options.signals_to_handle.split(",") if each.strip() != config.drain_signal)
     if torchrun.parse_min_max_nnodes(options.nnodes)[1] == 1:
         _refuse_second(run_id)
     try:
@@ -169,11 +169,6 @@ def _check_sizes(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"{given}: must be a number of hosts, or MIN:MAX, and a number of workers, or auto, cpu or gpu where it is"
         ) from None
-
-
-def _without(names: str, one: str) -> str:
-    """The signals that torch's launcher handles, without the one that begins a drain."""
-    return ",".join(name for name in names.split(",") if name.strip() != one)
 
 
 def in_short(error: ChildFailedError, shown: ProcessFailure | None) -> ChildFailedError:
@@ -303,9 +298,14 @@ def prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
     if torchrun.determine_local_world_size(options.nproc_per_node) > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     options.standalone = options.standalone or _is_alone(options)
-    missing = [f"{key}={value}" for key, value in _KEEP_ALIVE.items() if key not in options.rdzv_conf]
-    options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, *missing]))
+    _add_missing(options, **_KEEP_ALIVE)
     return run_id
+
+
+def _add_missing(options: argparse.Namespace, **settings: object) -> None:
+    """Adds those settings of the rendezvous that the user has not given."""
+    missing = [f"{key}={value}" for key, value in settings.items() if key not in options.rdzv_conf]
+    options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, *missing]))
 
 
 def meet(options: argparse.Namespace, place: slurm.Rendezvous | None) -> None:
@@ -313,10 +313,8 @@ def meet(options: argparse.Namespace, place: slurm.Rendezvous | None) -> None:
     if place is None or options.nnodes == "1" or options.rdzv_endpoint or not _is_default(options, _MEETING):
         return
     options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", place.endpoint, place.name
-    if "is_host" not in options.rdzv_conf:
-        options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, f"is_host={int(place.is_host)}"]))
-    if "store_timeout" not in options.rdzv_conf:  # srun is lost with the store's node: there is nothing to wait for
-        options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, "store_timeout=10"]))
+    # srun is lost with the store's node: there is nothing to wait for.
+    _add_missing(options, is_host=int(place.is_host), store_timeout=10)
     if _is_default(options, ["nnodes"]):
         options.nnodes = str(place.hosts)
     logger.info("the hosts of this SLURM step meet at %s", place.endpoint)

@@ -281,16 +281,14 @@ def forked_workers(
         warm.close()
 
 
-@contextlib.contextmanager
-def cold_workers(copy: Path | None = None, by_python: bool = False) -> Iterator[None]:
+def cold_workers(copy: Path | None = None, by_python: bool = False) -> contextlib.AbstractContextManager[None]:
     """Inside, torch's launcher starts workers from nothing.
 
     Args:
         copy: of the script, which has come through a pipe.
         by_python: whether Python itself runs the program, and not `gemini_ft.launch.script`, which knows scripts and modules only.
     """
-    with _started_by(Workers(), None, tuple if by_python else partial(cold_command, copy=copy)):
-        yield
+    return _started_by(Workers(), None, tuple if by_python else partial(cold_command, copy=copy))
 
 
 @contextlib.contextmanager
