@@ -27,7 +27,7 @@ from gemini_ft.config import GeminiConfig
 from gemini_ft.core.effects import Copies, Gathered
 from gemini_ft.core.gathering import Bundles, Gathering
 from gemini_ft.core.ledger import Ledger
-from gemini_ft.core.placement import place, survival_probability
+from gemini_ft.core.placement import part_sizes, survival_probability
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.tree import FAN_IN, ways_up
 from gemini_ft.core.versions import Incarnation, Version
@@ -280,6 +280,6 @@ def joining(hosts: int, lost: int = 0) -> dict[str, float]:
         "resumed": first.plan.version.iteration,
         "copies_missing": len(missing),
         "sent_by_busiest_host": max(sent.values(), default=0),
-        "survived": float(survival_probability(place(sorted(cast.machines), REPLICAS), lost)) if lost else 1.0,
+        "survived": float(survival_probability(part_sizes(len(cast.machines), REPLICAS), REPLICAS, lost)),
         **asyncio.run(memory(frame)),
     }

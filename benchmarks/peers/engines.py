@@ -70,7 +70,7 @@ class Gemini(EngineAdapter):
         self._saved: dict[int, tuple[int, float]] = {}  # our step -> the engine's, and when the call returned
 
     def before_update(self) -> None:
-        self._protection.before_update()
+        self._protection.checkpointer.wait_before_update()
 
     def save(self, step: int) -> None:
         self._protection.updated()

@@ -229,4 +229,4 @@ class OwnShards:
             context.perform(context.host.give_up(owner, version, "its checksums did not come here as they left the worker"))
             return
         self._outbound().copied(owner, version, end_of(owner, memory, message.digest))
-        context.perform(context.host.copied(owner, version, memory.shape.layout_hash, message.digest, memory.root))
+        context.perform(context.host.completed(owner, version, memory.shape.layout_hash, message.digest, memory.root))

@@ -16,7 +16,8 @@ from gemini_ft.agent.replication.receive import Inbound, Receiver
 from gemini_ft.agent.replication.send import Outbound
 from gemini_ft.agent.replication.serve import Fetcher
 from gemini_ft.agent.storing import Storing
-from gemini_ft.core.ledger import Cadence, Ledger
+from gemini_ft.core.decisions import Cadence
+from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.succession import Succession, candidates
 from gemini_ft.core.tree import ways_up
 from gemini_ft.core.versions import Version

@@ -149,12 +149,9 @@ def _forget_files(run: str, host: str, has_left: bool) -> Path | None:
 
 def drain(arguments: Sequence[str]) -> int:
     """``gemini drain [HOST]``: a host of a run leaves it after a step that is committed; a spare takes its place."""
-    parser = argparse.ArgumentParser(
-        prog="gemini drain", description="Have a host's workers end after a step that is committed; its `gemini run` ends with status 85."
-    )
+    text = "Have a host's workers end after a step that is committed; its `gemini run` ends with status 85."
+    parser = _with_run("drain", text, "host whose agent is asked")
     parser.add_argument("drained", nargs="?", metavar="HOST", help="id of the host (default: the one whose agent is asked)")
-    parser.add_argument("--run-id", default=os.environ.get("GEMINI_RUN_ID"), help="run id (default: GEMINI_RUN_ID)")
-    parser.add_argument("--host", default=host_id(), help="host whose agent is asked (default: GEMINI_HOST_ID, or this machine's)")
     options = parser.parse_args(arguments)
     answer = lifecycle.ask(_run(options), options.host, AskDrain(host=options.drained or ""))
     if isinstance(answer, Failed):
@@ -249,10 +246,10 @@ def _state_in_memory(memory: Remembered, version: Version) -> str:
     return "whole, newest" if version == memory.committed else "whole"
 
 
-def _with_run(name: str, description: str) -> argparse.ArgumentParser:
+def _with_run(name: str, description: str, host: str = "host id") -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"gemini {name}", description=description)
     parser.add_argument("--run-id", default=os.environ.get("GEMINI_RUN_ID"), help="run id (default: GEMINI_RUN_ID)")
-    parser.add_argument("--host", default=host_id(), help="host id (default: GEMINI_HOST_ID, or this machine's)")
+    parser.add_argument("--host", default=host_id(), help=f"{host} (default: GEMINI_HOST_ID, or this machine's)")
     return parser
 
 

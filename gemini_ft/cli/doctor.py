@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import psutil
+
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.memory import slot_files
 from gemini_ft.agent.memory.budget import available_memory
@@ -40,16 +42,9 @@ Level = Literal["ok", "warn", "wrong"]
 
 
 class CheckResult(NamedTuple):
-    """One thing that was looked at.
+    """What was found of the part of the host that a check is named after, and the way out where something is not as it should be."""
 
-    Attributes:
-        level: ``wrong``: a job would fail here, or lose what it should keep.
-        about: the part of the host.
-        text: what was found, and the way out where something is not as it should be.
-    """
-
-    level: Level
-    about: str
+    level: Level  # wrong: a job would fail here, or lose what it should keep
     text: str
 
 
@@ -69,11 +64,12 @@ def command(arguments: Sequence[str]) -> int:
     if options.hosts < 1:
         raise ConfigError(f"--hosts {options.hosts}: must be at least 1")
     config = load_config()
-    findings = [finding for check in CHECKS for finding in _looked(check, config, options.hosts)]
-    for level, about, text in findings:
-        print(f"{level:5}  {about:11}  {text}")
-    bad = ("wrong", "warn") if options.strict else ("wrong",)
-    return int(any(finding.level in bad for finding in findings))
+    levels = set()
+    for about, check in CHECKS.items():
+        for level, text in _looked(check, config, options.hosts):
+            levels.add(level)
+            print(f"{level:5}  {about:11}  {text}")
+    return int("wrong" in levels or (options.strict and "warn" in levels))
 
 
 def _looked(check: Check, config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
@@ -81,7 +77,7 @@ def _looked(check: Check, config: GeminiConfig, hosts: int) -> Iterator[CheckRes
     try:
         yield from check(config, hosts)
     except GeminiError as error:
-        yield CheckResult("wrong", check.__name__.strip("_"), str(error))
+        yield CheckResult("wrong", str(error))
 
 
 def _hosts() -> int:
@@ -89,55 +85,42 @@ def _hosts() -> int:
     return place.hosts if place is not None else 2
 
 
+def _host(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
+    yield CheckResult("ok", f"{host_id()!r}, domain {slurm.settings(os.environ).get('GEMINI_DOMAIN', config.domain) or 'none'}")
+
+
 def _options(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
-    yield CheckResult("ok", "host", f"{host_id()!r}, domain {slurm.settings(os.environ).get('GEMINI_DOMAIN', config.domain) or 'none'}")
     for text in unknown_variables(os.environ):
-        yield CheckResult("warn", "options", text)
+        yield CheckResult("warn", text)
 
 
 def _network(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     address = bind_address(config.interface, None if "MASTER_ADDR" in os.environ else "198.51.100.1")
-    name = next((name for name, found in _interfaces() if address in found), "?")
+    found = psutil.net_if_addrs()
+    name = next((name for name, entries in found.items() if address in (entry.address.partition("%")[0] for entry in entries)), "?")
     if is_loopback(address):
-        yield CheckResult(
-            "wrong" if hosts > 1 else "ok", "network", f"{address} reaches this machine only; name the network (GEMINI_INTERFACE)"
-        )
+        yield CheckResult("wrong" if hosts > 1 else "ok", f"{address} reaches this machine only; name the network (GEMINI_INTERFACE)")
         return
-    speed = _speed(name)
-    if speed is None:
-        yield CheckResult("ok", "network", f"replicas leave by {name} ({address}), which does not say how fast it is")
+    speed = stats[name].speed if name in (stats := psutil.net_if_stats()) else 0
+    if not speed:
+        yield CheckResult("ok", f"replicas leave by {name} ({address}), which does not say how fast it is")
     elif speed < _SLOW_LINK:
         text = f"replicas leave by {name} ({address}), a link of {speed:,} Mbit/s; if there is a faster one, name it (GEMINI_INTERFACE)"
-        yield CheckResult("warn", "network", text)
+        yield CheckResult("warn", text)
     else:
-        yield CheckResult("ok", "network", f"replicas leave by {name} ({address}), {speed:,} Mbit/s")
-
-
-def _interfaces() -> Iterator[tuple[str, list[str]]]:
-    import psutil
-
-    for name, entries in psutil.net_if_addrs().items():
-        yield name, [entry.address.partition("%")[0] for entry in entries]
-
-
-def _speed(interface: str) -> int | None:
-    try:
-        speed = int(Path("/sys/class/net", interface, "speed").read_text())
-    except (OSError, ValueError):
-        return None
-    return speed if speed > 0 else None
+        yield CheckResult("ok", f"replicas leave by {name} ({address}), {speed:,} Mbit/s")
 
 
 def _ports(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     if config.port_range is None:
-        yield CheckResult("ok", "ports", "the agent takes any free port; where a firewall stands between hosts, set GEMINI_PORT_RANGE")
+        yield CheckResult("ok", "the agent takes any free port; where a firewall stands between hosts, set GEMINI_PORT_RANGE")
         return
     first, last = config.port_range
     free = sum(_is_free(port) for port in range(first, last + 1))
     if free:
-        yield CheckResult("ok", "ports", f"{free} of {last - first + 1} ports from {first} to {last} are free")
+        yield CheckResult("ok", f"{free} of {last - first + 1} ports from {first} to {last} are free")
     else:
-        yield CheckResult("wrong", "ports", f"no port from {first} to {last} is free (GEMINI_PORT_RANGE); every run on this host needs one")
+        yield CheckResult("wrong", f"no port from {first} to {last} is free (GEMINI_PORT_RANGE); every run on this host needs one")
 
 
 def _is_free(port: int) -> bool:
@@ -155,24 +138,22 @@ def _memory(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     limit = config.memory_limit if config.memory_limit is not None else int(0.6 * available)
     if limit > available:
         text = f"memory_limit is {limit:,} bytes, and {available:,} are available here (the limits of the control group count); lower it"
-        yield CheckResult("wrong", "memory", text)
+        yield CheckResult("wrong", text)
     else:
         yield CheckResult(
-            "ok", "memory", f"the agent may hold {limit:,} of {available:,} bytes: enough for a state of {_state(limit, config, hosts):,}"
+            "ok", f"the agent may hold {limit:,} of {available:,} bytes: enough for a state of {_state(limit, config, hosts):,}"
         )
     pages = SHARED_PAGES.read_text().partition("[")[2].partition("]")[0] if SHARED_PAGES.exists() else "never"
     if config.memory.folder is None and pages in ("never", "deny"):
         text = f"slots have pages of 4 KiB, which take ten times as long to make as huge ones; `echo advise > {SHARED_PAGES}`"
-        yield CheckResult("ok", "memory", f"{text} (now {pages})")
+        yield CheckResult("ok", f"{text} (now {pages})")
     if (folder := config.memory.folder) is not None:
         files = slot_files.SlotFiles(folder, "gemini-doctor", host_id())
         files.clear()
         room = os.statvfs(folder)
         free = room.f_bavail * room.f_frsize
         text = f"memory.folder={str(folder)!r} has room for {free:,} bytes"
-        yield CheckResult(
-            "ok" if free >= limit else "warn", "memory", text + ("" if free >= limit else f", and the agent may hold {limit:,}")
-        )
+        yield CheckResult("ok" if free >= limit else "warn", text + ("" if free >= limit else f", and the agent may hold {limit:,}"))
 
 
 def _state(limit: int, config: GeminiConfig, hosts: int) -> int:
@@ -184,56 +165,54 @@ def _limits(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < _FEW_DESCRIPTORS:
         text = f"at most {most} descriptors (ulimit -Hn); every slot, worker and peer takes one: raise it to {_FEW_DESCRIPTORS} or more"
-        yield CheckResult("wrong" if most < 256 else "warn", "limits", text)
+        yield CheckResult("wrong" if most < 256 else "warn", text)
     else:
-        yield CheckResult("ok", "limits", f"{'any number of' if most == resource.RLIM_INFINITY else most} descriptors")
+        yield CheckResult("ok", f"{'any number of' if most == resource.RLIM_INFINITY else most} descriptors")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked != resource.RLIM_INFINITY and GPUS.exists():
         text = f"{locked:,} bytes may be locked (ulimit -l), and workers on GPUs lock their slots: `ulimit -l unlimited`"
-        yield CheckResult("warn", "limits", text)
+        yield CheckResult("warn", text)
 
 
 def _control_group(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     mine = CONTROL_GROUP.read_text().strip().rpartition(":")[2]
     if not _MANAGED.search(mine):
-        yield CheckResult("ok", "group", f"the agent outlives its workers here ({mine})")
+        yield CheckResult("ok", f"the agent outlives its workers here ({mine})")
     elif config.memory.folder is not None:
-        yield CheckResult("ok", "group", f"all of {mine} may be ended at once; slots in {config.memory.folder} outlive that")
+        yield CheckResult("ok", f"all of {mine} may be ended at once; slots in {config.memory.folder} outlive that")
     else:
         text = (
             f"an agent that is started here ends with its workers, when {mine} is ended: start it elsewhere (docs/deploy.md), or "
             "keep slots in a folder (GEMINI_MEMORY__FOLDER)"
         )
-        yield CheckResult("warn", "group", text)
+        yield CheckResult("warn", text)
 
 
 def _clock(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     buffer = ctypes.create_string_buffer(512)  # struct timex, zeroed: nothing is changed
     if ctypes.CDLL(None).adjtimex(buffer) == _TIME_ERROR:
         text = "not synchronised. Recovery does without, but S3 refuses hosts that are minutes off: start chrony or ntpd"
-        yield CheckResult("warn", "clock", text)
+        yield CheckResult("warn", text)
     else:
-        yield CheckResult("ok", "clock", "synchronised")
+        yield CheckResult("ok", "synchronised")
 
 
 def _secret(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     if read_secret(config):
-        yield CheckResult("ok", "secret", "configured; all hosts need the same")
+        yield CheckResult("ok", "configured; all hosts need the same")
     elif hosts > 1:
         text = "none: agents make one up, and a writer to the rendezvous can come between hosts. Give all of them a GEMINI_SECRET_FILE"
-        yield CheckResult("warn", "secret", text)
+        yield CheckResult("warn", text)
 
 
 def _storage(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     if config.storage is None:
-        yield CheckResult(
-            "warn", "storage", "none: what all holders of a shard lose together is lost. Set GEMINI_STORAGE__URL and an interval"
-        )
+        yield CheckResult("warn", "none: what all holders of a shard lose together is lost. Set GEMINI_STORAGE__URL and an interval")
         return
     settings = config.storage
     storage = open_storage(settings.url, settings.endpoint_url, settings.max_bandwidth, settings.kept is not None)
     within(STORAGE_SECONDS, settings.url, storage.check)
-    yield CheckResult("ok", "storage", f"{settings.url} can be written and read")
+    yield CheckResult("ok", f"{settings.url} can be written and read")
 
 
 def _versions(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
@@ -243,13 +222,9 @@ def _versions(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    yield CheckResult(
-        "ok", "versions", f"gemini-ft {importlib.metadata.version('gemini-ft')}, " + ", ".join(f"{n} {v}" for n, v in found.items())
-    )
+    yield CheckResult("ok", f"gemini-ft {importlib.metadata.version('gemini-ft')}, " + ", ".join(f"{n} {v}" for n, v in found.items()))
     for name, wanted in _unsupported(found):
-        yield CheckResult(
-            "warn", "versions", f"{name} {found[name]} is outside of {wanted}, with which gemini-ft was tested (docs/versions.md)"
-        )
+        yield CheckResult("warn", f"{name} {found[name]} is outside of {wanted}, with which gemini-ft was tested (docs/versions.md)")
 
 
 def _unsupported(found: dict[str, str]) -> Iterator[tuple[str, str]]:
@@ -267,26 +242,27 @@ def _placement(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     if hosts < 1:
         raise ConfigError(f"--hosts={hosts}: must be at least 1")
     level: Level = "warn" if hosts > 1 and config.replicas == 1 else "ok"
-    yield CheckResult(level, "placement", describe(place([f"host{number:06}" for number in range(hosts)], min(config.replicas, hosts))))
+    yield CheckResult(level, describe(place([f"host{number:06}" for number in range(hosts)], min(config.replicas, hosts))))
 
 
 def _agents(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     count = len(lifecycle.addresses())
     if count:
-        yield CheckResult("ok", "agents", f"{count} of this user at work or keeping a run's memory (gemini ps)")
+        yield CheckResult("ok", f"{count} of this user at work or keeping a run's memory (gemini ps)")
 
 
-CHECKS: tuple[Check, ...] = (
-    _options,
-    _network,
-    _ports,
-    _memory,
-    _limits,
-    _control_group,
-    _clock,
-    _secret,
-    _storage,
-    _versions,
-    _placement,
-    _agents,
-)
+CHECKS: dict[str, Check] = {
+    "host": _host,
+    "options": _options,
+    "network": _network,
+    "ports": _ports,
+    "memory": _memory,
+    "limits": _limits,
+    "group": _control_group,
+    "clock": _clock,
+    "secret": _secret,
+    "storage": _storage,
+    "versions": _versions,
+    "placement": _placement,
+    "agents": _agents,
+}

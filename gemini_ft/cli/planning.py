@@ -13,7 +13,7 @@ from typing import Any
 
 from gemini_ft.cli.units import nbytes, rate, seconds
 from gemini_ft.core.forecast import DAY, Cluster, Forecast, ReplicaChoice, best, choices, forecast, lost_work, quantile, wasted_time
-from gemini_ft.core.placement import describe, place, survival_probability
+from gemini_ft.core.placement import describe, part_sizes, place, survival_probability
 from gemini_ft.core.words import table
 from gemini_ft.errors import ConfigError
 
@@ -165,8 +165,7 @@ def _planned(offered: Sequence[ReplicaChoice], chosen: ReplicaChoice | None, mem
     cluster = chosen.cluster
     lines = [f"replicas: {cluster.replicas}", f"memory_limit: at least {_size(cluster.memory)} per host"]
     if cluster.hosts > cluster.replicas > 1:
-        names = [f"{number:06}" for number in range(cluster.hosts)]
-        survived = float(survival_probability(place(names, cluster.replicas), cluster.replicas))
+        survived = float(survival_probability(part_sizes(cluster.hosts, cluster.replicas), cluster.replicas, cluster.replicas))
         lines.append(f"{cluster.replicas} hosts lost at the same time: survived with {survived:.2%}")
     if cluster.storage_bandwidth:
         stored = max(cluster.storage_interval, cluster.upload)

@@ -12,7 +12,6 @@ The rules for what integrations add stand here, and not with them, so that the t
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -66,8 +65,6 @@ class Finding:
     note: str = ""
 
 
-# Every module with declarations; they must load without a vendor's package that need not be installed.
-DECLARING = ("gemini_ft.checkpointer", "gemini_ft.core.census")
 Walk = Callable[[], Iterable[Finding]]
 _rules: dict[str, StateKind] = {}
 IGNORED = StateKind("whatever the option `ignore` names", Fate.USERS, "it is not captured; the script restores it or does without")
@@ -142,14 +139,6 @@ def table(findings: Sequence[Finding]) -> str:
     return words.table(rows)
 
 
-def whole_table() -> str:
-    """The rules of all modules that declare some, as docs/failure_model.md has them."""
-    for name in DECLARING:
-        importlib.import_module(name)
-    lines = ["| state | what becomes of it | how, or the way out |", "|---|---|---|"]
-    return "\n".join(lines + [f"| {rule.what} | {rule.fate} | {rule.how} |" for rule in rules()])
-
-
 # -- rules for the state that integrations add -------------------------------------------------------
 
 ENGINE_TENSORS = declare(
@@ -209,9 +198,3 @@ BEHIND_STEP = declare(
     Fate.CAPTURED,
     "tensors that are captured, from the second such step on; for all else call `engine.gemini.save()` (deepspeed.md)",
 )
-
-
-if __name__ == "__main__":
-    from gemini_ft.core.census import whole_table as of_the_module  # this one is called __main__, and lacks the others' rules
-
-    print(of_the_module())

@@ -1,4 +1,4 @@
-"""The decisions of the leader's book, which all hosts carry out."""
+"""The decisions of the leader's book, which all hosts carry out, and the rhythm of uploads among them."""
 
 from __future__ import annotations
 
@@ -66,3 +66,28 @@ class Fatal:
 
 
 Decision = Commit | Abort | Holders | WriteManifest | Thaw | Fatal
+
+
+@dataclass
+class Cadence:
+    """The rhythm of uploads: every few iterations, or every few seconds. Never two at once."""
+
+    every_steps: int | None = None
+    every_seconds: float | None = None
+    last_iteration: int = 0
+    last_time: float = 0.0
+    at_end: bool = False  # the last committed version of the job is due at its end
+    hurried: bool = False  # the next one that can be is due, because a host is leaving
+
+    def due(self, iteration: int, now: float) -> bool:
+        by_steps = self.every_steps is not None and iteration // self.every_steps > self.last_iteration // self.every_steps
+        by_time = self.every_seconds is not None and now - self.last_time >= self.every_seconds
+        return by_steps or by_time or self.hurried
+
+    def next_iteration(self, iteration: int, now: float) -> int | None:
+        """The first iteration after ``iteration`` that may be uploaded, as far as can be said now."""
+        if self.hurried or (self.every_seconds is not None and now - self.last_time >= self.every_seconds):
+            return iteration + 1
+        if self.every_steps is not None:
+            return (self.last_iteration // self.every_steps + 1) * self.every_steps
+        return None

@@ -101,38 +101,37 @@ Report = Completed | Skipped
 
 
 @dataclass(frozen=True)
-class Grant:
+class _OfVersion:
+    owner: int
+    version: Version
+
+
+@dataclass(frozen=True)
+class _OfSlot:
+    owner: int
+    slot: int
+    version: Version
+
+
+class Grant(_OfSlot):
     """An effect: the worker that owns the shard may write ``version`` into the slot."""
 
-    owner: int
-    slot: int
-    version: Version
 
-
-@dataclass(frozen=True)
-class Withdraw:
+class Withdraw(_OfVersion):
     """An effect: the version was aborted; its worker need not finish copying it."""
 
-    owner: int
-    version: Version
-
 
 @dataclass(frozen=True)
-class Send:
+class Send(_OfSlot):
     """An effect: send the slot's bytes to a peer, chunk by chunk as they are copied. ``sent`` ends it."""
 
-    owner: int
-    slot: int
-    version: Version
     peer: str
 
 
 @dataclass(frozen=True)
-class CancelSend:
+class CancelSend(_OfVersion):
     """An effect: stop sending; ``sent`` is still due, once no byte of the slot is referenced any more."""
 
-    owner: int
-    version: Version
     peer: str
 
 
@@ -143,21 +142,12 @@ class Tell:
     report: Report
 
 
-@dataclass(frozen=True)
-class Upload:
+class Upload(_OfSlot):
     """An effect: write the frozen slot to storage. ``thawed`` ends it, perhaps before the last read: ``hold`` the slot meanwhile."""
 
-    owner: int
-    slot: int
-    version: Version
 
-
-@dataclass(frozen=True)
-class Lacking:
+class Lacking(_OfVersion):
     """An effect: the version is to be uploaded, and its owner's host has no copy; the upload cannot become whole."""
-
-    owner: int
-    version: Version
 
 
 @dataclass(frozen=True)
@@ -168,12 +158,8 @@ class Free:
     slot: int
 
 
-@dataclass(frozen=True)
-class Damaged:
+class Damaged(_OfVersion):
     """An effect: this host's copy had another root than the committed one, and has been discarded."""
-
-    owner: int
-    version: Version
 
 
 Effect = Damaged | Grant | Lacking | Withdraw | Send | CancelSend | Tell | Upload | Free

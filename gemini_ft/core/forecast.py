@@ -35,28 +35,15 @@ def wasted_time(checkpoint: float, interval: float, retrieval: float) -> float:
     return checkpoint + interval / 2 + retrieval
 
 
-def effective_ratio(failures_per_day: float, wasted: float, writing: float = 0.0) -> float:
-    """The part of the time in which training gets on, where failures are so rare that none falls into the recovery of another.
-
-    Args:
-        failures_per_day: of the whole job.
-        wasted: by each of them, restart included.
-        writing: part of the time in which training stands still for checkpoints.
-    """
-    return max(0.0, 1.0 - writing - failures_per_day * wasted / DAY)
-
-
-def young_interval(cost: float, between_failures: float) -> float:
-    """The best time of training between two checkpoints that stop it for ``cost`` each, to the first order."""
-    return sqrt(2 * cost * between_failures)
-
-
 def daly_interval(cost: float, between_failures: float) -> float:
-    """The same to a higher order; where writing takes too long for it to hold, the mean time between two failures."""
+    """The best time of training between two checkpoints that stop it for ``cost`` each: Young's to a higher order.
+
+    Where writing takes too long for that to hold, it is the mean time between two failures.
+    """
     if cost >= 2 * between_failures:
         return between_failures
     part = cost / (2 * between_failures)
-    return young_interval(cost, between_failures) * (1 + sqrt(part) / 3 + part / 9) - cost
+    return sqrt(2 * cost * between_failures) * (1 + sqrt(part) / 3 + part / 9) - cost
 
 
 @dataclass(frozen=True)

@@ -7,40 +7,15 @@ If that agent restarts, or another host leads, the others repeat their reports a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from gemini_ft.core.decisions import Abort, Commit, Decision, Fatal, Holders, Thaw, WriteManifest
+from gemini_ft.core.decisions import Abort, Cadence, Commit, Decision, Fatal, Holders, Thaw, WriteManifest
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Report, Skipped
 from gemini_ft.core.protocol import NO_ROOTS
 from gemini_ft.core.rounds import FoldedRound, Pair, Round
 from gemini_ft.core.versions import MOST, Incarnation, Version
 
 _END = Version(Incarnation(MOST + 1, ""), 0)  # after all versions: an owner that has finished has gone past them
-
-
-@dataclass
-class Cadence:
-    """The rhythm of uploads: every few iterations, or every few seconds. Never two at once."""
-
-    every_steps: int | None = None
-    every_seconds: float | None = None
-    last_iteration: int = 0
-    last_time: float = 0.0
-    at_end: bool = False  # the last committed version of the job is due at its end
-    hurried: bool = False  # the next one that can be is due, because a host is leaving
-
-    def due(self, iteration: int, now: float) -> bool:
-        by_steps = self.every_steps is not None and iteration // self.every_steps > self.last_iteration // self.every_steps
-        by_time = self.every_seconds is not None and now - self.last_time >= self.every_seconds
-        return by_steps or by_time or self.hurried
-
-    def next_iteration(self, iteration: int, now: float) -> int | None:
-        """The first iteration after ``iteration`` that may be uploaded, as far as can be said now."""
-        if self.hurried or (self.every_seconds is not None and now - self.last_time >= self.every_seconds):
-            return iteration + 1
-        if self.every_steps is not None:
-            return (self.last_iteration // self.every_steps + 1) * self.every_steps
-        return None
 
 
 class Ledger:
@@ -150,17 +125,14 @@ class Ledger:
             return self._readmit(self._caught_up(report))
         if report.host not in self.holders.get(report.owner, ()):
             return []
-        current = self._rounds.get(report.version)
-        if current is None:
+        if is_new := report.version not in self._rounds:
             if report.version in self.aborted:  # its host was away when that was decided; replicas go with the owner's next version
                 return [Abort(report.version, self.aborted[report.version])] if self._is_own(report) else []
-            current = self._rounds[report.version] = Round(self.holders, self._pairs, self.excluded)
+            self._rounds[report.version] = Round(self.holders, self._pairs, self.excluded)
             self._newest = max(report.version, self._newest or report.version)
-            current.add(report.owner, report.host, (report.layout, report.digest), report.root, now)
-            gone = self._gone_past(report.version, current)
-        else:
-            current.add(report.owner, report.host, (report.layout, report.digest), report.root, now)
-            gone = None
+        current = self._rounds[report.version]
+        current.add(report.owner, report.host, (report.layout, report.digest), report.root, now)
+        gone = self._gone_past(report.version, current) if is_new else None
         decisions = self._readmit(current.back)
         if self._is_own(report):
             decisions += self._overtaken([report.owner], report.version)
@@ -331,11 +303,11 @@ class Ledger:
         return Holders(self.epoch, frozenset(self.excluded), newly)
 
     def _conflict(self, current: Round) -> Fatal:
-        if len(by_layout := current.by_layout()) > 1:
+        if len(by_layout := current.by_label(0)) > 1:
             text = "; ".join(f"ranks {ranks} have layout {layout}" for layout, ranks in by_layout.items())
             problem = f"ranks disagree on names, dtypes, shapes or frozenness of the state: {text}; build the same model on every rank"
             return Fatal("LayoutMismatchError", problem)
-        text = "; ".join(f"ranks {ranks} have {digest}" for digest, ranks in current.by_digest().items())
+        text = "; ".join(f"ranks {ranks} have {digest}" for digest, ranks in current.by_label(1).items())
         return Fatal(
             "ReplicaDivergedError",
             f"state that must be the same on all ranks differs: {text}; a restored state would be one that no rank ever had. "
@@ -357,10 +329,9 @@ class Ledger:
 
     def _freeze(self, version: Version, compared: bool, now: float) -> bool:
         cadence = self._cadence
-        if cadence is None or self.uploading is not None or not cadence.due(version.iteration, now):
+        # Where they are not compared, the ranks did not know yet that this one may be uploaded; they do after this commit.
+        if cadence is None or self.uploading is not None or not cadence.due(version.iteration, now) or not compared:
             return False
-        if not compared:
-            return False  # the ranks did not know yet that this one may be uploaded; they do after this commit
         if self.obstacle:
             self._held_back, self.upload_error = version, self.obstacle
             return False

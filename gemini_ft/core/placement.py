@@ -10,8 +10,9 @@ is a set of hosts whose shards never leave it: a group of ``replicas`` hosts, or
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from functools import cache
 from heapq import heapify, heappop, heappush
 from math import comb
 
@@ -70,18 +71,25 @@ def part_sizes(hosts: int, replicas: int) -> list[int]:
     return sizes
 
 
-def survival_probability(placement: Mapping[str, Iterable[str]], lost: int) -> Fraction:
-    """Probability that every shard still has a holder after ``lost`` hosts are lost at once, all sets of them being equally likely.
+def survival_probability(parts: Sequence[int], replicas: int, lost: int) -> Fraction:
+    """Probability that every shard still has a holder after ``lost`` hosts are lost at once, all sets of them being equally likely. Exact.
 
-    Exact for any placement. What `place` makes, and one large ring, take a moment even with a thousand hosts;
-    hundreds of holder sets that intertwine at random take time in proportion to the ways of losing ``lost`` hosts.
+    Args:
+        parts: hosts of each ring (`ring`); of what `place` makes, with failure domains or without, `part_sizes`.
+        replicas: copies of every shard.
+        lost: hosts.
 
     Raises:
         ConfigError: ``lost`` is negative or above the number of hosts.
     """
-    if not 0 <= lost <= len(placement):
-        raise ConfigError(f"lost={lost} hosts of {len(placement)}: must be between 0 and the number of hosts")
-    return _survival_probabilities(placement, lost)[lost]
+    hosts = sum(parts)
+    if not 0 <= lost <= hosts:
+        raise ConfigError(f"lost={lost} hosts of {hosts}: must be between 0 and the number of hosts")
+    ways = [1] + [0] * lost  # to lose 0, 1, ... hosts of the parts so far, and no shard
+    for size in parts:
+        safe = [_safe_losses(size, replicas, gone) for gone in range(min(size, lost) + 1)]
+        ways = [sum(ways[total - gone] * each for gone, each in enumerate(safe[: total + 1])) for total in range(lost + 1)]
+    return Fraction(ways[lost], comb(hosts, lost))
 
 
 def fatal_domains(placement: Mapping[str, Iterable[str]], domains: Mapping[str, str]) -> list[str]:
@@ -100,7 +108,8 @@ def describe(placement: Mapping[str, Sequence[str]], domains: Mapping[str, str] 
         return f"{hosts} hosts, 1 replica: a lost process is survived, a lost host is not; replicas=2 would survive any single one."
     text = f"{hosts} hosts, {replicas} replicas, {_count_parts(hosts, replicas)}. The loss of any {_hosts(replicas - 1)} is survived"
     most = max(replicas, min(replicas + 2, hosts - 1))
-    for lost, probability in enumerate(_survival_probabilities(placement, most)[replicas:], start=replicas):
+    for lost in range(replicas, most + 1):
+        probability = survival_probability(part_sizes(hosts, replicas), replicas, lost)
         text += f"; {_hosts(lost)} at once {_chance(probability)}"
         if not probability:
             break
@@ -164,85 +173,19 @@ def _by_domain(hosts: Sequence[str], domains: Mapping[str, str]) -> list[tuple[s
 # -- counting -------------------------------------------------------------------------------------
 
 
-def _survival_probabilities(placement: Mapping[str, Iterable[str]], most: int) -> list[Fraction]:
-    """Probabilities that every shard has a holder after 0, 1, ... ``most`` hosts are lost at once."""
-    known: dict[tuple[frozenset[int], ...], list[int]] = {}  # a part's fatal sets -> its ways: most parts have the same form
-    total = [1] + [0] * most
-    for size, fatal in _independent(placement):
-        if fatal not in known:
-            known[fatal] = _safe_choices(range(size), fatal, most)
-        ways = known[fatal]
-        total = [sum(total[i] * ways[lost - i] for i in range(lost + 1)) for lost in range(most + 1)]
-    return [Fraction(safe, comb(len(placement), lost)) for lost, safe in enumerate(total)]
+@cache
+def _safe_losses(size: int, replicas: int, lost: int) -> int:
+    """Ways to lose ``lost`` hosts of a ring, but never ``replicas`` that follow each other, which hold a shard together."""
+    if size == replicas:  # each shard is on all of them
+        return comb(size, lost) - (lost == size)
+    # By the run of lost hosts around the ring's first place: ``run`` hosts between two that live, in run + 1 positions.
+    return sum((run + 1) * _without_runs(size - run - 2 - (lost - run), lost - run, replicas) for run in range(min(replicas, lost + 1)))
 
 
-def _independent(placement: Mapping[str, Iterable[str]]) -> Iterator[tuple[int, tuple[frozenset[int], ...]]]:
-    """Cuts the hosts into parts of which no fatal set spans two: the number of hosts, and the fatal sets of hosts numbered from 0."""
-    fatal = list(dict.fromkeys(frozenset(holders) for holders in placement.values()))
-    containing: dict[str, list[int]] = {}
-    for i, members in enumerate(fatal):
-        for host in members:
-            containing.setdefault(host, []).append(i)
-    seen = [False] * len(fatal)
-    for start in range(len(fatal)):
-        if seen[start]:
-            continue
-        part, seen[start] = [start], True
-        for i in part:  # grows meanwhile
-            for j in (j for host in sorted(fatal[i]) for j in containing[host] if not seen[j]):
-                seen[j] = True
-                part.append(j)
-        numbers: dict[str, int] = {}
-        sets = tuple(frozenset(numbers.setdefault(host, len(numbers)) for host in sorted(fatal[i])) for i in part)
-        yield len(numbers), sets
-
-
-def _safe_choices(hosts: Sequence[int], fatal: Sequence[frozenset[int]], most: int) -> list[int]:
-    """Ways to choose 0, 1, ... ``most`` hosts so that no fatal set is lost whole.
-
-    Decides host after host. Of what was decided, the rest depends only on which fatal sets may still come
-    true, so choices that agree in this are counted together, by how many hosts they have lost so far.
-    """
-    containing = {host: frozenset(i for i, members in enumerate(fatal) if host in members) for host in hosts}
-    undecided = [len(members) for members in fatal]
-    ways: dict[frozenset[int], list[int]] = {frozenset(): [1] + [0] * most}  # sets that may still come true -> ways by losses
-    for host in _walk(hosts, fatal, containing):
-        begun = {i for i in containing[host] if undecided[i] == len(fatal[i])}
-        for i in containing[host]:
-            undecided[i] -= 1
-        ended = {i for i in containing[host] if not undecided[i]}
-        following: dict[frozenset[int], list[int]] = {}
-        for threats, counts in ways.items():
-            _add(following, threats - containing[host], counts)  # the host survives, and saves all sets it is in
-            threatened = threats | begun
-            if not threatened & ended:
-                _add(following, threatened, [0, *counts[:-1]])  # the host is lost
-        ways = following
-    return [sum(counts) for counts in zip(*ways.values(), strict=True)]
-
-
-def _add(ways: dict[frozenset[int], list[int]], key: frozenset[int], counts: list[int]) -> None:
-    if any(counts):  # otherwise it takes more losses than are asked for to get there
-        known = ways.get(key)
-        ways[key] = counts if known is None else [a + b for a, b in zip(known, counts, strict=True)]
-
-
-def _walk(hosts: Sequence[int], fatal: Sequence[frozenset[int]], containing: Mapping[int, frozenset[int]]) -> Iterator[int]:
-    """Orders all hosts so that every fatal set that is begun is finished soon: few are open at a time."""
-    left = set(hosts)
-    order = iter(hosts)
-    remaining = {i: set(members) for i, members in enumerate(fatal)}
-    begun: dict[int, None] = {}
-    while left:
-        nearest = min(begun, key=lambda i: len(remaining[i]), default=None)
-        host = next(host for host in order if host in left) if nearest is None else min(remaining[nearest])
-        left.remove(host)
-        for i in sorted(containing[host]):
-            remaining[i].discard(host)
-            begun[i] = None
-            if not remaining[i]:
-                del begun[i]
-        yield host
+def _without_runs(living: int, lost: int, replicas: int) -> int:
+    """Ways to put lost hosts between, before and behind living ones, fewer than ``replicas`` in each place: inclusion and exclusion."""
+    places = range(lost // replicas + 1) if living >= 0 else ()
+    return sum((-1) ** full * comb(living + 1, full) * comb(lost - full * replicas + living, living) for full in places)
 
 
 # -- words ----------------------------------------------------------------------------------------

@@ -5,10 +5,10 @@ Events come in as method calls, effects come out as a list; memory, sockets and 
 
 Life of a version on its owner's host:
 
-    request -> Grant -> (bytes are copied; a Send per peer runs beside it) -> copied -> Report(Completed)
+    request -> Grant -> (bytes are copied; a Send per peer runs beside it) -> completed -> Report(Completed)
     -> committed(version): the slot of the version before becomes free
 
-and on a peer: receive -> (bytes arrive) -> received -> Report(Completed).
+and on a peer: receive -> (bytes arrive) -> completed -> Report(Completed).
 
 A Tell, or a Lacking, comes last in a list of effects: on the leader's own host it may lead to the next decision at once.
 
@@ -195,9 +195,14 @@ class Host:
         decided = self.committed is not None and version <= self.committed
         return [] if decided else self.give_up(owner, version, "the agent of its host was restarted")
 
-    def copied(self, owner: int, version: Version, layout: str = "", digest: str = "", root: str = "") -> list[Effect]:
-        """Takes note that the worker has laid down all bytes of its shard."""
-        return self._completed(owner, version, layout, digest, root)
+    def completed(self, owner: int, version: Version, layout: str = "", digest: str = "", root: str = "") -> list[Effect]:
+        """Takes note that every byte of a shard is here: laid down by its worker, or arrived from a peer and verified."""
+        if not self.slots(owner).complete(version, root):
+            return []
+        if damaged := self._discard_damaged():  # it was committed meanwhile without this copy
+            return damaged
+        self.details[owner, version] = (layout, digest)
+        return [Tell(Completed(owner, self.name, version, layout, digest, root))]
 
     def send_again(self, owner: int) -> list[Effect]:
         """Sends what a local worker had copied with the agent before this one: it may not have reached all peers.
@@ -217,16 +222,12 @@ class Host:
     def receive(self, owner: int, version: Version, committed: Version | None) -> Slot | None:
         """Grants a slot for a peer's shard. None: none can be given right now, or the shard is complete already.
 
-        The slot is the connection's until ``received`` or ``receive_failed``, one of which is due in any case.
+        The slot is the connection's until ``completed`` or ``receive_failed``, one of which is due in any case.
         """
         slots = self.slots(owner)
         slots.drop_past()
         slots.supersede(version, committed)
         return None if version in self.aborted else slots.begin(version)
-
-    def received(self, owner: int, version: Version, layout: str = "", digest: str = "", root: str = "") -> list[Effect]:
-        """Takes note that every byte of a peer's shard is here and verified."""
-        return self._completed(owner, version, layout, digest, root)
 
     def receive_failed(self, owner: int, version: Version) -> list[Effect]:
         """Takes note that the sender is gone or gave up before its shard was whole; no more bytes of it will come."""
@@ -376,14 +377,6 @@ class Host:
         for owner, slots in self.shards.items():
             if self.is_stranger(owner):
                 slots.retire()
-
-    def _completed(self, owner: int, version: Version, layout: str, digest: str, root: str) -> list[Effect]:
-        if not self.slots(owner).complete(version, root):
-            return []
-        if damaged := self._discard_damaged():  # it was committed meanwhile without this copy
-            return damaged
-        self.details[owner, version] = (layout, digest)
-        return [Tell(Completed(owner, self.name, version, layout, digest, root))]
 
     def _discard_damaged(self) -> list[Effect]:
         """Discards copies of the committed version whose roots are not the committed ones."""

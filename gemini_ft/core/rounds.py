@@ -9,6 +9,7 @@ at one by one, and only these.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from gemini_ft.core.effects import Completed, Copies, Gathered
@@ -40,8 +41,7 @@ class Round:
         self._excluded = set(excluded)
         self._roots: dict[str, dict[int, str]] = {}  # host -> owner -> root of the copy there, as reported last
         self._labels: dict[str, dict[int, Label]] = {}  # the same for what came with the root
-        self._layouts: dict[str, int] = {}  # hash -> reports that say so
-        self._digests: dict[str, int] = {}
+        self._layouts, self._digests = Counter[str](), Counter[str]()  # value -> reports that say so
         self._own_digests = 0  # owners' own copies with a digest
 
     def add(self, owner: int, host: str, label: Label, root: str, now: float) -> None:
@@ -52,13 +52,14 @@ class Round:
         before = [self._agrees(owner, holder) for holder in affected]
         labels = self._labels.setdefault(host, {})
         if owner in labels:
-            self._count(labels[owner], 1, is_own, -1)
+            self._count(labels[owner], is_own, -1)
         labels[owner] = label
-        self._count(label, 1, is_own, 1)
+        self._count(label, is_own, 1)
         self._roots.setdefault(host, {})[owner] = root
         if is_own:
             self.own[owner] = root
-            self._note_own(now)
+            if self.own_since is None and len(self.own) == len(self._holders):
+                self.own_since = now
         for holder, agreed in zip(affected, before, strict=True):
             if agreed != (agrees := self._agrees(owner, holder)):
                 self._settle((owner, holder), agrees)
@@ -105,17 +106,10 @@ class Round:
     @property
     def disputed(self) -> bool:
         """Whether reports differ in what must be the same on all ranks."""
-        return len(self._layouts) > 1 or len(self._digests) > 1
+        return any(sum(count > 0 for value, count in said.items() if value) > 1 for said in (self._layouts, self._digests))
 
-    def by_layout(self) -> dict[str, list[int]]:
-        """Hash of the layout -> ranks that report it."""
-        return self._by_label(0)
-
-    def by_digest(self) -> dict[str, list[int]]:
-        """Digest of replicated state -> ranks that report it."""
-        return self._by_label(1)
-
-    def _by_label(self, which: int) -> dict[str, list[int]]:
+    def by_label(self, which: int) -> dict[str, list[int]]:
+        """Hash of the layout (``which`` 0) or digest of replicated state (1) -> ranks that report it."""
         out: dict[str, set[int]] = {}
         for labels in self._labels.values():
             for owner, label in labels.items():
@@ -133,23 +127,11 @@ class Round:
         else:
             self._lacking += -1 if agrees else 1
 
-    def _note_own(self, now: float) -> None:
-        if self.own_since is None and len(self.own) == len(self._holders):
-            self.own_since = now
-
-    def _count(self, label: Label, reports: int, is_own: bool, sign: int) -> None:
+    def _count(self, label: Label, is_own: bool, sign: int) -> None:
         layout, digest = label
-        _tally(self._layouts, layout, sign * reports)
-        _tally(self._digests, digest, sign * reports)
+        self._layouts[layout] += sign
+        self._digests[digest] += sign
         self._own_digests += sign if is_own and digest else 0
-
-
-def _tally(counts: dict[str, int], value: str, step: int) -> None:
-    if not value:
-        return
-    counts[value] = counts.get(value, 0) + step
-    if not counts[value]:
-        del counts[value]
 
 
 class FoldedRound:

@@ -12,7 +12,7 @@ grows until it is gone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 OVERFLOW = -1  # the span of chunks for which there is no room
@@ -108,16 +108,25 @@ def schedule(spans: Sequence[float], transfer: Transfer, link: LinkCost) -> Sche
     Returns:
         Every byte exactly once per copy; no span holds more than ``gamma`` of its seconds.
     """
-    waiting = _Waiting(transfer)
+    at, total = 0, transfer.nbytes * transfer.copies  # of all copies end to end
     chunks: list[ScheduledChunk] = []
     used = []
+
+    def rest(most: int) -> int:
+        """Bytes of the next chunk, which ends where its copy does; 0: none may travel, or all have."""
+        return min(most, transfer.chunk_bytes, transfer.nbytes - at % transfer.nbytes) if at < total else 0
+
     for index, seconds in enumerate(spans):
         left = budget = transfer.gamma * seconds
-        while (size := min(transfer.chunk_bytes, link.carries(left))) > 0 and (chunk := waiting.take(index, size)) is not None:
-            chunks.append(chunk)
-            left -= link.seconds(chunk.nbytes)
+        while (size := rest(link.carries(left))) > 0:
+            chunks.append(ScheduledChunk(index, *divmod(at, transfer.nbytes), size))
+            at += size
+            left -= link.seconds(size)
         used.append(budget - left)
-    overflow = list(waiting.rest())
+    overflow = list[ScheduledChunk]()
+    while size := rest(total):
+        overflow.append(ScheduledChunk(OVERFLOW, *divmod(at, transfer.nbytes), size))
+        at += size
     late = sum(link.seconds(chunk.nbytes) for chunk in overflow)
     return Schedule((*chunks, *overflow), tuple(used), sum(chunk.nbytes for chunk in overflow), late)
 
@@ -147,7 +156,7 @@ def arrival(begins: Sequence[float], spans: Sequence[float], period: float, tran
         spans: seconds of each.
         period: seconds of a step; the next ones have the same spans.
         transfer: what travels.
-    link: the cost of a message.
+        link: the cost of a message.
 
     Returns:
         None: the spans of many steps cannot carry it.
@@ -164,27 +173,3 @@ def arrival(begins: Sequence[float], spans: Sequence[float], period: float, tran
         return (steps - 1) * period
     last = plan.chunks[-1].span
     return (steps - 1) * period + begins[last] + plan.used[last]
-
-
-class _Waiting:
-    """The bytes that have not found a span yet: one copy after the other, each from its first byte to its last."""
-
-    def __init__(self, transfer: Transfer) -> None:
-        self._transfer = transfer
-        self._copy, self._offset = 0, 0
-
-    def take(self, span: int, size: int) -> ScheduledChunk | None:
-        """The next chunk, of at most ``size`` bytes; None: all have gone."""
-        if self._copy >= self._transfer.copies or self._transfer.nbytes == 0:
-            return None
-        nbytes = min(size, self._transfer.nbytes - self._offset)
-        chunk = ScheduledChunk(span, self._copy, self._offset, nbytes)
-        self._offset += nbytes
-        if self._offset == self._transfer.nbytes:
-            self._copy, self._offset = self._copy + 1, 0
-        return chunk
-
-    def rest(self) -> Iterator[ScheduledChunk]:
-        """The bytes that are left, in chunks of full size."""
-        while (chunk := self.take(OVERFLOW, self._transfer.chunk_bytes)) is not None:
-            yield chunk

@@ -1,17 +1,9 @@
 """The succession of leaders: an epoch is a number that names a leader and only grows, on every host. Pure; time is an argument.
 
 A lost leader is followed by the next candidate, which begins with an empty ledger and hears from every host what that host knows
-(`Rejoin`, `gemini_ft.core.protocol.Host.reports`). No vote is needed for that to be safe:
-
-- A version is committed only after the report of every owner's own host, and aborted only for an owner that never completes it. So two
-  ledgers that are at work at the same time cannot decide otherwise about one version, whatever each of them has heard.
-- A host says what it has heard committed before anything else, so no ledger falls behind what some host has built upon.
-- All else that a leader decides (which version is uploaded, the pace, who is left out, the end) needs one leader at a time: a host
-  reports, and obeys, in one epoch only, and never in a lower one than before (its promise).
-
-Nor does one broken connection depose a leader: a candidate takes over only if another host asks it to and it has lost the leader itself.
-A change for a false alarm costs a greeting of every host. So that they do not follow each other on a busy machine, patience doubles with
-each, to eight times that of the first leader.
+(`Rejoin`, `gemini_ft.core.protocol.Host.reports`); docs/decisions/016 says why no vote is needed for that to be safe. A host reports, and
+obeys, in one epoch only, and never in a lower one than before (its promise). A candidate takes over only if another host asks it to and
+it has lost the leader itself. Patience doubles with each change, to eight times that of the first leader.
 """
 
 from __future__ import annotations

@@ -144,10 +144,6 @@ class Protection:
                 self._resumed,
             )
 
-    def before_update(self) -> None:
-        """Waits, as the engine is about to write weights and optimizer state."""
-        self.checkpointer.wait_before_update()
-
     def updated(self) -> None:
         """Takes note that the engine has written them, unless a scaler skipped the step."""
         self._updated = self._engine.was_step_applied()
@@ -278,7 +274,7 @@ class _Protected:
 
     def _take_model_step(self, lr_kwargs: Any = None) -> Any:
         self.gemini.tell_who_does_not_follow()
-        self.gemini.before_update()
+        self.gemini.checkpointer.wait_before_update()
         result = super()._take_model_step(lr_kwargs)  # type: ignore[misc]
         self.gemini.updated()
         return result

@@ -53,12 +53,12 @@ class EngineGradients(Body):
 
     def __init__(self, engine: Any, pipeline: Any) -> None:
         rules = load_rules(pipeline)
-        _refuse((why for found, why in _unsupported_engine(engine) if found))
+        _refuse(_unsupported_engine(engine))
         tensors = assign(engine.module, rules)
         _refuse(_complex(engine.module))
         self._is_whole = not isinstance(engine.optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3)
         if not self._is_whole:
-            _refuse((why for found, why in _unsupported_buckets(engine, rules) if found))
+            _refuse(_unsupported_buckets(engine, rules))
         if not self._is_whole or isinstance(engine.optimizer, BF16_Optimizer):
             _refuse(_sparse_tensors(tensors))
         self._engine = engine
@@ -223,8 +223,8 @@ def install(engine: Any, pipeline: Any) -> EngineGradients:
     return found
 
 
-def _refuse(reasons: Iterator[str]) -> None:
-    if (why := next(reasons, None)) is not None:
+def _refuse(reasons: Iterator[tuple[bool, str]]) -> None:
+    if why := next((why for is_so, why in reasons if is_so), None):
         raise ConfigError(f"gradient_pipeline: {why}")
 
 
@@ -269,19 +269,19 @@ def _unsupported_buckets(engine: Any, rules: Rules) -> Iterator[tuple[bool, str]
     yield loose, f"zero_optimization.contiguous_gradients must be true, or left out, at stage {stage}"
 
 
-def _complex(module: Any) -> Iterator[str]:
+def _complex(module: Any) -> Iterator[tuple[bool, str]]:
     for name, param in trained(module).items():
-        if param.is_complex():
-            yield (
-                f"{name} is {param.dtype}, and DeepSpeed casts gradients to the real numbers of communication_data_type; keep real and "
-                "imaginary parts in a real parameter (torch.view_as_real), or use DDP"
-            )
+        yield (
+            param.is_complex(),
+            f"{name} is {param.dtype}, and DeepSpeed casts gradients to the real numbers of communication_data_type; keep real and "
+            "imaginary parts in a real parameter (torch.view_as_real), or use DDP",
+        )
 
 
-def _sparse_tensors(tensors: Sequence[Tensor]) -> Iterator[str]:
+def _sparse_tensors(tensors: Sequence[Tensor]) -> Iterator[tuple[bool, str]]:
     for tensor in tensors:
-        if tensor.sparse:
-            yield (
-                f"the gradient of {tensor.name} is a sparse tensor (its module has sparse=True), which ZeRO cannot partition; use stage 0, "
-                "or leave sparse=True out: sync: zen takes dense-stored gradients row by row"
-            )
+        yield (
+            tensor.sparse,
+            f"the gradient of {tensor.name} is a sparse tensor (its module has sparse=True), which ZeRO cannot partition; use stage 0, "
+            "or leave sparse=True out: sync: zen takes dense-stored gradients row by row",
+        )

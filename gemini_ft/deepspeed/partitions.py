@@ -151,7 +151,10 @@ def about(engine: Any) -> dict[str, Any]:
         "config": engine.config,
         "stage": int(engine.zero_optimization_stage()),
         "bf16": bool(engine.bfloat16_enabled()),
-        "params": {name: _described(param) for name, param in named.items()},
+        "params": {
+            name: (tuple(getattr(param, "ds_shape", param.shape)), str(param.dtype).removeprefix("torch."), param.requires_grad)
+            for name, param in named.items()
+        },
         "masters": held,
         "groups": _groups(engine, held),
         "keys": {key: names[id(tensor)] for key, tensor in state_dict_tensors(engine.module)},
@@ -159,10 +162,6 @@ def about(engine: Any) -> dict[str, Any]:
         "clip_grad": getattr(optimizer, "clip_grad", 0.0),
         "dynamic_loss_scale": bool(getattr(optimizer, "dynamic_loss_scale", False)),
     }
-
-
-def _described(param: Any) -> tuple[tuple[int, ...], str, bool]:
-    return tuple(getattr(param, "ds_shape", param.shape)), str(param.dtype).removeprefix("torch."), param.requires_grad
 
 
 def _groups(engine: Any, held: dict[str, list[str]]) -> list[list[str]]:

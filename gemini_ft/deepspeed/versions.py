@@ -1,4 +1,4 @@
-"""The differences between the supported versions of DeepSpeed, in one place.
+"""The differences between the supported versions of DeepSpeed, and the objects that its checkpoint files hold.
 
 Its optimizers' attributes are relied on. 0.18.6 is the first version that keeps the scale of a loss in fp16 at stage 0 in an object of
 its own (``loss_scale_config``); before, it is spread over attributes of the optimizer.
@@ -6,12 +6,14 @@ its own (``loss_scale_config``); before, it is spread over attributes of the opt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.utils.tensor_fragment import fragment_address
 from packaging.version import Version
 
 from gemini_ft.errors import UnsupportedStateError
@@ -54,6 +56,18 @@ def manages_accumulation(engine: Any) -> bool:
     """Whether the engine decides by itself which backward pass ends an accumulation; older versions always do."""
     asked = getattr(engine, "managed_gradient_accumulation", None)
     return asked is None or bool(asked())
+
+
+def loss_scaler(dynamic: bool, values: Mapping[str, Any]) -> Any:
+    """A loss scaler with these attributes, as checkpoint files hold it."""
+    scaler = object.__new__(DynamicLossScaler if dynamic else LossScaler)
+    vars(scaler).update(values)
+    return scaler
+
+
+def address(start: int, numel: int) -> Any:
+    """The address of a parameter's part in a partition, as checkpoint files hold it."""
+    return fragment_address(numel=numel, start=start)
 
 
 def end_to_end(params: Sequence[torch.Tensor]) -> list[int]:

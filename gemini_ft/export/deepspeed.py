@@ -6,8 +6,6 @@ With the number of ranks that wrote it; for others DeepSpeed's own ``ds_to_unive
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,8 @@ import torch
 
 from gemini_ft.errors import ConfigError, UnsupportedStateError
 from gemini_ft.export.source import Checkpoint
-from gemini_ft.export.state_dicts import on_cpu, save_file
-from gemini_ft.export.zero import Engine, is_engine
+from gemini_ft.export.state_dicts import numbered_groups, on_cpu, save_file, tied_keys
+from gemini_ft.export.zero import Engine, buffers_of, is_engine
 
 _ZERO12, _ZERO3, _BF16 = "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer"
 
@@ -54,12 +52,11 @@ class _ZeroWriter:
         weights = {name: held[""].to(getattr(torch, self._about["params"][name][1])) for name, held in params.items()}
         for rank in range(len(self._extras)):
             partition = self._engine.partition(rank)
-            buffers = {name.removeprefix("buffer."): tensor for name, tensor in partition.items() if name.startswith("buffer.")}
+            buffers = buffers_of(partition)
             if self._about["stage"] == 3:
-                save_file(
-                    folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt",
-                    self._model_states(self._placeholders(weights) | buffers, partition),
-                )
+                # Weights are empty in the module between steps: they are in the optimizer's partitions.
+                states = self._model_states({name: weight.new_empty(0) for name, weight in weights.items()} | buffers, partition)
+                save_file(folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", states)
             elif rank == 0:
                 optimizer = self._whole_optimizer(params) if self._about["stage"] == 0 else None
                 frozen = {f"frozen.{name}": tensor for name, tensor in weights.items()}
@@ -72,25 +69,19 @@ class _ZeroWriter:
                 )
         (self._folder / "latest").write_text(self._tag)
 
-    def _placeholders(self, weights: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Empty weights, as the module has them between steps at stage 3: they are in the optimizer's partitions."""
-        return {name: torch.empty(0, dtype=getattr(torch, self._about["params"][name][1])) for name in weights}
-
     def _model_states(self, tensors: dict[str, torch.Tensor], held: dict[str, torch.Tensor], optimizer: Any = None) -> dict[str, Any]:
         """The model's states of one rank; ``held`` has frozen parameters, or partitions of them, as ``frozen.<name>``."""
         module = {key: tensors[name] for key, name in self._about["keys"].items()}
         trained = [{name: torch.Size(self._about["params"][name][0]) for name in group} for group in self._about["masters"].values()]
         trained_names = {name for group in self._about["masters"].values() for name in group}
         frozen = [name for name in self._about["params"] if name not in trained_names] if self._about["stage"] > 1 else []
-        firsts: dict[str, str] = {}
-        tied = {key: first for key, name in self._about["keys"].items() if (first := firsts.setdefault(name, key)) != key}
         return {
             "module": module,
             "buffer_names": [key for key, name in self._about["keys"].items() if name not in self._about["params"]],
             "optimizer": optimizer,
             "param_shapes": trained if self._about["stage"] > 0 else None,
             "frozen_param_shapes": {name: torch.Size(self._about["params"][name][0]) for name in frozen} if frozen else None,
-            "shared_params": tied if self._about["stage"] > 0 else None,
+            "shared_params": tied_keys(self._about["keys"]) if self._about["stage"] > 0 else None,
             "frozen_param_fragments": {name: held[f"frozen.{name}"] for name in frozen} if frozen else None,
             "lr_scheduler": self._extras[0].get("lr_scheduler"),
             "data_sampler": None,
@@ -155,12 +146,10 @@ class _ZeroWriter:
 
 def _deepspeed_files() -> Any:
     try:
-        return importlib.import_module("gemini_ft.deepspeed.checkpoint_objects")
+        return importlib.import_module("gemini_ft.deepspeed.versions")
     except ImportError:
         raise ConfigError("format='deepspeed' needs deepspeed installed here: pip install 'gemini-ft[deepspeed]'") from None
 
 
 def _state_dict(state: list[dict[str, Any]], sizes: list[int], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    starts = accumulate(sizes, initial=0)
-    numbered = [{**group, "params": list(range(start, start + size))} for group, start, size in zip(groups, starts, sizes, strict=False)]
-    return {"state": {number: kept for number, kept in enumerate(state) if kept}, "param_groups": numbered}
+    return {"state": {number: kept for number, kept in enumerate(state) if kept}, "param_groups": numbered_groups(groups, sizes)}

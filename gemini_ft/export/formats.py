@@ -9,7 +9,6 @@ import secrets
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from pathlib import Path
 from struct import pack
 from typing import Any
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from gemini_ft.errors import ConfigError, StorageError, UnsupportedStateError
 from gemini_ft.export.source import Checkpoint
-from gemini_ft.export.state_dicts import OptimizerState, on_cpu, save_file
+from gemini_ft.export.state_dicts import OptimizerState, numbered_groups, on_cpu, save_file
 from gemini_ft.export.zero import read_states
 from gemini_ft.lightning.capture import file_checkpoint
 from gemini_ft.storage.shard import CODES
@@ -54,9 +53,8 @@ def write_lightning(checkpoint: Checkpoint, path: Path) -> None:
 def _state_dict(optimizer: OptimizerState) -> dict[str, Any]:
     """The state of one optimizer, numbered as ``torch.optim.Optimizer.state_dict`` does it."""
     numbers = {name: number for number, name in enumerate(optimizer.names)}
-    spans = pairwise(accumulate(optimizer.sizes, initial=0))
-    groups = [{**hyper, "params": list(range(*span))} for hyper, span in zip(optimizer.groups, spans, strict=True)]
-    return {"state": {numbers[name]: values for name, values in optimizer.state.items()} | optimizer.other, "param_groups": groups}
+    state = {numbers[name]: values for name, values in optimizer.state.items()} | optimizer.other
+    return {"state": state, "param_groups": numbered_groups(optimizer.groups, optimizer.sizes)}
 
 
 def _warn_if_not_plain(path: Path) -> None:
@@ -100,16 +98,9 @@ class _DcpWriter(FileSystemWriter):
 
 def _merged(optimizers: list[OptimizerState]) -> dict[str, Any]:
     """Several optimizers as one, as get_state_dict does it."""
-    groups = [
-        {**hyper, "params": names}
-        for optimizer in optimizers
-        for hyper, names in zip(optimizer.groups, _names_per_group(optimizer), strict=True)
-    ]
+    numbered = [(each.names, group) for each in optimizers for group in numbered_groups(each.groups, each.sizes)]
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for names, group in numbered]
     return {"state": {name: values for optimizer in optimizers for name, values in optimizer.state.items()}, "param_groups": groups}
-
-
-def _names_per_group(optimizer: OptimizerState) -> list[list[str]]:
-    return [optimizer.names[start:stop] for start, stop in pairwise(accumulate(optimizer.sizes, initial=0))]
 
 
 def write_safetensors(checkpoint: Checkpoint, path: Path) -> None:

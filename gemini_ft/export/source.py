@@ -11,6 +11,7 @@ from typing import Any
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import ConfigError, RecoveryError
 from gemini_ft.recovery.agent_memory import RememberedShard, open_newest, remembered
+from gemini_ft.recovery.readers import Live, nowhere
 from gemini_ft.state import codec
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import CheckpointInfo, Manifest, list_checkpoints, read_manifest
@@ -34,7 +35,7 @@ class StorageShard:
     def extras(self) -> bytes:
         return self._stored.extras
 
-    def chunks(self) -> Iterator[tuple[int, memoryview]]:
+    def chunks(self, live: Live = nowhere) -> Iterator[tuple[int, memoryview]]:
         step = self._stored.record.chunk_bytes
         buffer = bytearray(min(step, self.layout.nbytes))
         for offset in range(0, self.layout.nbytes, step):

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -229,8 +229,7 @@ class State:
     @property
     def tied(self) -> dict[str, str]:
         """Further name -> first name, of parameters and buffers that are one."""
-        firsts: dict[str, str] = {}
-        return {key: first for key, name in self._keys.items() if (first := firsts.setdefault(name, key)) != key}
+        return tied_keys(self._keys)
 
     def extra_state(self) -> dict[str, Any]:
         """Extra state of modules, by its key in the model's state dict."""
@@ -275,6 +274,18 @@ class State:
         """The parameter that a label stands for, as the model's state dict has it; one of no model keeps the label."""
         name = label.removeprefix(f"optim{index}.")
         return self._short(name) if name in self._tensors else label
+
+
+def tied_keys(names: Mapping[str, str]) -> dict[str, str]:
+    """Further key -> first key, of those that have the same name in ``names``."""
+    firsts: dict[str, str] = {}
+    return {key: first for key, name in names.items() if (first := firsts.setdefault(name, key)) != key}
+
+
+def numbered_groups(groups: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Parameter groups of so many parameters each, which are numbered as ``torch.optim.Optimizer.state_dict`` does it."""
+    spans = pairwise(accumulate(sizes, initial=0))
+    return [{**group, "params": list(range(*span))} for group, span in zip(groups, spans, strict=True)]
 
 
 def on_cpu(value: Any) -> Any:

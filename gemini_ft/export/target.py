@@ -213,13 +213,13 @@ def _local(folder: Path, target: Target, overwrite: bool) -> Iterator[Path]:
     with stage(folder.parent if name is None else folder) as place:
         yield place.folder
         for path in (place.folder, *place.folder.rglob("*")):
-            _sync(path)
+            local.sync(path)
         if name is not None:
             (place.folder / name).replace(folder / name)
-            _sync(folder)
+            local.sync(folder)
         else:
             place.take_place(folder, lambda entry: re.fullmatch(target.own, entry) is not None)
-            _sync(folder.parent)
+            local.sync(folder.parent)
 
 
 def _existing(found: Sequence[str], target: Target, to: str, overwrite: bool) -> Sequence[str]:
@@ -267,11 +267,3 @@ def _read(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         while part := file.read(_PART):
             yield part
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -12,7 +12,7 @@ from gemini_ft.core.layout import Read
 from gemini_ft.deepspeed.reshard import Cut, Fragment, OldShards
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.export.source import Checkpoint
-from gemini_ft.export.state_dicts import OptimizerState, State, check_covered
+from gemini_ft.export.state_dicts import OptimizerState, State, check_covered, tied_keys
 from gemini_ft.recovery.restore import scatter
 from gemini_ft.state import codec
 
@@ -84,6 +84,11 @@ class Engine:
             scatter(shard, own, tensors)
 
 
+def buffers_of(partition: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The buffers in what one rank had for itself, by their names in the module."""
+    return {name.removeprefix("buffer."): tensor for name, tensor in partition.items() if name.startswith("buffer.")}
+
+
 class EngineStates:
     """The interface of `gemini_ft.export.state_dicts.State` for an engine: one model, one optimizer.
 
@@ -95,7 +100,7 @@ class EngineStates:
     def __init__(self, checkpoint: Checkpoint, optimizers: bool) -> None:
         engine = Engine(checkpoint)
         self._engine, self._params = engine, engine.parameters(optimizers)
-        self._buffers = {name.removeprefix("buffer."): tensor for name, tensor in engine.partition(0).items() if name.startswith("buffer.")}
+        self._buffers = buffers_of(engine.partition(0))
         self._in_module = not optimizers
         checkpoint.close()
 
@@ -112,8 +117,7 @@ class EngineStates:
     @property
     def tied(self) -> dict[str, str]:
         """Further name -> first name, of parameters and buffers that are one."""
-        firsts: dict[str, str] = {}
-        return {key: first for key, name in self._engine.about["keys"].items() if (first := firsts.setdefault(name, key)) != key}
+        return tied_keys(self._engine.about["keys"])
 
     def extra_state(self) -> dict[str, Any]:
         """Nothing: modules' extra state is not captured of engines."""

@@ -163,9 +163,9 @@ def arm(orders: Orders, scene: Scene) -> None:
 
 
 def _report_the_rest() -> None:
-    """Says at the end of a script that has ended well which of the planned faults it has not come to."""
-    if drill is not None and getattr(sys, "last_value", None) is None:
-        drill.report_the_rest()
+    """Says at the end of a script that has ended well which of the planned faults it has not come to: their moment has not come."""
+    if drill is not None and getattr(sys, "last_value", None) is None and (rest := drill.rest()):
+        _log.warning("fault injection: the job has ended, and these have never happened: %s", "; ".join(rest))
 
 
 drill: Drill | None = None
@@ -217,10 +217,9 @@ class Drill:
                 _log.warning("fault injection at iteration %d, %s: %s", iteration, moment, fault.text)
                 _do(fault, scene, self._launcher)
 
-    def report_the_rest(self) -> None:
-        """Names the planned faults that have not happened: their moment has not come."""
-        if rest := [fault.text for fault in self._faults if fault.probability is None and fault.name not in self._happened]:
-            _log.warning("fault injection: the job has ended, and these have never happened: %s", "; ".join(rest))
+    def rest(self) -> list[str]:
+        """The planned faults that have not happened."""
+        return [fault.text for fault in self._faults if fault.probability is None and fault.name not in self._happened]
 
     def _end(self, fault: Fault, iteration: int) -> None:
         if fault.kind == "storage_full" and fault.until is not None and iteration >= fault.until:
@@ -267,7 +266,9 @@ def _do(fault: Fault, scene: Scene, launcher: psutil.Process | None) -> None:
                 for owner in fault.owners(scene.world, scene.host):
                     scene.client().tell(Inject(fault="corrupt", owner=owner))
         case "slow":
-            _slow_down(fault, scene.client().welcome.pid, launcher)
+            for process in _process(scene.client().welcome.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    slow_down(process.pid, fault.share, fault.seconds)
         case "storage_full":
             check_room(scene.storage)
             _fill(_storage_folder(scene.storage) / _FILLER)
@@ -282,14 +283,6 @@ def _kill_host(agent: int, launcher: psutil.Process | None) -> None:
     own = psutil.Process()
     family = [launcher, *launcher.children(recursive=True)] if launcher is not None and launcher in own.parents() else []
     _kill([*_process(agent), *(process for process in family if process != own), own])
-
-
-def _slow_down(fault: Fault, agent: int, launcher: psutil.Process | None) -> None:
-    """Makes this host's agent or its launcher slow, if it is still there; no later process of its number is taken for the launcher."""
-    for process in [launcher] if fault.process == "launcher" else _process(agent):
-        if process is not None and process.is_running():
-            with contextlib.suppress(ProcessLookupError):
-                slow_down(process.pid, fault.share, fault.seconds)
 
 
 def _fill(path: Path) -> None:

@@ -30,11 +30,10 @@ HOST_KINDS = {
     "agent": "the host's agent dies of SIGKILL",
     "kill": "launcher, workers and agent of the host die at once, as in a power cut",
     "corrupt": "a bit flips in every copy in the agent's memory (owner=RANK: of that rank's shard only)",
-    "slow": "the host's agent (process=launcher: its launcher) gets a share of its time (share=0.02) for some seconds (seconds=60)",
+    "slow": "the host's agent gets a share of its time (share=0.02) for some seconds (seconds=60)",
     "storage_full": "the file system of storage.url is filled (until=STEP: and freed again)",
 }
 KINDS = RANK_KINDS | HOST_KINDS
-PROCESSES = ("agent", "launcher")  # that can be slow
 OCCURRENCE = re.compile(r"\d+-[0-9a-f]{8}(-\d+)?")  # all that `Fault.occurrence` can return
 
 MOMENTS = {
@@ -81,7 +80,6 @@ class Fault:
     code: int = 1
     share: float = 0.02  # slow: of each second, in which the process may run
     seconds: float = 60.0  # slow: for which it is
-    process: str = "agent"  # slow: which one of the host
 
     def occurrence(self, iteration: int) -> str:
         """The name under which the fault happens at most once: a scheduled one in a run, a random one in an iteration."""
@@ -222,8 +220,8 @@ def _check_relations(fault: Fault) -> None:
         problem = "owner goes with corrupt"
     elif fault.code != 1 and fault.kind != "exit":
         problem = "code goes with exit"
-    elif (fault.share, fault.seconds, fault.process) != (0.02, 60.0, "agent") and fault.kind != "slow":
-        problem = "share, seconds and process go with slow"
+    elif (fault.share, fault.seconds) != (0.02, 60.0) and fault.kind != "slow":
+        problem = "share and seconds go with slow"
     if problem is not None:
         raise ConfigError(f"{_where(fault.text)}: {problem}")
 
@@ -237,47 +235,13 @@ def _guess(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    def convert(value: str) -> int:
-        if (number := int(value)) < least:
+def _number(kind: Callable[[str], float], is_allowed: Callable[[float], bool]) -> Callable[[str], float]:
+    def convert(value: str) -> float:
+        if not is_allowed(number := kind(value)):
             raise ValueError
         return number
 
     return convert
-
-
-def _rank(value: str) -> int | str:
-    return value if value == "all" else _at_least(0)(value)
-
-
-def _moment(value: str) -> str:
-    if value not in MOMENTS:
-        raise ValueError
-    return value
-
-
-def _probability(value: str) -> float:
-    if not 0 < (number := float(value)) <= 1:
-        raise ValueError
-    return number
-
-
-def _share(value: str) -> float:
-    if not 0 < (number := float(value)) < 1:
-        raise ValueError
-    return number
-
-
-def _seconds(value: str) -> float:
-    if not 0 < (number := float(value)) < math.inf:
-        raise ValueError
-    return number
-
-
-def _process(value: str) -> str:
-    if value not in PROCESSES:
-        raise ValueError
-    return value
 
 
 def _text(value: str) -> str:
@@ -286,19 +250,19 @@ def _text(value: str) -> str:
     return value
 
 
+_from_0, _from_1 = _number(int, lambda number: number >= 0), _number(int, lambda number: number >= 1)
 _COUNTED = "a whole number from 0"
 _KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "step": (_at_least(1), "a whole number from 1"),
-    "until": (_at_least(1), "a whole number from 1"),
-    "rank": (_rank, f"{_COUNTED}, or 'all'"),
+    "step": (_from_1, "a whole number from 1"),
+    "until": (_from_1, "a whole number from 1"),
+    "rank": (lambda value: value if value == "all" else _from_0(value), f"{_COUNTED}, or 'all'"),
     "host": (_text, "a host's id, or its place among the sorted ids, from 0"),
-    "group": (_at_least(0), _COUNTED),
-    "owner": (_at_least(0), _COUNTED),
-    "moment": (_moment, f"one of {', '.join(MOMENTS)}"),
-    "probability": (_probability, "above 0 and at most 1"),
+    "group": (_from_0, _COUNTED),
+    "owner": (_from_0, _COUNTED),
+    "moment": ({moment: moment for moment in MOMENTS}.__getitem__, f"one of {', '.join(MOMENTS)}"),
+    "probability": (_number(float, lambda number: 0 < number <= 1), "above 0 and at most 1"),
     "seed": (int, "a whole number"),
-    "code": (_at_least(0), _COUNTED),
-    "share": (_share, "above 0 and below 1"),
-    "seconds": (_seconds, "above 0"),
-    "process": (_process, f"one of {', '.join(PROCESSES)}"),
+    "code": (_from_0, _COUNTED),
+    "share": (_number(float, lambda number: 0 < number < 1), "above 0 and below 1"),
+    "seconds": (_number(float, lambda number: 0 < number < math.inf), "above 0"),
 }

@@ -40,12 +40,8 @@ def _acquire(original: Callable[[Any], bool], baton: Any) -> bool:
 
 
 def _sign(path: Path) -> None:
-    with contextlib.suppress(OSError):  # an empty file is a lock as well
-        file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.write(file, f"{_place()} {os.getpid()} {began(os.getpid())}\n".encode())
-        finally:
-            os.close(file)
+    with contextlib.suppress(OSError), open(path, "r+") as file:  # an empty file is a lock as well
+        file.write(f"{_place()} {os.getpid()} {began(os.getpid())}\n")
 
 
 def _took_away(path: Path) -> bool:

@@ -20,11 +20,10 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import api as torch_api
 
 from gemini_ft.agent import lifecycle
-from gemini_ft.config import GeminiConfig
 from gemini_ft.errors import AgentTimeoutError, GeminiError
 from gemini_ft.hosts import host_id
 from gemini_ft.launch import grace
-from gemini_ft.launch.notes import DRAINED_STATUS, PROTECTED, Notes
+from gemini_ft.launch.notes import DRAINED_STATUS
 from gemini_ft.wire.worker_messages import AskDrain, Draining, ToWorker
 
 _log = logging.getLogger(__name__)
@@ -142,6 +141,14 @@ class HostDrain:
             signal.signal(self._signum, before)
 
 
+def account_of(run: str) -> dict[str, Any]:
+    """The account that this host's agent gives of a run, as `gemini status --json` has it; empty: there is none to be had now."""
+    try:
+        return dict(json.loads(lifecycle.status(run) or "{}"))
+    except (GeminiError, OSError, ValueError):
+        return {}
+
+
 def _uploading(run: str) -> list[str]:
     """The versions that this host's agent still takes part in storing."""
     try:
@@ -162,9 +169,3 @@ def await_workers(context: Any) -> None:
             context.close(signal.SIGKILL)  # SIGTERM would be another wish to save, which a worker that waits for others never hears
             return
         time.sleep(_POLL)
-
-
-def drain_of(run: str, config: GeminiConfig, notes: Notes) -> HostDrain:
-    """The drain as configured, for the workers that leave these notes."""
-    signum = None if config.drain_signal == "none" else signal.Signals[config.drain_signal]
-    return HostDrain(run, config.drain_seconds, signum, lambda: notes.have(PROTECTED))

@@ -7,7 +7,6 @@ stores do to a worker is never taken for that.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import signal
@@ -21,12 +20,12 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from gemini_ft.agent import lifecycle
 from gemini_ft.core.words import in_words
-from gemini_ft.errors import FINAL, GeminiError, RunAliveError, StorageUnclearError
-from gemini_ft.launch.drain import LEFT, HostDrain, await_workers
+from gemini_ft.errors import FINAL, RunAliveError, StorageUnclearError
+from gemini_ft.launch.drain import LEFT, HostDrain, account_of, await_workers
 from gemini_ft.launch.grace import await_news
 from gemini_ft.launch.notes import DRAINED, PROTECTED, REFUSED, Notes
+from gemini_ft.launch.replaced import replaced
 
 _log = logging.getLogger(__name__)
 
@@ -101,10 +100,7 @@ class Endings:
 
     def _kept(self) -> str:
         """Tells what the job leaves behind."""
-        try:
-            document = json.loads(lifecycle.status(self._run) or "{}")
-        except (GeminiError, OSError, ValueError):
-            document = {}
+        document = account_of(self._run)
         if not document and self._notes.have(PROTECTED):
             return "What memory keeps is not known, as no agent answers on this host"
         committed = {name: stream["committed"] for name, stream in document.get("streams", {}).items() if stream["committed"]}
@@ -158,8 +154,5 @@ def final_endings(notes: Notes, run: str, drain: HostDrain, *, interval: float) 
             endings.look()
         return result
 
-    LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]
-    try:
+    with replaced(LocalElasticAgent, _monitor_workers=monitor):
         yield endings
-    finally:
-        LocalElasticAgent._monitor_workers = original  # type: ignore[method-assign]

@@ -1,27 +1,19 @@
-"""The process that imports torch once, and from which ``gemini run`` forks the workers of every attempt.
+"""The process that imports torch once, and from which ``gemini run`` forks the workers of every attempt (docs/decisions/025).
 
-Most of a restart is Python importing torch. A worker forked from here is ready in milliseconds, and in all that a
-script can see it is what ``python -u script.py`` would have been: a child of the launcher in a session of its own, standard
-streams, signals, environment, ``__main__``, ``sys.argv``, ``sys.path``, exit handlers, exit status. That is why this is not
-multiprocessing's fork server, whose children have another default start method and a parent process, run no exit
-handlers, and have torch's launcher wait for ever when they end by ``os._exit(0)``.
+In all that a script can see, a forked worker is what ``python -u script.py`` would have been: a child of the launcher in a session of its
+own, standard streams, signals, environment, ``__main__``, ``sys.argv``, ``sys.path``, exit handlers, exit status. That is why this is not
+multiprocessing's fork server, whose children have another start method and a parent process, run no exit handlers, and have torch's
+launcher wait for ever when they end by ``os._exit(0)``.
 
 It is called with ``CHANNEL MODULES [-m] SCRIPT [ARGUMENTS]`` (`gemini_ft.launch.script.starter`), imports the comma-separated
 ``MODULES``, says on ``CHANNEL`` whether children can be forked safely (``{"number": 0, "refused": why or null}``), and answers
 ``{"number": n, "fork": [[-m,] SCRIPT, ARGUMENTS...], "copy": file or null, "environ": {...}, "parent": pid}`` by
 ``{"number": n, "pid": ..., "failed": why or null}``.
 
-`Renewal` draws anew, in a forked worker, the numbers that the imports have drawn: else all ranks and restarts would share them.
-Operating system, OpenSSL, ``secrets``, ``uuid4`` and Python's global generator see to themselves after a fork. Not so the global
-generators of torch and numpy, generators that a library makes for itself when it is imported (sympy has three), and the key that
-``multiprocessing`` proves its identity with. A generator that a library has seeded with a number of its own stays as it is.
-
-The launcher is a worker's parent: the process that forks it hands it over by ending. So the launcher waits for it and signals it
-without this server, which may be slow or die. A worker begins when the launcher writes to its starting gun, the fourth descriptor
-after three standard streams, and ends unseen when the launcher closes that: none runs that the launcher does not know.
-
-When the launcher dies, the kernel kills its workers (`gemini_ft.launch.script.die_with`), and this
-process what they have started, and ends.
+The launcher is a worker's parent: the process that forks it hands it over by ending. A worker begins when the launcher writes to its
+starting gun, the fourth descriptor after three standard streams, and ends unseen when the launcher closes that: none runs that the launcher
+does not know. When the launcher dies, the kernel kills its workers (`gemini_ft.launch.script.die_with`), and this process what they have
+started, and ends.
 
 Only the standard library is imported here: the requested modules must see the environment as a script would.
 """
@@ -265,7 +257,12 @@ _DRAWN_BITS = 64  # numpy draws 128 bits for a generator without a seed; no user
 
 
 class Renewal:
-    """The random state that imports have made in the server, renewed in each worker."""
+    """The random state that imports have made in the server, renewed in each worker: else all ranks and restarts would share it.
+
+    Operating system, OpenSSL, ``secrets``, ``uuid4`` and Python's global generator see to themselves after a fork. Not so the global
+    generators of torch and numpy, generators that a library makes for itself when it is imported (sympy has three), and the key that
+    ``multiprocessing`` proves its identity with. A generator that a library has seeded with a number of its own stays as it is.
+    """
 
     def __init__(self) -> None:
         self._unseeded: weakref.WeakSet[random.Random] = weakref.WeakSet()

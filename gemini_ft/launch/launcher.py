@@ -11,7 +11,6 @@ a copy is kept in memory.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import signal
@@ -37,13 +36,13 @@ from gemini_ft.agent.ahead import started_ahead
 from gemini_ft.agent.departure import PARTING_SECONDS, is_alive
 from gemini_ft.agent.watchdog import AgentWatch
 from gemini_ft.config import GeminiConfig, load_config, unknown_variables
-from gemini_ft.errors import AgentError, ConfigError, RunAliveError
+from gemini_ft.errors import ConfigError, RunAliveError
 from gemini_ft.hosts import HOSTNAME, host_id
 from gemini_ft.launch import slurm
-from gemini_ft.launch.drain import LEFT, drain_of
+from gemini_ft.launch.drain import LEFT, HostDrain, account_of
 from gemini_ft.launch.endings import ENDED_ELSEWHERE, NOT_STORED, OVERTAKEN, final_endings
 from gemini_ft.launch.launched import LAUNCH
-from gemini_ft.launch.notes import FIXED, LACKS, STORES, notes_of_workers
+from gemini_ft.launch.notes import FIXED, LACKS, PROTECTED, STORES, notes_of_workers
 from gemini_ft.launch.preload import early_environment, modules_to_preload
 from gemini_ft.launch.reports import own_log_dir
 from gemini_ft.launch.run_id import default_run_id, is_passing
@@ -89,7 +88,7 @@ def command(argv: Sequence[str]) -> int:
     is_nameless = is_passing(program) and not (options.run_id or os.environ.get("GEMINI_RUN_ID"))
     run_id = prepare(options, program)
     config = load_config()
-    options.signals_to_handle = _without(options.signals_to_handle, config.drain_signal)
+    options.signals_to_handle = ",".join(each for each in options.signals_to_handle.split(",") if each.strip() != config.drain_signal)
     if torchrun.parse_min_max_nnodes(options.nnodes)[1] == 1:
         _refuse_second(run_id)
     try:
@@ -103,7 +102,8 @@ def command(argv: Sequence[str]) -> int:
             stack.enter_context(surviving_stores())
             stack.enter_context(whole_rounds())
             stack.enter_context(own_log_dir(options))
-            drain = drain_of(run_id, config, notes)
+            signum = None if config.drain_signal == "none" else signal.Signals[config.drain_signal]
+            drain = HostDrain(run_id, config.drain_seconds, signum, partial(notes.have, PROTECTED))
             interval, options.monitor_interval = options.monitor_interval, min(_NO_INTERVAL, options.monitor_interval)
             endings = stack.enter_context(final_endings(notes, run_id, drain, interval=interval))
             copy = stack.enter_context(copied_from_pipe(program)) if not (options.module or options.no_python) else None
@@ -171,11 +171,6 @@ def _check_sizes(options: argparse.Namespace) -> None:
         ) from None
 
 
-def _without(names: str, one: str) -> str:
-    """The signals that torch's launcher handles, without the one that begins a drain."""
-    return ",".join(name for name in names.split(",") if name.strip() != one)
-
-
 def in_short(error: ChildFailedError, shown: ProcessFailure | None) -> ChildFailedError:
     """The report of a failure that is final: one worker's, as the others have mostly failed of it or in the same way."""
     of_one = {rank: failure for rank, failure in error.failures.items() if shown is not None and failure.pid == shown.pid}
@@ -188,18 +183,10 @@ def _refuse_second(run_id: str) -> None:
     Where a job has several hosts, the rendezvous tells whose launcher this is, and workers find out.
     """
     end = time.monotonic() + PARTING_SECONDS
-    while launches := _at_work(run_id):
+    while launches := account_of(run_id).get("launches"):  # workers will look after an agent that hangs
         if time.monotonic() > end:
-            raise RunAliveError(is_alive(run_id, host_id(), launches[0]))
+            raise RunAliveError(is_alive(run_id, host_id(), Launch(**launches[0], environ={})))
         time.sleep(0.1)
-
-
-def _at_work(run_id: str) -> list[Launch]:
-    try:
-        document = lifecycle.status(run_id)
-    except (AgentError, OSError):  # workers will look after an agent that hangs
-        return []
-    return [Launch(**launch, environ={}) for launch in json.loads(document)["launches"]] if document is not None else []
 
 
 def _heed_signals(names: Sequence[str]) -> None:
@@ -311,9 +298,14 @@ def prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
     if torchrun.determine_local_world_size(options.nproc_per_node) > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     options.standalone = options.standalone or _is_alone(options)
-    missing = [f"{key}={value}" for key, value in _KEEP_ALIVE.items() if key not in options.rdzv_conf]
-    options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, *missing]))
+    _add_missing(options, **_KEEP_ALIVE)
     return run_id
+
+
+def _add_missing(options: argparse.Namespace, **settings: object) -> None:
+    """Adds those settings of the rendezvous that the user has not given."""
+    missing = [f"{key}={value}" for key, value in settings.items() if key not in options.rdzv_conf]
+    options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, *missing]))
 
 
 def meet(options: argparse.Namespace, place: slurm.Rendezvous | None) -> None:
@@ -321,10 +313,8 @@ def meet(options: argparse.Namespace, place: slurm.Rendezvous | None) -> None:
     if place is None or options.nnodes == "1" or options.rdzv_endpoint or not _is_default(options, _MEETING):
         return
     options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", place.endpoint, place.name
-    if "is_host" not in options.rdzv_conf:
-        options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, f"is_host={int(place.is_host)}"]))
-    if "store_timeout" not in options.rdzv_conf:  # srun is lost with the store's node: there is nothing to wait for
-        options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, "store_timeout=10"]))
+    # srun is lost with the store's node: there is nothing to wait for.
+    _add_missing(options, is_host=int(place.is_host), store_timeout=10)
     if _is_default(options, ["nnodes"]):
         options.nnodes = str(place.hosts)
     logger.info("the hosts of this SLURM step meet at %s", place.endpoint)

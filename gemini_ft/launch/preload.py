@@ -148,12 +148,10 @@ class _Reader:
         if (package := name.partition(".")[0]) in self._heavy:
             self._heavy -= {package, "torch"}  # which all the others import
             return not self._heavy
-        parts = name.split(".")
-        return any(self._local(".".join(parts[: count + 1])) for count in range(len(parts)))
+        return self._local(name)
 
     def _local(self, name: str) -> bool:
-        base = self._folder.joinpath(*name.split("."))
-        return self.file(base / "__init__.py") or self.file(base.with_suffix(".py") if base.name else base)
+        return any(map(self.file, _local(self._folder, name)))
 
 
 def _settings(node: ast.AST) -> Iterator[tuple[str, str | None]]:
@@ -264,7 +262,8 @@ def modules_to_preload(program: Sequence[str], extra: Sequence[str] = (), copy: 
     vendors = [name for vendor, names in VENDORS.items() if vendor in imported for name in names]
     if follow:
         beside = _imported(program, copy, follow=True) - imported - {_NOT_FOLLOWED}
-        vendors += [_optional(name) for vendor, names in VENDORS.items() if vendor in beside for name in names]
+        found = [name for vendor, names in VENDORS.items() if vendor in beside for name in names]
+        vendors += [name.removesuffix(OPTIONAL) + OPTIONAL for name in found]
     known = dict.fromkeys([*ALWAYS, *vendors, *extra])
     return [name for name in known if name.removesuffix(OPTIONAL) == name or name.removesuffix(OPTIONAL) not in known]
 
@@ -275,10 +274,6 @@ def early_environment(program: Sequence[str], modules: Sequence[str], copy: Path
     ahead = {name.removesuffix(OPTIONAL).partition(".")[0] for name in modules}
     heavy = {"torch", *(ahead & imported)} - {"gemini_ft"}  # which reads variables when it is used
     return read_early(_sources(program, copy), Path(import_root(program)), heavy, os.environ)
-
-
-def _optional(name: str) -> str:
-    return name.removesuffix(OPTIONAL) + OPTIONAL
 
 
 def _imported(program: Sequence[str], copy: Path | None, follow: bool) -> set[str]:
@@ -324,11 +319,9 @@ def _packages(text: str, nested: bool = True) -> set[str]:
 
 @functools.cache
 def _imports(text: str, nested: bool) -> list[tuple[str, int]]:
-    """The modules that a source imports, and how many packages up a relative one begins; none if it cannot be parsed.
+    """The modules that a source imports (``nested``: in functions too, and for a type checker), and how many packages up each begins.
 
-    Args:
-        text: the source.
-        nested: in functions too, and for a type checker.
+    None if it cannot be parsed.
     """
     try:
         waiting: list[ast.AST] = [ast.parse(text)]

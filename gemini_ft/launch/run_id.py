@@ -38,16 +38,12 @@ def default_run_id(command: Sequence[str] | None = None) -> str:
     if values := {name: os.environ.get(name) for name in sorted({*named, *_OF_ARRAYS}) if name in named or name in os.environ}:
         identity.append(values)
     if is_passing(command):
-        identity.append(_this_process())
+        identity.append(f"{os.getpid()} {hosts.began(os.getpid())}")  # no other process of this machine has these two numbers
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 
 def is_passing(command: Sequence[str] | None = None) -> bool:
-    """Whether the command does not say what is run (a pipe, ``-c``, a notebook), so that its default id is good for one process only.
-
-    Args:
-        command: as of `default_run_id`.
-    """
+    """Whether the command does not say what is run (a pipe, ``-c``, a notebook), so that its default id is good for one process only."""
     if command is None and hasattr(sys, "ps1"):  # the prompt of Python's shell; IPython and the kernels of notebooks set it, too
         return True
     what = (own_command() if command is None else command)[0]
@@ -67,8 +63,3 @@ def own_command() -> list[str]:
     if spec is None:  # python script.py
         return list(sys.argv)
     return ["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]  # python -m module: argv[0] is the file found for it
-
-
-def _this_process() -> str:
-    """No other process of this machine has these two numbers."""
-    return f"{os.getpid()} {hosts.began(os.getpid())}"

@@ -1,7 +1,8 @@
 """Runs a program in this process as ``python SCRIPT`` or ``python -m MODULE`` would, in a new ``__main__``.
 
-Both kinds of workers of ``gemini run`` come here: those that are forked (`gemini_ft.launch.forkserver`) and
-those that are not (`gemini_ft.launch.cold_start`).
+Both kinds of workers of ``gemini run`` come here: those that are forked (`gemini_ft.launch.forkserver`) and those that are started cold,
+by `cold_command`. They differ from ``python -u SCRIPT`` in three points only: ``deepspeed.initialize`` knows the "gemini" section
+(`gemini_ft.launch.autoprotect`), torch's launcher learns of an exception, and the worker dies with it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import gemini_ft
 from gemini_ft.errors import is_refusal
@@ -31,11 +33,12 @@ from gemini_ft.launch import autoprotect, build_locks, notes
 
 _STARTERS = (
     __file__,
-    *(os.path.join(os.path.dirname(__file__), f"{name}.py") for name in ("cold_start", "forkserver")),
+    os.path.join(os.path.dirname(__file__), "forkserver.py"),
     runpy.__file__,
     "<frozen runpy>",
     "<string>",  # of `starter`
 )
+_COPY = "--copy="
 _PR_SET_PDEATHSIG = 1
 _USAGE = 2  # status with which argparse, and all that is built on it, refuse what they are given
 _REPORTED = 4000  # characters of an exception that the launcher's report repeats; the worker's own stderr has all
@@ -50,6 +53,27 @@ def starter(module: str) -> tuple[str, str]:
     root = os.path.dirname(os.path.dirname(os.path.abspath(gemini_ft.__file__)))
     find = f"sys.path.append({root!r}); import {module} as starter; sys.path.pop()"
     return "-c", f"import sys; sys.flags.safe_path or sys.path.pop(0); {find}; starter.main()"
+
+
+def cold_command(line: Sequence[str], copy: Path | None = None) -> tuple[str, ...]:
+    """The command line that starts in this way what ``line`` does: ``python -u``, then script and arguments or -m, module and arguments.
+
+    Args:
+        line: as torch's launcher would run it.
+        copy: file with the text of a script that came through a pipe.
+    """
+    return (*line[:2], *starter(__name__), str(os.getpid()), *([f"{_COPY}{copy}"] if copy else []), *line[2:])
+
+
+def main() -> None:
+    """Runs, in a worker that is started cold, what the command line names: ``LAUNCHER [--copy=FILE] [-m] SCRIPT ARGUMENTS...``."""
+    copy, program = None, sys.argv[2:]
+    die_with(int(sys.argv[1]))
+    if program[0].startswith(_COPY):
+        copy = program.pop(0).removeprefix(_COPY)
+    if not sys.flags.safe_path:
+        sys.path.insert(0, import_root(program))
+    run(program, copy)
 
 
 def import_root(program: Sequence[str]) -> str:

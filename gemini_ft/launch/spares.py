@@ -1,30 +1,16 @@
-"""Torch's dynamic rendezvous with some habits changed, for as long as ``gemini run`` uses it.
+"""Torch's dynamic rendezvous with some habits changed, for as long as ``gemini run`` uses it; docs/decisions/022 has the reasons.
 
-A spare waits its turn. Torch lets a waiting host compete with the job's own hosts when these come together again after a
-failure. A host that loses its place takes its memory away, and is then taken for a new host that wants to join, for
-which torch restarts the whole job: with three hosts and one spare a killed worker cost up to 50 s, or restarts without
-end. Here others step forward only where no host of the job that still gives signs of life is missing, and a host that is left over
-steps back. Torch deletes a host's sign of life when it leaves its place to come to the next round; here it stays until it is too old.
-
-Nothing begins without a host that took part. Spares that are cut off from the job together could make up a world of their own, and train
-under the same run id. So the state of the rendezvous names the hosts that have taken part, and nobody else takes the first place in a
-round: those of the first complete round, and a host that comes later once its workers have something that was committed. A place
-beside a host that took part is not enough, as that one may have been cut off before anything was read from it. A launcher that is
-started again on such a host counts as that host, also after a reboot. One that ends, and whose workers have ended therefore, takes its
-host off the list: where all have done so, others begin. The state also says which hosts have what was committed last, so that launchers
-which were started since, and their workers, miss those that are absent.
-
-A job stays as large as its state. With ``--nnodes 1:4`` torch restarts a healthy job for every host that comes. State that only the
-same number of ranks can load would be lost by that, so a worker with such state says so (`gemini_ft.launch.notes`), the hosts write
-it into the rendezvous, and further hosts wait as spares.
-
-Hosts look more often. Torch's look once a second for what the others have done, several times in a row, and take what
-they saw within the last second for the present. It also names each look by the whole stack, with a search through all modules for each
-frame, which took a sixth of a processor where many are loaded; here the one frame is asked.
-
-No clock decides which host lives. Torch compares the time that a host writes with a sign of life with the reader's own: hosts whose
-clocks are seconds apart took each other for dead for ever, and a clock that was set cost a restart. Here a host is dead when what it
-writes has not changed for as long by the reader's monotonic clock.
+- A spare waits its turn. It steps forward only where no host of the job that still gives signs of life is missing, and a host that is left
+  over steps back. A host's sign of life stays until it is too old, also while the host leaves its place to come to the next round.
+- Nothing begins without a host that took part, as its state may live where nobody here can see it. The state of the rendezvous names such
+  hosts, and nobody else takes the first place in a round: those of the first complete round, and a host that comes later once its workers
+  have something that was committed. A launcher that is started again on such a host counts as that host, also after a reboot. One that
+  ends takes its host off the list: where all have done so, others begin. The state also says which hosts have what was committed last, so
+  that launchers which were started since, and their workers, miss those that are absent.
+- A job stays as large as its state. Where only the same number of ranks can load it, a worker says so (`gemini_ft.launch.notes`), the hosts
+  write it into the rendezvous, and further hosts wait as spares.
+- Hosts look more often than once a second, and take nothing that is older for the present. A look is named by the frame that asks.
+- A host is dead when what it writes has not changed for as long by the reader's monotonic clock; no other host's clock counts.
 """
 
 from __future__ import annotations
@@ -46,11 +32,10 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_ren
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _Action
 
 from gemini_ft.hosts import lasting_name
+from gemini_ft.launch.replaced import replaced
 
 logger = logging.getLogger(__name__)
 
-_CHANGED = ("_RendezvousJoinOp", "_delay", "_BackendRendezvousStateHolder", "_should_keep_alive", "get_method_name")
-_JOIN, _DELAY, _STATE, _DUE, _NAMING = _CHANGED  # torch's names
 # Attributes of torch's rendezvous state:
 _HOSTS = "gemini_hosts"  # the number of hosts that the job's state is made for
 _WORLD = "gemini_world"  # a random name of the complete round: copies of it in two stores are one world
@@ -84,13 +69,7 @@ class LaunchingHost:
 
 
 class PatientJoin:
-    """Torch's decision what to do next in order to join, with a spare that waits its turn; one per wish to join.
-
-    Args:
-        join: torch's own.
-        host: that wishes to join.
-        clock: monotonic, seconds.
-    """
+    """Torch's decision what to do next in order to join, with a spare that waits its turn; one per wish to join."""
 
     def __init__(self, join: Callable[[Any, float], Any], host: LaunchingHost, clock: Callable[[], float] = time.monotonic) -> None:
         self._join, self._host, self._clock = join, host, clock
@@ -309,28 +288,17 @@ def better_rendezvous(hosts: int, **facts: Any) -> Iterator[None]:
 
     Torch has no settings for that, so its classes and its functions are replaced.
     """
-    originals = {name: getattr(torch_rendezvous, name, None) for name in _CHANGED}
-    join, delay, state, due, naming = originals.values()
+    theirs: Any = torch_rendezvous
+    join, delay, state = theirs._RendezvousJoinOp, theirs._delay, theirs._BackendRendezvousStateHolder
     handler = torch_rendezvous.DynamicRendezvousHandler
-    waiting = handler.num_nodes_waiting
-    if join is None or delay is None or state is None or due is None or naming is None:
-        logger.warning("spares may displace hosts of the job, as this version of torch brings hosts together in an unknown way")
-        yield
-        return
-    this, interval = LaunchingHost(pause(hosts) + _GRACE, **facts), pause(hosts)
-    changed = {
-        _JOIN: lambda: PatientJoin(join(), this),
-        _DELAY: lambda seconds: delay(interval if seconds == 1 else seconds),
-        _STATE: partial(by_own_clock(state), cache_duration=interval / 2),
-        _DUE: _due,
-        _NAMING: lambda depth=2: sys._getframe(depth).f_code.co_name,
+    waiting, interval = handler.num_nodes_waiting, pause(hosts)
+    this = LaunchingHost(interval + _GRACE, **facts)
+    changes = {
+        "_RendezvousJoinOp": lambda: PatientJoin(join(), this),
+        "_delay": lambda seconds: delay(interval if seconds == 1 else seconds),
+        "_BackendRendezvousStateHolder": partial(by_own_clock(state), cache_duration=interval / 2),
+        "_should_keep_alive": _due,
+        "get_method_name": lambda depth=2: sys._getframe(depth).f_code.co_name,
     }
-    for name, value in changed.items():
-        setattr(torch_rendezvous, name, value)
-    handler.num_nodes_waiting = lambda self: nodes_waiting(waiting, this, self)  # type: ignore[method-assign]
-    try:
+    with replaced(torch_rendezvous, **changes), replaced(handler, num_nodes_waiting=lambda self: nodes_waiting(waiting, this, self)):
         yield
-    finally:
-        handler.num_nodes_waiting = waiting  # type: ignore[method-assign]
-        for name, value in originals.items():
-            setattr(torch_rendezvous, name, value)

@@ -1,18 +1,16 @@
 """A rendezvous that outlives its store: launchers know several places for one, and go on at another, or at one that came back empty.
 
-Torch's c10d rendezvous keeps its state in one store, and a job ends with that. But every launcher reads the whole state about once a
-second. So a launcher that loses the store finds another, and writes there what it has seen last, unless one of the others has done so.
-Workers have stores of their own and notice nothing. While no store can be reached, they go on training, and a launcher waits only
-where it needs the others: to begin, and after a failure.
+Every launcher reads the whole state of torch's c10d rendezvous about once a second. So one that loses the store finds another, and writes
+there what it has seen last, unless one of the others has done so (docs/decisions/023). Workers have stores of their own and notice nothing.
+While no store can be reached, they go on training, and a launcher waits only where it needs the others: to begin, and after a failure.
 
 ``--rdzv-endpoint A:29400,B:29400``: the hosts that A and B name serve a store each. Every change of the store counts a generation up,
-which the new one keeps. Where several stores are alive, because a link was lost and no host, that of the highest generation counts, and
-among equals the first in the order of the endpoints. A launcher that does not find the others where it is looks for that one.
+which the new one keeps. Of several that are alive that of the highest generation counts, and among equals the first in the order of the
+endpoints. A launcher that does not find the others where it is looks for that one.
 
 A network that falls apart leaves a store on each side. A host that has never taken part in the job carries no rendezvous to another
-store: it waits there, and comes back when it can. At the first start nobody has taken part, and every store is asked before one is used.
-Where hosts that took part are on both sides, as of two hosts with a spare each, both may go on; as soon as they can see each other, one
-of them ends.
+store. At the first start nobody has taken part, and every store is asked before one is used. Where hosts that took part are on both
+sides, both may go on; as soon as they can see each other, one of them ends.
 
 It is long because a store that is lost is met in each call of one interface, torch's.
 """
@@ -27,6 +25,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -40,6 +39,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
 from gemini_ft.hosts import lasting_name
+from gemini_ft.launch.replaced import replaced
 from gemini_ft.launch.spares import has_left, members_of, world_of
 
 _log = logging.getLogger(__name__)
@@ -72,12 +72,7 @@ class ReachedStore(NamedTuple):
         return self.generation, -self.number
 
 
-class _Probe(NamedTuple):
-    """A look for one store, which is under way or over."""
-
-    thread: threading.Thread
-    begun: float  # monotonic clock
-    found: list[ReachedStore]
+_Probes = dict[int, tuple[float, Future[ReachedStore]]]  # of an endpoint: when it began (monotonic clock), and what comes of it
 
 
 class OvertakenError(SignalException):
@@ -117,8 +112,8 @@ class Standby:
         self._said = False
         self.moved_at, self.patience, self.overtaken = 0.0, patience, ""
         self._number = 0
-        self._probes: dict[int, _Probe] = {}  # of endpoints
-        self._probes_beside: dict[int, _Probe] = {}  # of `look_beside`, which may be under way when a store is lost
+        self._probes: _Probes = {}
+        self._probes_beside: _Probes = {}  # of `look_beside`, which may be under way when a store is lost
         self._beside = threading.Thread()
         self._beats: dict[int, dict[Any, Any]] = {}  # of the hosts that were seen at another store, by its endpoint
         self._move(self._first_place(patience))
@@ -287,28 +282,25 @@ class Standby:
         if not is_first:
             self.moved_at = time.monotonic()
 
-    def _places(self, probes: dict[int, _Probe], seconds: float = PROBE_SECONDS) -> list[ReachedStore]:
+    def _places(self, probes: _Probes, seconds: float = PROBE_SECONDS) -> list[ReachedStore]:
         """The stores that can be reached, the best one first. One found later counts in the next look, which does not ask it anew."""
         for number in range(len(self.endpoints)):
             if number not in probes:
-                found: list[ReachedStore] = []
-                thread = threading.Thread(target=self._probe, args=(number, found), name=_THREAD, daemon=True)
-                probes[number] = _Probe(thread, time.monotonic(), found)
-                thread.start()
-        for probe in probes.values():
-            probe.thread.join(max(0.0, probe.begun + seconds - time.monotonic()))
-        ended = [probes.pop(number) for number, probe in list(probes.items()) if not probe.thread.is_alive()]
-        return sorted((place for probe in ended for place in probe.found), key=lambda place: place.rank, reverse=True)
+                probes[number] = time.monotonic(), _begun(partial(self._probe, number))
+        for begun, probe in probes.values():
+            wait([probe], max(0.0, begun + seconds - time.monotonic()))
+        ended = [probes.pop(number)[1] for number, (_, probe) in list(probes.items()) if probe.done()]
+        found = [probe.result() for probe in ended if probe.exception() is None]
+        return sorted(found, key=lambda place: place.rank, reverse=True)
 
-    def _probe(self, number: int, found: list[ReachedStore]) -> None:
+    def _probe(self, number: int) -> ReachedStore:
         """Finds a store; a name server may keep this waiting, which torch asks for the name of whoever it has connected to as well."""
         host, port = self.endpoints[number]
-        with contextlib.suppress(OSError, RuntimeError, RendezvousConnectionError):  # RuntimeError: torch's
-            socket.create_connection((host, port), _REACH_SECONDS).close()  # torch would try again where the port is closed
-            store = _within(_NAMING_SECONDS, partial(TCPStore, host, port, is_master=False, timeout=_REACH))
-            store.set_timeout(timedelta(seconds=self._read_seconds))
-            said = _within(ANSWER_SECONDS, partial(store.compare_set, _GENERATION + self._run, "?", "?"))
-            found.append(ReachedStore(int(said) if said.lstrip(b"-").isdigit() else -1, number, store))
+        socket.create_connection((host, port), _REACH_SECONDS).close()  # torch would try again where the port is closed
+        store = _within(_NAMING_SECONDS, partial(TCPStore, host, port, is_master=False, timeout=_REACH))
+        store.set_timeout(timedelta(seconds=self._read_seconds))
+        said = _within(ANSWER_SECONDS, partial(store.compare_set, _GENERATION + self._run, "?", "?"))
+        return ReachedStore(int(said) if said.lstrip(b"-").isdigit() else -1, number, store)
 
     def _named(self, without: Collection[int] = ()) -> str:
         return ", ".join(f"{host}:{port}" for number, (host, port) in enumerate(self.endpoints) if number not in without)
@@ -325,28 +317,31 @@ def _progress(state: bytes) -> tuple[bool, int, bool]:
     return found.closed, found.round, found.complete
 
 
+def _begun(call: Callable[[], T]) -> Future[T]:
+    """Begins a call on a thread of its own, which can be given up: torch cannot be interrupted."""
+    outcome = Future[T]()
+
+    def work() -> None:
+        try:
+            outcome.set_result(call())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, name=_THREAD, daemon=True).start()
+    return outcome
+
+
 def _within(seconds: float, call: Callable[[], T]) -> T:
     """The call's result.
 
     Raises:
-        RendezvousConnectionError: it has failed, or takes longer; its thread is given up, as torch cannot be interrupted.
+        RendezvousConnectionError: it has failed, or takes longer; its thread is given up.
     """
-    results: list[T] = []
-    errors: list[Exception] = []
-
-    def work() -> None:
-        try:
-            results.append(call())
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work, name=_THREAD, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if results:
-        return results[0]
-    cause = errors[0] if errors else TimeoutError(f"no answer within {seconds:g} s")
-    raise RendezvousConnectionError(f"the connection to the store of the rendezvous has failed: {cause}") from cause
+    outcome = _begun(call)
+    cause = outcome.exception() if wait([outcome], seconds).done else TimeoutError(f"no answer within {seconds:g} s")
+    if cause is not None:
+        raise RendezvousConnectionError(f"the connection to the store of the rendezvous has failed: {cause}") from cause
+    return outcome.result()
 
 
 def has_given_up() -> bool:
@@ -409,13 +404,13 @@ def surviving_stores() -> Iterator[None]:
         except RendezvousConnectionError:
             return 0  # as long as the workers are well, they need no rendezvous
 
-    c10d_rendezvous_backend.create_backend = create_surviving
-    handler._get_store, handler.num_nodes_waiting = present_store, waiting_if_known  # type: ignore[method-assign]
     try:
-        yield
+        with (
+            replaced(c10d_rendezvous_backend, create_backend=create_surviving),
+            replaced(handler, _get_store=present_store, num_nodes_waiting=waiting_if_known),
+        ):
+            yield
     finally:
-        c10d_rendezvous_backend.create_backend = create
-        handler._get_store, handler.num_nodes_waiting = get_store, waiting  # type: ignore[method-assign]
         for backend in backends:
             if not backend.is_closed:
                 backend.sign_off()

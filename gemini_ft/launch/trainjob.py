@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from gemini_ft.agent import lifecycle
-from gemini_ft.errors import GeminiError
+from gemini_ft.launch.drain import account_of
 
 _log = logging.getLogger(__name__)
 
@@ -74,12 +73,7 @@ def endpoint_of(environ: Mapping[str, str]) -> Endpoint | None:
 
 
 class ProgressEstimate:
-    """Reckons how far a job is.
-
-    Args:
-        total: optimizer steps of the whole job.
-        clock: monotonic, seconds.
-    """
+    """Reckons how far a job of ``total`` optimizer steps is."""
 
     def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._total, self._clock = total, clock
@@ -106,8 +100,8 @@ def _status(percent: int, step: int) -> dict[str, Any]:
     return {"progressPercentage": percent, "metrics": metrics, "lastUpdatedTime": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
-class Reports:
-    """The thread that reports.
+class Reports(threading.Thread):
+    """Reports the progress of a job.
 
     Args:
         endpoint: where to.
@@ -116,22 +110,19 @@ class Reports:
     """
 
     def __init__(self, endpoint: Endpoint, run: str, total: Callable[[], int | None]) -> None:
-        self._endpoint, self._run, self._total = endpoint, run, total
+        super().__init__(name="gemini-trainjob", daemon=True)
+        self._endpoint, self._of_run, self._total = endpoint, run, total
         self._progress: ProgressEstimate | None = None
         self._over, self._has_ended = threading.Event(), False
         self._is_failing = False
-        self._thread = threading.Thread(target=self._work, name="gemini-trainjob", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def stop(self, ended: bool) -> None:
         """Ends reporting, with a last report where the whole job has ended well; waits no longer than an endpoint is given to answer."""
         self._has_ended = ended
         self._over.set()
-        self._thread.join(2 * PATIENCE)
+        self.join(2 * PATIENCE)
 
-    def _work(self) -> None:
+    def run(self) -> None:
         said: int | None = None
         next_post = 0.0
         while not self._over.wait(_LOOK_SECONDS):
@@ -145,10 +136,7 @@ class Reports:
 
     def _step(self) -> int | None:
         """The newest step that is committed; None where rank 0 is on another host, whose launcher reports."""
-        try:
-            document = json.loads(lifecycle.status(self._run) or "{}")
-        except (GeminiError, OSError, ValueError):
-            return None
+        document = account_of(self._of_run)
         if "0" not in document.get("workers", {}):
             return None
         return max((stream["committed"] for stream in document["streams"].values() if stream["committed"] is not None), default=None)

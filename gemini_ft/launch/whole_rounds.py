@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from gemini_ft.launch.launched import LAUNCH
+from gemini_ft.launch.replaced import replaced
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +77,6 @@ def whole_rounds() -> Iterator[None]:
         found: tuple[int, int] = world(self)
         return found
 
-    handler.next_rendezvous, handler._get_world = next_whole, whole_world  # type: ignore[method-assign]
-
     def assigned(self: Any, group: Any) -> Any:
         while True:
             try:
@@ -85,13 +84,9 @@ def whole_rounds() -> Iterator[None]:
             except dist.DistError as error:  # a host, or the store, was lost right after all had met: its word is missing
                 logger.warning("the hosts begin a new rendezvous round: %s", str(error).splitlines()[0])
 
-    handler._get_store = lambda self: _met(self, store(self), this)  # type: ignore[method-assign]
-    SimpleElasticAgent._rendezvous = assigned  # type: ignore[method-assign]
-    try:
+    changes = {"next_rendezvous": next_whole, "_get_world": whole_world, "_get_store": lambda self: _met(self, store(self), this)}
+    with replaced(handler, **changes), replaced(SimpleElasticAgent, _rendezvous=assigned):
         yield
-    finally:
-        SimpleElasticAgent._rendezvous = assign  # type: ignore[method-assign]
-        handler.next_rendezvous, handler._get_world, handler._get_store = rendezvous, world, store  # type: ignore[method-assign]
 
 
 def _places(handler: Any) -> tuple[int, dict[Any, int]]:

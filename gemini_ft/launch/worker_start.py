@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import inspect
 import logging
 import os
 import select
@@ -22,10 +21,11 @@ from torch.distributed.elastic.multiprocessing import api as torch_api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from gemini_ft.errors import GeminiError
-from gemini_ft.launch import cold_start, forkserver
+from gemini_ft.launch import forkserver
 from gemini_ft.launch.grace import Process, Workers
-from gemini_ft.launch.in_place import Attempt, Stays, staying
-from gemini_ft.launch.script import starter
+from gemini_ft.launch.replaced import replaced
+from gemini_ft.launch.script import cold_command, starter
+from gemini_ft.launch.survivors import Attempt, Stays, staying
 from gemini_ft.wire import channel as messages
 
 logger = logging.getLogger(__name__)
@@ -267,63 +267,38 @@ def _descriptor(redirect: IO[str] | None, default: int) -> int:
     return redirect.fileno() if redirect else default
 
 
-_STARTER = "get_subprocess_handler"  # torch's function that starts one worker process
-_ARGUMENTS = ["entrypoint", "args", "env", "stdout", "stderr", "local_rank_id", "numa_options"]
-
-
 @contextlib.contextmanager
 def forked_workers(
     program: Sequence[str], modules: Sequence[str], early: Mapping[str, str | None] | None = None, copy: Path | None = None
 ) -> Iterator[None]:
     """Inside, torch's launcher forks the workers of ``program`` from a server that has imported ``modules``; see `ForkServer`."""
-    if not _is_known():
-        logger.warning("starting workers cold: this version of torch starts them in an unknown way")
-        yield
-        return
     workers = Workers()
     warm = WarmStart(partial(ForkServer, program, modules, workers, early, copy))
     try:
-        with _started_by(workers, warm, partial(cold_start.command, copy=copy)):
+        with _started_by(workers, warm, partial(cold_command, copy=copy)):
             yield
     finally:
         warm.close()
 
 
-@contextlib.contextmanager
-def cold_workers(copy: Path | None = None, by_python: bool = False) -> Iterator[None]:
+def cold_workers(copy: Path | None = None, by_python: bool = False) -> contextlib.AbstractContextManager[None]:
     """Inside, torch's launcher starts workers from nothing.
 
     Args:
         copy: of the script, which has come through a pipe.
-        by_python: whether Python itself runs the program, and not `gemini_ft.launch.cold_start`, which knows scripts and modules only.
+        by_python: whether Python itself runs the program, and not `gemini_ft.launch.script`, which knows scripts and modules only.
     """
-    if not _is_known():
-        logger.warning(
-            'a "gemini" section has no effect by itself, as this version of torch starts workers in an unknown way: '
-            "call gemini_ft.deepspeed.initialize"
-        )
-        yield
-        return
-    with _started_by(Workers(), None, tuple if by_python else partial(cold_start.command, copy=copy)):
-        yield
-
-
-def _is_known() -> bool:
-    original = getattr(torch_api, _STARTER, None)
-    return original is not None and list(inspect.signature(original).parameters) == _ARGUMENTS
+    return _started_by(Workers(), None, tuple if by_python else partial(cold_command, copy=copy))
 
 
 @contextlib.contextmanager
 def _started_by(workers: Workers, warm: WarmStart | None, cold_start: ColdStart) -> Iterator[None]:
-    """Replaces torch's function that starts a worker process, as torch has no setting for it."""
-    original = getattr(torch_api, _STARTER)
-    try:
-        with workers.signalled(), staying(workers) as stays:
-            setattr(torch_api, _STARTER, partial(WorkerHandler, workers, warm, cold_start, stays))
+    """Replaces torch's function that starts a worker process."""
+    with workers.signalled(), staying(workers) as stays:
+        handler = partial(WorkerHandler, workers, warm, cold_start, stays)
+        with replaced(torch_api, get_subprocess_handler=handler):
             try:
                 yield
                 workers.go_on()
             finally:
                 workers.stop()
-    finally:
-        setattr(torch_api, _STARTER, original)

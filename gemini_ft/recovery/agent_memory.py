@@ -17,8 +17,8 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.core.layout import Layout
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, GeminiError, PeerError, RecoveryError
-from gemini_ft.recovery.plan import genuine
-from gemini_ft.recovery.readers import PeerShard, committed_roots
+from gemini_ft.recovery.plan import by_version, genuine
+from gemini_ft.recovery.readers import Live, PeerShard, committed_roots, nowhere
 from gemini_ft.wire.peer_messages import Claims
 from gemini_ft.wire.worker_messages import SlotInfo, StreamInfo, Visit, Visited
 
@@ -56,10 +56,7 @@ class Remembered:
     @property
     def copies(self) -> dict[Version, dict[str, list[SlotInfo]]]:
         """Version -> host -> complete copies there, newest version first; without those that are known to be damaged."""
-        held: dict[Version, list[tuple[str, SlotInfo]]] = {}
-        for host, part in self.parts.items():
-            for slot in part.slots:
-                held.setdefault(slot.version, []).append((host, slot))
+        held = by_version({host: part.slots for host, part in self.parts.items()})
         found: dict[Version, dict[str, list[SlotInfo]]] = {}
         for version in sorted(held, reverse=True):
             for host, slot in genuine(held[version]):
@@ -117,7 +114,7 @@ def remembered(run: str | None = None) -> list[Remembered]:
 
 
 class RememberedShard:
-    """One rank's shard, from the first copy that can be read; it stays pinned there until this is closed.
+    """One rank's shard, a `ShardReader` of the first copy that can be read; it stays pinned there until this is closed.
 
     Agents of this machine are asked first, then the other hosts of the job. A copy that fails in the middle, or has another root
     than the one that was committed, is left for the next one.
@@ -151,15 +148,13 @@ class RememberedShard:
             self._give_up(CorruptDataError(f"{self.where}: its root is {self._shard.root}, should be {root}"))
 
     def extras(self) -> bytes:
-        """Implements `gemini_ft.recovery.readers.ShardReader.extras`; goes on with another copy if one fails."""
         while True:
             try:
                 return self._shard.extras()
             except (PeerError, CorruptDataError, OSError) as error:
                 self._give_up(error)
 
-    def chunks(self) -> Iterator[tuple[int, memoryview]]:
-        """Implements `gemini_ft.recovery.readers.ShardReader.chunks`; goes on with another copy if one fails."""
+    def chunks(self, live: Live = nowhere) -> Iterator[tuple[int, memoryview]]:
         done = 0
         while True:
             try:

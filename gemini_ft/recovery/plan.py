@@ -16,14 +16,6 @@ from gemini_ft.wire.worker_messages import SlotInfo
 
 
 @dataclass(frozen=True)
-class Holding:
-    """The copies that one host's agent reports."""
-
-    host: str
-    slots: Sequence[SlotInfo]
-
-
-@dataclass(frozen=True)
 class RecoveryPlan:
     """The version to resume, and its sources.
 
@@ -49,7 +41,7 @@ class RecoveryPlan:
 
 
 def plan_recovery(
-    holdings: Sequence[Holding],
+    holdings: Mapping[str, Sequence[SlotInfo]],
     world_size: int,
     stored: Version | None = None,
     stored_world_size: int | None = None,
@@ -59,7 +51,7 @@ def plan_recovery(
     """Chooses the newest version that is whole: in memory, else in storage.
 
     Args:
-        holdings: what every host's agent has, each host once.
+        holdings: host -> the copies that its agent has.
         world_size: ranks of the job now.
         stored: the newest whole checkpoint in storage.
         stored_world_size: ranks of the job that wrote it.
@@ -69,7 +61,7 @@ def plan_recovery(
     Raises:
         WorldSizeError: all there is was made by another number of ranks, and that cannot be loaded.
     """
-    held = _held(holdings, refused)
+    held = by_version(holdings, refused)
     for version in sorted(held, reverse=True):  # the first one is mostly whole: then no other is looked at
         if stored is not None and version < stored:
             break
@@ -106,13 +98,13 @@ def _from_memory(version: Version, copies: Sequence[tuple[str, SlotInfo]]) -> Re
     return RecoveryPlan("memory", version, by_owner, age, world_size=len(by_owner), roots=roots)
 
 
-def _held(holdings: Sequence[Holding], refused: Sequence[Version]) -> dict[Version, list[tuple[str, SlotInfo]]]:
+def by_version(holdings: Mapping[str, Sequence[SlotInfo]], refused: Sequence[Version] = ()) -> dict[Version, list[tuple[str, SlotInfo]]]:
     """Version -> all copies of it, by host."""
     copies: dict[Version, list[tuple[str, SlotInfo]]] = {}
-    for holding in holdings:
-        for info in holding.slots:
+    for host, slots in holdings.items():
+        for info in slots:
             if info.version not in refused:
-                copies.setdefault(info.version, []).append((holding.host, info))
+                copies.setdefault(info.version, []).append((host, info))
     return copies
 
 

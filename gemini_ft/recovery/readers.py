@@ -1,4 +1,4 @@
-"""Decides which state to resume, and from where (pure, from inventories), and reads it."""
+"""Reads the shards that a `RecoveryPlan` names, from this host's memory or a peer's."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ class ShardReader(Protocol):
 
     def extras(self) -> bytes: ...
 
-    def chunks(self) -> Iterator[tuple[int, memoryview]]:
-        """(offset, verified bytes) of the tensors' data, in order; a view is valid until the next one is asked for."""
+    def chunks(self, live: Live = nowhere) -> Iterator[tuple[int, memoryview]]:
+        """(offset, verified bytes) of the tensors' data, in order; a view is valid until the next one is asked for.
+
+        Args:
+            live: asked for the memory in which a chunk is to end up, by a reader that receives its chunks from afar. If there is some, the
+                chunk is received there and comes without bytes. It is verified after that: when this fails, the memory counts for nothing
+                until another copy has filled all of it. No thread writes to it any more when the iterator has ended, however it ends.
+        """
+        ...
 
 
 class LocalShard:
-    """A shard in this host's agent, read by mapping its memory.
-
-    Args:
-        client: connection to the agent.
-        owner: whose shard.
-        version: which state.
-        where: where its bytes came from.
-        root: which copy it must be; None: nobody knows.
+    """A shard in this host's agent, read by mapping its memory. ``root``: the root that it must have; None: unknown.
 
     Raises:
         CorruptDataError: it is another one.
@@ -112,7 +112,7 @@ class LocalShard:
     def extras(self) -> bytes:
         return b"".join(bytes(view) for _, view in self._verified(extras=True))
 
-    def chunks(self) -> Iterator[tuple[int, memoryview]]:
+    def chunks(self, live: Live = nowhere) -> Iterator[tuple[int, memoryview]]:
         return self._verified(extras=False)
 
     def _verified(self, extras: bool) -> Iterator[tuple[int, memoryview]]:
@@ -206,13 +206,6 @@ class PeerShard:
         return b"".join(bytes(v) for _, v in self._fetch(about.data_bytes, about.data_bytes + about.extras_bytes))
 
     def chunks(self, live: Live = nowhere) -> Iterator[tuple[int, memoryview]]:
-        """Implements `ShardReader.chunks`.
-
-        Args:
-            live: asked for the memory in which a chunk is to end up. If there is some, the chunk is received there and comes without bytes.
-                It is verified after that: when this fails, the memory counts for nothing until another copy has filled all of it. No
-                thread writes to it any more when the iterator has ended, however it ends.
-        """
         return self._fetch(0, self.about.data_bytes, live)
 
     def _fetch(self, start: int, stop: int, live: Live = nowhere) -> Iterator[tuple[int, memoryview]]:
@@ -221,16 +214,13 @@ class PeerShard:
         with self._sending:
             self._reading += 1
         try:
-            yield from self._fetched(start, stop, live)
+            asked = Fetch(call=next(self._calls), owner=self._owner, version=self._version, offset=start, nbytes=stop - start)
+            self._wire.send(asked)
+            extras = -(-(stop - start) // self.about.chunk_bytes)  # chunks of them
+            yield from _in_order(self._announced(asked, stop, len(self.about.digests) - extras if start else 0, live), self._lanes)
         finally:
             with self._sending:
                 self._reading -= 1
-
-    def _fetched(self, start: int, stop: int, live: Live) -> Iterator[tuple[int, memoryview]]:
-        asked = Fetch(call=next(self._calls), owner=self._owner, version=self._version, offset=start, nbytes=stop - start)
-        self._wire.send(asked)
-        first = 0 if start == 0 else len(self.about.digests) - self._extras_chunks(stop - start)
-        yield from _in_order(self._announced(asked, stop, first, live), self._lanes)
 
     def _announced(self, asked: Fetch, stop: int, first: int, live: Live) -> Iterator[Callable[[], tuple[int, memoryview]]]:
         """Each chunk as its peer announces it, still to be received: at its place, or in memory that one before it on its lane has had."""
@@ -257,9 +247,6 @@ class PeerShard:
         what = f"chunk {index} of rank {self._owner}'s shard from {self.where}"
         _compare(payload(places), self.about.digests[index], what)
         return chunk
-
-    def _extras_chunks(self, nbytes: int) -> int:
-        return -(-nbytes // self.about.chunk_bytes)
 
     def close(self) -> None:
         self._wire.close()

@@ -16,7 +16,7 @@ import torch
 from gemini_ft import __version__
 from gemini_ft.core.layout import ALIGNMENT, Layout, Read, plan_reads, stored_specs
 from gemini_ft.errors import StateError
-from gemini_ft.recovery.readers import PeerShard, ShardReader, ShardReaders
+from gemini_ft.recovery.readers import ShardReader, ShardReaders
 from gemini_ft.state import codec
 from gemini_ft.state.base import TrainingState
 from gemini_ft.state.copies import copy_into, memory_of
@@ -160,7 +160,7 @@ def scatter(shard: ShardReader, reads: Sequence[Read], tensors: Mapping[str, tor
         Where the shard was, and the bytes copied.
     """
     to = Scatter(reads, tensors)
-    for offset, view in shard.chunks(to.live) if isinstance(shard, PeerShard) else shard.chunks():
+    for offset, view in shard.chunks(to.live):
         to.put(offset, view)
     return shard.where, to.nbytes
 

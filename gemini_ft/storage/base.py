@@ -43,7 +43,6 @@ class Steps:
         self._storage, self._key, self._offset = storage, key, offset
 
     def read(self, out: memoryview) -> None:
-        """Implements `RangeReader.read`."""
         self._storage.get_range(self._key, self._offset, out)
         self._offset += out.nbytes
 

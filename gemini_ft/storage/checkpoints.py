@@ -122,8 +122,7 @@ def write_manifest(storage: Storage, manifest: Manifest) -> None:
     present = set(storage.list(f"{manifest.folder}/"))
     if missing := sorted({record.key for record in manifest.shards.values()} - present):
         raise StorageError(f"{storage.url}: {missing[0]} is missing ({len(missing)} in all); without it this is no checkpoint")
-    body = manifest.model_dump(mode="json")
-    storage.put(f"{manifest.folder}/{MANIFEST}", [json.dumps({**body, "xxh3": body_checksum(body)}, indent=1).encode()])
+    storage.put(f"{manifest.folder}/{MANIFEST}", [with_checksum(manifest)])
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
@@ -135,9 +134,10 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
         StorageError: the storage failed.
     """
     key = f"{folder}/{MANIFEST}"
-    body = _parse(storage, key)
-    if body.pop("xxh3", None) != body_checksum(body):
-        raise CorruptDataError(f"{storage.url}: {key} does not match its own checksum; use an older checkpoint")
+    try:
+        body = checked(storage.get(key))
+    except ValueError as error:
+        raise CorruptDataError(f"{storage.url}: {key} is damaged: {error}; use an older checkpoint") from None
     if body.get("format") != FORMAT_VERSION:
         raise FormatError(
             f"{storage.url}: {key} has format {body.get('format')!r}, this gemini_ft reads format {FORMAT_VERSION}; "
@@ -213,13 +213,26 @@ def files_of(storage: Storage, folder: str) -> list[str]:
     return sorted(found, key=lambda key: (not key.endswith(f"/{MANIFEST}"), key))
 
 
-def _parse(storage: Storage, key: str) -> dict[str, Any]:
+def with_checksum(document: BaseModel) -> bytes:
+    """JSON of a document, with its own checksum."""
+    body = document.model_dump(mode="json")
+    return json.dumps({**body, "xxh3": body_checksum(body)}, indent=1).encode()
+
+
+def checked(blob: bytes) -> dict[str, Any]:
+    """The document that `with_checksum` wrote.
+
+    Raises:
+        ValueError: it is damaged.
+    """
     try:
-        body = json.loads(storage.get(key))
+        body = json.loads(blob)
     except (ValueError, RecursionError) as error:
-        raise CorruptDataError(f"{storage.url}: {key} is not JSON ({error}); use an older checkpoint") from None
+        raise ValueError(f"it is not JSON ({error})") from None
     if not isinstance(body, dict):
-        raise CorruptDataError(f"{storage.url}: {key} is no manifest but {type(body).__name__}; use an older checkpoint")
+        raise ValueError(f"it is no document but {type(body).__name__}")
+    if body.pop("xxh3", None) != body_checksum(body):
+        raise ValueError("it does not match its own checksum")
     return body
 
 

@@ -25,11 +25,11 @@ from pathlib import Path
 from urllib.parse import quote
 
 from gemini_ft.errors import CorruptDataError, ObjectGoneError, StorageError
+from gemini_ft.hosts import machine_id
 from gemini_ft.storage.base import RangeReader, Steps, check_key, check_small, ignore, is_key, round_trip
 
 ABANDONED = 3600.0  # seconds since the last byte after which another lock domain's file counts as its dead writer's
 _NAME = re.compile(r"[A-Za-z0-9-]+\.(?P<domain>[0-9a-f]+-[0-9a-f]+)\.\d+\.\d+\.[0-9a-f]{8}")  # host, domain, process, begun, nonce
-_UNKNOWN_BOOT = secrets.token_hex(4)  # where the kernel does not name its boot: this process has a domain of its own
 _log = logging.getLogger(__name__)
 _told: set[Path] = set()  # links that this process has spoken of
 _PARTIAL = ".partial"  # no key begins with a dot
@@ -118,14 +118,12 @@ def _domain(folder: Path) -> str:
 
 
 def boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-    except OSError:
-        return _UNKNOWN_BOOT
+    """The kernel's boot in eight digits; where it is not known, no leftover is taken for a dead writer's."""
+    return machine_id()[:8]
 
 
 class LocalStorage:
-    """Files below ``root``, which is created when first written to; it may be a link, but no link is followed below it.
+    """A `Storage` of files below ``root``, which is created when first written to; it may be a link, but no link is followed below it.
 
     A file is written under `.partial`, synced to disk and then renamed, so that a torn one
     never has a key. Files and folders whose names are no keys are another program's: they are never looked at.
@@ -138,7 +136,6 @@ class LocalStorage:
         self.url = "file://" + quote(str(self.root))
 
     def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
-        """Implements `Storage.put`."""
         target = self.root / check_key(key)
         folder = self.root / _PARTIAL
         with self._explain(f"cannot write {key}"):
@@ -160,32 +157,27 @@ class LocalStorage:
                 raise
             finally:
                 os.close(fd)
-            self._confirm(key, target, size)
+            if (kept := target.stat().st_size) != size:
+                target.unlink()
+                what = f"cannot write {key}: {kept} of {size} bytes were kept without an error"
+                raise StorageError(f"{self.url}: {what}; do not trust this storage")
 
     def get(self, key: str) -> bytes:
-        """Implements `Storage.get`."""
         with self._explain(f"cannot read {key}"), open(self._open(key), "rb") as file:
             check_small(f"{self.url}: {key}", os.fstat(file.fileno()).st_size)
             return file.read()
 
     def get_range(self, key: str, offset: int, out: memoryview) -> None:
-        """Implements `Storage.get_range`."""
-        with self._explain(f"cannot read {key}"):
-            fd = self._open(key)
-            try:
-                while out.nbytes and (count := os.preadv(fd, [out], offset)):
-                    out, offset = out[count:], offset + count
-            finally:
-                os.close(fd)
+        with self._explain(f"cannot read {key}"), open(self._open(key), "rb", buffering=0) as file:
+            while out.nbytes and (count := os.preadv(file.fileno(), [out], offset)):
+                out, offset = out[count:], offset + count
         if out.nbytes:
             raise CorruptDataError(f"{self.url}: {key} ends at byte {offset}, it should have {out.nbytes} more; use an older checkpoint")
 
     def open_range(self, key: str, offset: int, nbytes: int) -> RangeReader:
-        """Implements `Storage.open_range`."""
         return Steps(self, key, offset)
 
     def list(self, prefix: str = "") -> Sequence[str]:
-        """Implements `Storage.list`."""
         folder = self.root / prefix.rpartition("/")[0]
         with self._explain(f"cannot list {prefix}"):
             self._refuse_links(folder)
@@ -207,19 +199,9 @@ class LocalStorage:
                 folder.rmdir()
 
     def check(self) -> None:
-        """Implements `Storage.check`."""
         round_trip(self)
 
     # -- inside
-
-    def _confirm(self, key: str, target: Path, size: int) -> None:
-        """Makes sure that the file system has kept what it was given."""
-        kept = target.stat().st_size
-        if kept != size:
-            target.unlink()
-            raise StorageError(
-                f"{self.url}: cannot write {key}: {kept} of {size} bytes were kept without an error; do not trust this storage"
-            )
 
     def _open(self, key: str) -> int:
         path = self.root / check_key(key)
@@ -248,16 +230,13 @@ class LocalStorage:
             if not is_key(entry.name) or not entry.name.startswith(start):
                 continue
             if entry.is_symlink():
-                self._tell_of(path)
+                if path not in _told:
+                    _log.warning("%s: %s is a link, which is not followed; %s", self.url, path, _WAY_OUT[errno.ELOOP])
+                _told.add(path)
             elif entry.is_dir():
                 yield from self._files(path)
             elif entry.is_file():
                 yield path
-
-    def _tell_of(self, link: Path) -> None:
-        if link not in _told:
-            _told.add(link)
-            _log.warning("%s: %s is a link, which is not followed; %s", self.url, link, _WAY_OUT[errno.ELOOP])
 
     @contextmanager
     def _explain(self, what: str) -> Iterator[None]:
@@ -295,7 +274,7 @@ def _rename(partial: Path, target: Path) -> None:
         except FileNotFoundError:
             if not partial.exists():
                 raise
-    _sync_folder(target.parent)
+    sync(target.parent)
 
 
 def _make_folder(folder: Path) -> None:
@@ -309,11 +288,12 @@ def _make_folder(folder: Path) -> None:
         with suppress(FileNotFoundError):  # one look tells both: gone again, or something else in its place
             if not stat.S_ISDIR(folder.lstat().st_mode):
                 raise
-    _sync_folder(folder.parent)
+    sync(folder.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(path: Path) -> None:
+    """Syncs a file or a folder to disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from gemini_ft.core.versions import Incarnation, Version
@@ -159,21 +159,20 @@ class Lookout:
             return read(self._reopen())
 
 
-def newest_whole(storage: Storage, run: str, stream: str, passed: Collection[str] = ()) -> Manifest | None:
+def newest_whole(storage: Storage, run: str, stream: str) -> Manifest | None:
     """The checkpoint that a job would resume; None: storage proves that there never was one.
 
     Args:
         storage: where to look.
         run: whose checkpoints.
         stream: which line of them.
-        passed: folders of checkpoints that turned out to be damaged when they were read.
 
     Raises:
         StorageUnclearError: there is one, or there has been, and which cannot be told.
         FormatError: the newest is of a format that this version cannot read.
     """
     lookout = Lookout(lambda: storage, run, stream)
-    match decide(lookout.look(passed)):
+    match decide(lookout.look()):
         case CanResume(order):
             return lookout.manifests[order[0].folder]
         case NothingStored():
@@ -230,22 +229,18 @@ def within(seconds: float, what: str, work: Callable[[], _T]) -> _T:
     Raises:
         StorageError: it did not come to an end in time. Else whatever ``work`` raises.
     """
-    outcome: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
+    outcome = Future[_T]()
 
     def run() -> None:
         try:
-            outcome.put((work(), None))
+            outcome.set_result(work())
         except BaseException as error:
-            outcome.put((None, error))
+            outcome.set_exception(error)
 
     threading.Thread(target=run, name="gemini-storage", daemon=True).start()
-    try:
-        value, error = outcome.get(timeout=seconds)
-    except queue.Empty:
-        raise StorageError(f"{what}: storage did not answer within {seconds:g} s; does it hang?") from None
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]  # it is what work returned
+    if not wait([outcome], seconds).done:
+        raise StorageError(f"{what}: storage did not answer within {seconds:g} s; does it hang?")
+    return outcome.result()
 
 
 def _is_there(storage: Storage, key: str) -> bool:

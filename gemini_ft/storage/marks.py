@@ -5,7 +5,6 @@ A folder that is not mounted, or a listing that comes back empty, then does not 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -14,12 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, ObjectGoneError
 from gemini_ft.storage.base import Storage
-from gemini_ft.storage.checkpoints import body_checksum
+from gemini_ft.storage.checkpoints import checked, with_checksum
 
 _log = logging.getLogger(__name__)
 
@@ -35,22 +34,6 @@ class Mark(BaseModel):
     url: str = ""  # on a host: in which storage
     at: float = Field(default_factory=time.time)  # when, on the clock of the host
 
-    def to_bytes(self) -> bytes:
-        """The mark as JSON, with its own checksum."""
-        body = self.model_dump(mode="json")
-        return json.dumps({**body, "xxh3": body_checksum(body)}, indent=1).encode()
-
-    @classmethod
-    def from_bytes(cls, blob: bytes) -> Mark:
-        """Reads a mark from JSON. Raises ValueError: it is damaged, or no mark."""
-        try:
-            body = json.loads(blob)
-        except RecursionError:
-            raise ValueError("it is nested without end") from None
-        if not isinstance(body, dict) or body.pop("xxh3", None) != body_checksum(body):
-            raise ValueError("it does not match its own checksum")
-        return cls.model_validate(body)
-
 
 def mark_key(run: str, stream: str) -> str:
     """Key of the mark in storage."""
@@ -63,7 +46,7 @@ def write_mark(storage: Storage, run: str, stream: str, version: Version) -> Non
     Raises:
         StorageError: the storage failed.
     """
-    storage.put(mark_key(run, stream), [Mark(run=run, stream=stream, version=version).to_bytes()])
+    storage.put(mark_key(run, stream), [with_checksum(Mark(run=run, stream=stream, version=version))])
 
 
 def read_mark(storage: Storage, run: str, stream: str) -> Version | None:
@@ -75,10 +58,10 @@ def read_mark(storage: Storage, run: str, stream: str) -> Version | None:
     """
     key = mark_key(run, stream)
     try:
-        mark = Mark.from_bytes(storage.get(key))
+        mark = Mark.model_validate(checked(storage.get(key)))
     except ObjectGoneError:
         return None
-    except (ValueError, ValidationError) as error:
+    except ValueError as error:  # pydantic's errors are some
         raise CorruptDataError(f"{storage.url}: {key} is damaged: {error}") from None
     if (mark.run, mark.stream) != (run, stream):
         raise CorruptDataError(f"{storage.url}: {key} is the mark of {mark.run}/{mark.stream}")
@@ -91,7 +74,7 @@ def note_on_host(url: str, run: str, stream: str, version: Version) -> None:
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part.write_bytes(Mark(run=run, stream=stream, version=version, url=url).to_bytes())
+        part.write_bytes(with_checksum(Mark(run=run, stream=stream, version=version, url=url)))
         part.replace(path)
     except OSError as error:
         _log.warning("%s: cannot be written (%s): after a restart this host will not know that the run has stored anything", path, error)
@@ -102,7 +85,7 @@ def note_on_host(url: str, run: str, stream: str, version: Version) -> None:
 def recall_on_host(url: str, run: str, stream: str) -> Mark | None:
     """The last note of `note_on_host`; None: nothing, or it cannot be read."""
     try:
-        mark = Mark.from_bytes(note_path(url, run, stream).read_bytes())
+        mark = Mark.model_validate(checked(note_path(url, run, stream).read_bytes()))
     except (OSError, ValueError):
         return None
     return mark if (mark.url, mark.run, mark.stream) == (url, run, stream) else None

@@ -150,22 +150,11 @@ class Retention:
             if len(found) >= keep_last:
                 break
             if not few and one.folder not in self._sound | self._damaged:
-                try:
-                    read_back(storage, read_manifest(storage, one.folder))
-                    self._sound.add(one.folder)
-                except (CorruptDataError, ObjectGoneError):
-                    self._read_again(one)
+                is_sound = _is_sound(storage, one.folder) or _is_sound(self._reopen(), one.folder)
+                (self._sound if is_sound else self._damaged).add(one.folder)
             if one.folder in self._sound:
                 found.append(one)
         return found[0] if found else None
-
-    def _read_again(self, one: Sighting) -> None:
-        storage = self._reopen()
-        try:
-            read_back(storage, read_manifest(storage, one.folder))
-            self._sound.add(one.folder)
-        except (CorruptDataError, ObjectGoneError):
-            self._damaged.add(one.folder)
 
     def _delete(self, storage: Storage, one: Sighting) -> None:
         """Deletes a checkpoint, whose manifest is asked for by name: a listing may have left it out."""
@@ -213,6 +202,14 @@ def held_by_readers(storage: Storage, run: str, stream: str, seen: dict[str, flo
         else:
             storage.delete(key)
     return held
+
+
+def _is_sound(storage: Storage, folder: str) -> bool:
+    try:
+        read_back(storage, read_manifest(storage, folder))
+    except (CorruptDataError, ObjectGoneError):
+        return False
+    return True
 
 
 def _has_manifest(storage: Storage, folder: str) -> bool:

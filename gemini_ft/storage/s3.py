@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from gemini_ft.config import without_passwords
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
 from gemini_ft.storage.base import SMALL, RangeReader, check_key, check_small, ignore, is_key, round_trip
 from gemini_ft.storage.s3errors import S3_ERRORS, GarbledError, explained, store_time
-from gemini_ft.storage.s3parts import PartBody, RateLimit, checksum_of_all, encoded, joined, regroup, when_there_is_room
+from gemini_ft.storage.s3parts import PartBody, RateLimit, checksum_of_all, encoded, joined, regroup
 
 _BLOCK = 256 * 1024  # bytes taken from a connection at a time, and lost when it breaks; with a quarter of that a GB takes a fourth longer
 _PARALLEL = 4  # parts under way at a time
@@ -46,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class S3Storage:
-    """Objects under ``s3://bucket/prefix``.
+    """A `Storage` of objects under ``s3://bucket/prefix``.
 
     Args:
         bucket: the bucket; it must exist.
@@ -97,24 +96,19 @@ class S3Storage:
             self._confirm(key, size, checksum, tag)
 
     def get(self, key: str) -> bytes:
-        """Implements `Storage.get`."""
         return self.insist(lambda: self._get(key))
 
     def get_range(self, key: str, offset: int, out: memoryview) -> None:
-        """Implements `Storage.get_range`."""
         with closing(self.open_range(key, offset, out.nbytes)) as answer:
             answer.read(out)
 
     def open_range(self, key: str, offset: int, nbytes: int) -> RangeReader:
-        """Implements `Storage.open_range`."""
         return _ResumedAnswer(self, key, offset, nbytes)
 
     def list(self, prefix: str = "") -> Sequence[str]:
-        """Implements `Storage.list`."""
         return self.insist(lambda: self._list(prefix))
 
     def delete(self, key: str) -> None:
-        """Implements `Storage.delete`."""
         if not self._deletes:
             return
         with self._explain(f"cannot delete {key}"):
@@ -156,26 +150,21 @@ class S3Storage:
 
     def ask(self, key: str, offset: int, nbytes: int) -> Any:
         """The body of the store's answer to a request for these bytes."""
+        span = f"bytes={offset}-{offset + nbytes - 1}"
         with self._explain(f"cannot read {key}"):
-            answer = self._open(key, offset, nbytes)
+            try:
+                answer: dict[str, Any] = self._reader.get_object(Bucket=self._bucket, Key=self._prefix + check_key(key), Range=span)
+            except ClientError as error:
+                if error.response.get("Error", {}).get("Code") not in ("InvalidRange", "416"):
+                    raise
+                why = f"{self.url}: {key} ends before byte {offset}, {nbytes} more are due; use an older checkpoint"
+                raise CorruptDataError(why) from None
         try:
             self._check_range(key, answer, offset, nbytes)
         except Exception:
             answer["Body"].close()
             raise
         return answer["Body"]
-
-    def _open(self, key: str, offset: int, nbytes: int) -> dict[str, Any]:
-        span = f"bytes={offset}-{offset + nbytes - 1}"
-        try:
-            answer: dict[str, Any] = self._reader.get_object(Bucket=self._bucket, Key=self._prefix + check_key(key), Range=span)
-        except ClientError as error:
-            if error.response.get("Error", {}).get("Code") in ("InvalidRange", "416"):
-                raise CorruptDataError(
-                    f"{self.url}: {key} ends before byte {offset}, {nbytes} more are due; use an older checkpoint"
-                ) from None
-            raise
-        return answer
 
     def _check_range(self, key: str, answer: Mapping[str, Any], offset: int, nbytes: int) -> None:
         """Compares the range that the store sends with the one that was asked for.
@@ -308,16 +297,13 @@ class S3Storage:
     def _send_parts(
         self, pool: ThreadPoolExecutor, where: dict[str, str], bodies: Iterator[PartBody], sent: Callable[[int], None]
     ) -> Sequence[_Sent]:
-        room = threading.Semaphore(_PARALLEL)  # the caller hashes what it yields, shortly before it is sent
-        futures = deque[Future[_Sent]]()
-        for number, body in enumerate(when_there_is_room(room, bodies), 1):
+        done, under_way = list[_Sent](), deque[Future[_Sent]]()
+        for number, body in enumerate(bodies, 1):  # the caller hashes what it yields, shortly before it is sent
             self._pace.take(body.nbytes)
-            future = pool.submit(self._send_part, where, number, body, sent)
-            future.add_done_callback(lambda _: room.release())
-            futures.append(future)
-            if any(f.done() and f.exception() for f in futures):
-                break  # the rest would be sent for nothing
-        return [future.result() for future in futures]
+            under_way.append(pool.submit(self._send_part, where, number, body, sent))
+            if len(under_way) == _PARALLEL:
+                done.append(under_way.popleft().result())  # after an error the rest would be sent for nothing
+        return [*done, *(future.result() for future in under_way)]
 
     def _send_part(self, where: dict[str, str], number: int, body: PartBody, sent: Callable[[int], None]) -> _Sent:
         checksum = {"ChecksumCRC32": encoded(crc := body.crc32())}
@@ -360,12 +346,10 @@ class _ResumedAnswer:
         self._body: Any = None
 
     def read(self, out: memoryview) -> None:
-        """Implements `RangeReader.read`."""
         while out.nbytes:
             out = out[self._storage.insist(partial(self._some, out)) :]
 
     def close(self) -> None:
-        """Implements `RangeReader.close`."""
         body, self._body = self._body, None
         if body is not None:
             body.close()

@@ -83,7 +83,7 @@ def _power(exponent: int) -> int:
 class RateLimit:
     """A limit of bytes per second that lets callers through, all threads together."""
 
-    def __init__(self, limit: int | None) -> None:
+    def __init__(self, limit: float | None) -> None:
         self._limit = limit
         self._free_at = 0.0
         self._lock = threading.Lock()
@@ -122,13 +122,3 @@ def regroup(parts: Iterable[memoryview | bytes]) -> Iterator[PartBody]:
                 views, room = [], PART_BYTES
     if views:
         yield PartBody(views)
-
-
-def when_there_is_room(room: threading.Semaphore, bodies: Iterator[PartBody]) -> Iterator[PartBody]:
-    """Asks for the next piece only when there is room for it."""
-    while True:
-        room.acquire()
-        body = next(bodies, None)
-        if body is None:
-            return
-        yield body

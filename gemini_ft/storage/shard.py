@@ -281,17 +281,15 @@ class StoredShard:
         if start <= offset and offset + out.nbytes <= start + front.nbytes:
             out[:] = front[offset - start :][: out.nbytes]
             return
-        rest = self._take_rest() if (offset, out.nbytes) == (self.record.data.offset, self.record.data.nbytes) else None
+        rest = None
+        if (offset, out.nbytes) == (self.record.data.offset, self.record.data.nbytes):
+            with self._taking:
+                rest, self._rest = self._rest, None
         if rest is None:
             self._storage.get_range(self.record.key, offset, out)
             return
         with closing(rest):
             rest.read(out)
-
-    def _take_rest(self) -> RangeReader | None:
-        with self._taking:
-            rest, self._rest = self._rest, None
-            return rest
 
     def _is_there(self, offset: int, nbytes: int) -> None:
         """Checks that the object has the bytes, before memory is taken for them: its record may lie."""

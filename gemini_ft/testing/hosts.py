@@ -21,16 +21,15 @@ import torch
 
 from gemini_ft.errors import GeminiError
 from gemini_ft.events import read_events
-from gemini_ft.hosts import is_readable, kill
+from gemini_ft.hosts import is_readable
 from gemini_ft.launch.drain import LEFT
-from gemini_ft.testing.network import DEVICE, HUB, Network
+from gemini_ft.testing.network import DEVICE, END_SECONDS, HUB, Network, end_all
 
 T = TypeVar("T")
 
 _GEMINI = (sys.executable, "-m", "gemini_ft.cli.main")
 _POLL = 0.02  # seconds
 _START_SECONDS = 120.0  # for importing torch on a busy machine
-_END_SECONDS = 20.0  # for processes that were sent SIGKILL
 # Whatever happens to this process, the kernel ends its children: the launcher, and with it the workers.
 _MORTAL = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 
@@ -136,7 +135,7 @@ class EmulatedHosts:
         self._end([f"GEMINI_HOST_ID={host}"])
         if self.network is not None:
             self.network.kill(host)
-        launcher.wait(_END_SECONDS)
+        launcher.wait(END_SECONDS)
 
     def replace(self, host: str) -> str:
         """Kills a host and starts another; returns the other's id."""
@@ -151,7 +150,7 @@ class EmulatedHosts:
         """Kills a store of the rendezvous, with all that it has."""
         process, _ = self._stores[number]
         process.kill()
-        process.wait(_END_SECONDS)
+        process.wait(END_SECONDS)
 
     def restart_store(self, number: int = 0) -> None:
         """Starts a store that was killed at its address again; it is empty."""
@@ -165,7 +164,7 @@ class EmulatedHosts:
             store.kill()
         self._end([])
         for process in (*self._launchers.values(), *(store for store, _ in self._stores)):
-            process.wait(_END_SECONDS)
+            process.wait(END_SECONDS)
 
     # -- how they are
 
@@ -248,11 +247,7 @@ class EmulatedHosts:
     def _end(self, marks: Sequence[str]) -> None:
         """Kills all processes of this run that have ``marks`` in their environment, until none is left."""
         wanted = {mark.encode() for mark in [f"GEMINI_RUN_ID={self.run}", *marks]}
-        until = time.monotonic() + _END_SECONDS
-        while (pids := [pid for pid, environ in _environments() if wanted <= environ]) and time.monotonic() < until:
-            for pid in pids:
-                kill(pid, lambda found: wanted <= _environment(found))
-            time.sleep(_POLL)
+        end_all(lambda pid: wanted <= environment(pid))
 
     def _tails(self) -> str:
         logs = [self.folder / f"{name}.log" for name in self._launchers]
@@ -272,21 +267,13 @@ def _start_store(env: Mapping[str, str], address: str, port: str) -> tuple[subpr
         line = output.readline().decode() if is_readable(output.fileno(), _START_SECONDS) else ""
     if not line.startswith("store ready on "):
         process.kill()
-        process.wait(_END_SECONDS)
+        process.wait(END_SECONDS)
         raise DrillError(f"the rendezvous store did not start; it said {line!r}")
     return process, line.split()[-1]
 
 
-def _environments() -> Iterator[tuple[int, set[bytes]]]:
-    """(process, its environment at start) of all that run and may be looked at. A forked worker has its server's."""
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                yield int(entry.name), _environment(int(entry.name))
-
-
-def _environment(pid: int) -> set[bytes]:
-    """The variables in a process's environment; a zombie has none."""
+def environment(pid: int) -> set[bytes]:
+    """The variables in a process's environment at its start; a zombie has none, a forked worker its server's."""
     return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
 
 

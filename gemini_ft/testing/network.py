@@ -26,9 +26,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
+
+import psutil
 
 from gemini_ft.errors import ConfigError, GeminiError
 from gemini_ft.hosts import kill
@@ -45,7 +47,7 @@ _CLONE_NEWNET = 0x40000000  # sched.h
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _BURST_SECONDS, _LEAST_BURST = 0.004, 16_000  # that may pass at once: 4 ms of the rate, or some packets
 _QUEUE_SECONDS = 0.05  # a packet that would wait for longer is dropped
-_END_SECONDS = 20.0  # for processes that were sent SIGKILL
+END_SECONDS = 20.0  # for processes that were sent SIGKILL
 _POLL = 0.02  # seconds
 _ON_WATCH = b"!"  # the guardian prints this when it is ready
 
@@ -107,7 +109,7 @@ class Network:
         """Kills all processes on the hosts and on the hub; the kernel takes the network away."""
         _end(self._spaces.values())
         self._orders.close()
-        self._guardian.wait(_END_SECONDS)
+        self._guardian.wait(END_SECONDS)
         for space in self._spaces.values():
             os.close(space)
         self._spaces.clear()
@@ -144,15 +146,9 @@ class Network:
     def inside(self, host: str) -> Iterator[None]:
         """Puts this thread, and no other, on a host meanwhile: processes and sockets made there stay there."""
         space = self._spaces[self._known(host)]
-        home = os.open(_HERE, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with _returning():
             _call(_libc.setns, space, _CLONE_NEWNET)
-            try:
-                yield
-            finally:
-                _call(_libc.setns, home, _CLONE_NEWNET)
-        finally:
-            os.close(home)
+            yield
 
     # -- actions on the hosts
 
@@ -253,35 +249,45 @@ def _call(function: Any, *arguments: int) -> None:
         raise NetworkError(f"network namespaces are not permitted here: {function.__name__}: {os.strerror(ctypes.get_errno())}")
 
 
-def _new_space() -> int:
-    """Descriptor of a new network namespace."""
+@contextlib.contextmanager
+def _returning() -> Iterator[None]:
+    """Afterwards this thread is in the network namespace in which it is now."""
     home = os.open(_HERE, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        _call(_libc.unshare, _CLONE_NEWNET)
-        try:
-            return os.open(_HERE, os.O_RDONLY | os.O_CLOEXEC)
-        finally:
-            _call(_libc.setns, home, _CLONE_NEWNET)
+        yield
     finally:
-        os.close(home)
+        try:
+            _call(_libc.setns, home, _CLONE_NEWNET)
+        finally:
+            os.close(home)
 
 
-def _end(spaces: Iterable[int]) -> None:
-    """Kills the processes in these namespaces, until there are none."""
-    until = time.monotonic() + _END_SECONDS
-    inodes = {os.fstat(space).st_ino for space in spaces}
-    while (pids := [pid for pid, inode in _everybody() if inode in inodes]) and time.monotonic() < until:
+def _new_space() -> int:
+    """Descriptor of a new network namespace."""
+    with _returning():
+        _call(_libc.unshare, _CLONE_NEWNET)
+        return os.open(_HERE, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def end_all(is_meant: Callable[[int], bool]) -> None:
+    """Kills the processes that ``is_meant`` recognises, until there are none; OSError: it has ended, or is another user's."""
+    until = time.monotonic() + END_SECONDS
+    while (pids := [pid for pid in psutil.pids() if pid != os.getpid() and _is(pid, is_meant)]) and time.monotonic() < until:
         for pid in pids:
-            kill(pid, lambda found: _space(found) in inodes)
+            kill(pid, is_meant)
         time.sleep(_POLL)
 
 
-def _everybody() -> Iterator[tuple[int, int]]:
-    """(process, its network namespace), of all but this one; a zombie is nowhere."""
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):
-                yield int(entry.name), _space(int(entry.name))
+def _is(pid: int, is_meant: Callable[[int], bool]) -> bool:
+    with contextlib.suppress(OSError):
+        return is_meant(pid)
+    return False
+
+
+def _end(spaces: Iterable[int]) -> None:
+    """Kills the processes in these namespaces."""
+    inodes = {os.fstat(space).st_ino for space in spaces}
+    end_all(lambda pid: _space(pid) in inodes)
 
 
 def _space(pid: int) -> int:
@@ -306,7 +312,7 @@ def _start_guardian() -> tuple[subprocess.Popen[bytes], socket.socket]:
             os.close(watched)
     if ours.recv(1) != _ON_WATCH:
         ours.close()
-        process.wait(_END_SECONDS)
+        process.wait(END_SECONDS)
         raise NetworkError(f"the guardian did not start: can `{' '.join(command[:3])}` be run from {os.getcwd()}?")
     return process, ours
 

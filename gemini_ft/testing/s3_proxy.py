@@ -28,6 +28,7 @@ from typing import Final
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from gemini_ft.errors import ConfigError
+from gemini_ft.storage.s3parts import RateLimit
 
 FAULTS: Final = {
     "reset": "half of the request's body passes, then the connection is reset",
@@ -141,7 +142,7 @@ class S3Proxy(ThreadingHTTPServer):
     def __init__(self, upstream: str | int, rate: float | None = None, seed: int = 0) -> None:
         super().__init__(("127.0.0.1", 0), _ProxyHandler)
         self.upstream = f"127.0.0.1:{upstream}" if isinstance(upstream, int) else urlsplit(upstream).netloc
-        self.rate = rate
+        self._limit = RateLimit(rate)
         self.faults: list[S3Fault] = []
         self.requests: list[S3Request] = []
         self.met: list[str] = []
@@ -150,7 +151,6 @@ class S3Proxy(ThreadingHTTPServer):
         self._random = random.Random(seed)
         self.released = threading.Event()
         self._lock = threading.Lock()
-        self._free_at = 0.0
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
 
     def __enter__(self) -> S3Proxy:
@@ -213,12 +213,7 @@ class S3Proxy(ThreadingHTTPServer):
         """Waits until as many bytes may pass."""
         with self._lock:
             self.moved += nbytes
-            if self.rate is None:
-                return
-            now = time.monotonic()
-            self._free_at = max(now, self._free_at) + nbytes / self.rate
-            wait = self._free_at - now
-        time.sleep(wait)
+        self._limit.take(nbytes)
 
     def flip(self, piece: bytes) -> bytes:
         """Returns the bytes with one bit wrong."""

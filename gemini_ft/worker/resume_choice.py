@@ -19,7 +19,7 @@ from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, ObjectGoneError, PeerError, StorageError, StorageUnclearError, WorldSizeError
 from gemini_ft.hosts import is_earlier_boot, uptime
 from gemini_ft.launch import notes
-from gemini_ft.recovery.plan import Holding, RecoveryPlan, genuine, plan_recovery, require
+from gemini_ft.recovery.plan import RecoveryPlan, genuine, plan_recovery, require
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import Manifest
 from gemini_ft.storage.decisions import (
@@ -113,7 +113,7 @@ class Chooser:
         self._left = frozenset(incarnation for about in own for incarnation in about.welcome.overtaken)  # what it has begun without
         self._welcomes = [about.welcome for about in {about.welcome.info.host: about for about in everyone}.values()]
         slots = {about.welcome.info.host: about.inventory.slots for about in everyone}
-        self._holdings = {h: Holding(h, [s for s in each if s.version.incarnation not in self._left]) for h, each in slots.items()}
+        self._holdings = {h: [s for s in each if s.version.incarnation not in self._left] for h, each in slots.items()}
         self._damaged: set[str] = set()  # folders in storage
         self._since: float | None = None  # when storage was first found to be away, on the monotonic clock
         self._stored = Stored()
@@ -160,7 +160,7 @@ class Chooser:
         Raises:
             PeerError: there are some; after a while.
         """
-        slots = [(holding.host, info) for holding in self._holdings.values() for info in holding.slots]
+        slots = [(host, info) for host, each in self._holdings.items() for info in each]
         sizes = {info.version: info.world_size for _, info in slots if info.committed}
         newer = [version for version in sizes if instead is None or (version > instead and version not in given_up)]
         if instead is not None and not newer:
@@ -282,12 +282,15 @@ class Chooser:
                 plan = in_memory
             else:
                 version, size = (stored.manifest.version, stored.manifest.world_size) if stored.manifest is not None else (None, None)
-                plan = plan_recovery(list(self._holdings.values()), len(self._everyone), version, size, sorted(refused), self._resizable)
+                plan = plan_recovery(self._holdings, len(self._everyone), version, size, sorted(refused), self._resizable)
             if plan.kind == "memory":
                 if not (damaged := self._damaged_in_memory(plan)):
                     assert plan.version is not None
                     return replace(plan, age=min(about.ages[plan.version] for about in self._everyone if plan.version in about.ages))
-                self._holdings = {h: _without(holding, plan.version, damaged.get(h, set())) for h, holding in self._holdings.items()}
+                self._holdings = {
+                    host: [info for info in each if info.version != plan.version or info.owner not in damaged.get(host, ())]
+                    for host, each in self._holdings.items()
+                }
             elif plan.kind == "storage" and stored.manifest is not None:
                 if (staged := self._staged(plan, stored.manifest)) is not None:
                     return staged
@@ -297,7 +300,7 @@ class Chooser:
     def _best_in_memory(self, refused: frozenset[Version]) -> RecoveryPlan | None:
         """The plan that memory alone allows."""
         try:
-            return plan_recovery(list(self._holdings.values()), len(self._everyone), None, None, sorted(refused), self._resizable)
+            return plan_recovery(self._holdings, len(self._everyone), None, None, sorted(refused), self._resizable)
         except WorldSizeError:
             return None
 
@@ -515,7 +518,3 @@ class Chooser:
     def _warn(self, text: str, *values: object) -> None:
         if self._rank == 0:
             _log.warning(text, *values)
-
-
-def _without(holding: Holding, version: Version | None, owners: set[int]) -> Holding:
-    return replace(holding, slots=[s for s in holding.slots if s.version != version or s.owner not in owners])

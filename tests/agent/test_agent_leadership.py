@@ -19,10 +19,10 @@ from gemini_ft.agent.commit.collector import Collector, CollectorPort
 from gemini_ft.agent.commit.leader import Audience, Leader, MemberPort
 from gemini_ft.agent.commit.member import MemberLink, MemberParty
 from gemini_ft.agent.uploads import UnclearUploadError
-from gemini_ft.core.decisions import Abort, Commit, Holders, Thaw
+from gemini_ft.core.decisions import Abort, Cadence, Commit, Holders, Thaw
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Skipped
 from gemini_ft.core.gathering import Bundles, Gathering
-from gemini_ft.core.ledger import Cadence, Ledger
+from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.succession import Succession, candidates
 from gemini_ft.core.tree import collectors, ways_up
 from gemini_ft.core.versions import Incarnation, Version

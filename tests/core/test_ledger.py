@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from gemini_ft.core.decisions import Abort, Commit, Decision, Fatal, Holders, Thaw, WriteManifest
+from gemini_ft.core.decisions import Abort, Cadence, Commit, Decision, Fatal, Holders, Thaw, WriteManifest
 from gemini_ft.core.effects import Completed, Copies, Gathered, Skipped
 from gemini_ft.core.gathering import Bundles
-from gemini_ft.core.ledger import Cadence, Ledger
+from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError
 

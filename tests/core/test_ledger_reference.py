@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_ledger import ReferenceLedger
 
-from gemini_ft.core.decisions import Abort, Commit, Decision, Fatal, Holders, Thaw, WriteManifest
+from gemini_ft.core.decisions import Abort, Cadence, Commit, Decision, Fatal, Holders, Thaw, WriteManifest
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Skipped
-from gemini_ft.core.ledger import Cadence, Ledger
+from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.versions import Incarnation, Version
 
 TIMEOUT = 10.0

@@ -31,14 +31,14 @@ def snapshot(host: Host, what: Version) -> None:
     """Rank 0 copies its shard, and the replica is acknowledged."""
     grant = host.request(0, what)[0]
     assert isinstance(grant, Grant)
-    host.copied(0, what)
+    host.completed(0, what)
     host.sent(0, grant.slot, "b")
 
 
 def replicate(host: Host, what: Version, committed: Version | None = None) -> None:
     """The shard of rank 1 comes in."""
     assert host.receive(1, what, committed) is not None
-    host.received(1, what)
+    host.completed(1, what)
 
 
 def committed(host: Host, what: Version, freeze: bool = False) -> None:
@@ -52,7 +52,7 @@ def test_a_snapshot_is_granted_copied_sent_and_reported() -> None:
     host = begun()
     assert host.request(0, version(1)) == [Grant(0, 0, version(1)), Send(0, 0, version(1), "b")]
     report = Completed(0, "a", version(1), "a layout", "a digest")
-    assert host.copied(0, version(1), "a layout", "a digest") == [Tell(report)]
+    assert host.completed(0, version(1), "a layout", "a digest") == [Tell(report)]
     assert host.reports() == [report]
 
 
@@ -61,9 +61,9 @@ def test_a_commit_that_found_all_copies_alike_has_their_roots_without_saying_the
     host = begun()
     grant = host.request(0, version(1))[0]
     assert isinstance(grant, Grant)
-    host.copied(0, version(1), root="root 0")
+    host.completed(0, version(1), root="root 0")
     assert host.receive(1, version(1), None) is not None
-    host.received(1, version(1), root="root 1")
+    host.completed(1, version(1), root="root 1")
     host.on_commit(version(1), freeze=False, agreed=True)
     assert host.committed_roots(version(1)) == {0: "root 0", 1: "root 1"}
 
@@ -73,21 +73,21 @@ def test_a_replica_is_reported_by_the_host_that_holds_it() -> None:
     host = begun()
     assert host.receive(1, version(1), None) is not None
     assert host.reports() == []
-    assert host.received(1, version(1)) == [Tell(Completed(1, "a", version(1)))]
+    assert host.completed(1, version(1)) == [Tell(Completed(1, "a", version(1)))]
 
 
 def test_a_replica_that_was_committed_with_another_root_is_damaged() -> None:
     """Section 7: this host was left out of the commit; what it has is not what was committed."""
     host = begun()
     assert host.receive(1, version(1), None) is not None
-    assert host.received(1, version(1), root="mine") == [Tell(Completed(1, "a", version(1), root="mine"))]
+    assert host.completed(1, version(1), root="mine") == [Tell(Completed(1, "a", version(1), root="mine"))]
     assert host.reports() == [Completed(1, "a", version(1), root="mine")]
     assert host.on_commit(version(1), False, {1: "theirs"}) == [Damaged(1, version(1))]
     assert host.slots(1).complete_version(version(1)) is None
     assert host.receive(1, version(1), None) is not None
-    assert host.received(1, version(1), root="mine") == [Damaged(1, version(1))]  # as late as that
+    assert host.completed(1, version(1), root="mine") == [Damaged(1, version(1))]  # as late as that
     assert host.receive(1, version(1), None) is not None
-    assert host.received(1, version(1), root="theirs") == [Tell(Completed(1, "a", version(1), root="theirs"))]
+    assert host.completed(1, version(1), root="theirs") == [Tell(Completed(1, "a", version(1), root="theirs"))]
 
 
 def test_a_copy_that_the_plan_does_not_know_is_given_up_before_it_is_served() -> None:
@@ -122,7 +122,7 @@ def test_the_slot_waits_for_the_peer_even_after_the_commit() -> None:
     """Section 6: used again "only when every reader (replica, recovery, upload) has acknowledged the bytes"."""
     host = begun()
     host.request(0, version(1))
-    host.copied(0, version(1))
+    host.completed(0, version(1))
     host.on_commit(version(1), freeze=False)  # b was left out, and still reads
     snapshot(host, version(2))
     assert host.on_commit(version(2), freeze=False) == [CancelSend(0, version(1), "b")]
@@ -148,7 +148,7 @@ def test_a_sender_that_breaks_off_leaves_nothing_that_counts() -> None:
     host = begun()
     host.receive(1, version(1), None)
     host.receive_failed(1, version(1))
-    assert host.received(1, version(1)) == []
+    assert host.completed(1, version(1)) == []
     assert host.reports() == []
     assert host.receive(1, version(1), None) is not None  # the connection is made anew, and everything comes again
 
@@ -161,7 +161,7 @@ def test_a_late_iteration_is_skipped_and_the_next_takes_its_slot() -> None:
     assert host.give_up(0, version(1), "late") == [CancelSend(0, version(1), "b"), Tell(skipped)]
     host.sent(0, 0, "b")
     assert host.request(0, version(2))[0] == Grant(0, 0, version(2))
-    assert host.copied(0, version(1)) == []
+    assert host.completed(0, version(1)) == []
 
 
 def test_a_complete_snapshot_cannot_be_taken_back() -> None:
@@ -178,7 +178,7 @@ def test_an_aborted_iteration_goes_from_every_host() -> None:
     replicate(host, version(1))
     host.request(0, version(1))
     assert host.on_abort(version(1)) == [CancelSend(0, version(1), "b"), Withdraw(0, version(1))]
-    assert host.copied(0, version(1)) == []
+    assert host.completed(0, version(1)) == []
     assert host.reports() == [Skipped(0, version(1), "repeated")]  # to a ledger that is restarted: earlier ones will not come either
     assert host.receive(1, version(1), None) is None
     assert host.request(0, version(1)) == [Withdraw(0, version(1))]
@@ -210,7 +210,7 @@ def test_a_restart_resumes_the_older_version_and_computes_the_newer_again() -> N
     host.request(0, version(3))
     host.open(HOLDERS, version(1))
     assert host.reports() == []
-    assert host.copied(0, version(2)) == []
+    assert host.completed(0, version(2)) == []
     assert host.request(0, version(2, incarnation=2))[0] == Grant(0, 1, version(2, incarnation=2))
     assert host.slots(0).newest == version(1)
 
@@ -222,7 +222,7 @@ def test_word_from_the_incarnation_before_changes_nothing() -> None:
     host.open(HOLDERS, version(1))
     committed(host, version(2, incarnation=2))
     assert host.receive(1, version(9), version(8)) is not None  # a slot of the rotation, not the committed one
-    host.received(1, version(9))
+    host.completed(1, version(9))
     host.on_commit(version(9), freeze=False)
     host.on_abort(version(9))
     assert host.committed == version(2, incarnation=2)
@@ -236,7 +236,7 @@ def test_what_an_inventory_promised_stays_until_the_new_incarnation_begins() -> 
     replicate(host, version(2), version(1))
     host.request(0, version(2))
     host.seal()
-    assert host.copied(0, version(2)) == []
+    assert host.completed(0, version(2)) == []
     host.on_abort(version(2))
     host.receive(1, version(3), version(1))
     assert (host.slots(0).newest, host.slots(1).newest) == (version(1), version(2))
@@ -376,7 +376,7 @@ def test_only_a_complete_version_is_read() -> None:
     host = begun()
     host.receive(1, version(1), None)
     assert host.hold(1, version(1), "fetch:c") is None
-    host.received(1, version(1))
+    host.completed(1, version(1))
     assert host.hold(1, version(1), "fetch:c") is not None
 
 

@@ -78,10 +78,9 @@ def test_every_kind_can_be_asked_for(kind: str) -> None:
         ("step=9:rank=1:until=5:storage_full", "until=5 is before step=9"),
         ("step=1:rank=1:owner=0:exit", "owner goes with corrupt"),
         ("step=1:rank=1:code=3:sigkill", "code goes with exit"),
-        ("step=1:rank=1:share=0.5:agent", "share, seconds and process go with slow"),
+        ("step=1:rank=1:share=0.5:agent", "share and seconds go with slow"),
         ("step=1:rank=1:share=0:slow", "share=0 must be above 0 and below 1"),
         ("step=1:rank=1:seconds=inf:slow", "seconds=inf must be above 0"),
-        ("step=1:rank=1:process=worker:slow", "process=worker must be one of agent, launcher"),
     ],
 )
 def test_typos_are_explained(text: str, message: str) -> None:

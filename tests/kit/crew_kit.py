@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 
 from gemini_ft.agent.commit.failover import Failover
 from gemini_ft.agent.commit.leader import Leader
-from gemini_ft.core.decisions import Commit, Thaw
+from gemini_ft.core.decisions import Cadence, Commit, Thaw
 from gemini_ft.core.effects import Completed
-from gemini_ft.core.ledger import Cadence, Ledger
+from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.succession import Succession, candidates
 from gemini_ft.core.tree import ways_up
 from gemini_ft.core.versions import Incarnation, Version

@@ -361,16 +361,6 @@ def test_torch_is_left_as_it_was() -> None:
     assert [getattr(torch_rendezvous, name) for name in NAMES] == before
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_another_torch_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.delattr(torch_rendezvous, name)
-    others = [getattr(torch_rendezvous, other) for other in NAMES if other != name]
-    with better_rendezvous(3):
-        assert not hasattr(torch_rendezvous, name)
-        assert [getattr(torch_rendezvous, other) for other in NAMES if other != name] == others
-    assert "spares may displace hosts" in caplog.text
-
-
 @pytest.mark.timeout(300)
 def test_a_spare_replaces_a_lost_host_and_never_a_living_one(tmp_path: Path) -> None:
     faults = "step=20:rank=0:sigkill; step=40:host=1:kill; step=60:rank=1:sigkill"

@@ -302,12 +302,12 @@ def gone(pid: int) -> bool:
 # A launcher that starts one worker, the script that it is given, and waits to be killed.
 LAUNCHER = """
 import os, signal, subprocess, sys
-from gemini_ft.launch import cold_start
+from gemini_ft.launch.script import cold_command
 from gemini_ft.launch.grace import Workers
 from gemini_ft.launch.worker_start import ForkServer
 script, way = sys.argv[1:]
 if way == "cold":
-    print(0, subprocess.Popen(cold_start.command([sys.executable, "-u", script]), start_new_session=True).pid, file=sys.stderr)
+    print(0, subprocess.Popen(cold_command([sys.executable, "-u", script]), start_new_session=True).pid, file=sys.stderr)
 else:
     server = ForkServer(["none.py"], [], Workers())
     server.wait_ready()
@@ -510,14 +510,6 @@ class TestSeam:
     """Where torch's launcher is given forked workers."""
 
     STARTER = "get_subprocess_handler"
-
-    def test_an_unknown_torch_is_left_alone(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        def starts_otherwise(entrypoint: str, container: str) -> None: ...
-
-        monkeypatch.setattr(torch_api, self.STARTER, starts_otherwise)
-        with forked_workers(["none.py"], []):
-            assert getattr(torch_api, self.STARTER) is starts_otherwise
-        assert "starting workers cold: this version of torch starts them in an unknown way" in caplog.text
 
     def test_afterwards_torch_is_as_before(self) -> None:
         before = getattr(torch_api, self.STARTER)

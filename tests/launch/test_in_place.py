@@ -29,7 +29,7 @@ import gemini_ft
 from gemini_ft import accelerator
 from gemini_ft.hosts import is_readable
 from gemini_ft.launch.grace import Process, Workers, await_news
-from gemini_ft.launch.in_place import PARKED, Attempt, Stays
+from gemini_ft.launch.survivors import PARKED, Attempt, Stays
 from gemini_ft.launch.worker_start import WorkerHandler
 from gemini_ft.wire import channel
 from gemini_ft.worker import attempt, in_place

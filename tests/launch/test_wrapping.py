@@ -56,7 +56,7 @@ def run(folder: Path, *command: str, **env: str) -> list[str]:
 
 @pytest.mark.parametrize("program", [["script.py"], ["-m", "script"]], ids=["script", "module"])
 def test_a_cold_worker(program: list[str], folder: Path) -> None:
-    attached, rest = run(folder, *starter("gemini_ft.launch.cold_start"), str(os.getpid()), *program, "--lr", "1")
+    attached, rest = run(folder, *starter("gemini_ft.launch.script"), str(os.getpid()), *program, "--lr", "1")
     assert attached == ATTACHED
     name = str(folder / "script.py") if program[0] == "-m" else "script.py"
     assert rest == f"initialize True SourceFileLoader {[name, '--lr', '1']}"
@@ -65,7 +65,7 @@ def test_a_cold_worker(program: list[str], folder: Path) -> None:
 def test_a_worker_runs_the_package_that_has_started_it(tmp_path: Path) -> None:
     """Also where it is not installed, and without its own modules in the way of others."""
     (tmp_path / "script.py").write_text("import importlib.util\nprint(importlib.util.find_spec('lightning'))\n")
-    command = [sys.executable, "-S", *starter("gemini_ft.launch.cold_start"), str(os.getpid()), "script.py"]
+    command = [sys.executable, "-S", *starter("gemini_ft.launch.script"), str(os.getpid()), "script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
 
@@ -81,7 +81,7 @@ def test_once_whatever_comes_first(before: str, folder: Path) -> None:
 
 
 def test_it_can_be_switched_off(folder: Path) -> None:
-    assert run(folder, *starter("gemini_ft.launch.cold_start"), str(os.getpid()), "script.py", GEMINI_WRAP="0")[0] == LEFT_ALONE
+    assert run(folder, *starter("gemini_ft.launch.script"), str(os.getpid()), "script.py", GEMINI_WRAP="0")[0] == LEFT_ALONE
 
 
 def test_other_ways_to_start_a_script_change_nothing(folder: Path) -> None:
@@ -92,7 +92,7 @@ def test_an_exception_looks_like_the_scripts_own(folder: Path) -> None:
     (folder / "script.py").write_text("def deep():\n    raise ValueError('the reason')\ndeep()\n")
     results = [
         subprocess.run([sys.executable, *how, "script.py"], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
-        for how in ([], [*starter("gemini_ft.launch.cold_start"), str(os.getpid())])
+        for how in ([], [*starter("gemini_ft.launch.script"), str(os.getpid())])
     ]
     assert [result.returncode for result in results] == [1, 1]
     expected, seen = (result.stderr.replace(str(folder) + "/", "") for result in results)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import RecoveryError, WorldSizeError
 from gemini_ft.faults.inject import Orders
-from gemini_ft.recovery.plan import Holding, RecoveryPlan, describe, plan_recovery, require
+from gemini_ft.recovery.plan import RecoveryPlan, describe, plan_recovery, require
 from gemini_ft.wire.worker_messages import Inventory, SlotInfo, Welcome
 from gemini_ft.worker.introductions import Introduction, introduced
 
@@ -30,12 +30,12 @@ def slot(
     return SlotInfo(owner=owner, version=version, layout_hash=layout, age=age, root=root, committed=committed, **sizes)
 
 
-def hold(**hosts: list[SlotInfo]) -> list[Holding]:
-    return [Holding(host, slots) for host, slots in hosts.items()]
+def hold(**hosts: list[SlotInfo]) -> dict[str, list[SlotInfo]]:
+    return hosts
 
 
-def everywhere(version: Version, *hosts: str) -> list[Holding]:
-    return [Holding(host, [slot(owner, version) for owner in range(WORLD)]) for host in hosts]
+def everywhere(version: Version, *hosts: str) -> dict[str, list[SlotInfo]]:
+    return {host: [slot(owner, version) for owner in range(WORLD)] for host in hosts}
 
 
 V1, V2 = VERSIONS[0], VERSIONS[1]
@@ -47,14 +47,14 @@ slots = st.builds(
     st.sampled_from([WORLD, WORLD, WORLD, 2]),
     st.sampled_from(["l", "l", "l", "m"]),
 )
-inventories = st.lists(st.lists(slots, max_size=8), max_size=4).map(lambda each: [Holding(f"h{n}", held) for n, held in enumerate(each)])
+inventories = st.lists(st.lists(slots, max_size=8), max_size=4).map(lambda each: {f"h{n}": held for n, held in enumerate(each)})
 stored_versions = st.none() | st.sampled_from(VERSIONS)
 refusals = st.lists(st.sampled_from(VERSIONS), max_size=2)
 
 
-def is_whole(holdings: list[Holding], version: Version) -> bool:
+def is_whole(holdings: dict[str, list[SlotInfo]], version: Version) -> bool:
     """By hand: every owner has a copy, all of one layout and of this size."""
-    held = [info for holding in holdings for info in holding.slots if info.version == version]
+    held = [info for each in holdings.values() for info in each if info.version == version]
     complete = {info.owner for info in held} == set(range(WORLD))
     return complete and {info.world_size for info in held} == {WORLD} and len({info.layout_hash for info in held}) == 1
 
@@ -69,13 +69,13 @@ def test_ranks_tell_of_each_version_the_age_of_its_newest_copy() -> None:
 
 
 @given(inventories, stored_versions, refusals)
-def test_the_newest_whole_version_wins(holdings: list[Holding], stored: Version | None, refused: list[Version]) -> None:
+def test_the_newest_whole_version_wins(holdings: dict[str, list[SlotInfo]], stored: Version | None, refused: list[Version]) -> None:
     whole = {version for version in VERSIONS if version not in refused and is_whole(holdings, version)}
     stored = None if stored in refused else stored  # the caller does not offer what is refused
     try:
         plan = plan_recovery(holdings, WORLD, stored, WORLD if stored else None, refused)
     except WorldSizeError:
-        seen = {info.world_size for holding in holdings for info in holding.slots if info.version not in refused}
+        seen = {info.world_size for each in holdings.values() for info in each if info.version not in refused}
         assert not whole
         assert stored is None
         assert WORLD not in seen
@@ -84,7 +84,7 @@ def test_the_newest_whole_version_wins(holdings: list[Holding], stored: Version 
     if best is not None and (stored is None or best >= stored):
         assert (plan.kind, plan.version) == ("memory", best)
         assert plan.sources.keys() == set(range(WORLD))
-        has = {holding.host: {(info.owner, info.version) for info in holding.slots} for holding in holdings}
+        has = {host: {(info.owner, info.version) for info in each} for host, each in holdings.items()}
         for owner, hosts in plan.sources.items():
             assert hosts
             assert all((owner, best) in has[host] for host in hosts)
@@ -95,14 +95,14 @@ def test_the_newest_whole_version_wins(holdings: list[Holding], stored: Version 
 
 
 @given(inventories, st.permutations(range(4)))
-def test_the_order_of_hosts_does_not_matter(holdings: list[Holding], order: list[int]) -> None:
-    def planned(each: list[Holding]) -> RecoveryPlan | str:
+def test_the_order_of_hosts_does_not_matter(holdings: dict[str, list[SlotInfo]], order: list[int]) -> None:
+    def planned(each: dict[str, list[SlotInfo]]) -> RecoveryPlan | str:
         try:
             return plan_recovery(each, WORLD)
         except WorldSizeError as error:
             return str(error)
 
-    assert planned(holdings) == planned([holdings[n] for n in order if n < len(holdings)])
+    assert planned(holdings) == planned({f"h{n}": holdings[f"h{n}"] for n in order if n < len(holdings)})
 
 
 class TestChoice:
@@ -112,7 +112,7 @@ class TestChoice:
 
     def test_a_newer_incarnation_wins_over_a_higher_iteration(self) -> None:
         older, newer = Version(Incarnation(1, "a"), 90), Version(Incarnation(2, "b"), 50)
-        assert plan_recovery([*everywhere(older, "a"), *everywhere(newer, "b")], WORLD).version == newer
+        assert plan_recovery(everywhere(older, "a") | everywhere(newer, "b"), WORLD).version == newer
 
     def test_all_copies_are_sources(self) -> None:
         assert plan_recovery(everywhere(V1, "b", "a"), WORLD).sources == dict.fromkeys(range(WORLD), ("a", "b"))
@@ -122,7 +122,7 @@ class TestChoice:
         assert plan_recovery(holdings, WORLD).kind == "nothing"
 
     def test_a_version_that_was_given_up_is_passed_over(self) -> None:
-        holdings = [*everywhere(V2, "a"), *everywhere(V1, "b")]
+        holdings = everywhere(V2, "a") | everywhere(V1, "b")
         assert plan_recovery(holdings, WORLD, refused=[V2]).version == V1
 
     def test_memory_is_preferred_to_the_same_version_in_storage(self) -> None:
@@ -142,10 +142,10 @@ class TestWorldSize:
 
     def test_another_size_in_storage_is_refused_too(self) -> None:
         with pytest.raises(WorldSizeError, match="the checkpoint in storage was made by 8 ranks, this job has 3"):
-            plan_recovery([], WORLD, V1, 8)
+            plan_recovery({}, WORLD, V1, 8)
 
     def test_copies_of_another_size_do_not_hide_those_of_this_one(self) -> None:
-        holdings = [*everywhere(V1, "a"), *hold(b=[slot(0, V2, world=2), slot(1, V2, world=2)])]
+        holdings = everywhere(V1, "a") | hold(b=[slot(0, V2, world=2), slot(1, V2, world=2)])
         assert plan_recovery(holdings, WORLD).version == V1
 
 
@@ -153,7 +153,7 @@ class TestWords:
     """Loudly different: an operator must see at a glance which of these it is."""
 
     def test_a_first_start(self) -> None:
-        assert describe(plan_recovery([], WORLD)) == "nothing to resume yet: starting from the beginning"
+        assert describe(plan_recovery({}, WORLD)) == "nothing to resume yet: starting from the beginning"
 
     def test_a_resume_from_memory(self) -> None:
         assert describe(plan_recovery(everywhere(V1, "a"), WORLD)) == "resuming at iteration 4 from memory (1.0 s old)"
@@ -161,7 +161,7 @@ class TestWords:
     def test_a_fall_back(self) -> None:
         plan = plan_recovery(hold(a=[slot(0, V2)]), WORLD, V1, WORLD)
         assert describe(plan) == "copies in memory exist but no common iteration: falling back to storage, iteration 4, 1 steps lost"
-        assert describe(plan_recovery([], WORLD, V1, WORLD)) == "no copies in memory: falling back to storage, iteration 4"
+        assert describe(plan_recovery({}, WORLD, V1, WORLD)) == "no copies in memory: falling back to storage, iteration 4"
 
     def test_a_loss(self) -> None:
         text = describe(plan_recovery(hold(a=[slot(0, V2), slot(1, V2)], b=[slot(2, V1)]), WORLD))
@@ -171,11 +171,11 @@ class TestWords:
 
     def test_require_refuses_a_beginning_and_nothing_else(self) -> None:
         require(plan_recovery(everywhere(V1, "a"), WORLD))
-        require(plan_recovery([], WORLD, V1, WORLD))
+        require(plan_recovery({}, WORLD, V1, WORLD))
         with pytest.raises(
             RecoveryError, match=r"resume='require', but nothing to resume yet.*Set resume='auto' to allow that, or check run_id"
         ):
-            require(plan_recovery([], WORLD))
+            require(plan_recovery({}, WORLD))
 
 
 class TestRoots:

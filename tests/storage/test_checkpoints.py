@@ -32,7 +32,7 @@ from gemini_ft.storage.checkpoints import (
     shard_key,
     write_manifest,
 )
-from gemini_ft.storage.decisions import Unclear, decide
+from gemini_ft.storage.decisions import CanResume, Unclear, decide
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.lookout import Lookout, check_not_superseded, newest_whole, other_by_mark
 from gemini_ft.storage.marks import write_mark
@@ -280,9 +280,12 @@ def test_a_damaged_shard_leads_to_the_next_older_checkpoint(storage: LocalStorag
     assert found == newer
     with pytest.raises(CorruptDataError, match=f"{newer.folder}/shard-00001.safetensors"):
         StoredShard(storage, found.shards[1]).read(0, memoryview(bytearray(256)))
-    assert newest_whole(storage, "run", "main", passed=[newer.folder]) == older
-    with pytest.raises(StorageUnclearError, match="2 checkpoints are there, but none is sound"):
-        newest_whole(storage, "run", "main", passed=[newer.folder, older.folder])
+    lookout = Lookout(lambda: storage, "run", "main")
+    answer, neither = decide(lookout.look([newer.folder])), decide(lookout.look([newer.folder, older.folder]))
+    assert isinstance(answer, CanResume)
+    assert lookout.manifests[answer.order[0].folder] == older
+    assert isinstance(neither, Unclear)
+    assert "2 checkpoints are there, but none is sound" in neither.why
 
 
 @pytest.mark.parametrize("damage", ["cut", "edited", "foreign", "not a map", "no shard"])
@@ -496,10 +499,13 @@ def test_a_listing_that_stays_old_does_not_tell_which_comes_before_a_damaged_one
     if how == "manifest":
         now.objects[f"{newest.folder}/manifest.json"] = b"{}"
     storage.listings = 100
-    with pytest.raises(StorageUnclearError, match=f"{newest.folder} is damaged, and the listing leaves it out"):
-        newest_whole(storage, "run", "main", passed)
+    answer = decide(Lookout(lambda: storage, "run", "main").look(passed))
+    assert isinstance(answer, Unclear)
+    assert f"{newest.folder} is damaged, and the listing leaves it out" in answer.why
     storage.listings = 0
-    assert newest_whole(storage, "run", "main", passed) == between
+    found = decide(Lookout(lambda: storage, "run", "main").look(passed))
+    assert isinstance(found, CanResume)
+    assert found.order[0].folder == between.folder
 
 
 def test_an_empty_listing_is_no_proof_that_there_is_nothing() -> None:

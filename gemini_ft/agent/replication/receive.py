@@ -128,7 +128,7 @@ class Inbound:
             text = f"rank {end.owner}'s shard of {version} arrived with another root than its owner's copy has"
             self.log(f"{text}: asking for all of it again, on another connection")
             raise PeerError(text)
-        self._context.perform(self._context.host.received(end.owner, version, end.layout, end.digest, memory.root))
+        self._context.perform(self._context.host.completed(end.owner, version, end.layout, end.digest, memory.root))
         return True
 
     def fail_receive(self, owner: int, iteration: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gemini_ft.core.decisions import Abort, Commit, Decision, Holders, Thaw, WriteManifest
+from gemini_ft.core.decisions import Abort, Cadence, Commit, Decision, Holders, Thaw, WriteManifest
 from gemini_ft.core.effects import (
     CancelSend,
     Completed,
@@ -26,7 +26,7 @@ from gemini_ft.core.effects import (
     Withdraw,
 )
 from gemini_ft.core.gathering import Bundles, Gathering
-from gemini_ft.core.ledger import Cadence, Ledger
+from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.slots import Slot, SlotState
 from gemini_ft.core.succession import Succession, candidates
@@ -346,7 +346,7 @@ class Node:
                     out.end = details
                 if slot is not None and writing:
                     self.memory[owner, slot.index].header = version
-                self.perform(self.host.copied(owner, version, *details))
+                self.perform(self.host.completed(owner, version, *details))
             case "give_up":
                 self.perform(self.host.give_up(owner, version, "late"))
 

@@ -12,7 +12,7 @@ from gemini_ft.core.placement import place
 from gemini_ft.core.slots import Slot, SlotState
 from gemini_ft.core.tree import FAN_IN
 from gemini_ft.core.versions import Incarnation, Version
-from gemini_ft.recovery.plan import Holding, RecoveryPlan, plan_recovery
+from gemini_ft.recovery.plan import RecoveryPlan, plan_recovery
 from gemini_ft.wire.worker_messages import SlotInfo
 from miniature.host import Below, Member, Node, Refusal
 from miniature.transfer import Fetch, Receiver, Server
@@ -71,7 +71,7 @@ class Job:
         self._todo: list[Node] = []  # hosts still to be asked, or to be told
         self.crew: list[Node] = []  # hosts of the present attempt, in the order of their ranks
         self._sealed: dict[Node, list[tuple[int, Version]]] = {}  # and the copies that their inventories have promised
-        self._holdings: list[Holding] = []
+        self._holdings: dict[str, list[SlotInfo]] = {}
 
     @property
     def session(self) -> Session | None:
@@ -221,7 +221,7 @@ class Job:
         while len(crew) < self.size:
             crew.append(self._fresh_host(rng))
         rng.shuffle(crew)
-        self.crew, self.phase, self._todo, self._holdings, self._refuse = crew, "gathering", list(crew), [], refuse
+        self.crew, self.phase, self._todo, self._holdings, self._refuse = crew, "gathering", list(crew), {}, refuse
 
     def _fresh_host(self, rng: Random) -> Node:
         lost = [name for name, node in self.nodes.items() if not node.alive]
@@ -235,7 +235,7 @@ class Job:
         slots = [(owner, slot) for owner, shard in node.host.shards.items() for slot in shard.slots.values()]
         whole = [(owner, slot.index, slot.version) for owner, slot in slots if slot.state is SlotState.COMPLETE and slot.version]
         self._sealed[node] = [(owner, version) for owner, _, version in whole]
-        self._holdings.append(Holding(node.name, [self._info(node, owner, v, node.memory[owner, index]) for owner, index, v in whole]))
+        self._holdings[node.name] = [self._info(node, owner, v, node.memory[owner, index]) for owner, index, v in whole]
         if not self._todo:
             self._plan()
 

@@ -159,7 +159,7 @@ class Receiver:
                 return
             del self.open[owner]
             memory.header = version
-            self.node.perform(self.node.host.received(owner, version, layout, digest, root))
+            self.node.perform(self.node.host.completed(owner, version, layout, digest, root))
         elif now == version and memory is not None and (slot is None or slot.state is SlotState.TORN):
             self._abandon(owner, version)  # what an earlier connection still had to say has taken the slot away
             self.again.append((owner, version))

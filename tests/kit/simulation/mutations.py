@@ -94,7 +94,7 @@ MUTATIONS = (
     ),
     Mutation(
         "agent.replication.receive:Inbound.end_receive",
-        "self._context.host.received(end.owner, version, end.layout, end.digest, memory.root)",
+        "self._context.host.completed(end.owner, version, end.layout, end.digest, memory.root)",
         "[]",
         "a replica is not reported",
     ),

@@ -41,7 +41,7 @@ from gemini_ft.errors import AgentError, CorruptDataError, FormatError, GeminiEr
 from gemini_ft.hosts import began
 from gemini_ft.launch import notes
 from gemini_ft.storage import lookout, marks, shard
-from gemini_ft.storage.checkpoints import MANIFEST, Manifest
+from gemini_ft.storage.checkpoints import MANIFEST, Manifest, checked
 from gemini_ft.wire.peer_messages import PeerMessage
 from gemini_ft.wire.tcp import Connection
 from gemini_ft.wire.worker_messages import Launch
@@ -229,7 +229,7 @@ class World:
                 "lineage": [text(version) for version in manifest.lineage or ()],
             }
         elif event == "put" and key.endswith(".stored.json"):
-            facts["stored"] = text(marks.Mark.from_bytes(self.bucket.objects[key]).version)
+            facts["stored"] = text(marks.Mark.model_validate(checked(self.bucket.objects[key])).version)
         process = PROCESS.get()
         self.record(event, by=process.name if process is not None else "", **facts)
 

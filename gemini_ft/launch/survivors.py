@@ -49,15 +49,7 @@ class Attempt:
     def __init__(
         self, stays: Stays, environ: Mapping[str, str], streams: Sequence[int], start: Callable[[], Process], before: Attempt | None
     ) -> None:
-        """Made by `Stays.begin`.
-
-        Args:
-            stays: all workers of this host that may stay.
-            environ: the environment of the attempt.
-            streams: its standard input, output and error.
-            start: starts another worker.
-            before: the attempt before; None: there is none.
-        """
+        """Made by `Stays.begin`; ``before``: the attempt before, whose process may go on."""
         self._stays, self._environ, self._streams, self._start = stays, environ, streams, start
         self._before = before  # until the worker has come back from it
         self._status: int | None = None  # with which it has ended, while the process lives
