@@ -52,11 +52,10 @@ class Findings:
 
     def pack(self) -> dict[str, Any]:
         """The plan as plain data, with keys that are strings."""
-        traffic = asdict(self.traffic) if self.traffic is not None else None
-        if traffic is not None:
-            traffic["densities"] = [[ranks, density] for ranks, density in traffic["densities"].items()]
-        names = ("predicted", "least", "tried", "judged", "chosen", "units", "strange")
-        return copy.deepcopy({"traffic": traffic, "trial": asdict(self.trial), **{name: getattr(self, name) for name in names}})
+        packed = asdict(self)
+        if self.traffic is not None:
+            packed["traffic"]["densities"] = [list(each) for each in self.traffic.densities.items()]
+        return packed
 
     @classmethod
     def unpack(cls, packed: Mapping[str, Any]) -> Findings:

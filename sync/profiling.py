@@ -21,9 +21,8 @@ _TRIES = 5
 def traffic(gradient: SparseRows, exchange: Exchange) -> Traffic:
     """Measures density, densification and skew by an all-gather of all ranks' indices, without values."""
     bare = wire.encode(SparseRows(gradient.rows, gradient.indices, gradient.values[:, :0]), ("coo", "bitmap"))
-    gathered = dict(exchange.all_gather(bare))
     dtype = gradient.values.dtype
-    sets = [wire.decode(gathered[rank], gradient.rows, 0, dtype).indices for rank in range(exchange.size)]
+    sets = [wire.decode(each, gradient.rows, 0, dtype).indices for each in exchange.all_gather(bare)]
     return describe(sets, gradient.rows, gradient.width, dtype.itemsize)
 
 
@@ -77,8 +76,7 @@ def link(exchange: Exchange) -> Link:
 
 def slowest(seconds: Sequence[float], exchange: Exchange) -> list[float]:
     """The longest time of any rank, for each of ``seconds``. Collective."""
-    own = wire.new(8 * len(seconds), exchange.device)
-    wire.payload(own).view(torch.float64).copy_(torch.tensor(seconds, dtype=torch.float64))
+    own = wire.wrap(wire.as_bytes(torch.tensor(seconds, dtype=torch.float64, device=exchange.device)))
     everybody = torch.stack([wire.payload(each).view(torch.float64) for each in exchange.share(own)])
     return [float(each) for each in everybody.amax(0)]
 

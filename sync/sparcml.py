@@ -109,7 +109,7 @@ class SSARRecursiveDoubling(SparseScheme):
         distance = 1
         while distance < core:
             peer = exchange.rank ^ distance
-            theirs = wire.decode_like(exchange.swap(wire.encode(total), peer), gradient)
+            theirs = wire.decode_like(exchange.shift(wire.encode(total), peer, peer), gradient)
             total = add_up([total, theirs] if exchange.rank < peer else [theirs, total])
             distance *= 2
         if helped:
@@ -125,9 +125,7 @@ class SSARSplitAllgather(SparseScheme):
 
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
         partition = EvenPartition(gradient.rows, exchange.size)
-        gathered = dict(exchange.all_gather(wire.encode(push(gradient, partition, exchange))))
-        dtype = gradient.values.dtype
-        return partition.join([wire.decode(gathered[part], partition.size(part), gradient.width, dtype) for part in range(partition.parts)])
+        return partition.join(exchange.all_gather(wire.encode(push(gradient, partition, exchange))), gradient)
 
 
 class DSARSplitAllgather(SparseScheme):
@@ -153,8 +151,8 @@ class DSARSplitAllgather(SparseScheme):
         own = push(gradient, partition, exchange)
         if self._bits is not None:
             return self._quantised(own, partition, exchange, self._bits)
-        gathered = dict(exchange.all_gather(wire.encode(own, ("dense",))))
-        parts = [wire.decode(gathered[part], partition.size(part), own.width, own.values.dtype) for part in range(partition.parts)]
+        gathered = enumerate(exchange.all_gather(wire.encode(own, ("dense",))))
+        parts = [wire.decode(each, partition.size(part), own.width, own.values.dtype) for part, each in gathered]
         return from_dense(torch.cat([part.values for part in parts]))
 
     def state_dict(self) -> dict[str, Any]:
@@ -171,6 +169,6 @@ class DSARSplitAllgather(SparseScheme):
         chances = torch.Generator().manual_seed(stream_seed(self._seed, self._sums, exchange.rank))
         self._sums += 1
         message = quantise(own.dense(), bits, self._bucket, chances)
-        gathered = dict(exchange.all_gather(message))
         likes = [own.values.new_empty(partition.size(part), own.width) for part in range(partition.parts)]
-        return from_dense(torch.cat([restore(gathered[part], like, bits, self._bucket) for part, like in enumerate(likes)]))
+        gathered = zip(exchange.all_gather(message), likes, strict=True)
+        return from_dense(torch.cat([restore(each, like, bits, self._bucket) for each, like in gathered]))

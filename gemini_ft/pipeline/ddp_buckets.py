@@ -32,7 +32,6 @@ class DdpBuckets:
     """Hands the gradients of buckets over, and the averages back.
 
     Args:
-        synchronizer: whose model is the DDP one.
         otherwise: state and hook for buckets of which the synchronizer averages nothing.
     """
 

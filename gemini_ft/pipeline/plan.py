@@ -33,7 +33,6 @@ class Tensor:
 
     Attributes:
         name: as in ``model.named_parameters()``.
-        shape: its shape.
         itemsize: bytes of one element of the gradient.
         rule: number of its rule; `NO_RULE`: none matches.
         sparse: whether its module makes gradients that are sparse tensors.
@@ -187,7 +186,6 @@ def nothing(param: torch.Tensor, sparse: bool) -> torch.Tensor:
     """The gradient that a parameter adds that has none on this rank.
 
     Args:
-        param: the parameter.
         sparse: whether its gradients are sparse tensors: then it is one without entries, as all ranks must bring the same kind.
     """
     if not sparse:

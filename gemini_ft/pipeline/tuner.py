@@ -22,15 +22,24 @@ import torch.distributed as dist
 from gemini_ft.compression import cupcake, espresso
 from gemini_ft.compression.base import layout_of
 from gemini_ft.compression.costs import Affine, FittedCost
-from gemini_ft.compression.espresso_costs import TensorCosts, alpha_beta
-from gemini_ft.compression.espresso_options import Codec, ExchangePart, Option, PlannedCollective, Processor, Routine
+from gemini_ft.compression.espresso_options import (
+    Codec,
+    ExchangePart,
+    Option,
+    PlannedCollective,
+    Processor,
+    Routine,
+    TensorCosts,
+    alpha_beta,
+)
 from gemini_ft.compression.timeline import Backward, even, simulate
 from gemini_ft.compression.topology import Scope, Topology
 from gemini_ft.pipeline.averager import Averager
 from gemini_ft.pipeline.measuring import Costs, measure, slowest
 from gemini_ft.pipeline.plan import Group, Tensor, grouped, in_order
 from gemini_ft.pipeline.ready_times import ReadyTimes
-from gemini_ft.pipeline.routes import Plain, option_way
+from gemini_ft.pipeline.route_table import option_way
+from gemini_ft.pipeline.routes import Plain
 from gemini_ft.pipeline.rules import PLANNED, payload_of_one_length
 from gemini_ft.trials import Trial, TrialRules
 
@@ -72,9 +81,7 @@ class Candidates:
 
     Args:
         averager: whose rules they are; it must be idle.
-        device: of the gradients.
         tensors: in the order in which gradients become ready.
-        forward: seconds of the forward pass.
         ready: name -> seconds from its end until the gradient is there.
     """
 
@@ -212,10 +219,7 @@ class Tuner:
     """Changes an averager's plan between steps; all ranks do so at the same step.
 
     Args:
-        averager: whose plan it is.
-        ready_times: knows when gradients become ready.
         profile_steps: steps to watch before planning, at least 2.
-        device: of the gradients.
 
     Attributes:
         settled: whether the plan stays as it is.

@@ -33,7 +33,7 @@ from gemini_ft.compression.methods import METHODS, create
 from gemini_ft.pipeline import GradientSynchronizer, tuner
 from gemini_ft.pipeline.body import RankComparison
 from gemini_ft.pipeline.lanes import Work
-from gemini_ft.pipeline.routes import option_way
+from gemini_ft.pipeline.route_table import option_way
 from gemini_ft.pipeline.tuner import Candidates
 
 Given = Mapping[str, Tensor]
