@@ -107,8 +107,8 @@ class Auto(SparseScheme):
 
     def state_dict(self) -> dict[str, Any]:
         """All that has been measured, tried and chosen, alike on all ranks."""
-        plans = [[*_packed(key), plan.pack()] for key, plan in self.plans.items()]
-        plans += [[rows, width, str(dtype), plan.pack()] for (rows, width, dtype), plan in self._restored.items()]
+        known = {key[1:]: plan for key, plan in self.plans.items()}
+        plans = [[rows, width, str(dtype), plan.pack()] for (rows, width, dtype), plan in [*known.items(), *self._restored.items()]]
         links = [[name, link.alpha, link.beta] for name, link in self._links.items()]
         return {"plans": plans, "links": links} if plans else {}
 
@@ -151,11 +151,6 @@ def _settle(plan: Findings, best: str, took: float) -> None:
         plan.tried, plan.trial = [best, *more], Trial.of(1 + len(more))
     else:
         plan.chosen = best
-
-
-def _packed(key: tuple[object, ...]) -> list[object]:
-    _, rows, width, dtype = key
-    return [rows, width, str(dtype)]
 
 
 def candidates(names: Iterable[str], traffic: Traffic, link: Link) -> list[str]:

@@ -11,8 +11,9 @@ same by counting, and is what `zen.Zen` uses by default.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import ClassVar
 
@@ -88,24 +89,18 @@ def hierarchical_hash(
     Returns:
         Every index exactly once, whatever collides. Should a serial memory overflow, all is done again with twice the memory.
     """
-    slots = slots or max(SERIAL, -(-2 * len(indices) // count))
-    attempts = 1
-    while (grouping := _attempt(indices, parts, count, seed, slots, attempts)) is None:
-        slots, attempts = 2 * slots, attempts + 1
-    return grouping
-
-
-def _attempt(indices: torch.Tensor, parts: torch.Tensor, count: int, seed: int, slots: int, attempts: int) -> PartitionedIndices | None:
+    fill: Callable[..., tuple[torch.Tensor, torch.Tensor]] = fill_table
     if holds(indices):
-        from .hashing_triton import fill
+        from . import hashing_triton
 
-        memory, serial = fill(indices, parts, count, seed, slots, slots // SERIAL, ROUNDS)
-    else:
-        memory, serial = fill_table(indices, parts, count, seed, slots, slots // SERIAL)
-    if int(serial.max()) > slots // SERIAL:
-        return None
-    used = memory != 0
-    return PartitionedIndices(memory[used] - 1, used.sum(1).tolist(), int(serial.sum()), memory.numel(), attempts)
+        fill = partial(hashing_triton.fill, rounds=ROUNDS)
+    slots, attempts = slots or max(SERIAL, -(-2 * len(indices) // count)), 1
+    while True:
+        memory, serial = fill(indices, parts, count, seed, slots, slots // SERIAL)
+        if int(serial.max()) <= slots // SERIAL:
+            used = memory != 0
+            return PartitionedIndices(memory[used] - 1, used.sum(1).tolist(), int(serial.sum()), memory.numel(), attempts)
+        slots, attempts = 2 * slots, attempts + 1
 
 
 def fill_table(

@@ -30,8 +30,8 @@ def describe(sets: Sequence[torch.Tensor], rows: int, width: int, itemsize: int)
     """The traffic of ranks' indices, each [n] ascending, in an index space of ``rows`` units of ``width`` values."""
     ranks, unit = len(sets), max(1, width * itemsize)
     densities, groups = {}, list(sets)
-    for size in _sizes(ranks):
-        groups = [_together(sets[first : first + size], rows) for first in range(0, ranks, size)]
+    for size in (*(1 << power for power in range((ranks - 1).bit_length())), ranks):
+        groups = [union(sets[first : first + size], rows)[0] for first in range(0, ranks, size)]
         densities[size] = max(len(each) for each in groups) / max(1, rows)
     parts = EvenPartition(rows, ranks)
     pushed = torch.tensor([[len(part.indices) for part in parts.split(_bare(each, rows))] for each in sets])
@@ -90,14 +90,6 @@ def _seconds(call: Callable[[], object], exchange: Exchange) -> float:
         call()
         times.append(time.perf_counter() - begin)
     return min(slowest(times, exchange))
-
-
-def _sizes(ranks: int) -> list[int]:
-    return [*(1 << power for power in range((ranks - 1).bit_length())), ranks]
-
-
-def _together(sets: Sequence[torch.Tensor], rows: int) -> torch.Tensor:
-    return union(sets, rows)[0]
 
 
 def _bare(indices: torch.Tensor, rows: int) -> SparseRows:

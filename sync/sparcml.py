@@ -38,7 +38,8 @@ def quantise(values: torch.Tensor, bits: int, bucket: int, generator: torch.Gene
     number of their dtype travel as they are: one of them may become the norm.
     """
     levels = 2 ** (bits - 1) - 1
-    buckets = _padded(values.flatten(), bucket).view(-1, bucket).to(torch.float64)
+    flat = values.flatten()
+    buckets = torch.cat([flat, flat.new_zeros(-len(flat) % bucket)]).view(-1, bucket).to(torch.float64)
     largest = buckets.abs().amax(1, keepdim=True)  # what is divided by it can be squared, however small or large it was
     norms = largest * (buckets / largest.where(largest > 0, 1.0)).norm(dim=1, keepdim=True)
     if not bool((norms <= torch.finfo(values.dtype).max).all()):
@@ -46,7 +47,7 @@ def quantise(values: torch.Tensor, bits: int, bucket: int, generator: torch.Gene
     scaled = levels * buckets.abs() / norms.where(norms > 0, 1.0)
     codes = (scaled + torch.rand(scaled.shape, generator=generator, dtype=torch.float64).to(scaled.device)).floor_().clamp_(max=levels)
     signed = codes.copysign(buckets).to(torch.int16) + levels
-    return _message(1, torch.cat([wire.as_bytes(norms), _pack(signed.to(torch.uint8).flatten(), bits)]))
+    return _message(1, wire.as_bytes(norms), _pack(signed.to(torch.uint8).flatten(), bits))
 
 
 def restore(message: torch.Tensor, like: torch.Tensor, bits: int, bucket: int) -> torch.Tensor:
@@ -62,16 +63,8 @@ def restore(message: torch.Tensor, like: torch.Tensor, bits: int, bucket: int) -
     return values.to(like.dtype).view(like.shape)
 
 
-def _message(flag: int, data: torch.Tensor) -> torch.Tensor:
-    message = wire.new(_FLAG + len(data), data.device)
-    payload = wire.payload(message)
-    payload[:_FLAG] = flag
-    payload[_FLAG:] = data
-    return message
-
-
-def _padded(flat: torch.Tensor, multiple: int) -> torch.Tensor:
-    return torch.cat([flat, flat.new_zeros(-len(flat) % multiple)])
+def _message(flag: int, *parts: torch.Tensor) -> torch.Tensor:
+    return wire.wrap(torch.cat([parts[0].new_full((_FLAG,), flag), *parts]))
 
 
 def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:

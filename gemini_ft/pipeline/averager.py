@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
@@ -195,7 +195,7 @@ class Averager:
         if not self._jobs:
             self.on_begin()
         begin, means = time.perf_counter(), dict[str, Tensor]()
-        groups = [replace(group, names=tuple(name for name in group.names if name in gradients)) for group in self.plan.groups]
+        groups = [group._replace(names=tuple(name for name in group.names if name in gradients)) for group in self.plan.groups]
         self._scale = self.scale()
         jobs = [self._submitted(group, {name: gradients[name] for name in group.names}, means.update) for group in groups if group.names]
         for _, job in jobs:
@@ -280,7 +280,7 @@ class Averager:
                 arrivals[name].take(mean)
 
         gradients = {name: arrival.gradient for name, arrival in arrivals.items()}
-        self._jobs.append(self._submitted(replace(group, names=tuple(arrivals)), gradients, take))
+        self._jobs.append(self._submitted(group._replace(names=tuple(arrivals)), gradients, take))
 
     def _submitted(self, group: Group, gradients: Gradients, take: Callable[[dict[str, Tensor]], None]) -> tuple[Group, GroupInFlight]:
         route = self.routes.of(group)

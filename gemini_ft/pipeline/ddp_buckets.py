@@ -43,7 +43,7 @@ class DdpBuckets:
         self._will_end = False  # the end of the backward pass has been asked for
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()  # in a copy of the model, which averages as if it had no hook
+        return type(None), ()  # in a copy of the model, which averages as if it had no hook
 
     def ready(self, bucket: GradBucket) -> Future[Tensor]:
         """Takes a bucket whose gradients are final.
@@ -125,10 +125,6 @@ def _queue_callback(call: Callable[[], None]) -> None:
 
 def _raise(error: BaseException) -> None:
     raise error
-
-
-def _nothing() -> None:
-    return None
 
 
 def _answered(buffer: Tensor) -> Future[Tensor]:

@@ -11,9 +11,10 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -50,8 +51,7 @@ class Tensor:
         return self.itemsize * math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Gradients that travel together.
 
     Attributes:
@@ -81,18 +81,16 @@ class Plan:
 
     def pack(self) -> dict[str, Any]:
         """The plan as plain data."""
-        return {
-            "groups": [[group.rule, list(group.names), group.way] for group in self.groups],
-            "fusion": {str(rule): label for rule, label in self.fusion.items()},
-            "predicted": {str(rule): seconds for rule, seconds in self.predicted.items()},
-        }
+        packed: dict[str, Any] = _PLAN.dump_python(self, mode="json")
+        return packed
 
     @classmethod
     def unpack(cls, packed: Mapping[str, Any]) -> Plan:
         """Makes a plan of the plain data that `pack` gave."""
-        groups = tuple(Group(rule, tuple(names), way) for rule, names, way in packed["groups"])
-        fusion = {int(rule): label for rule, label in packed["fusion"].items()}
-        return cls(groups, fusion, {int(rule): seconds for rule, seconds in packed["predicted"].items()})
+        return _PLAN.validate_python(packed)
+
+
+_PLAN = TypeAdapter(Plan)
 
 
 def rule_at(rules: Rules, number: int) -> Rule:

@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from gemini_ft.compression import cupcake, espresso
 from gemini_ft.compression.base import layout_of
@@ -49,8 +50,7 @@ TERMS = TrialRules(visit=3, rounds=16, slower={1: 1.25, 4: 1.08, 8: 1.04})
 _EVEN = (1, 4, 16)  # groups of about as many tensors each, that the planner's grouping is to beat
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A way to do one rule.
 
     Attributes:
@@ -65,15 +65,8 @@ class Candidate:
     predicted: float
     error: float
 
-    def pack(self) -> list[Any]:
-        """The candidate as plain data."""
-        return [self.label, [[group.rule, list(group.names), group.way] for group in self.groups], self.predicted, self.error]
 
-    @classmethod
-    def unpack(cls, packed: Sequence[Any]) -> Candidate:
-        """Makes a candidate of the plain data that `pack` gave."""
-        label, groups, predicted, error = packed
-        return cls(label, tuple(Group(rule, tuple(names), way) for rule, names, way in groups), predicted, error)
+_CANDIDATES = TypeAdapter(list[Candidate])
 
 
 class Candidates:
@@ -205,13 +198,13 @@ class _RuleTrial:
 
     def pack(self) -> dict[str, Any]:
         """The trial as plain data."""
-        return {"rule": self.rule, "candidates": [each.pack() for each in self.candidates], **asdict(self.trial)}
+        return {"rule": self.rule, "candidates": _CANDIDATES.dump_python(self.candidates, mode="json"), **asdict(self.trial)}
 
     @classmethod
     def unpack(cls, packed: Mapping[str, Any]) -> _RuleTrial:
         """Makes a trial of the plain data that `pack` gave."""
         given = deepcopy(dict(packed))
-        rule, candidates = given.pop("rule"), [Candidate.unpack(each) for each in given.pop("candidates")]
+        rule, candidates = given.pop("rule"), _CANDIDATES.validate_python(given.pop("candidates"))
         return cls(rule, candidates, Trial(**given))
 
 
