@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
@@ -95,6 +95,8 @@ class FlatLayout:
     shapes: tuple[Shape, ...]
     dtypes: tuple[torch.dtype, ...]
     align: int
+    _segments: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _padding: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, dtype in zip(self.names, self.dtypes, strict=True):
@@ -132,14 +134,6 @@ class FlatLayout:
     @cached_property
     def _cuts(self) -> list[int]:
         return [part for size, span in zip(self.sizes, self.spans, strict=True) for part in (size, span - size)]
-
-    @cached_property
-    def _segments(self) -> dict[torch.device, Tensor]:
-        return {}
-
-    @cached_property
-    def _padding(self) -> dict[torch.device, Tensor]:
-        return {}
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each tensor's elements of a flat buffer, padding left out."""
@@ -238,11 +232,6 @@ class Payload:
     data: Tensor
     shared: Tensor | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that travel."""
-        return self.data.nbytes
-
 
 Exchange: TypeAlias = Generator[CollectiveRequest, list[Tensor], Bundle]
 
@@ -275,18 +264,14 @@ class Reducer(ABC):
         """Bytes that one rank hands to collectives for one bundle, by the method's formula.
 
         Args:
-            selected: elements that were picked, or bytes of what the data decide on, for the methods in which they do; others ignore it.
-
-        Raises:
-            ValueError: the data decide, and ``selected`` is not given.
+            selected: elements that were picked, or bytes that are left, where the data decide on that: ValueError without it.
         """
 
     @property
     def ratio(self) -> float:
-        """Part of each tensor that travels. Another one may be set between steps, alike on all ranks; it is an option and not state.
+        """Part of each tensor that travels; AttributeError: the method has none.
 
-        Raises:
-            AttributeError: the method has none.
+        Another one may be set between steps, alike on all ranks; it is an option and not state.
         """
         return self._with_ratio().ratio
 
