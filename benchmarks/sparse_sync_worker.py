@@ -24,8 +24,7 @@ from gemini_ft.sync import costs, profiling
 from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.backends import open_exchange
 from gemini_ft.sync.base import Scheme
-from gemini_ft.sync.hashing import group_by_part, murmur
-from gemini_ft.sync.partition import EvenPartition, HashedPartition, Partition, RotatedPartition, hierarchical_hash
+from gemini_ft.sync.partition import EvenPartition, HashedPartition, Partition, RotatedPartition, group_by_part, hierarchical_hash, murmur
 from gemini_ft.sync.rows import SparseRows, to_rows, union
 from gemini_ft.sync.schemes import SCHEMES
 from gemini_ft.sync.zen import Zen

@@ -25,8 +25,7 @@ from gemini_ft.sync.backends import open_exchange
 from gemini_ft.sync.omnireduce import BLOCK
 from gemini_ft.sync.rows import to_rows
 from gemini_ft.sync.schemes import SCHEMES, SWITCH_SCHEMES
-from gemini_ft.sync.switch_link import SwitchLink
-from gemini_ft.sync.switch_scheme import SwitchScheme
+from gemini_ft.sync.switch_scheme import SwitchLink, SwitchScheme
 from gemini_ft.sync.switchml import SwitchMLStream
 from lossy_switch import Lossy
 from traces import Trace

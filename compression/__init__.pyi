@@ -15,7 +15,6 @@ from .cast import Natural8 as Natural8
 from .collective import ScopedGroups as ScopedGroups
 from .collective import reduce as reduce
 from .collective import run as run
-from .collective import simulate as simulate
 from .collective import slowest as slowest
 from .control import DelayControl as DelayControl
 from .dgc import MomentumCorrection as MomentumCorrection

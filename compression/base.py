@@ -14,8 +14,9 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -94,6 +95,8 @@ class FlatLayout:
     shapes: tuple[Shape, ...]
     dtypes: tuple[torch.dtype, ...]
     align: int
+    _segments: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _padding: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, dtype in zip(self.names, self.dtypes, strict=True):
@@ -132,20 +135,11 @@ class FlatLayout:
     def _cuts(self) -> list[int]:
         return [part for size, span in zip(self.sizes, self.spans, strict=True) for part in (size, span - size)]
 
-    @cached_property
-    def _segments(self) -> dict[torch.device, Tensor]:
-        return {}
-
-    @cached_property
-    def _padding(self) -> dict[torch.device, Tensor]:
-        return {}
-
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each tensor's elements of a flat buffer, padding left out."""
-        return list(flat.split_with_sizes(self._cuts)[::2]) if flat.numel() == self.total else self._wrong(flat)
-
-    def _wrong(self, flat: Tensor) -> list[Tensor]:
-        raise ValueError(f"a flat buffer of {flat.numel()} elements: this layout has {self.total}")
+        if flat.numel() != self.total:
+            raise ValueError(f"a flat buffer of {flat.numel()} elements: this layout has {self.total}")
+        return list(flat.split_with_sizes(self._cuts)[::2])
 
     def segments(self, device: torch.device) -> Tensor:
         """Number of the tensor that each run of eight elements belongs to, int32 (total / 8,)."""
@@ -238,11 +232,6 @@ class Payload:
     data: Tensor
     shared: Tensor | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that travel."""
-        return self.data.nbytes
-
 
 Exchange: TypeAlias = Generator[CollectiveRequest, list[Tensor], Bundle]
 
@@ -257,12 +246,14 @@ class Reducer(ABC):
         unbiased: whether the expectation of the average is the average of the gradients.
         align: multiple at which tensors begin in its bundles; a multiple of 8.
         kept: names of the attributes with state: memories, and the method inside.
+        tables: key in the state -> attribute: dicts with state, by tensor name.
     """
 
     primitive: Primitive
     unbiased: bool = False
     align: int = 8
     kept: tuple[str, ...] = ()
+    tables: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
@@ -273,17 +264,14 @@ class Reducer(ABC):
         """Bytes that one rank hands to collectives for one bundle, by the method's formula.
 
         Args:
-            layout: of the bundle.
-            world: ranks.
-            selected: elements that were picked, for the methods in which the data decide; others ignore it.
+            selected: elements that were picked, or bytes that are left, where the data decide on that: ValueError without it.
         """
 
     @property
     def ratio(self) -> float:
-        """Part of each tensor that travels. Another one may be set between steps, alike on all ranks; it is an option and not state.
+        """Part of each tensor that travels; AttributeError: the method has none.
 
-        Raises:
-            AttributeError: the method has none.
+        Another one may be set between steps, alike on all ranks; it is an option and not state.
         """
         return self._with_ratio().ratio
 
@@ -302,7 +290,8 @@ class Reducer(ABC):
 
     def state_dict(self) -> State:
         """All state that the next step depends on: tensors (not copied), numbers and dicts. It differs between ranks."""
-        return {name: keeper.state_dict() for name, keeper in self._keepers().items()}
+        tables = {key: dict(sorted(getattr(self, name).items())) for key, name in self.tables.items()}
+        return {name: keeper.state_dict() for name, keeper in self._keepers().items()} | tables
 
     def hold_still(self) -> None:
         """Keeps the tensors of ``state_dict`` where they are from now on, as long as the groups stay the same.
@@ -319,11 +308,13 @@ class Reducer(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a `state_dict`, to go on as if never interrupted; tensors are copied."""
-        if set(state) != set(self.kept):
-            what = " and ".join(self.kept) or "no state"
+        if set(state) != {*self.kept, *self.tables}:
+            what = " and ".join((*self.kept, *self.tables)) or "no state"
             raise ValueError(f"{type(self).__name__} has {what}; given {sorted(state)}: was it another method's?")
         for name, keeper in self._keepers().items():
             keeper.load_state_dict(state[name])
+        for key, name in self.tables.items():
+            setattr(self, name, {each: kept.clone() if isinstance(kept, Tensor) else kept for each, kept in state[key].items()})
 
 
 class Compressor(Reducer):
@@ -331,15 +322,25 @@ class Compressor(Reducer):
 
     Attributes:
         in_parts: whether a run of a tensor's elements gets smaller as the tensor does, which has a shape.
-        bits: of an element in a payload, and ``scales`` of a tensor beside, float32; of payloads of one length.
+        bits: of every element in a payload.
+        scales: words of 4 bytes of every tensor beside them.
+        selected_bytes: of each of ``selected`` beside them; 0: all payloads of a layout have one length.
     """
 
     in_parts: bool = True
-    bits: int
+    bits: int = 0
     scales: int = 0
+    selected_bytes: int = 0
 
     def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
-        return layout.total * self.bits // 8 + 4 * self.scales * len(layout.names)
+        if self.selected_bytes and selected is None:
+            raise ValueError(f"{type(self).__name__}: how much travels depends on the data; give selected=")
+        return layout.total * self.bits // 8 + 4 * self.scales * len(layout.names) + self.selected_bytes * (selected or 0)
+
+    @property
+    def has_parts_of_one_length(self) -> bool:
+        """Whether payloads, of parts of tensors too, have a length that is known beforehand."""
+        return self.in_parts and self.primitive in (Primitive.ALL_GATHER, Primitive.ALL_REDUCE)
 
     @abstractmethod
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:

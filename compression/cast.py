@@ -19,7 +19,7 @@ from gemini_ft import truncation
 from gemini_ft.validation import Seed, checked
 
 from . import kernels
-from .base import Bundle, Compressor, FlatLayout, Payload, Primitive, Summed, Turn, cut, join
+from .base import Bundle, Compressor, Payload, Primitive, Summed, Turn, cut, join
 from .buffers import BUFFERS
 from .quantise import inverse, magnitudes
 
@@ -170,6 +170,7 @@ class Inceptionn(Compressor):
     """
 
     primitive = Primitive.ALL_GATHER_V
+    bits, selected_bytes = 2, 1  # tags, and the bytes of all words
 
     @checked
     def __init__(self, bound: truncation.Bound = 10) -> None:
@@ -181,9 +182,3 @@ class Inceptionn(Compressor):
     def decompress(self, payload: Payload) -> Bundle:
         flat = BUFFERS.empty(payload.layout.total, device=payload.data.device)
         return Bundle(payload.layout, truncation.decode(payload.data, flat, self.bound))
-
-    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
-        """Bytes of the payload, where ``selected`` is the number of bytes of all words."""
-        if selected is None:
-            raise ValueError("INCEPTIONN: how long words are depends on the data; give selected=")
-        return truncation.packed(layout.total) + selected

@@ -1,7 +1,6 @@
-"""Runs exchanges: on a process group, or all ranks of one beside each other in this process.
+"""Runs exchanges on a process group.
 
     means = reduce(method, {"weight": gradient, "bias": other}, step, group)
-    bundles = simulate([method.exchange(bundle, Turn(step, rank, 4)) for rank, (method, bundle) in enumerate(ranks)])
 
 An exchange that goes within machines and between them (`CollectiveRequest.scope`) runs on `ScopedGroups` in place of a group.
 
@@ -49,7 +48,6 @@ class ScopedGroups:
         """Makes the process groups of machines with ``ranks_per_machine`` ranks each, neighbours in ``group``. Collective.
 
         Args:
-            group: of all ranks.
             timeout: of collectives; None: torch's default.
 
         Raises:
@@ -111,75 +109,28 @@ def run(exchange: Exchange, group: Among = None) -> Bundle:
         return bundle
 
 
-def simulate(exchanges: Sequence[Exchange], topology: Topology | None = None) -> list[Bundle]:
-    """Runs the exchanges of all ranks in this process and returns their results in rank order, equal to those of `run`.
-
-    Args:
-        exchanges: of all ranks, in their order.
-        topology: which of them share a machine; None: all.
-
-    Raises:
-        ValueError: ranks wait for each other in different collectives.
-    """
-    topology = topology or Topology(1, len(exchanges))
-    if topology.world != len(exchanges):
-        raise ValueError(f"{len(exchanges)} exchanges on {topology}: give one for each rank")
-    waiting: dict[int, CollectiveRequest] = {}
-    results: dict[int, Bundle] = {}
-
-    def go_on(rank: int, given: list[Tensor] | None) -> None:
-        try:
-            waiting[rank] = next(exchanges[rank]) if given is None else exchanges[rank].send(given)
-        except StopIteration as done:
-            results[rank] = done.value
-
-    for rank in range(len(exchanges)):
-        go_on(rank, None)
-    while waiting:
-        ready = _ready(waiting, topology)
-        answers = _answers([waiting.pop(rank) for rank in ready])
-        for rank, given in zip(ready, answers, strict=True):
-            go_on(rank, given)
-    return [results[rank] for rank in range(len(exchanges))]
-
-
-def _ready(waiting: Mapping[int, CollectiveRequest], topology: Topology) -> range:
-    """Ranks that have all asked for the same collective."""
-    for rank, request in waiting.items():
-        group = topology.group(rank, request.scope)
-        asked = [waiting.get(member) for member in group]
-        if all(other is not None and (other.kind, other.scope) == (request.kind, request.scope) for other in asked):
-            _check_members(request, len(group))
-            return group
-    asked_for = ", ".join(f"{rank}: {request.kind} ({request.scope.value})" for rank, request in sorted(waiting.items()))
-    raise ValueError(f"no collective has all its ranks; {asked_for}: all of them must run the same method and options")
-
-
 def answer(request: CollectiveRequest, group: Among) -> list[Tensor]:
     """Carries out one collective, as `CollectiveRequest` describes it."""
     members = _group_of(request.scope, group)
     world = dist.get_world_size(members) if dist.is_initialized() else 1
-    _check_members(request, world)
+    check_members(request, world)
     if world == 1:
         return [request.tensor]
-    return _carry_out(request, members)
-
-
-def _carry_out(request: CollectiveRequest, group: ProcessGroup | None) -> list[Tensor]:
     match request.kind:
         case "gather":
-            return _gather(request.tensor, group)
+            return _gather(request.tensor, members)
         case "gather_v":
-            return _gather_v(request.tensor, group)
+            return _gather_v(request.tensor, members)
         case "max":
-            return [_largest(request.tensor, group)]
+            return [_largest(request.tensor, members)]
         case "sum":
-            return [_sum(request.tensor, group)]
+            return [_sum(request.tensor, members)]
         case "reduce":
-            return _reduce(request.tensor, group)
+            return _reduce(request.tensor, members)
         case "broadcast":
-            return [_broadcast(request.tensor, request.received, group)]
-    return _all_to_all(request.tensor, request.lengths, request.received, group)
+            return [_broadcast(request.tensor, request.received, members)]
+        case "all_to_all":
+            return _all_to_all(request.tensor, request.lengths, request.received, members)
 
 
 def _group_of(scope: Scope, group: Among) -> ProcessGroup | None:
@@ -192,30 +143,17 @@ def _group_of(scope: Scope, group: Among) -> ProcessGroup | None:
     return group
 
 
-def _check_members(request: CollectiveRequest, world: int) -> None:
+def check_members(request: CollectiveRequest, world: int) -> None:
+    """Refuses a request for another number of members.
+
+    Raises:
+        ValueError: there are more or fewer than ``world``.
+    """
     asked = request.members or (len(request.lengths) if request.kind == "all_to_all" else world)
     if asked != world:
         flat, scoped = "make its Turn with turn(step, group)", "make ScopedGroups of as many ranks per machine as its topology has"
         way_out = flat if request.scope is Scope.FLAT else scoped
         raise ValueError(f"an exchange among {asked} ranks on a group of {world}; {way_out}")
-
-
-def _answers(requests: Sequence[CollectiveRequest]) -> list[list[Tensor]]:
-    """The answer for each rank, once all ranks have asked."""
-    tensors = [request.tensor for request in requests]
-    match requests[0].kind:
-        case "all_to_all":
-            parts = [request.tensor.split_with_sizes(list(request.lengths)) for request in requests]
-            return [[part[rank].clone() for part in parts] for rank in range(len(requests))]
-        case "sum":
-            return [[added(tensors)] for _ in requests]
-        case "reduce":
-            return [[added(tensors)], *([] for _ in requests[1:])]
-        case "broadcast":
-            return [[tensors[0]] for _ in requests]
-        case "max":
-            return [[_max(tensors)] for _ in requests]
-    return [tensors for _ in requests]
 
 
 def added(tensors: Sequence[Tensor]) -> Tensor:
@@ -225,10 +163,6 @@ def added(tensors: Sequence[Tensor]) -> Tensor:
     for tensor in tensors[1:]:
         total.add_(tensor)
     return total.to(tensors[0].dtype)
-
-
-def _max(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(tensors)).amax(0)  # NaN wins
 
 
 def _gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
@@ -256,7 +190,7 @@ def _sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 
 def _largest(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     if tensor.is_floating_point():  # backends do not agree on what is above a NaN
-        return _max(_gather(tensor, group))
+        return torch.stack(_gather(tensor, group)).amax(0)  # NaN wins
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
     return tensor
 

@@ -107,12 +107,9 @@ class DelayControl:
     to it while there is time; then the ladder, with hysteresis.
 
     Args:
-        elements: of the group.
-        world: ranks.
         deadline: seconds that the collective may take: until the backward pass is over, or what the user wants.
         divisible: sent by parts (`TwoPhase`, an all-reduce, a sparse scheme) and not by an all-gather.
         entry: bytes of an element that is sent, its index included.
-        ladder: ratios to choose from, falling.
         every: steps between decisions.
     """
 
@@ -124,19 +121,16 @@ class DelayControl:
         *,
         divisible: bool = False,
         entry: int = 8,
-        ladder: tuple[float, ...] = LADDER,
         every: int = 5,
     ) -> None:
         if elements < 1 or world < 1 or every < 1 or not deadline > 0:
             raise ValueError(f"elements={elements}, world={world}, every={every}, deadline={deadline} s: all must be above 0")
-        if list(ladder) != sorted(set(ladder), reverse=True) or not ladder or not 0 < ladder[-1] <= ladder[0] <= 1:
-            raise ValueError(f"ladder={ladder}: ratios above 0, at most 1, falling; for example {LADDER}")
-        self.elements, self.world, self.deadline, self.every, self.ladder = elements, world, deadline, every, ladder
+        self.elements, self.world, self.deadline, self.every = elements, world, deadline, every
         self._dense_factor = 2 * (world - 1) / world
         self._factor, self._entry = self._dense_factor if divisible else world - 1, entry
         self.link = LinkEstimate()
-        self.ratio = ladder[0]
-        self._wanted = ladder[0]  # before it is put on the ladder
+        self.ratio = LADDER[0]
+        self._wanted = LADDER[0]  # before it is put on the ladder
         self._delays: list[float] = []  # since the last decision
 
     def nbytes(self, ratio: float) -> float:
@@ -180,13 +174,13 @@ class DelayControl:
         elif error < _EARLY:
             self._wanted *= 1 + _RISE
         self._wanted = min(max(self._wanted, model / _BAND), model * _BAND if model < 1 else 1.0)
-        self._wanted = min(max(self._wanted, self.ladder[-1]), self.ladder[0])
+        self._wanted = min(max(self._wanted, LADDER[-1]), LADDER[0])
         self.ratio = self._rung()
 
     def _rung(self) -> float:
         """The highest rung that is affordable; a higher one than now only with a margin, so that noise does not make it swing."""
-        affordable = [rung for rung in self.ladder if rung <= self._wanted and (rung <= self.ratio or self._safely(rung))]
-        return max(affordable, default=self.ladder[-1])
+        affordable = [rung for rung in LADDER if rung <= self._wanted and (rung <= self.ratio or self._safely(rung))]
+        return max(affordable, default=LADDER[-1])
 
     def _safely(self, rung: float) -> bool:
         return self._wanted >= min(1.0, _CLIMB * rung) and self.link.predict(self.nbytes(rung)) <= self.deadline

@@ -128,7 +128,6 @@ class FittedCost:
     """A cost model, and how far it is from the samples it was made of.
 
     Attributes:
-        cost: the model.
         mean: mean over the samples of ``|predicted - measured| / measured``.
         worst: the largest of these.
     """
@@ -175,12 +174,12 @@ def interpolate(samples: Iterable[Sample]) -> FittedCost:
     sizes = sorted({point.nbytes for point in points})
     medians = [statistics.median(p.seconds for p in points if p.nbytes == size) for size in sizes]
     cost = Measured(tuple(sizes), tuple(medians))
-    models = {size: _without(cost, index) if len(sizes) > 2 else cost for index, size in enumerate(sizes)}
+
+    def without(index: int) -> Measured:
+        return Measured(cost.nbytes[:index] + cost.nbytes[index + 1 :], cost.seconds[:index] + cost.seconds[index + 1 :])
+
+    models = {size: without(index) if len(sizes) > 2 else cost for index, size in enumerate(sizes)}
     return _fit(cost, [abs(models[p.nbytes](p.nbytes) - p.seconds) / p.seconds for p in points])
-
-
-def _without(cost: Measured, index: int) -> Measured:
-    return Measured(cost.nbytes[:index] + cost.nbytes[index + 1 :], cost.seconds[:index] + cost.seconds[index + 1 :])
 
 
 def _fit(cost: Cost, errors: Sequence[float]) -> FittedCost:

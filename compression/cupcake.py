@@ -29,7 +29,6 @@ class GroupingPlan:
     """A grouping, and the seconds of one iteration that the timeline predicts for it.
 
     Attributes:
-        grouping: which tensors travel together.
         seconds: predicted, of one iteration.
         bound: no grouping takes less; where this is ``seconds``, the plan is proven to be the best.
     """
@@ -43,7 +42,6 @@ def plan(backward: Backward, costs: GroupCosts, most: int = 64) -> GroupingPlan:
     """The grouping of the least predicted time.
 
     Args:
-        backward: the tensors.
         costs: of their groups, of any shape.
         most: ways to exchange the first k tensors that are followed up for each k, where costs are not affine, or there is
             decoding or an encoder of its own. Fewer are needed nearly always, and then the plan is the best one; if not,
@@ -54,16 +52,13 @@ def plan(backward: Backward, costs: GroupCosts, most: int = 64) -> GroupingPlan:
     """
     if most < 1:
         raise ValueError(f"most={most}: must be at least 1")
-    if isinstance(costs.encode, Affine) and isinstance(costs.communicate, Affine) and _of_the_paper(costs):
+    is_of_the_paper = costs.decode == FREE and costs.encode_on == "compute"
+    if isinstance(costs.encode, Affine) and isinstance(costs.communicate, Affine) and is_of_the_paper:
         grouping, bound = _by_number_of_groups(backward, costs.encode, costs.communicate), math.inf
     else:
         grouping, bound = _by_labels(backward, costs, most)
     seconds = simulate(backward, costs, grouping).seconds
     return GroupingPlan(grouping, seconds, min(seconds, bound))
-
-
-def _of_the_paper(costs: GroupCosts) -> bool:
-    return costs.decode == FREE and costs.encode_on == "compute"
 
 
 def _group_bytes(backward: Backward) -> Floats:

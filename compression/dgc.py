@@ -21,13 +21,13 @@ from .feedback import WHOLE
 from .memory import Memory, non_finite, put_back
 from .norms import norms
 from .options import ClipNorm, Momentum, Nesterov, Ratio, Sample, Warmup
-from .sparse import Sparsifier, WithRatio, above, kept, largest, within
+from .sparse import RatioSparsifier, Sparsifier, above, kept, largest, within
 
 _WARMUP_STAGES, _WARMUP_RATIO = 4, 0.25
 _ADAPTATIONS = 10
 
 
-class SampledThreshold(WithRatio, Sparsifier):
+class SampledThreshold(RatioSparsifier):
     """About ``ratio`` of each tensor, above a threshold that is estimated from a sample of it.
 
     The estimate is corrected until between 0.8 and 1.3 of the target pass; of more, exactly the largest are taken.
@@ -51,13 +51,8 @@ class SampledThreshold(WithRatio, Sparsifier):
         stage = step * _WARMUP_STAGES // self.warmup_steps
         return _WARMUP_RATIO * math.pow(self.ratio / _WARMUP_RATIO, stage / _WARMUP_STAGES)
 
-    def pick(self, bundle: Bundle, turn: Turn) -> Tensor:
-        layout, ratio = bundle.layout, self.ratio_at(turn.step if turn.update is None else turn.update)
-        magnitudes = bundle.magnitudes()
-        picked = [self._pick(view, ratio) + at for view, at in zip(magnitudes, layout.starts, strict=True)]
-        return torch.cat(picked).int()
-
-    def _pick(self, magnitudes: Tensor, ratio: float) -> Tensor:
+    def choose(self, name: str, magnitudes: Tensor, turn: Turn) -> Tensor:
+        ratio = self.ratio_at(turn.step if turn.update is None else turn.update)
         target = kept(magnitudes.numel(), ratio)
         threshold = self._estimate(magnitudes, ratio)
         for _ in range(_ADAPTATIONS):

@@ -27,13 +27,13 @@ from operator import add
 import numpy as np
 
 from .costs import Floats
-from .espresso_costs import Load, TensorCosts, loads
-from .espresso_options import UNCOMPRESSED, Codec, Option, Processor, options
+from .espresso_options import UNCOMPRESSED, Codec, Load, Option, Processor, TensorCosts, loads, options
 from .timeline import Backward
 from .topology import Scope
 
 _GPU, _CPU, _INTRA, _INTER = range(4)
 _QUEUES = 8  # resource r: 2 r is its first queue, 2 r + 1 the one for what comes later
+_EXHAUSTIVE = 500  # strategies that algorithm 2 tries at most before it goes over to one group at a time
 _BETTER = 1 - 1e-12  # of the best F so far: what comes closer to it differs by rounding
 
 Work = tuple[tuple[int, float], ...]
@@ -55,10 +55,7 @@ class OptionTable:
         self._costs = costs
         self._loads: dict[Load, int] = {}
         self._queues = [tuple(_queues(option, costs.topology.machines == 1)) for option in self.options]
-        self._ids = [
-            [self._loads.setdefault(load, len(self._loads)) for load in loads(option, costs.topology, costs.adds)]
-            for option in self.options
-        ]
+        self._ids = [[self._loads.setdefault(load, len(self._loads)) for load in loads(option, costs.topology)] for option in self.options]
         steps = max(map(len, self._ids))
         lengths = [len(ids) for ids in self._ids[: self.choices]]
         self._padded = np.array([ids + [len(self._loads)] * (steps - len(ids)) for ids in self._ids], dtype=np.intp).T
@@ -238,29 +235,18 @@ def predict(backward: Backward, costs: TensorCosts, chosen: Sequence[Option]) ->
     return TrialStrategy(backward, OptionTable(chosen, (), costs), chosen).seconds()
 
 
-def plan(backward: Backward, costs: TensorCosts, candidates: Iterable[Option] | None = None, exhaustive: int = 500) -> OptionPlan:
-    """Runs both algorithms; by its prediction the result is never slower than an all-reduce of every tensor.
-
-    Args:
-        backward: the tensors.
-        costs: of exchanging them. With costs for the CPU, algorithm 2 is run too.
-        candidates: options of algorithm 1; by default all that use the GPU only, or the CPU where only that has costs.
-        exhaustive: algorithm 2 tries this many strategies at most before it goes over to one group at a time.
+def plan(backward: Backward, costs: TensorCosts) -> OptionPlan:
+    """Runs algorithm 1, and algorithm 2 where the CPU has costs too; what comes out is not predicted to be slower than all-reduce alone.
 
     Raises:
-        ValueError: ``exhaustive`` is below 1, or costs are missing.
+        ValueError: costs are missing.
     """
-    if exhaustive < 1:
-        raise ValueError(f"exhaustive={exhaustive}: must be at least 1")
-    processors = (Processor.GPU,) if Processor.GPU in costs.compress else (Processor.CPU,)
-    if candidates is None:
-        candidates = options(processors, flat_only=costs.topology.flat_only)
-    candidates = (UNCOMPRESSED, *candidates)
+    candidates = options((Processor.GPU if Processor.GPU in costs.compress else Processor.CPU,), flat_only=costs.topology.flat_only)
     moved = [option.on(Processor.CPU) for option in candidates] if Processor.CPU in costs.compress else []
     exchange = TrialStrategy(backward, OptionTable(candidates, moved, costs), [UNCOMPRESSED] * len(backward))
     choose(exchange, backward.nbytes)
     if moved:
-        offload(exchange, backward.nbytes, exhaustive)
+        offload(exchange, backward.nbytes, _EXHAUSTIVE)
     return OptionPlan(exchange.options, exchange.seconds())
 
 

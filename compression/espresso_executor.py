@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Kind, Payload, Primitive, Reducer, State, Turn
+from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Kind, Payload, Primitive, Reducer, Turn
 from .collective import added
 from .espresso_options import Codec, ExchangePart, Operation, Option, PlannedCollective, Processor
 from .feedback import compress_parts
@@ -145,9 +146,10 @@ class OptionExecutor(Reducer):
 
     primitive = Primitive.SCOPED
     kept = ("residuals", "inner")
+    tables = MappingProxyType({"options": "_taken"})
 
     def __init__(self, inner: Reducer, options: Option | Mapping[str, Option], topology: Topology, error_feedback: bool = True) -> None:
-        if not isinstance(inner, Compressor) or inner.primitive not in (Primitive.ALL_GATHER, Primitive.ALL_REDUCE) or not inner.in_parts:
+        if not isinstance(inner, Compressor) or not inner.has_parts_of_one_length:
             raise ValueError(
                 f"OptionExecutor({type(inner).__name__}): needs a compressor alone, with payloads of one length that parts of a tensor "
                 "have too, such as TopK, ScaledSign or QSGD; choose error feedback by error_feedback="
@@ -219,13 +221,6 @@ class OptionExecutor(Reducer):
                 total += held.handed(operation) if isinstance(operation, PlannedCollective) else 0
                 held.follow(operation, held.divisions(option.operations[number:]))
         return total
-
-    def state_dict(self) -> State:
-        return super().state_dict() | {"options": dict(sorted(self._taken.items()))}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict({name: each for name, each in state.items() if name != "options"})
-        self._taken = dict(state["options"])
 
 
 class _Course:

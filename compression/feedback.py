@@ -11,13 +11,13 @@ compressor whose payloads have a length known beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Payload, Primitive, Reducer, State, Turn
+from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Payload, Primitive, Reducer, Turn
 from .cast import Identity
 from .memory import Memory, non_finite, put_back
 from .parts import Worlds, divide, layouts, renamed, unite
@@ -33,7 +33,6 @@ class ErrorFeedback(Reducer):
     nothing that later steps need.
 
     Args:
-        inner: the compressor.
         beta: part of the residual that is kept. Below 1.0 it leaks: the sum of what is sent is not that of the gradients any more.
         follow_lr: EF-signSGD's memory, ``p = lr g + e`` in units of the parameters: when ``turn.lr`` changes, the residual is
             scaled by the old rate over the new one. Otherwise residuals are in units of the gradients.
@@ -47,6 +46,7 @@ class ErrorFeedback(Reducer):
     """
 
     kept = ("residuals", "inner")
+    tables = MappingProxyType({"lr": "_lr"})
 
     def __init__(self, inner: Compressor, beta: float = 1.0, follow_lr: bool = False) -> None:
         if not 0 < beta <= 1:
@@ -86,13 +86,6 @@ class ErrorFeedback(Reducer):
     def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         return (WHOLE if self.dense else self.inner).wire_bytes(layout, world=world, selected=selected)
 
-    def state_dict(self) -> State:
-        return super().state_dict() | {"lr": dict(sorted(self._lr.items()))}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict({name: each for name, each in state.items() if name != "lr"})
-        self._lr = dict(state["lr"])
-
 
 def compress_parts(
     compressor: Compressor, memory: Memory | None, bundle: Bundle, worlds: Worlds, turn: Turn, suffix: str = ""
@@ -100,7 +93,6 @@ def compress_parts(
     """Compresses each part of a bundle as a group of its own, with error feedback.
 
     Args:
-        compressor: makes the payloads.
         memory: has what earlier steps left out, and gets what this one does, by the tensors of the whole bundle; None: no error feedback.
             A tensor with a NaN or an infinity leaves its residual alone, in all parts.
         bundle: what is compressed.

@@ -10,17 +10,18 @@ closed form (theorem 2): p = min(1, w / t) with t such that they add up to s.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gemini_ft.validation import Seed, checked
 
-from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Payload, Primitive, Reducer, State, Turn
+from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Payload, Primitive, Reducer, Turn
 from .buffers import BUFFERS
 from .memory import Memory, put_back
 from .norms import norms, row_norms
@@ -49,6 +50,7 @@ class PowerSGD(Reducer):
     primitive = Primitive.TWO_ALL_REDUCES
     align = _ALIGN
     kept = ("errors",)
+    tables = MappingProxyType({"factors": "factors"})
 
     @checked
     def __init__(self, rank: Rank = 1, least_rate: LeastRate = 2.0, error_feedback: Feedback = True, seed: Seed = 0) -> None:
@@ -65,7 +67,7 @@ class PowerSGD(Reducer):
         qs = [self._warm(run, layout.names, device, turn) for run in runs]
 
         dense = [left.views[number] for number in whole]
-        products = _stacks(runs, "rows", device, sum(view.numel() for view in dense))
+        products = _Stacks(runs, "rows", device, sum(view.numel() for view in dense))
         for run_of, q, p in zip(matrices, qs, products.parts, strict=True):
             _multiply(run_of, q, p)
         if dense:
@@ -73,7 +75,7 @@ class PowerSGD(Reducer):
         yield from products.average(turn)
         orthonormalise(products.parts)
 
-        projections = _stacks(runs, "columns", device)
+        projections = _Stacks(runs, "columns", device)
         for run_of, p, q in zip(matrices, products.parts, projections.parts, strict=True):
             _multiply(run_of.transpose(1, 2), p, q)
         if runs:
@@ -115,7 +117,7 @@ class PowerSGD(Reducer):
 
     def _keep_factors(self, names: Sequence[str], runs: Sequence[Run], projections: _Stacks) -> list[int]:
         """Keeps Q' for the next step, where it is finite; returns numbers of the tensors where not, alike on all ranks."""
-        finite = projections.finite
+        finite = all(bool(torch.isfinite(part.sum())) for part in projections.parts)
         kept, fresh, bad = [], [], []
         for run, stack in zip(runs, projections.parts, strict=True):
             for number, q in zip(run.numbers, stack.unbind(), strict=True):
@@ -141,13 +143,6 @@ class PowerSGD(Reducer):
         factors = sum(len(run.numbers) * run.rank * (run.rows + run.columns) for run in runs)
         return 4 * (factors + sum(layout.sizes[number] for number in whole))
 
-    def state_dict(self) -> State:
-        return super().state_dict() | {"factors": dict(sorted(self.factors.items()))}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict({name: each for name, each in state.items() if name != "factors"})
-        self.factors = {name: factor.clone() for name, factor in state["factors"].items()}
-
 
 @dataclass(frozen=True)
 class Run:
@@ -156,7 +151,6 @@ class Run:
     Products are not: how a batch of products is rounded depends on its size, and a group must give what its tensors give.
 
     Attributes:
-        numbers: of the tensors.
         rows, columns: of each matrix.
         rank: of its factors.
         start, span: elements from the layout's begin to the first, and from each to the next.
@@ -199,8 +193,8 @@ def split(layout: FlatLayout, rank: int, least_rate: float) -> tuple[tuple[Run, 
 class _Stacks:
     """The factors of all runs, and the tensors that travel with them in one collective."""
 
-    def __init__(self, shapes: Sequence[tuple[int, int, int]], rest: int, device: torch.device) -> None:
-        self.parts = [_aligned(shape, device) for shape in shapes]
+    def __init__(self, runs: Sequence[Run], side: Literal["rows", "columns"], device: torch.device, rest: int = 0) -> None:
+        self.parts = [_aligned((len(run.numbers), run.rank, getattr(run, side)), device) for run in runs]
         self.rest = torch.empty(rest, device=device)
 
     def average(self, turn: Turn) -> Generator[CollectiveRequest, list[Tensor], None]:
@@ -211,21 +205,12 @@ class _Stacks:
         for part, mean in zip(self.parts, means, strict=True):
             part.copy_(mean.view(part.shape))
 
-    @property
-    def finite(self) -> bool:
-        """Whether all factors are."""
-        return all(bool(torch.isfinite(part.sum())) for part in self.parts)
-
 
 def _aligned(shape: tuple[int, int, int], device: torch.device) -> Tensor:
     """Memory for (count, rows, columns), each matrix from a multiple of 64 bytes on."""
     count, rows, columns = shape
     span = -(-rows * columns // _ALIGN) * _ALIGN
     return torch.empty(count * span, device=device).as_strided(shape, (span, columns, 1))
-
-
-def _stacks(runs: Sequence[Run], side: Literal["rows", "columns"], device: torch.device, rest: int = 0) -> _Stacks:
-    return _Stacks([(len(run.numbers), run.rank, getattr(run, side)) for run in runs], rest, device)
 
 
 def _multiply(matrices: Tensor, factors: Tensor, out: Tensor) -> None:
@@ -272,7 +257,6 @@ class Atomo(Compressor):
     costs O(m n min(m, n)) per step. Payload: of each matrix the left vectors divided by p, then the right ones (float32).
 
     Args:
-        atoms: s.
         seed: of the draws.
     """
 

@@ -171,6 +171,7 @@ class AdaQ(WithRatio, Compressor):
     """
 
     primitive = Primitive.ALL_GATHER_V
+    scales, selected_bytes = 4, 4
 
     def __init__(self, ratio: Ratio = 0.01) -> None:
         self.ratio = ratio
@@ -206,11 +207,6 @@ class AdaQ(WithRatio, Compressor):
         flat.index_copy_(0, indices.long(), torch.repeat_interleave(means, counts))
         return Bundle(layout, flat)
 
-    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
-        if selected is None:
-            raise ValueError("AdaQ: how many elements travel depends on the data; give selected=")
-        return 16 * len(layout.names) + 4 * selected
-
 
 class Sketch(Compressor):
     """64 bins per tensor, as many elements in each, in six bits; bin means are exact, borders are from a sample.
@@ -232,7 +228,8 @@ class Sketch(Compressor):
         for row, size, at in zip(means, layout.sizes, layout.starts, strict=True):
             part = slice(at, at + size)
             codes[part] = _bins(keys[part], values[part])
-            row[:] = _means(codes[part], values[part])
+            sums = np.bincount(codes[part], weights=values[part], minlength=_BINS)
+            row[:] = sums / np.maximum(np.bincount(codes[part], minlength=_BINS), 1)
         return Payload(layout, join(torch.from_numpy(means), torch.from_numpy(_pack6(codes))).to(device))
 
     def decompress(self, payload: Payload) -> Bundle:
@@ -262,12 +259,6 @@ def _bins(keys: npt.NDArray[np.uint16], values: npt.NDArray[np.float32]) -> npt.
         places = np.flatnonzero(among[keys])
         bins[places] = np.searchsorted(borders, values[places], side="right")
     return bins
-
-
-def _means(codes: npt.NDArray[np.uint8], values: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    counts = np.bincount(codes, minlength=_BINS)
-    sums = np.bincount(codes, weights=values, minlength=_BINS)
-    return np.asarray(sums / np.maximum(counts, 1), dtype=np.float64)
 
 
 def _pack6(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
@@ -301,6 +292,7 @@ class ThreeLC(Compressor):
     """
 
     primitive = Primitive.ALL_GATHER_V
+    scales, selected_bytes = 1, 1  # bytes after runs of zeros are shortened
     align = 40  # whole bytes of five digits and whole bytes of eight bits
 
     @checked
@@ -322,12 +314,6 @@ class ThreeLC(Compressor):
         scales, runs = cut(payload.data, (torch.float32, count), (torch.uint8, payload.data.numel() - 4 * count))
         tables = _digits(runs.device) * scales.view(-1, 1, 1)
         return Bundle(layout, kernels.look_up_each(lengthen(runs), layout, tables))
-
-    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
-        """Bytes of the payload, where ``selected`` is the number of bytes left after runs of zeros are shortened."""
-        if selected is None:
-            raise ValueError("3LC: how long runs of zeros are depends on the data; give selected=")
-        return 4 * len(layout.names) + selected
 
 
 def _digits(device: torch.device) -> Tensor:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .base import Bundle, State, Turn
+from .base import State, Turn
 from .norms import moderate
 from .options import Ratio
-from .sparse import Sparsifier, WithRatio, above, kept, within
+from .sparse import RatioSparsifier, above, kept, within
 
 Fit: TypeAlias = Callable[[Tensor, float, float], float]
 
@@ -125,13 +125,12 @@ class Stages:
         self.stages = min(max(1, self.stages + self.direction), most)
 
 
-class SIDCo(WithRatio, Sparsifier):
+class SIDCo(RatioSparsifier):
     """Sends about ``ratio`` of each tensor, above a threshold fitted in O(d).
 
     Where nothing or more than twice the target is above it, since the values are not distributed like that, exactly the largest are taken.
 
     Args:
-        ratio: the target.
         distribution: of the magnitudes; "gamma" fits generalized Pareto distributions from the second stage on.
     """
 
@@ -142,17 +141,12 @@ class SIDCo(WithRatio, Sparsifier):
         self._first, self._later = _FITS[distribution]
         self.stages: dict[str, Stages] = {}
 
-    def pick(self, bundle: Bundle, turn: Turn) -> Tensor:
-        layout = bundle.layout
-        magnitudes = bundle.magnitudes()
-        picked, most = [], max(1, math.ceil(math.log(self.ratio, 0.5)))
-        for name, view, at in zip(layout.names, magnitudes, layout.starts, strict=True):
-            control = self.stages.setdefault(name, Stages())
-            found = above(view, self.threshold(view, control.stages))
-            target = kept(view.numel(), self.ratio)
-            control.observe(found.numel() / target, most)
-            picked.append(within(view, found, target) + at)
-        return torch.cat(picked).int()
+    def choose(self, name: str, magnitudes: Tensor, turn: Turn) -> Tensor:
+        control = self.stages.setdefault(name, Stages())
+        found = above(magnitudes, self.threshold(magnitudes, control.stages))
+        target = kept(magnitudes.numel(), self.ratio)
+        control.observe(found.numel() / target, max(1, math.ceil(math.log(self.ratio, 0.5))))
+        return within(magnitudes, found, target)
 
     def threshold(self, magnitudes: Tensor, stages: int) -> float:
         """The threshold that ``stages`` stages estimate; NaN where magnitudes are not finite, 0 where all are zero."""

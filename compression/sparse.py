@@ -31,6 +31,7 @@ class Sparsifier(Compressor):
     """Sends the elements that `pick` picks."""
 
     primitive = Primitive.ALL_GATHER_V
+    selected_bytes = 8
 
     @abstractmethod
     def pick(self, bundle: Bundle, turn: Turn) -> Tensor:
@@ -48,11 +49,6 @@ class Sparsifier(Compressor):
 
     def residual(self, bundle: Bundle, payload: Payload) -> Tensor:
         return bundle.flat.index_fill_(0, entries(payload)[1].long(), 0)
-
-    def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
-        if selected is None:
-            raise ValueError(f"{type(self).__name__}: how many elements travel depends on the data; give selected=")
-        return 8 * selected
 
     def _summed(self, payloads: Sequence[Payload]) -> Bundle:
         layout, data = payloads[0].layout, payloads[0].data
@@ -126,7 +122,19 @@ class WithRatio:
         self._ratio = ratio
 
 
-class TopK(WithRatio, Sparsifier):
+class RatioSparsifier(WithRatio, Sparsifier):
+    """Sends about ``ratio`` of each tensor, which `choose` chooses for itself."""
+
+    def pick(self, bundle: Bundle, turn: Turn) -> Tensor:
+        tensors = zip(bundle.layout.names, bundle.magnitudes(), bundle.layout.starts, strict=True)
+        return torch.cat([self.choose(name, magnitudes, turn) + at for name, magnitudes, at in tensors]).int()
+
+    @abstractmethod
+    def choose(self, name: str, magnitudes: Tensor, turn: Turn) -> Tensor:
+        """Chooses indices in one tensor, whose magnitudes (size,) it may overwrite; int64."""
+
+
+class TopK(RatioSparsifier):
     """Sends the k = max(1, floor(ratio d)) largest magnitudes of each tensor. Stich et al., NeurIPS 2018."""
 
     primitive = Primitive.ALL_GATHER
@@ -134,13 +142,8 @@ class TopK(WithRatio, Sparsifier):
     def __init__(self, ratio: Ratio = 0.01) -> None:
         self.ratio = ratio
 
-    def pick(self, bundle: Bundle, turn: Turn) -> Tensor:
-        layout = bundle.layout
-        magnitudes = bundle.magnitudes()
-        picked = [
-            largest(view, kept(size, self.ratio)) + at for view, size, at in zip(magnitudes, layout.sizes, layout.starts, strict=True)
-        ]
-        return torch.cat(picked).int()
+    def choose(self, name: str, magnitudes: Tensor, turn: Turn) -> Tensor:
+        return largest(magnitudes, kept(magnitudes.numel(), self.ratio))
 
     def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         return 8 * sum(kept(size, self.ratio) for size in layout.sizes)
@@ -171,7 +174,6 @@ class RandomK(WithRatio, Summed):
     """Sends k = max(1, floor(ratio d)) elements of each tensor, drawn alike on all ranks, so that indices do not travel.
 
     Args:
-        ratio: part of each tensor that travels.
         seed: of the draws; must be equal on all ranks.
         scaled: multiply by d / k, which makes it unbiased. Not with error feedback: there the residual does that.
     """

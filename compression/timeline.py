@@ -135,7 +135,6 @@ class Timeline:
     """One iteration.
 
     Attributes:
-        groups: in their order.
         seconds: from the beginning of the forward pass until the last gradient is decoded and the backward pass has ended.
     """
 

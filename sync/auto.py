@@ -52,11 +52,10 @@ class Findings:
 
     def pack(self) -> dict[str, Any]:
         """The plan as plain data, with keys that are strings."""
-        traffic = asdict(self.traffic) if self.traffic is not None else None
-        if traffic is not None:
-            traffic["densities"] = [[ranks, density] for ranks, density in traffic["densities"].items()]
-        names = ("predicted", "least", "tried", "judged", "chosen", "units", "strange")
-        return copy.deepcopy({"traffic": traffic, "trial": asdict(self.trial), **{name: getattr(self, name) for name in names}})
+        packed = asdict(self)
+        if self.traffic is not None:
+            packed["traffic"]["densities"] = [list(each) for each in self.traffic.densities.items()]
+        return packed
 
     @classmethod
     def unpack(cls, packed: Mapping[str, Any]) -> Findings:
@@ -108,8 +107,8 @@ class Auto(SparseScheme):
 
     def state_dict(self) -> dict[str, Any]:
         """All that has been measured, tried and chosen, alike on all ranks."""
-        plans = [[*_packed(key), plan.pack()] for key, plan in self.plans.items()]
-        plans += [[rows, width, str(dtype), plan.pack()] for (rows, width, dtype), plan in self._restored.items()]
+        known = {key[1:]: plan for key, plan in self.plans.items()}
+        plans = [[rows, width, str(dtype), plan.pack()] for (rows, width, dtype), plan in [*known.items(), *self._restored.items()]]
         links = [[name, link.alpha, link.beta] for name, link in self._links.items()]
         return {"plans": plans, "links": links} if plans else {}
 
@@ -152,11 +151,6 @@ def _settle(plan: Findings, best: str, took: float) -> None:
         plan.tried, plan.trial = [best, *more], Trial.of(1 + len(more))
     else:
         plan.chosen = best
-
-
-def _packed(key: tuple[object, ...]) -> list[object]:
-    _, rows, width, dtype = key
-    return [rows, width, str(dtype)]
 
 
 def candidates(names: Iterable[str], traffic: Traffic, link: Link) -> list[str]:

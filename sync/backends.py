@@ -141,18 +141,18 @@ class PointToPoint(Exchange):
         _wait(sends)
         return received
 
-    def _all_to_all(self, messages: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    def _all_to_all(self, messages: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]  # spreads the load: no rank is the first peer of all
         coming = {peer: _Coming(self.group, peer) for peer in peers}
         parts = {peer: _parts(messages[peer]) for peer in peers}
         sends = [self._send(parts[peer][0], peer) for peer in peers]
 
-        def collect() -> Iterator[tuple[int, torch.Tensor]]:
+        def collect() -> Iterator[torch.Tensor]:
             for peer in peers:
                 coming[peer].ask()
                 sends.extend(self._send(part, peer) for part in parts[peer][1:])
             for source in range(self.size):
-                yield source, messages[source] if source == self.rank else coming[source].end()
+                yield messages[source] if source == self.rank else coming[source].end()
             _wait(sends)
 
         return collect()
@@ -208,24 +208,24 @@ class CollectiveExchange(Exchange):
     """An exchange over backends that must know every size beforehand, such as NCCL."""
 
     def send(self, message: torch.Tensor, peer: int) -> None:
-        self._batch([(self._length_of(message), peer)], [])
-        self._batch([(message, peer)], [])
+        self._swap([(message, peer)], [])
 
     def receive(self, peer: int) -> torch.Tensor:
-        length = self._room(1, torch.int64)
-        self._batch([], [(length, peer)])
-        message = self._room(int(length))
-        self._batch([], [(message, peer)])
-        return message
+        return self._swap([], [peer])[0]
 
     def shift(self, message: torch.Tensor, to: int, source: int) -> torch.Tensor:
-        length = self._room(1, torch.int64)
-        self._batch([(self._length_of(message), to)], [(length, source)])
-        received = self._room(int(length))
-        self._batch([(message, to)], [(received, source)])
-        return received
+        return self._swap([(message, to)], [source])[0]
 
-    def _all_to_all(self, messages: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    def _swap(self, sends: Sequence[tuple[torch.Tensor, int]], sources: Sequence[int]) -> list[torch.Tensor]:
+        """Sends messages, each to its peer, and receives one from each source; lengths go ahead."""
+        lengths = [self._room(1, torch.int64) for _ in sources]
+        counts = [(torch.tensor([len(message)], device=self.device), peer) for message, peer in sends]
+        self._batch(counts, list(zip(lengths, sources, strict=True)))
+        messages = [self._room(int(length)) for length in lengths]
+        self._batch(sends, list(zip(messages, sources, strict=True)))
+        return messages
+
+    def _all_to_all(self, messages: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         counts = torch.tensor([len(message) for message in messages], device=self.device)
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self.group)
@@ -233,7 +233,7 @@ class CollectiveExchange(Exchange):
         out = self._room(sum(sizes))
         dist.all_to_all_single(out, torch.cat(list(messages)), sizes, counts.tolist(), group=self.group)
         # Each on its own: values need an alignment that their place in the whole does not have.
-        return enumerate(piece.clone() for piece in torch.split(out, sizes))
+        return (piece.clone() for piece in torch.split(out, sizes))
 
     def _relay(self, head: torch.Tensor, data: torch.Tensor, limit: int, length: Callable[[torch.Tensor], int]) -> Iterator[Passed]:
         heads = self._share(head)
@@ -244,9 +244,6 @@ class CollectiveExchange(Exchange):
         self._batch([(data, rank) for rank in others if len(data)], [(coming[rank], rank) for rank in others if len(coming[rank])])
         for rank, each in enumerate(heads):
             yield rank, each, data if rank == self.rank else coming[rank]
-
-    def _length_of(self, message: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([len(message)], device=self.device)
 
     def _room(self, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=self.device)

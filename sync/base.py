@@ -191,13 +191,17 @@ class SparseScheme(Scheme):
         """The sum over all ranks, indices ascending; begins with an `Exchange.all_to_all` or `Exchange.share`."""
 
     def _sum(self, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        refused = None
-        try:
-            gradient = to_rows(tensor)
-        except GradientError as error:  # the others must hear of it: this rank takes part until all raise
-            gradient, refused = SparseRows(0, torch.zeros(0, dtype=torch.int64), torch.zeros(0, 0)), str(error)
-        exchange = open_exchange(group, tensor.device, self._describe(tensor), refused)
+        nothing = SparseRows(0, torch.zeros(0, dtype=torch.int64), torch.zeros(0, 0))
+        gradient, exchange = _admitted(tensor, group, self._describe(tensor), to_rows, nothing)
         return to_tensor(self.reduce(gradient.to(exchange.device), exchange), tensor)
+
+
+def _admitted(tensor: torch.Tensor, group: ProcessGroup, text: str, convert: Callable[[torch.Tensor], T], nothing: T) -> tuple[T, Exchange]:
+    """A rank's gradient, converted, and the exchange; ``nothing`` if it is refused: this rank takes part until all raise."""
+    try:
+        return convert(tensor), open_exchange(group, tensor.device, text)
+    except GradientError as error:
+        return nothing, open_exchange(group, tensor.device, text, str(error))
 
 
 def admit_dense(tensor: torch.Tensor, group: ProcessGroup, text: str) -> tuple[torch.Tensor, Exchange]:
@@ -206,11 +210,6 @@ def admit_dense(tensor: torch.Tensor, group: ProcessGroup, text: str) -> tuple[t
     Raises:
         GradientError: the ranks' tensors do not fit each other, or one is not accepted.
     """
-    matrix, refused = torch.zeros(0, 0), None
-    try:
-        matrix = to_matrix(tensor)
-    except GradientError as error:
-        refused = str(error)
-    exchange = open_exchange(group, tensor.device, text, refused)
+    matrix, exchange = _admitted(tensor, group, text, to_matrix, torch.zeros(0, 0))
     exchange.agree()
     return matrix.to(exchange.device), exchange

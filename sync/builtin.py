@@ -16,7 +16,7 @@ from . import wire
 from .base import Dimensions, SparseScheme, admit_dense
 from .exchange import Exchange
 from .options import Check
-from .rows import SparseRows, add_up, from_dense, to_matrix
+from .rows import SparseRows, add_up, from_dense, from_matrix, to_matrix
 
 
 class Dense(SparseScheme):
@@ -47,7 +47,7 @@ class Dense(SparseScheme):
             return super()._sum(tensor, group)
         matrix = admit_dense(tensor, group, self._describe(tensor))[0] if self._check else to_matrix(tensor)
         dist.all_reduce(matrix, group=group)
-        return matrix.reshape(tensor.shape).to(tensor.device)
+        return from_matrix(matrix, tensor)
 
 
 class AGsparse(SparseScheme):
@@ -57,5 +57,4 @@ class AGsparse(SparseScheme):
     dimensions = Dimensions("ring", "one-shot", "centralization", None)
 
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
-        gathered = sorted(exchange.all_gather(wire.encode(gradient)), key=lambda each: each[0])
-        return add_up([wire.decode_like(message, gradient) for _, message in gathered])
+        return add_up([wire.decode_like(message, gradient) for message in exchange.all_gather(wire.encode(gradient))])

@@ -186,38 +186,34 @@ class Pool:
         return ahead + full * max(2 * link.alpha + one, slots * one) + 2 * link.alpha + (packets - full * slots) * one
 
 
-def switchml(elements: int, link: Link, pool: Pool | None = None) -> float:
+_POOL = Pool()
+_BLOCK = 1024  # bytes of OmniReduce's
+
+
+def switchml(elements: int, link: Link, pool: Pool = _POOL) -> float:
     """SwitchML: every rank sends each value once, in 4 bytes, and receives each sum once at the same time, however many ranks there are."""
-    return _through(4 * elements, link, pool or Pool())
+    return pool.stream(-(-4 * elements // pool.packet), link)
 
 
-def fpisa(elements: int, link: Link, pool: Pool | None = None, itemsize: int = 4) -> float:
+def fpisa(elements: int, link: Link, itemsize: int = 4) -> float:
     """FPISA: as SwitchML, but float16 and bfloat16 travel in ``itemsize`` 2."""
-    return _through(itemsize * elements, link, pool or Pool())
+    return _POOL.stream(-(-itemsize * elements // _POOL.packet), link)
 
 
-def omnireduce_streaming(
-    nbytes: int, density: float, link: Link, pool: Pool | None = None, block: int = 1024, colocated: int | None = None
-) -> float:
+def omnireduce_streaming(nbytes: int, density: float, link: Link, pool: Pool = _POOL, colocated: int = 1) -> float:
     """OmniReduce with aggregators: blocks that any rank has travel once in each direction; ``density`` is their share of all blocks.
 
     A rank that lacks a block of the others sends only its number, so the direction to the rank is the busier one.
 
     Args:
         nbytes: of the dense gradient.
-        density: of the sum over all ranks, in blocks, 0 to 1.
-        block: bytes.
+        density: of the sum over all ranks, in blocks of 1024 bytes, 0 to 1.
         colocated: ranks on whose hosts the aggregators are, with a part of the slots each. Their links then carry in both directions what
             the other ranks' shares need, so that each has 2 (p - 1) / p times the bytes, as a ring has.
     """
-    pool = replace(pool or Pool(), packet=block)
-    if colocated is not None:
-        link = Link(link.alpha, link.beta * 2 * (colocated - 1) / colocated) if colocated > 1 else link
-    return pool.stream(math.ceil(round(density * -(-nbytes // block), 6)), link)
-
-
-def _through(nbytes: int, link: Link, pool: Pool) -> float:
-    return pool.stream(-(-nbytes // pool.packet), link)
+    if colocated > 1:
+        link = Link(link.alpha, link.beta * 2 * (colocated - 1) / colocated)
+    return replace(pool, packet=_BLOCK).stream(math.ceil(round(density * -(-nbytes // _BLOCK), 6)), link)
 
 
 DENSITIES = (1.0, 0.1, 0.01)

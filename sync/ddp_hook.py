@@ -36,7 +36,6 @@ def hook(state: HookState | ProcessGroup | None, bucket: GradBucket) -> torch.fu
 
     Args:
         state: the schemes; a process group, or None for the default group, as torch's own hooks take it: the default schemes in that group.
-        bucket: of DDP.
 
     Raises:
         TypeError: another state.

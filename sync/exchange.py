@@ -27,7 +27,6 @@ class Exchange(ABC):
     scheme begins, compare all ranks' digests, so that either all ranks go on or all raise the same error.
 
     Args:
-        group: the ranks.
         device: where messages lie.
         text: describes this rank's gradient and scheme.
         refused: why this rank's gradient cannot be summed, if so.
@@ -46,11 +45,7 @@ class Exchange(ABC):
         self._digest = _REFUSED if refused is not None else int.from_bytes(digest, "little")
 
     def agree(self) -> None:
-        """Begins without data, for schemes in which not every rank hears from every other one.
-
-        Raises:
-            GradientError: a rank was given something else, or cannot take part.
-        """
+        """Begins without data, for schemes in which not every rank hears from every other one; raises as `share`."""
         self.share(wire.new(0, self.device))
 
     def share(self, message: torch.Tensor) -> list[torch.Tensor]:
@@ -65,8 +60,8 @@ class Exchange(ABC):
             raise GradientError(self._differences())
         return messages
 
-    def all_to_all(self, messages: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Sends ``messages[rank]`` to each rank; returns (rank, message) of all ranks, in rank order, the own one included.
+    def all_to_all(self, messages: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Sends ``messages[rank]`` to each rank; returns the messages of all ranks, in rank order, the own one included.
 
         Messages are under way when this returns; the iterator must be taken to its end.
 
@@ -78,32 +73,31 @@ class Exchange(ABC):
             wire.stamp(message, self._digest, total)
         return self._checked(self._all_to_all(messages))
 
-    def _checked(self, coming: Iterator[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, torch.Tensor]]:
+    def _checked(self, coming: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
         same, everything = self._digest != _REFUSED, 0
-        for source, message in coming:
+        for message in coming:
             digest, total = wire.read_stamp(message)
             same, everything = same and digest == self._digest, everything + total
             if same:
-                yield source, message
+                yield message
         if not same:
             raise GradientError(self._differences())
         self.exchanged = everything
 
-    def all_gather(self, message: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Sends one message to all; yields (rank, message) of all ranks, in any order, the own one included.
-
-        Short messages go in few rounds, as with `share`. Long ones are under way when this returns; the iterator must be taken
-        to its end, without long delays, because a rank may pass on meanwhile what others wait for.
-        """
-        if sum(self.lengths(message)) <= SHORT:
-            return enumerate(self._share(message))
-        passed = self._relay(message[: wire.HEADER], message, wire.HEADER, wire.length)
-        return ((rank, data) for rank, _, data in passed if data is not None)
+    def all_gather(self, message: torch.Tensor) -> list[torch.Tensor]:
+        """All ranks' messages, by rank. Short ones go in few rounds, as with `share`."""
+        if sum(self._lengths(message)) <= SHORT:
+            return self._share(message)
+        passed = {
+            rank: data for rank, _, data in self._relay(message[: wire.HEADER], message, wire.HEADER, wire.length) if data is not None
+        }
+        return [passed[rank] for rank in range(self.size)]
 
     def relay(self, head: torch.Tensor, data: torch.Tensor, limit: int, length: Callable[[torch.Tensor], int]) -> Iterator[Passed]:
-        """Sends as `all_gather`, but without a look at all lengths first, data whose head goes ahead; after an `all_to_all`.
+        """Sends data to all whose head goes ahead, without a look at all lengths first; after an `all_to_all`.
 
-        Every rank has all heads before the last data, and time meanwhile to prepare a place for them.
+        Every rank has all heads before the last data, and time meanwhile to prepare a place for them. The iterator must be taken to its
+        end, without long delays, because a rank may pass on meanwhile what others wait for.
 
         Args:
             head: a message of at most ``limit`` bytes, which is the same on all ranks.
@@ -115,16 +109,13 @@ class Exchange(ABC):
         """
         if self.exchanged > SHORT:
             return self._relay(head, data, limit, length)
-        wrapped = wire.new(len(data), self.device)
-        wire.payload(wrapped).copy_(data)
-        pairs = [_unbundle(each) for each in self._share(_bundle([head, wrapped]))]
+        pairs = [_unbundle(each) for each in self._share(_bundle([head, wire.wrap(data)]))]
         heads = [(rank, head, None) for rank, (head, _) in enumerate(pairs)]
         return iter([*heads, *((rank, head, wire.payload(data)) for rank, (head, data) in enumerate(pairs))])
 
-    def lengths(self, message: torch.Tensor) -> list[int]:
+    def _lengths(self, message: torch.Tensor) -> list[int]:
         """Bytes of each rank's message."""
-        own = wire.new(8, self.device)
-        wire.payload(own).view(torch.int64).fill_(len(message))
+        own = wire.wrap(wire.as_bytes(torch.tensor([len(message)], device=self.device)))
         return [int(wire.payload(each).view(torch.int64)) for each in self.share(own)]
 
     @abstractmethod
@@ -135,16 +126,12 @@ class Exchange(ABC):
     def receive(self, peer: int) -> torch.Tensor:
         """The next message of ``peer``."""
 
-    def swap(self, message: torch.Tensor, peer: int) -> torch.Tensor:
-        """Sends and receives at once."""
-        return self.shift(message, peer, peer)
-
     @abstractmethod
     def shift(self, message: torch.Tensor, to: int, source: int) -> torch.Tensor:
         """Sends to one rank and receives from another at once."""
 
     @abstractmethod
-    def _all_to_all(self, messages: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]: ...
+    def _all_to_all(self, messages: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]: ...
 
     @abstractmethod
     def _relay(self, head: torch.Tensor, data: torch.Tensor, limit: int, length: Callable[[torch.Tensor], int]) -> Iterator[Passed]: ...
@@ -158,9 +145,7 @@ class Exchange(ABC):
 
     def _differences(self) -> str:
         """A text with the gradients that each rank was given. Collective, once all know that they differ."""
-        text = self._text.encode()
-        own = wire.new(len(text), self.device)
-        wire.payload(own).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        own = wire.wrap(torch.frombuffer(bytearray(self._text.encode()), dtype=torch.uint8).to(self.device))
         texts = [bytes(wire.payload(each).tolist()).decode() for each in self._share(own)]
         return "gradients that cannot be summed: " + "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
 

@@ -19,10 +19,8 @@ from gemini_ft.validation import checked
 
 from .exchange import Exchange
 from .options import CompareEvery, Mode, PacketBytes, Patience, SlotCount, Switches
-from .switch_client import SwitchTerms
-from .switch_link import SwitchLink
 from .switch_packets import Array, span
-from .switch_scheme import DenseSwitchScheme, Key, add_up_without
+from .switch_scheme import DenseSwitchScheme, Key
 from .switch_worker import PacketStream
 
 _SPREAD = 2654435761  # makes successive samples come from all over a gradient
@@ -74,7 +72,6 @@ class Accuracy:
 
         Args:
             packets: of this rank, as they travel, [k, elements].
-            sums: of the switch.
             special: bool [k], the packets that did not go through it.
         """
         number, self.sums = self.sums, self.sums + 1
@@ -140,24 +137,17 @@ class FPISA(DenseSwitchScheme):
     def _title(self) -> str:
         return f"{super()._title} in mode {self._mode}, compared every {self._compare_every} sums,"
 
-    def _terms(self, dtype: torch.dtype) -> SwitchTerms:
-        adder = f"{self._mode}-{str(_travels(dtype)).removeprefix('torch.')}"
-        return SwitchTerms(adder, True, self._slots, self._packet, self._patience)
+    def _adder(self, dtype: torch.dtype) -> str:
+        return f"{self._mode}-{str(self._travels(dtype)).removeprefix('torch.')}"
 
-    def _through(self, gradient: torch.Tensor, link: SwitchLink, exchange: Exchange) -> torch.Tensor | None:
-        if not gradient.numel():
-            return gradient
-        dtype = _travels(gradient.dtype)
-        elements = self._packet // dtype.itemsize
-        flat = gradient.reshape(-1).to(dtype)
-        packets = torch.cat([flat, flat.new_zeros(-flat.numel() % elements)]).view(-1, elements)
-        stream = FpisaStream(packets.view(torch.uint8).numpy(), (~packets.isfinite()).any(1).numpy(), link.slots)
-        if not link.run(stream, exchange):
-            return None
-        sums = torch.from_numpy(stream.sums).view(dtype)
-        add_up_without(packets, stream.special, sums, exchange)
-        self.accuracy(dtype, exchange.group).look(packets, sums, torch.from_numpy(stream.special), self._compare_every, exchange)
-        return sums.reshape(-1)[: gradient.numel()].view(gradient.shape).to(gradient.dtype)
+    def _travels(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if dtype == torch.float64 else dtype
+
+    def _stream(self, packets: torch.Tensor, slots: int, world: int) -> FpisaStream:
+        return FpisaStream(packets.view(torch.uint8).numpy(), (~packets.isfinite()).any(1).numpy(), slots)
+
+    def _look(self, packets: torch.Tensor, sums: torch.Tensor, special: torch.Tensor, exchange: Exchange) -> None:
+        self.accuracy(packets.dtype, exchange.group).look(packets, sums, special, self._compare_every, exchange)
 
 
 class FpisaStream(PacketStream):
@@ -166,7 +156,6 @@ class FpisaStream(PacketStream):
     Args:
         packets: uint8 [k, bytes].
         odd: bool [k], packets that hold NaN or infinities on this rank.
-        slots: of the pool.
     """
 
     def __init__(self, packets: Array, odd: Array, slots: int) -> None:
@@ -183,7 +172,3 @@ class FpisaStream(PacketStream):
         self.special[packets] = sides != 0
         ahead = np.minimum(packets + self.columns, self._count - 1)
         return self._odd[ahead], self._packets[span(packets)]
-
-
-def _travels(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype == torch.float64 else dtype

@@ -10,13 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .hashing import ROUNDS
-
 BLOCK = 1024  # indices per program
 
 
 def fill(
-    indices: torch.Tensor, parts: torch.Tensor, count: int, seed: int, parallel: int, serial: int
+    indices: torch.Tensor, parts: torch.Tensor, count: int, seed: int, parallel: int, serial: int, rounds: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Does the work of `partition.fill_table` on the device of ``indices``. Which index gets a slot differs between calls."""
     width = parallel + serial
@@ -24,7 +22,7 @@ def fill(
     asked = torch.zeros(count, dtype=torch.int64, device=indices.device)
     if len(indices):
         grid = (triton.cdiv(len(indices), BLOCK),)
-        _place[grid](indices, parts, memory, asked, len(indices), seed, parallel, width, ROUNDS=ROUNDS, BLOCK=BLOCK)
+        _place[grid](indices, parts, memory, asked, len(indices), seed, parallel, width, ROUNDS=rounds, BLOCK=BLOCK)
     return memory.view(count, width), asked
 
 

@@ -15,7 +15,7 @@ from gemini_ft.validation import checked
 from .backends import open_exchange
 from .base import Dimensions, Scheme, SparseScheme, admit_dense
 from .options import LocalSize
-from .rows import from_dense, to_tensor
+from .rows import from_dense, from_matrix
 
 
 class Hierarchical(Scheme):
@@ -25,7 +25,6 @@ class Hierarchical(Scheme):
     Units whose sum is zero are left out of the result.
 
     Args:
-        inter: how it goes between hosts.
         local_size: ranks per host; neighbours in rank share a host.
 
     The groups of hosts and places are made at the first call; all later ones take the same group.
@@ -50,8 +49,7 @@ class Hierarchical(Scheme):
         reduce_scatter_single(own, padded, group=host)
         between = open_exchange(place, exchange.device, self._describe(tensor))
         all_gather_single(padded, self.inter.reduce(from_dense(own), between).dense(), group=host)
-        whole = padded[:rows]
-        return whole.reshape(tensor.shape).to(tensor.device) if tensor.layout == torch.strided else to_tensor(from_dense(whole), tensor)
+        return from_matrix(padded[:rows], tensor)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the scheme between hosts."""

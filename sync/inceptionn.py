@@ -11,7 +11,7 @@ from gemini_ft.validation import checked
 from . import wire
 from .base import Dimensions, Scheme, admit_dense
 from .exchange import Exchange
-from .rows import from_dense, to_tensor
+from .rows import from_matrix
 
 
 class InceptionnRing(Scheme):
@@ -38,9 +38,7 @@ class InceptionnRing(Scheme):
         matrix, exchange = admit_dense(tensor, group, self._describe(tensor))
         if exchange.size > 1:
             matrix = self._around(matrix.view(-1).float(), exchange).to(matrix.dtype).view(matrix.shape)
-        if tensor.layout == torch.strided:
-            return matrix.reshape(tensor.shape).to(tensor.device)
-        return to_tensor(from_dense(matrix), tensor)
+        return from_matrix(matrix, tensor)
 
     @property
     def _title(self) -> str:

@@ -20,9 +20,8 @@ from .options import Patience, SlotCount, Switches
 from .parameter_server import SparsePS
 from .rows import SparseRows, to_rows, to_tensor, union
 from .switch_client import SwitchTerms
-from .switch_link import SwitchLink
 from .switch_packets import Array
-from .switch_scheme import Key, SwitchScheme
+from .switch_scheme import Key, SwitchLink, SwitchScheme
 from .switch_worker import TensorStream
 
 BLOCK = 256  # values, OmniReduce's default
@@ -124,7 +123,6 @@ class OmniReduceStream(TensorStream):
         blocks: of the tensor, those that are zero included.
         indices: int64 [k], ascending, of those that are not.
         values: uint8 [k, bytes].
-        slots: of the pool.
     """
 
     def __init__(self, blocks: int, indices: Array, values: Array, slots: int) -> None:

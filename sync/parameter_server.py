@@ -15,7 +15,7 @@ def push(gradient: SparseRows, partition: Partition, exchange: Exchange) -> Spar
     """Sends each part to its server; returns the sum of the own part, added in rank order."""
     messages = [wire.encode(part, partition.formats) for part in partition.split(gradient)]
     size, width, dtype = partition.size(exchange.rank), gradient.width, gradient.values.dtype
-    return add_up([wire.decode(message, size, width, dtype) for _, message in exchange.all_to_all(messages)])
+    return add_up([wire.decode(message, size, width, dtype) for message in exchange.all_to_all(messages)])
 
 
 class SparsePS(SparseScheme):
@@ -30,12 +30,7 @@ class SparsePS(SparseScheme):
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
         partition = EvenPartition(gradient.rows, exchange.size)
         own = wire.encode(push(gradient, partition, exchange))
-        return partition.join(
-            [
-                wire.decode(message, partition.size(part), gradient.width, gradient.values.dtype)
-                for part, message in exchange.all_to_all([own] * exchange.size)
-            ]
-        )
+        return partition.join(exchange.all_to_all([own] * exchange.size), gradient)
 
 
 class SinglePS(SparseScheme):

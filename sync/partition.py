@@ -4,15 +4,16 @@ In its part a unit has a *position*, from 0; positions ascend with the indices. 
 
 `hierarchical_hash` is Zen's way to group indices by server in parallel and without loss (OSDI 2025, algorithm 1). Level one, h0, has the
 same seed everywhere and picks the server. Level two only finds an index a free slot in that server's memory: h1 to hk try k slots of a
-*parallel* memory; what collides k times goes to the *serial* memory, slot by slot. It is the reference: `hashing.group_by_part` does the
+*parallel* memory; what collides k times goes to the *serial* memory, slot by slot. It is the reference: `group_by_part` does the
 same by counting, and is what `zen.Zen` uses by default.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import ClassVar
 
@@ -20,11 +21,39 @@ import torch
 
 from gemini_ft.accelerator import holds
 
-from .hashing import ROUNDS, group_by_part, murmur
+from . import wire
 from .rows import SparseRows, union
-from .wire import Format
 
+ROUNDS = 3  # k, hash functions of hierarchical hashing's level two; a fourth gains nothing (section 4.5)
+_WORD = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B9  # spreads seeds that are small numbers
 SERIAL = 10  # r1 / r2: the serial memory is a tenth of the parallel one
+
+
+def murmur(keys: torch.Tensor, seed: int) -> torch.Tensor:
+    """MurmurHash3's 32-bit finalizer, which lets every bit of the key change every bit of the hash.
+
+    Args:
+        keys: int64, not negative, any shape.
+        seed: another one gives another function.
+
+    Returns:
+        int64 in [0, 2**32), the same shape.
+    """
+    state = (keys ^ keys >> 32 ^ seed * _GOLDEN) & _WORD
+    state = (state ^ state >> 16) * 0x85EBCA6B & _WORD
+    state = (state ^ state >> 13) * 0xC2B2AE35 & _WORD
+    return state ^ state >> 16
+
+
+def group_by_part(parts: torch.Tensor, count: int) -> tuple[torch.Tensor, list[int]]:
+    """Histogram, scan, scatter: (order that groups equal parts and keeps theirs, size of each part).
+
+    Args:
+        parts: int64 [n], in [0, count).
+    """
+    keys = parts.to(torch.uint8) if count <= 256 else parts.to(torch.int32)  # one pass of a radix sort, not eight
+    return torch.argsort(keys, stable=True), torch.bincount(parts, minlength=count).tolist()
 
 
 @dataclass(frozen=True)
@@ -60,24 +89,18 @@ def hierarchical_hash(
     Returns:
         Every index exactly once, whatever collides. Should a serial memory overflow, all is done again with twice the memory.
     """
-    slots = slots or max(SERIAL, -(-2 * len(indices) // count))
-    attempts = 1
-    while (grouping := _attempt(indices, parts, count, seed, slots, attempts)) is None:
-        slots, attempts = 2 * slots, attempts + 1
-    return grouping
-
-
-def _attempt(indices: torch.Tensor, parts: torch.Tensor, count: int, seed: int, slots: int, attempts: int) -> PartitionedIndices | None:
+    fill: Callable[..., tuple[torch.Tensor, torch.Tensor]] = fill_table
     if holds(indices):
-        from .hashing_triton import fill
+        from . import hashing_triton
 
+        fill = partial(hashing_triton.fill, rounds=ROUNDS)
+    slots, attempts = slots or max(SERIAL, -(-2 * len(indices) // count)), 1
+    while True:
         memory, serial = fill(indices, parts, count, seed, slots, slots // SERIAL)
-    else:
-        memory, serial = fill_table(indices, parts, count, seed, slots, slots // SERIAL)
-    if int(serial.max()) > slots // SERIAL:
-        return None
-    used = memory != 0
-    return PartitionedIndices(memory[used] - 1, used.sum(1).tolist(), int(serial.sum()), memory.numel(), attempts)
+        if int(serial.max()) <= slots // SERIAL:
+            used = memory != 0
+            return PartitionedIndices(memory[used] - 1, used.sum(1).tolist(), int(serial.sum()), memory.numel(), attempts)
+        slots, attempts = 2 * slots, attempts + 1
 
 
 def fill_table(
@@ -109,7 +132,7 @@ def fill_table(
 class Partition(ABC):
     """``rows`` units in ``parts`` parts; part ``i`` has ``size(i)`` positions."""
 
-    formats: ClassVar[tuple[Format, ...]]
+    formats: ClassVar[tuple[wire.Format, ...]]
     """In which parts may travel to their servers: dense if all positions are units, as a bitmap if they ascend."""
 
     def __init__(self, rows: int, parts: int) -> None:
@@ -158,8 +181,9 @@ class EvenPartition(Partition):
             for part, (start, end) in enumerate(pairwise(cuts))
         ]
 
-    def join(self, parts: Sequence[SparseRows]) -> SparseRows:
-        """The whole, of all parts in order."""
+    def join(self, messages: Iterable[torch.Tensor], like: SparseRows) -> SparseRows:
+        """The whole, of the encoded parts in order; its units are as those of ``like``."""
+        parts = [wire.decode(message, self.size(part), like.width, like.values.dtype) for part, message in enumerate(messages)]
         indices = [each.indices + self._begin(part) for part, each in enumerate(parts)]
         return SparseRows(self.rows, torch.cat(indices), torch.cat([each.values for each in parts]))
 

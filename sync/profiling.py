@@ -21,9 +21,8 @@ _TRIES = 5
 def traffic(gradient: SparseRows, exchange: Exchange) -> Traffic:
     """Measures density, densification and skew by an all-gather of all ranks' indices, without values."""
     bare = wire.encode(SparseRows(gradient.rows, gradient.indices, gradient.values[:, :0]), ("coo", "bitmap"))
-    gathered = dict(exchange.all_gather(bare))
     dtype = gradient.values.dtype
-    sets = [wire.decode(gathered[rank], gradient.rows, 0, dtype).indices for rank in range(exchange.size)]
+    sets = [wire.decode(each, gradient.rows, 0, dtype).indices for each in exchange.all_gather(bare)]
     return describe(sets, gradient.rows, gradient.width, dtype.itemsize)
 
 
@@ -31,8 +30,8 @@ def describe(sets: Sequence[torch.Tensor], rows: int, width: int, itemsize: int)
     """The traffic of ranks' indices, each [n] ascending, in an index space of ``rows`` units of ``width`` values."""
     ranks, unit = len(sets), max(1, width * itemsize)
     densities, groups = {}, list(sets)
-    for size in _sizes(ranks):
-        groups = [_together(sets[first : first + size], rows) for first in range(0, ranks, size)]
+    for size in (*(1 << power for power in range((ranks - 1).bit_length())), ranks):
+        groups = [union(sets[first : first + size], rows)[0] for first in range(0, ranks, size)]
         densities[size] = max(len(each) for each in groups) / max(1, rows)
     parts = EvenPartition(rows, ranks)
     pushed = torch.tensor([[len(part.indices) for part in parts.split(_bare(each, rows))] for each in sets])
@@ -77,8 +76,7 @@ def link(exchange: Exchange) -> Link:
 
 def slowest(seconds: Sequence[float], exchange: Exchange) -> list[float]:
     """The longest time of any rank, for each of ``seconds``. Collective."""
-    own = wire.new(8 * len(seconds), exchange.device)
-    wire.payload(own).view(torch.float64).copy_(torch.tensor(seconds, dtype=torch.float64))
+    own = wire.wrap(wire.as_bytes(torch.tensor(seconds, dtype=torch.float64, device=exchange.device)))
     everybody = torch.stack([wire.payload(each).view(torch.float64) for each in exchange.share(own)])
     return [float(each) for each in everybody.amax(0)]
 
@@ -92,14 +90,6 @@ def _seconds(call: Callable[[], object], exchange: Exchange) -> float:
         call()
         times.append(time.perf_counter() - begin)
     return min(slowest(times, exchange))
-
-
-def _sizes(ranks: int) -> list[int]:
-    return [*(1 << power for power in range((ranks - 1).bit_length())), ranks]
-
-
-def _together(sets: Sequence[torch.Tensor], rows: int) -> torch.Tensor:
-    return union(sets, rows)[0]
 
 
 def _bare(indices: torch.Tensor, rows: int) -> SparseRows:

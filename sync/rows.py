@@ -83,6 +83,11 @@ def to_matrix(tensor: torch.Tensor) -> torch.Tensor:
     return _from_coo(tensor.detach()).dense()
 
 
+def from_matrix(matrix: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Converts a [rows, width] matrix as `to_tensor` does rows; units that are all zero are left out of a sparse tensor."""
+    return matrix.reshape(like.shape).to(like.device) if like.layout == torch.strided else to_tensor(from_dense(matrix), like)
+
+
 def to_tensor(result: SparseRows, like: torch.Tensor) -> torch.Tensor:
     """Converts rows to the shape, layout, dtype and device of ``like``; sparse ones are coalesced. ``result.indices`` must ascend."""
     result = result.to(like.device)

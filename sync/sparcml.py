@@ -38,7 +38,8 @@ def quantise(values: torch.Tensor, bits: int, bucket: int, generator: torch.Gene
     number of their dtype travel as they are: one of them may become the norm.
     """
     levels = 2 ** (bits - 1) - 1
-    buckets = _padded(values.flatten(), bucket).view(-1, bucket).to(torch.float64)
+    flat = values.flatten()
+    buckets = torch.cat([flat, flat.new_zeros(-len(flat) % bucket)]).view(-1, bucket).to(torch.float64)
     largest = buckets.abs().amax(1, keepdim=True)  # what is divided by it can be squared, however small or large it was
     norms = largest * (buckets / largest.where(largest > 0, 1.0)).norm(dim=1, keepdim=True)
     if not bool((norms <= torch.finfo(values.dtype).max).all()):
@@ -46,7 +47,7 @@ def quantise(values: torch.Tensor, bits: int, bucket: int, generator: torch.Gene
     scaled = levels * buckets.abs() / norms.where(norms > 0, 1.0)
     codes = (scaled + torch.rand(scaled.shape, generator=generator, dtype=torch.float64).to(scaled.device)).floor_().clamp_(max=levels)
     signed = codes.copysign(buckets).to(torch.int16) + levels
-    return _message(1, torch.cat([wire.as_bytes(norms), _pack(signed.to(torch.uint8).flatten(), bits)]))
+    return _message(1, wire.as_bytes(norms), _pack(signed.to(torch.uint8).flatten(), bits))
 
 
 def restore(message: torch.Tensor, like: torch.Tensor, bits: int, bucket: int) -> torch.Tensor:
@@ -62,16 +63,8 @@ def restore(message: torch.Tensor, like: torch.Tensor, bits: int, bucket: int) -
     return values.to(like.dtype).view(like.shape)
 
 
-def _message(flag: int, data: torch.Tensor) -> torch.Tensor:
-    message = wire.new(_FLAG + len(data), data.device)
-    payload = wire.payload(message)
-    payload[:_FLAG] = flag
-    payload[_FLAG:] = data
-    return message
-
-
-def _padded(flat: torch.Tensor, multiple: int) -> torch.Tensor:
-    return torch.cat([flat, flat.new_zeros(-len(flat) % multiple)])
+def _message(flag: int, *parts: torch.Tensor) -> torch.Tensor:
+    return wire.wrap(torch.cat([parts[0].new_full((_FLAG,), flag), *parts]))
 
 
 def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -109,7 +102,7 @@ class SSARRecursiveDoubling(SparseScheme):
         distance = 1
         while distance < core:
             peer = exchange.rank ^ distance
-            theirs = wire.decode_like(exchange.swap(wire.encode(total), peer), gradient)
+            theirs = wire.decode_like(exchange.shift(wire.encode(total), peer, peer), gradient)
             total = add_up([total, theirs] if exchange.rank < peer else [theirs, total])
             distance *= 2
         if helped:
@@ -125,9 +118,7 @@ class SSARSplitAllgather(SparseScheme):
 
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
         partition = EvenPartition(gradient.rows, exchange.size)
-        gathered = dict(exchange.all_gather(wire.encode(push(gradient, partition, exchange))))
-        dtype = gradient.values.dtype
-        return partition.join([wire.decode(gathered[part], partition.size(part), gradient.width, dtype) for part in range(partition.parts)])
+        return partition.join(exchange.all_gather(wire.encode(push(gradient, partition, exchange))), gradient)
 
 
 class DSARSplitAllgather(SparseScheme):
@@ -153,8 +144,8 @@ class DSARSplitAllgather(SparseScheme):
         own = push(gradient, partition, exchange)
         if self._bits is not None:
             return self._quantised(own, partition, exchange, self._bits)
-        gathered = dict(exchange.all_gather(wire.encode(own, ("dense",))))
-        parts = [wire.decode(gathered[part], partition.size(part), own.width, own.values.dtype) for part in range(partition.parts)]
+        gathered = enumerate(exchange.all_gather(wire.encode(own, ("dense",))))
+        parts = [wire.decode(each, partition.size(part), own.width, own.values.dtype) for part, each in gathered]
         return from_dense(torch.cat([part.values for part in parts]))
 
     def state_dict(self) -> dict[str, Any]:
@@ -171,6 +162,6 @@ class DSARSplitAllgather(SparseScheme):
         chances = torch.Generator().manual_seed(stream_seed(self._seed, self._sums, exchange.rank))
         self._sums += 1
         message = quantise(own.dense(), bits, self._bucket, chances)
-        gathered = dict(exchange.all_gather(message))
         likes = [own.values.new_empty(partition.size(part), own.width) for part in range(partition.parts)]
-        return from_dense(torch.cat([restore(gathered[part], like, bits, self._bucket) for part, like in enumerate(likes)]))
+        gathered = zip(exchange.all_gather(message), likes, strict=True)
+        return from_dense(torch.cat([restore(each, like, bits, self._bucket) for each, like in gathered]))

@@ -32,12 +32,10 @@ class Adder(ABC):
 
     Attributes:
         register_bytes: of memory per byte of values.
-        most: ranks whose values can be added.
         counts: events by name.
     """
 
     register_bytes: ClassVar[float] = 1.0
-    most: ClassVar[int] = MOST_RANKS
 
     def __init__(self, rows: int, nbytes: int) -> None:
         self.counts: Counter[str] = Counter()
@@ -78,9 +76,8 @@ class FpisaAdder(Adder):
 
     def add(self, rows: Array, values: Array) -> None:
         places = span(rows)
-        self._exponents[places], self._mantissas[places] = self._sum(
-            self._exponents[places], self._mantissas[places], *self._unpack(values)
-        )
+        held = self._exponents[places], self._mantissas[places]
+        self._exponents[places], self._mantissas[places] = self._sum(*held, *self._unpack(values))
 
     def read(self, rows: Array) -> Array:
         """Normalises, and rounds to the fraction."""
@@ -148,13 +145,6 @@ class FpisaAHalf(FpisaAAdder):
 
 class FpisaABFloat(FpisaAAdder):
     fraction, exponent, travels, register_bytes = 7, 8, np.uint16, 4.0
-
-
-FPISA: Mapping[str, Mapping[str, type[Adder]]] = {
-    "fpisa": {"float32": FpisaAdder, "float16": FpisaHalf, "bfloat16": FpisaBFloat},
-    "fpisa-a": {"float32": FpisaAAdder, "float16": FpisaAHalf, "bfloat16": FpisaABFloat},
-}
-"""FPISA's, by mode and dtype."""
 
 
 class IntegerAdder(Adder):
@@ -232,6 +222,11 @@ ADDERS: Mapping[str, type[Adder]] = {
     "float64": DoubleAdder,
     "float16": HalfAdder,
     "bfloat16": BFloatAdder,
-    **{f"{mode}-{name}": adder for mode, adders in FPISA.items() for name, adder in adders.items()},
+    "fpisa-float32": FpisaAdder,
+    "fpisa-float16": FpisaHalf,
+    "fpisa-bfloat16": FpisaBFloat,
+    "fpisa-a-float32": FpisaAAdder,
+    "fpisa-a-float16": FpisaAHalf,
+    "fpisa-a-bfloat16": FpisaABFloat,
 }
 """All of them, by the name under which a job asks for one."""

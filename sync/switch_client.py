@@ -34,7 +34,6 @@ class SwitchTerms:
     """The demands of a job on a switch; the same on all ranks.
 
     Attributes:
-        adder: by name.
         largest: whether the side word of a sum is the largest of those given, else the smallest.
         slots: of all parts together.
         nbytes: of a packet's values.
@@ -75,16 +74,12 @@ class _SwitchShare:
         """The switch's answer to a hello, if it is recent."""
         return self._welcome[1] if self._welcome is not None and time.monotonic() - self._welcome[0] < _FRESH else None
 
-    @welcome.setter
-    def welcome(self, welcome: SwitchWelcome) -> None:
-        self._welcome = time.monotonic(), welcome
-
     def say(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # told at the next one
             self.socket.socket.send(self._envelope.seal(message))
 
     def answers(self) -> Iterable[Message]:
-        """Control messages that have come; all else is dropped."""
+        """Control messages that have come, but for a welcome, which is kept; all else is dropped."""
         while True:
             try:
                 received = self.socket.receive()
@@ -94,7 +89,10 @@ class _SwitchShare:
                 return
             for array, _ in received:
                 for datagram in array:
-                    if (message := self._envelope.open(bytes(datagram))) is not None:
+                    message = self._envelope.open(bytes(datagram))
+                    if isinstance(message, SwitchWelcome):
+                        self._welcome = time.monotonic(), message
+                    elif message is not None:
                         yield message
 
 
@@ -103,7 +101,6 @@ class Client:
 
     Args:
         places: host:port of each switch, in the order of their parts.
-        key: shared with them.
 
     Raises:
         SwitchSilentError: a name cannot be resolved, there is no way there, or this process can have no socket.
@@ -139,7 +136,7 @@ class Client:
 
         With 0 seconds the answers are those to an earlier hello.
         """
-        self._until(seconds, lambda part: part.welcome is not None, lambda part: SwitchHello(), self._welcome)
+        self._until(seconds, lambda part: part.welcome is not None, lambda part: SwitchHello())
         return self._silent(lambda part: part.welcome is not None)
 
     def join(self, job: str, seconds: float) -> None:
@@ -237,16 +234,12 @@ class Client:
                     local = Packets(own.slots // len(self.parts), own.rounds, own.sides, own.values)
                     part.socket.send(encode(local, GIVEN, self._rank, number, part.key))
 
-    def _welcome(self, part: _SwitchShare, message: Message) -> None:
-        if isinstance(message, SwitchWelcome):
-            part.welcome = message
-
     def _until(
         self,
         seconds: float,
         done: Callable[[_SwitchShare], bool],
         ask: Callable[[_SwitchShare], Message],
-        hear: Callable[[_SwitchShare, Message], None],
+        hear: Callable[[_SwitchShare, Message], None] = lambda part, message: None,
     ) -> None:
         """Asks all parts again and again until all are done, or for so long."""
         end = time.monotonic() + seconds

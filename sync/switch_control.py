@@ -93,11 +93,7 @@ def job_key(key: bytes, boot: str, job: str) -> AESGCM:
 
 
 class Envelope:
-    """Seals control messages and opens them.
-
-    Args:
-        key: shared by a switch and its workers.
-    """
+    """Seals control messages and opens them."""
 
     def __init__(self, key: bytes) -> None:
         if not key:

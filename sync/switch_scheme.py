@@ -6,29 +6,150 @@ end of every call, so a sum is the switch's on all ranks or on none. The gradien
 
 from __future__ import annotations
 
+import logging
+import secrets
+import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from gemini_ft.validation import checked
 
+from . import wire
 from .backends import open_exchange
 from .base import Dimensions, Scheme
 from .exchange import Exchange
 from .options import PacketBytes, Patience, SlotCount, Switches
-from .rows import GradientError, from_dense, to_matrix, to_tensor
-from .switch_client import Client, SwitchTerms
-from .switch_link import SwitchLink
-from .switch_packets import MOST_RANKS, Array
+from .rows import GradientError, from_matrix, to_matrix
+from .switch_client import Client, SwitchRefusedError, SwitchSilentError, SwitchTerms
+from .switch_packets import MOST_RANKS
+from .switch_worker import PacketStream, TensorStream
 
+_WAIT = 2.0  # seconds for a switch's answers at the first call, and when a job is joined
+_RETRY = 2.0  # seconds from a failure to the next attempt
+_JOB_BYTES = 16
+_log = logging.getLogger("gemini_ft")
 Key: TypeAlias = bytes | Callable[[], bytes]
 Gradient = TypeVar("Gradient")
+
+
+class SwitchLink:
+    """One rank's end of a group's way to its switch, which is up on all ranks or down on all of them.
+
+    While it is down, each call asks whether the switch answers, without waiting, and all ranks take it up again once it answers all.
+
+    Args:
+        speaks: whether this rank writes to the log.
+        make: makes a client, for one attempt.
+
+    Attributes:
+        ready: whether it is up; the same on all ranks.
+    """
+
+    def __init__(self, speaks: bool, make: Callable[[], Client], name: str) -> None:
+        self.ready = False
+        self._speaks, self._make, self._name = speaks, make, name
+        self._client: Client | None = None
+        self._said: bool | None = None  # what the log has of it: up, or down
+        self._not_before = 0.0  # time of the next attempt
+
+    @property
+    def slots(self) -> int:
+        """Slots of all switches together, while it is up."""
+        return self._connected.slots
+
+    @property
+    def sent_again(self) -> int:
+        """Packets that this rank sent more than once since it has been up."""
+        return self._connected.sent_again
+
+    @property
+    def _connected(self) -> Client:
+        if self._client is None:
+            raise RuntimeError(f"the link to switch {self._name} is down")
+        return self._client
+
+    def meet(self, exchange: Exchange) -> bool:
+        """Begins a call: compares what the ranks were given, and goes up if all ranks reach the switch; whether it is up. Collective.
+
+        Raises as `Exchange.share`.
+        """
+        if self.ready and self._connected.spent:
+            self.close()
+            self._said = None  # as at the first call: it waits for the switch
+        problem = "" if self.ready else self._look()
+        reports = share(exchange, secrets.token_bytes(_JOB_BYTES) + problem.encode())
+        if self.ready or self._failed([report[_JOB_BYTES:] for report in reports], drop=False):
+            return self.ready
+        if self._failed(share(exchange, self._join(reports[0][:_JOB_BYTES].hex()).encode()), drop=True):
+            return False
+        self.ready = True
+        self._say(True, f"gradients go through switch {self._name}")
+        return True
+
+    def run(self, stream: TensorStream, exchange: Exchange) -> bool:
+        """Takes one tensor through the switch; whether all ranks have its sum, else it is down. Collective."""
+        problem = ""
+        try:
+            self._connected.run(stream)
+        except SwitchSilentError as error:
+            problem = str(error)
+        return not self._failed(share(exchange, problem.encode()), drop=True)
+
+    def close(self) -> None:
+        """Ends the job at the switch."""
+        self.ready = False
+        if self._client is not None:
+            self._client.close()
+        self._client = None
+
+    def _look(self) -> str:
+        """The reason why this rank does not reach the switch, if so. Waits for it at the first time only."""
+        if time.monotonic() < self._not_before:
+            return f"switch {self._name} is asked again later"
+        try:
+            self._client = self._client or self._make()
+            return self._client.reaches(_WAIT if self._said is None else 0.0) or ""
+        except SwitchSilentError as error:
+            self._not_before = time.monotonic() + _RETRY
+            return str(error)
+
+    def _join(self, job: str) -> str:
+        try:
+            self._connected.join(job, _WAIT)
+        except (SwitchSilentError, SwitchRefusedError) as error:
+            return str(error)
+        return ""
+
+    def _failed(self, problems: Sequence[bytes], drop: bool) -> bool:
+        """Goes down, or stays down, if a rank has a problem. All ranks decide from the same reports."""
+        found = next(((rank, problem.decode()) for rank, problem in enumerate(problems) if problem), None)
+        if found is None:
+            return False
+        self.ready = False
+        if drop:
+            self.close()
+            self._not_before = time.monotonic() + _RETRY
+        self._say(False, f"rank {found[0]}: {found[1]}: all ranks add gradients up without it until it answers")
+        return True
+
+    def _say(self, up: bool, text: str) -> None:
+        """Tells the log once whenever it goes up or down."""
+        if self._speaks and self._said is not up:
+            _log.log(logging.INFO if up else logging.WARNING, "%s", text)
+        self._said = up
+
+
+def share(exchange: Exchange, text: bytes) -> list[bytes]:
+    """The texts of all ranks, by rank; raises as `Exchange.share`."""
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.zeros(0, dtype=torch.uint8)
+    own = wire.wrap(data.to(exchange.device))
+    return [wire.payload(each).cpu().numpy().tobytes() for each in exchange.share(own)]
 
 
 class SwitchScheme(Scheme, Generic[Gradient]):
@@ -127,8 +248,47 @@ class DenseSwitchScheme(SwitchScheme[torch.Tensor]):
 
     whole = True
 
+    @abstractmethod
+    def _adder(self, dtype: torch.dtype) -> str:
+        """The name of the switch's registers for values of a dtype."""
+
+    @abstractmethod
+    def _stream(self, packets: torch.Tensor, slots: int, world: int) -> PacketStream:
+        """One tensor on its way, as packets in the dtype in which it travels, [k, elements]."""
+
+    def _travels(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which values of a dtype travel."""
+        return torch.float32
+
+    def _look(self, packets: torch.Tensor, sums: torch.Tensor, special: torch.Tensor, exchange: Exchange) -> None:
+        """Looks at what came of the packets; ``special``, bool [k], did not go through the switch. Collective."""
+        return
+
+    def _terms(self, dtype: torch.dtype) -> SwitchTerms:
+        return SwitchTerms(self._adder(dtype), True, self._slots, self._packet, self._patience)
+
     def _admit(self, tensor: torch.Tensor) -> torch.Tensor:
         return to_matrix(tensor).cpu()
+
+    def _through(self, gradient: torch.Tensor, link: SwitchLink, exchange: Exchange) -> torch.Tensor | None:
+        if not gradient.numel():
+            return gradient
+        dtype = self._travels(gradient.dtype)
+        elements = self._packet // dtype.itemsize
+        flat = gradient.reshape(-1).to(dtype)
+        if missing := -flat.numel() % elements:
+            flat = torch.cat([flat, flat.new_zeros(missing)])
+        packets = flat.view(-1, elements)
+        stream = self._stream(packets, link.slots, exchange.size)
+        if not link.run(stream, exchange):
+            return None
+        sums, special = torch.from_numpy(stream.sums).view(dtype), torch.from_numpy(stream.special)
+        if special.any():  # the same on all ranks: packets that a switch cannot add
+            total = packets[special].to(exchange.device)
+            dist.all_reduce(total, group=exchange.group)
+            sums[special] = total.cpu()
+        self._look(packets, sums, special, exchange)
+        return sums.reshape(-1)[: gradient.numel()].view(gradient.shape).to(gradient.dtype)
 
     def _without(self, gradient: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         total = gradient.to(exchange.device, copy=True)
@@ -136,24 +296,4 @@ class DenseSwitchScheme(SwitchScheme[torch.Tensor]):
         return total
 
     def _finish(self, total: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        if like.layout == torch.strided:
-            return total.reshape(like.shape).to(like.device)
-        return to_tensor(from_dense(total), like)
-
-
-def to_packets(matrix: torch.Tensor, elements: int) -> Array:
-    """A CPU matrix as float32 [k, elements], the last packet filled up with zeros; may share its memory."""
-    flat = matrix.reshape(-1).float()
-    if missing := -flat.numel() % elements:
-        flat = torch.cat([flat, flat.new_zeros(missing)])
-    packets: Array = flat.numpy().reshape(-1, elements)
-    return packets
-
-
-def add_up_without(packets: torch.Tensor, chosen: Array, sums: torch.Tensor, exchange: Exchange) -> None:
-    """Sums of the packets that a switch cannot add, by the backend. Collective: ``chosen`` is the same on all ranks."""
-    if chosen.any():
-        places = torch.from_numpy(np.flatnonzero(chosen))
-        total = packets[places].to(exchange.device)
-        dist.all_reduce(total, group=exchange.group)
-        sums[places] = total.cpu()
+        return from_matrix(total, like)

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from .switch_adders import ADDERS
 from .switch_control import MARK, Envelope, Join, Joined, Message, SwitchHello, SwitchLeave, SwitchRefused, SwitchWelcome, job_key
-from .switch_packets import GIVEN, SUMMED, SWITCH, Array, Packets, decode, encode
+from .switch_packets import GIVEN, MOST_RANKS, SUMMED, SWITCH, Array, Packets, decode, encode
 from .switch_slots import Slots
 from .switch_udp import Datagrams, await_any
 
@@ -63,7 +63,6 @@ class Jobs:
     """All jobs of one switch.
 
     Args:
-        key: shared with all workers.
         boot: made up at the start, 32 hexadecimal digits.
         part, parts: of the slots that this switch has, from 0 on.
     """
@@ -119,8 +118,8 @@ class Jobs:
             return None
         if join.adder not in ADDERS:
             return f"adder {join.adder!r}: this switch has {', '.join(ADDERS)}; use the same version on all sides"
-        if join.world > ADDERS[join.adder].most or join.rank >= join.world:
-            return f"rank {join.rank} of {join.world} workers: {join.adder} takes up to {ADDERS[join.adder].most}; use another scheme"
+        if join.world > MOST_RANKS or join.rank >= join.world:
+            return f"rank {join.rank} of {join.world} workers: a job takes up to {MOST_RANKS}; use another scheme"
         return self._make_room(_need(join), now)
 
     def _make_room(self, need: int, now: float) -> str | None:
@@ -164,11 +163,9 @@ class SwitchServer:
 
     Args:
         listening: a bound UDP socket.
-        key: shared with all workers.
         part, parts: of the slots that this switch has, from 0 on.
 
     Attributes:
-        jobs: at present.
         counts: datagrams that were dropped before they came to a job, by reason.
     """
 
@@ -224,7 +221,10 @@ class SwitchServer:
         for each in Packets.join(sums):
             datagrams = encode(each, SUMMED, SWITCH, self.jobs.part, job.key)
             for address in addresses:
-                self._try_to_send(datagrams, address)
+                try:
+                    self._socket.send(datagrams, address)
+                except OSError:  # no way there: as if they were lost on the way
+                    self.counts["unsent"] += len(datagrams)
 
     def _control(self, datagram: bytes, address: Any, now: float) -> None:
         message = self._envelope.open(datagram)
@@ -233,9 +233,3 @@ class SwitchServer:
         elif (reply := self.jobs.control(message, address, now)) is not None:
             with contextlib.suppress(OSError):
                 self._socket.socket.sendto(self._envelope.seal(reply), address)
-
-    def _try_to_send(self, datagrams: Array, address: Any) -> None:
-        try:
-            self._socket.send(datagrams, address)
-        except OSError:  # no way there: as if they were lost on the way
-            self.counts["unsent"] += len(datagrams)

@@ -33,8 +33,6 @@ class Slots:
     """The pool of one job.
 
     Args:
-        world: workers.
-        slots: of the pool.
         adder: registers, with two rows for each slot.
         largest: whether the sum's side word is the largest of those given, else the smallest.
 

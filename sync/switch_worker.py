@@ -41,7 +41,6 @@ class PacketStream(TensorStream):
 
     Args:
         packets: [k, ...].
-        slots: of the pool.
 
     Attributes:
         sums: like ``packets``.
@@ -101,7 +100,6 @@ class Worker:
     """A worker of one job, for all its tensors one after the other.
 
     Args:
-        slots: of the pool.
         nbytes: of a packet's values.
         parts: switches, which have the slots in turn; packets to different ones may overtake each other without a loss.
 
@@ -134,10 +132,6 @@ class Worker:
     def rounds(self) -> int:
         """Rounds of the slot that has had most; the same on all workers when a tensor is done."""
         return int(self._rounds.max())
-
-    def due(self) -> float:
-        """When something has to be sent again, by the clock of ``now``; infinite if nothing is under way."""
-        return float(self._due[self._open].min()) if self._open.any() else np.inf
 
     def start(self, stream: TensorStream, now: float) -> list[Packets]:
         """Begins a tensor; the one before is done."""

@@ -11,11 +11,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .exchange import Exchange
-from .switch_client import SwitchTerms
-from .switch_link import SwitchLink
 from .switch_packets import Array, span
-from .switch_scheme import DenseSwitchScheme, add_up_without, to_packets
+from .switch_scheme import DenseSwitchScheme
 from .switch_worker import PacketStream
 
 
@@ -29,19 +26,11 @@ class SwitchML(DenseSwitchScheme):
 
     name = "switchml"
 
-    def _terms(self, dtype: torch.dtype) -> SwitchTerms:
-        return SwitchTerms("int32", True, self._slots, self._packet, self._patience)
+    def _adder(self, dtype: torch.dtype) -> str:
+        return "int32"
 
-    def _through(self, gradient: torch.Tensor, link: SwitchLink, exchange: Exchange) -> torch.Tensor | None:
-        if not gradient.numel():
-            return gradient
-        packets = to_packets(gradient, self._packet // 4)
-        stream = SwitchMLStream(packets, link.slots, exchange.size)
-        if not link.run(stream, exchange):
-            return None
-        sums = torch.from_numpy(stream.sums)
-        add_up_without(torch.from_numpy(packets), stream.special, sums, exchange)
-        return sums.reshape(-1)[: gradient.numel()].view(gradient.shape).to(gradient.dtype)
+    def _stream(self, packets: torch.Tensor, slots: int, world: int) -> SwitchMLStream:
+        return SwitchMLStream(packets.numpy(), slots, world)
 
 
 LEAST, SPECIAL = -90, 127  # exponents: less is treated as this, so that f stays finite; of packets that integers cannot carry
@@ -85,8 +74,6 @@ class SwitchMLStream(PacketStream):
 
     Args:
         packets: float32 [k, elements].
-        slots: of the pool.
-        world: workers.
     """
 
     def __init__(self, packets: Array, slots: int, world: int) -> None:

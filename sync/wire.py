@@ -26,6 +26,13 @@ def new(payload: int, device: torch.device | None = None) -> torch.Tensor:
     return _new(payload, 0, 0, device)
 
 
+def wrap(payload: torch.Tensor) -> torch.Tensor:
+    """A message of these bytes, uint8."""
+    message = new(len(payload), payload.device)
+    message[HEADER:] = payload
+    return message
+
+
 def _new(payload: int, number: int, count: int, device: torch.device | None) -> torch.Tensor:
     message = torch.empty(HEADER + payload, dtype=torch.uint8, device=device)
     _words(message).copy_(torch.tensor([0, 0, len(message), number, count]))

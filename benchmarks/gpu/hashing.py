@@ -21,8 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from common import print_result, ratio, table
-from gemini_ft.sync.hashing import group_by_part, murmur
-from gemini_ft.sync.partition import hierarchical_hash
+from gemini_ft.sync.partition import group_by_part, hierarchical_hash, murmur
 
 PARAMETERS, DENSITY, SERVERS = 214_000_000, 0.052, 16
 PAPER = 6e-3  # seconds, on a V100

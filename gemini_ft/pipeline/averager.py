@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
@@ -24,7 +24,7 @@ from gemini_ft.pipeline.lanes import GroupInFlight, Lanes
 from gemini_ft.pipeline.plan import NO_RULE, Group, Plan, first_plan
 from gemini_ft.pipeline.plan import Tensor as Described
 from gemini_ft.pipeline.route_table import Routes, time_limit
-from gemini_ft.pipeline.routes import Compressed, Gradients
+from gemini_ft.pipeline.routes import Compressed, Gradients, of_all_ranks
 from gemini_ft.pipeline.rules import Rules
 from gemini_ft.pipeline.telemetry import Telemetry
 
@@ -43,10 +43,8 @@ class Averager:
 
     Args:
         tensors: what there is, in an order in which gradients may become ready; the same on all ranks.
-        rules: how they travel.
         group: of the ranks; None: there is one rank only. Nobody else may use it.
         control: of the same ranks and on CPUs, by which ranks are found that have been killed.
-        device: of the gradients.
 
     Attributes:
         step: steps that are over, the same on all ranks.
@@ -74,8 +72,8 @@ class Averager:
         self._ended_at: float | None = None  # the step before
         self._blocked = 0.0  # seconds of this step that `average` took
         self._scale = 1.0
-        self.scale: Callable[[], float] | None = None  # of the loss, as a scaler has it at the moment
-        self.on_begin: Callable[[], None] | None = None  # before the first gradient of a step is taken
+        self.scale: Callable[[], float] = lambda: 1.0  # of the loss, as a scaler has it at the moment
+        self.on_begin: Callable[[], None] = lambda: None  # before the first gradient of a step is taken
 
     @property
     def plan(self) -> Plan:
@@ -104,13 +102,9 @@ class Averager:
                 "torch.utils.checkpoint: give it use_reentrant=False"
             )
         if not any(self._arrived.values()):
-            self._begin()
-            self._scale = self.scale() if self.scale is not None else 1.0
-        self._arrive(name, _Arrival(gradient, take))
-
-    def _begin(self) -> None:
-        if self.on_begin is not None:
             self.on_begin()
+            self._scale = self.scale()
+        self._arrive(name, _Arrival(gradient, take))
 
     def absent(self, name: str) -> None:
         """Takes note that no rank has this gradient in this step: nothing travels for it, and its memory stays as it is."""
@@ -146,8 +140,7 @@ class Averager:
     def failed(self, error: BaseException) -> BaseException:
         """Tells the other ranks of an error of the training thread, after which they would wait for this one's gradients.
 
-        Returns:
-            What is to be raised: another rank's error, where this one only follows from it.
+        Returns what is to be raised: another rank's error, where this one only follows from it.
         """
         return self._failures.resolved(error, self._completed)
 
@@ -155,11 +148,7 @@ class Averager:
         return self._failures.heard(self._completed)
 
     def broken(self, error: BaseException) -> BaseException:
-        """Ends averaging for good, after a collective of the training thread has failed in which others may wait for this rank.
-
-        Returns:
-            What is to be raised, as for `failed`.
-        """
+        """Ends averaging for good after a collective of the training thread, in which others may wait, has failed; returns as `failed`."""
         return self._lanes.fail(error)
 
     def _broken(self, error: BaseException, is_computing: bool) -> BaseException:
@@ -173,11 +162,7 @@ class Averager:
         return bool(self._arrived) and self._launched == len(self.plan.groups)
 
     def step_over(self, begun: float | None = None) -> None:
-        """Ends a step, all gradients of which have been averaged.
-
-        Args:
-            begun: when the step's forward pass began (``time.perf_counter()``); None: nobody knows.
-        """
+        """Ends a step, all gradients of which have been averaged; its forward pass began at ``begun`` (``time.perf_counter()``)."""
         last = max((job.ended for _, job in self._jobs), default=0.0)
         blocked = self._blocked + (max(0.0, last - self._ready_at) if self._arrived else 0.0)
         seconds = last - begun if begun is not None and self._jobs else 0.0
@@ -206,16 +191,12 @@ class Averager:
     # -- gradients that an engine has gathered
 
     def average(self, gradients: Gradients) -> dict[str, Tensor]:
-        """The averages of some gradients, in the groups of the plan as far as they are there. Collective.
-
-        Args:
-            gradients: the same names on all ranks. They are only read.
-        """
+        """The averages of gradients of the same names on all ranks, in the groups of the plan as far as they are there. Collective."""
         if not self._jobs:
-            self._begin()
+            self.on_begin()
         begin, means = time.perf_counter(), dict[str, Tensor]()
-        groups = [replace(group, names=tuple(name for name in group.names if name in gradients)) for group in self.plan.groups]
-        self._scale = self.scale() if self.scale is not None else 1.0
+        groups = [group._replace(names=tuple(name for name in group.names if name in gradients)) for group in self.plan.groups]
+        self._scale = self.scale()
         jobs = [self._submitted(group, {name: gradients[name] for name in group.names}, means.update) for group in groups if group.names]
         for _, job in jobs:
             self._lanes.wait(job, self._anxious)
@@ -249,9 +230,7 @@ class Averager:
             RecoveryError: it is of other steps or plans on other ranks.
         """
         common = [state[key] for key in ("step", "rounds", "order", "plan")]
-        everybody: list[Any] = [(self._problem(state), common)] * self.world
-        if self.world > 1:
-            dist.all_gather_object(everybody, everybody[0], group=self.group)
+        everybody = of_all_ranks((self._problem(state), common), self.group)
         problems = [problem for problem, _ in everybody]
         for rank, problem in enumerate(problems):
             if problem is not None:
@@ -301,7 +280,7 @@ class Averager:
                 arrivals[name].take(mean)
 
         gradients = {name: arrival.gradient for name, arrival in arrivals.items()}
-        self._jobs.append(self._submitted(replace(group, names=tuple(arrivals)), gradients, take))
+        self._jobs.append(self._submitted(group._replace(names=tuple(arrivals)), gradients, take))
 
     def _submitted(self, group: Group, gradients: Gradients, take: Callable[[dict[str, Tensor]], None]) -> tuple[Group, GroupInFlight]:
         route = self.routes.of(group)
@@ -322,11 +301,8 @@ class Averager:
         Raises:
             ConfigError: they differ; the first difference is named. On all ranks.
         """
-        if self.world == 1:
-            return
         own = [repr(rule) for rule in self.rules], [(t.name, t.shape, t.itemsize, t.sparse) for t in self.tensors]
-        everybody: list[Any] = [None] * self.world
-        dist.all_gather_object(everybody, own, group=self.group)
+        everybody = of_all_ranks(own, self.group)
         for rank, (rules, tensors) in enumerate(everybody):
             if rules != everybody[0][0]:
                 raise ConfigError(f"gradient_pipeline differs between ranks: rank 0 has {everybody[0][0]}, rank {rank} has {rules}")
@@ -338,9 +314,7 @@ def own_group(ranks: list[int], group: Any, backend: str | None = None) -> Any:
     """A process group of these ranks for an averager, beside the collectives of the training thread. Collective.
 
     Args:
-        ranks: of ``group``.
         group: as long as this one waits, so does the new one; None: the default group.
-        backend: None: that of the default group.
     """
     whole: Any = group if group is not None else dist.group.WORLD
     # Where not all ranks take part torch names groups by how many there are: it must be as many on all that do, and it must not shrink.

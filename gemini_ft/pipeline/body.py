@@ -118,10 +118,8 @@ class Body:
         model: whose forward passes are watched.
         parameters: that are averaged, by name.
         tensors: the same, as rules see them.
-        rules: of the pipeline.
         group: of the ranks, for the averages alone; None: one rank.
         control: of the same ranks and on CPUs, for what the training thread asks; None: one rank.
-        device: of the gradients.
         profile_steps: steps that are watched before a planned fusion is planned.
 
     Attributes:

@@ -41,13 +41,7 @@ class _Steered:
 
 
 class Controls:
-    """The rules under control, and their ratios.
-
-    Args:
-        rules: of the pipeline.
-        tensors: that travel.
-        world: ranks.
-    """
+    """The rules under control, and their ratios."""
 
     def __init__(self, rules: Rules, tensors: Sequence[Tensor], world: int) -> None:
         self._steered: dict[int, _Steered] = {}

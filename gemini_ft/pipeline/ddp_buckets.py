@@ -32,7 +32,6 @@ class DdpBuckets:
     """Hands the gradients of buckets over, and the averages back.
 
     Args:
-        synchronizer: whose model is the DDP one.
         otherwise: state and hook for buckets of which the synchronizer averages nothing.
     """
 
@@ -44,7 +43,7 @@ class DdpBuckets:
         self._will_end = False  # the end of the backward pass has been asked for
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()  # in a copy of the model, which averages as if it had no hook
+        return type(None), ()  # in a copy of the model, which averages as if it had no hook
 
     def ready(self, bucket: GradBucket) -> Future[Tensor]:
         """Takes a bucket whose gradients are final.
@@ -126,10 +125,6 @@ def _queue_callback(call: Callable[[], None]) -> None:
 
 def _raise(error: BaseException) -> None:
     raise error
-
-
-def _nothing() -> None:
-    return None
 
 
 def _answered(buffer: Tensor) -> Future[Tensor]:

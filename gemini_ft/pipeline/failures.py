@@ -27,7 +27,6 @@ class Failures:
     Args:
         group: whose collectives fail, or wait for nothing; None: one rank.
         control: of the same ranks and on CPUs; its connections last as long as processes do.
-        rank: this one.
     """
 
     def __init__(self, group: Any, control: Any, rank: int) -> None:
@@ -38,7 +37,6 @@ class Failures:
         """The error to raise here: this one, which the others are told, or one that names the first rank that failed.
 
         Args:
-            error: no average can be made any more.
             step: in which it happened, as all ranks count.
             is_computing: whether it happened between collectives, so that no other rank can be its cause.
         """
@@ -50,7 +48,11 @@ class Failures:
         if cause is None and is_own:
             self._tell(self._rank, _failed(self._rank, said), step)
         elif cause is None:
-            self._tell(None, _unexplained(self._rank, said), step)
+            unexplained = AveragingError(
+                f"gradients are averaged no more: a collective failed on rank {self._rank}, and no rank is known to have failed; a host "
+                f"may be lost, or the network between two: {said}"
+            )
+            self._tell(None, unexplained, step)
         elif not is_own:
             cause.__cause__ = error
         self._resolved = error if is_own or cause is None else cause
@@ -72,9 +74,14 @@ class Failures:
             except Exception:
                 is_answered = False
             if gone and not is_answered:
-                return _ended(gone)
+                return AveragingError(
+                    "gradients are averaged no more: the processes of these ranks have ended, one of them first: "
+                    f"{', '.join(map(str, gone))}; the process group's store, which may know more, does not answer, as when it has gone "
+                    "with the host that was lost"
+                )
             if gone:
-                found = _killed(gone)
+                more = f"; so have those of ranks {', '.join(map(str, gone[1:]))}" if gone[1:] else ""
+                found = _failed(gone[0], f"its process has ended without a word, as one does that is killed{more}")
                 self._tell(gone[0], found, step)
                 return found
             if time.monotonic() > end:
@@ -118,25 +125,3 @@ class Failures:
 
 def _failed(rank: int, text: str) -> AveragingError:
     return AveragingError(f"rank {rank} has failed, and averages no gradients any more: {text}")
-
-
-def _killed(gone: list[int]) -> AveragingError:
-    """The error for ranks that have ended without leaving word."""
-    first, *others = gone
-    text = "its process has ended without a word, as one does that is killed"
-    return _failed(first, text + (f"; so have those of ranks {', '.join(map(str, others))}" if others else ""))
-
-
-def _ended(gone: list[int]) -> AveragingError:
-    """The error for ranks that have ended, perhaps without leaving word: the store may have gone with the host of the first."""
-    return AveragingError(
-        f"gradients are averaged no more: the processes of these ranks have ended, one of them first: {', '.join(map(str, gone))}; the "
-        "process group's store, which may know more, does not answer, as when it has gone with the host that was lost"
-    )
-
-
-def _unexplained(rank: int, text: str) -> AveragingError:
-    return AveragingError(
-        f"gradients are averaged no more: a collective failed on rank {rank}, and no rank is known to have failed; a host may be lost, or "
-        f"the network between two: {text}"
-    )

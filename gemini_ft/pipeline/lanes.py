@@ -62,15 +62,10 @@ class GroupCost:
     densities: list[float] = field(default_factory=list)
 
 
-def _done(averages: dict[str, Tensor]) -> None:
-    """Does nothing: the averages have been taken."""
-
-
 class GroupInFlight:
     """A group on its way.
 
     Args:
-        work: what there is to do.
         single: it asks for one collective only, so that the network need not wait for what it does with the answer.
         then: called with the averages on the computing thread.
     """
@@ -91,7 +86,7 @@ class GroupInFlight:
             call = self.work.send(answer)
         except StopIteration as end:
             self.then(end.value)
-            self.then = _done  # the job is kept for its figures, and would keep the averages
+            self.then = lambda averages: None  # the job is kept for its figures, and would keep the averages
             self.figures.decode += time.perf_counter() - begin
             return True
         if self.single and self.figures.nbytes:
@@ -180,7 +175,6 @@ class Lanes:
         """Returns when the averages are there; raises the error that prevents them.
 
         Args:
-            job: that has been submitted.
             anxious: asked once in a while, as long as they are not there, whether it is worth waiting; an error: it is not.
         """
         while True:

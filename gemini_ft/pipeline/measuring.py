@@ -16,7 +16,7 @@ from gemini_ft.compression.base import Turn
 from gemini_ft.compression.costs import Affine, FittedCost, Sample, fit_line, interpolate
 from gemini_ft.compression.timeline import GroupCosts
 from gemini_ft.pipeline.plan import Tensor
-from gemini_ft.pipeline.routes import Gradients, Route
+from gemini_ft.pipeline.routes import Gradients, Route, of_all_ranks
 
 _ROUNDS = 3  # that are counted, after one that is not
 _LARGEST = 16 * 2**20  # dense bytes of the groups that are tried; larger ones are extrapolated
@@ -47,15 +47,13 @@ def measure(make: Callable[[], Route], tensors: Sequence[Tensor], group: Any, de
     Args:
         make: a route without memory.
         tensors: of one rule, in their order, at least two.
-        group: of the ranks.
-        device: of the gradients.
     """
     found = []
     for run in _runs(tensors):
         gradients = _gradients(run, device)
         times = [_timed(make(), gradients, group, device) for _ in range(1 + _ROUNDS)][1:]
         typical = [statistics.median(each) for each in zip(*times, strict=True)]
-        found.append((_nbytes(run), _agreed(typical, group)))
+        found.append((_nbytes(run), slowest([max(each, 1e-9) for each in typical], group)))
     encode, communicate, decode = ([Sample(nbytes, times[stage]) for nbytes, times in found] for stage in range(3))
     return Costs(fitted(encode), fitted(communicate), fitted(decode))
 
@@ -122,16 +120,6 @@ def now_on(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _agreed(seconds: Sequence[float], group: Any) -> list[float]:
-    """The slowest rank's time, for each of ``seconds``."""
-    floor = [max(each, 1e-9) for each in seconds]
-    return floor if group is None else slowest(floor, group)
-
-
 def slowest(seconds: Sequence[float], group: Any) -> list[float]:
     """The longest time of any rank, for each of ``seconds``. Collective."""
-    if group is None:
-        return list(seconds)
-    everybody: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everybody, list(seconds), group=group)
-    return [max(each) for each in zip(*everybody, strict=True)]
+    return [max(each) for each in zip(*of_all_ranks(list(seconds), group), strict=True)]

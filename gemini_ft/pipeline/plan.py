@@ -11,9 +11,10 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -33,7 +34,6 @@ class Tensor:
 
     Attributes:
         name: as in ``model.named_parameters()``.
-        shape: its shape.
         itemsize: bytes of one element of the gradient.
         rule: number of its rule; `NO_RULE`: none matches.
         sparse: whether its module makes gradients that are sparse tensors.
@@ -51,8 +51,7 @@ class Tensor:
         return self.itemsize * math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Gradients that travel together.
 
     Attributes:
@@ -82,18 +81,16 @@ class Plan:
 
     def pack(self) -> dict[str, Any]:
         """The plan as plain data."""
-        return {
-            "groups": [[group.rule, list(group.names), group.way] for group in self.groups],
-            "fusion": {str(rule): label for rule, label in self.fusion.items()},
-            "predicted": {str(rule): seconds for rule, seconds in self.predicted.items()},
-        }
+        packed: dict[str, Any] = _PLAN.dump_python(self, mode="json")
+        return packed
 
     @classmethod
     def unpack(cls, packed: Mapping[str, Any]) -> Plan:
         """Makes a plan of the plain data that `pack` gave."""
-        groups = tuple(Group(rule, tuple(names), way) for rule, names, way in packed["groups"])
-        fusion = {int(rule): label for rule, label in packed["fusion"].items()}
-        return cls(groups, fusion, {int(rule): seconds for rule, seconds in packed["predicted"].items()})
+        return _PLAN.validate_python(packed)
+
+
+_PLAN = TypeAdapter(Plan)
 
 
 def rule_at(rules: Rules, number: int) -> Rule:
@@ -187,7 +184,6 @@ def nothing(param: torch.Tensor, sparse: bool) -> torch.Tensor:
     """The gradient that a parameter adds that has none on this rank.
 
     Args:
-        param: the parameter.
         sparse: whether its gradients are sparse tensors: then it is one without entries, as all ranks must bring the same kind.
     """
     if not sparse:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,24 +37,11 @@ class ModelHook:
         return ModelHook, ()
 
 
-@dataclass(frozen=True)
-class BackwardTimes:
-    """The times of one backward pass, in seconds.
-
-    Attributes:
-        forward: of the forward pass before it.
-        at: name -> from the end of the forward pass until the gradient was ready.
-    """
-
-    forward: float
-    at: Mapping[str, float]
-
-
 class ReadyTimes:
     """Notes the times of each step. Without a forward pass of the model itself, times count from the first gradient on."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.steps: deque[BackwardTimes] = deque(maxlen=_KEPT)
+        self.steps: deque[tuple[float, dict[str, float]]] = deque(maxlen=_KEPT)  # seconds of each as in `typical`
         self.begun: float | None = None  # the forward pass of this step
         self._forward = 0.0
         self._end: float | None = None
@@ -83,14 +69,14 @@ class ReadyTimes:
     def step_over(self) -> None:
         """Takes note that the backward pass is over."""
         if self._at:
-            self.steps.append(BackwardTimes(self._forward, self._at))
+            self.steps.append((self._forward, self._at))
         self._at, self._end, self._forward, self.begun = {}, None, 0.0, None
 
     def typical(self, names: list[str]) -> list[float]:
-        """Medians over the last steps: of the forward pass, then until each gradient was ready (infinite: it never was)."""
+        """Medians over the last steps: of the forward pass, then from its end until each gradient was ready (infinite: it never was)."""
         found = list(self.steps)[1:] or list(self.steps)  # the first step is unlike all others
-        ready = [statistics.median([step.at[name] for step in found if name in step.at] or [float("inf")]) for name in names]
-        return [statistics.median([step.forward for step in found] or [0.0]), *ready]
+        ready = [statistics.median([at[name] for _, at in found if name in at] or [float("inf")]) for name in names]
+        return [statistics.median([forward for forward, _ in found] or [0.0]), *ready]
 
     def close(self) -> None:
         """Removes all hooks from the model."""

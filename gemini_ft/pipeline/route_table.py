@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from gemini_ft.compression.collective import ScopedGroups
+from gemini_ft.compression.espresso_executor import OptionExecutor
+from gemini_ft.compression.espresso_options import Option, Processor, options
 from gemini_ft.compression.topology import Topology
+from gemini_ft.hosts import host_id
 from gemini_ft.pipeline.plan import Group, rule_at
-from gemini_ft.pipeline.routes import Plain, Route, Sparse, by_option, route_of, scheme_maker, topology_of
-from gemini_ft.pipeline.rules import Rules
+from gemini_ft.pipeline.routes import Compressed, Plain, Route, Sparse, of_all_ranks
+from gemini_ft.pipeline.rules import Rule, Rules, payload_of_one_length
+from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.base import Scheme
 from gemini_ft.sync.builtin import Dense
 
@@ -22,11 +27,7 @@ class Routes:
     """The routes of all rules, made when they are needed.
 
     Besides a rule's own there are other ways: "plain" (all-reduce), "bf16" (all-reduce in bfloat16, as torch does it), "sparse"
-    (all-reduce of gradients that are sparse tensors), and the options of Espresso (`gemini_ft.pipeline.routes.option_way`).
-
-    Args:
-        rules: of the pipeline.
-        group: of the ranks; None: one rank.
+    (all-reduce of gradients that are sparse tensors), and the options of Espresso (`option_way`).
     """
 
     def __init__(self, rules: Rules, group: Any) -> None:
@@ -48,7 +49,7 @@ class Routes:
         """A route without any memory."""
         match way:
             case "rule":
-                return route_of(rule_at(self._rules, rule), self._scheme_maker(rule))
+                return self._by_rule(rule)
             case "plain":
                 return Plain()
             case "bf16":
@@ -56,12 +57,31 @@ class Routes:
             case "sparse":
                 return Sparse(Dense)
             case _:
-                return by_option(rule_at(self._rules, rule), way, self.topology, self.scoped)
+                return self._by_option(rule_at(self._rules, rule), way)
 
-    def _scheme_maker(self, rule: int) -> Callable[[], Scheme]:
-        if rule not in self._schemes:
-            self._schemes[rule] = scheme_maker(rule_at(self._rules, rule))
-        return self._schemes[rule]
+    def _by_rule(self, number: int) -> Route:
+        rule = rule_at(self._rules, number)
+        if rule.is_plain:
+            return Plain(rule.cast, takes_sparse=rule.cast is None)
+        if number not in self._schemes:
+            scheme = rule.sync.make()  # only one that adapts itself is made anew each time: a hierarchical one has process groups
+            self._schemes[number] = rule.sync.make if isinstance(scheme, Auto) else lambda: scheme
+        make = self._schemes[number]
+        if rule.compress is not None:
+            return Compressed(rule.compress.make(), make() if rule.is_sparse else None)
+        return Plain(scheme=make()) if rule.is_whole else Sparse(make)
+
+    def _by_option(self, rule: Rule, way: str) -> Route:
+        """A route for one option of a rule's compression; see `option_way`."""
+        kind, _, number = way.partition(" ")
+        known = _all_options()
+        if kind != "option" or not number.isdigit() or int(number) >= len(known) or rule.compress is None:
+            raise ValueError(f"way {way!r} of a rule with {rule}: must be rule, plain, bf16, sparse, or an option up to {len(known) - 1}")
+        reducer = rule.compress.make()
+        inner = payload_of_one_length(reducer)
+        assert inner is not None
+        executor = OptionExecutor(inner, known[int(number)], self.topology, error_feedback=inner is not reducer)
+        return Compressed(executor, scoped=self.scoped)
 
     def all_plain(self, groups: Sequence[Group]) -> bool:
         """Whether one all-reduce each is all that these groups need."""
@@ -71,8 +91,15 @@ class Routes:
 
     @cached_property
     def topology(self) -> Topology:
-        """The machines and the ranks of each. Collective."""
-        return topology_of(self._group)
+        """The machines, as hosts name themselves (``GEMINI_HOST_ID``, or the machine's own name). Collective.
+
+        Ranks are taken to be one machine each where those of a machine are no neighbours, or machines have different numbers of them.
+        """
+        hosts = of_all_ranks(host_id(), self._group)
+        runs = [len(list(run)) for _, run in groupby(hosts)]
+        if len(set(runs)) == 1 and len(runs) == len(set(hosts)):
+            return Topology(len(runs), runs[0])
+        return Topology(len(hosts), 1)
 
     @cached_property
     def scoped(self) -> ScopedGroups | None:
@@ -117,3 +144,12 @@ def time_limit(group: Any) -> timedelta:
     """The time for which collectives of a group wait for a peer."""
     limit: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return limit
+
+
+def option_way(option: Option) -> str:
+    """The name of an option of Espresso's decision tree, as the way of a group."""
+    return f"option {_all_options().index(option)}"
+
+
+def _all_options() -> tuple[Option, ...]:
+    return options((Processor.GPU, Processor.CPU))

@@ -10,8 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,21 +20,24 @@ from gemini_ft.compression.base import Bundle, CollectiveRequest, FlatLayout, Pa
 from gemini_ft.compression.collective import ScopedGroups, answer
 from gemini_ft.compression.control import DelayControl
 from gemini_ft.compression.dgc import MomentumCorrection
-from gemini_ft.compression.espresso_executor import OptionExecutor
-from gemini_ft.compression.espresso_options import Option, Processor, options
 from gemini_ft.compression.feedback import ErrorFeedback
 from gemini_ft.compression.sparse import entries
-from gemini_ft.compression.topology import Topology
 from gemini_ft.errors import ConfigError, StateError
-from gemini_ft.hosts import host_id
 from gemini_ft.pipeline.lanes import PendingCollective, Work
-from gemini_ft.pipeline.rules import Rule, payload_of_one_length
-from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.base import Scheme
 from gemini_ft.sync.builtin import Dense
 
+T = TypeVar("T")
 Gradients: TypeAlias = Mapping[str, Tensor]
 _ONE_COLLECTIVE = (Primitive.ALL_REDUCE, Primitive.ALL_GATHER, Primitive.ALL_GATHER_V)
+
+
+def of_all_ranks(own: T, group: Any) -> list[T]:
+    """The objects of all ranks, by rank; ``group`` None: there is one. Collective."""
+    found = [own] * (dist.get_world_size(group) if group is not None else 1)
+    if len(found) > 1:
+        dist.all_gather_object(found, own, group=group)
+    return found
 
 
 class Route(ABC):
@@ -54,7 +56,6 @@ class Route(ABC):
         Args:
             gradients: in the order that all ranks have agreed on. They are only read.
             turn: the step, the same on all ranks.
-            group: the process group; None: one rank.
             scale: of the loss; anything kept for later steps is kept without it.
         """
 
@@ -102,7 +103,8 @@ class Plain(Route):
             by_dtype.setdefault(self._dtype or real.dtype, {})[name] = real
         flats = self._flat(tuple(gradients), by_dtype, turn.step)
         for flat, kind in zip(flats, by_dtype.values(), strict=True):
-            torch._foreach_copy_(flat.split_with_sizes([gradient.numel() for gradient in kind.values()]), _lines(kind))
+            lines = [gradient.reshape(-1) for gradient in kind.values()]
+            torch._foreach_copy_(flat.split_with_sizes([line.numel() for line in lines]), lines)
             flat.div_(turn.world)
         if turn.world > 1:
             nbytes = sum(flat.nbytes for flat in flats)
@@ -126,10 +128,6 @@ class Plain(Route):
             kept = [torch.empty(size, dtype=dtype, device=device) for size, dtype in wanted]
         self.buffers[names] = step, kept
         return kept
-
-
-def _lines(gradients: Gradients) -> list[Tensor]:
-    return [gradient.reshape(-1) for gradient in gradients.values()]
 
 
 def _all_reduce(flats: Sequence[Tensor], group: Any) -> None:
@@ -301,60 +299,3 @@ def _refuse_sparse(gradients: Gradients) -> None:
             f"the gradient of {sparse} is a sparse tensor, which cannot be compressed; give the parameter a rule with sync: zen "
             "(or agsparse, auto, ...) and without compress, before the one that matches it now"
         )
-
-
-def route_of(rule: Rule, make_scheme: Callable[[], Scheme]) -> Route:
-    """A fresh route for a rule, whose schemes `scheme_maker` makes."""
-    if rule.is_plain:
-        return Plain(rule.cast, takes_sparse=rule.cast is None)
-    if rule.compress is not None:
-        return Compressed(rule.compress.make(), make_scheme() if rule.is_sparse else None)
-    if rule.is_whole:
-        return Plain(scheme=make_scheme())
-    return Sparse(make_scheme)
-
-
-def scheme_maker(rule: Rule) -> Callable[[], Scheme]:
-    """Makes the rule's schemes: a new one each time if it adapts itself, else always the same: a hierarchical one has process groups."""
-    scheme = rule.sync.make()
-    return rule.sync.make if isinstance(scheme, Auto) else lambda: scheme
-
-
-def option_way(option: Option) -> str:
-    """The name of an option of Espresso's decision tree, as the way of a group."""
-    return f"option {_all_options().index(option)}"
-
-
-def _all_options() -> tuple[Option, ...]:
-    return options((Processor.GPU, Processor.CPU))
-
-
-def by_option(rule: Rule, way: str, topology: Topology, scoped: ScopedGroups | None) -> Route:
-    """A fresh route for one option of a rule's compression; see `option_way`.
-
-    Raises:
-        ValueError: there is no such option.
-    """
-    kind, _, number = way.partition(" ")
-    known = _all_options()
-    if kind != "option" or not number.isdigit() or int(number) >= len(known) or rule.compress is None:
-        raise ValueError(f"way {way!r} of a rule with {rule}: must be rule, plain, bf16, sparse, or an option up to {len(known) - 1}")
-    reducer = rule.compress.make()
-    inner = payload_of_one_length(reducer)
-    assert inner is not None
-    return Compressed(OptionExecutor(inner, known[int(number)], topology, error_feedback=inner is not reducer), scoped=scoped)
-
-
-def topology_of(group: Any) -> Topology:
-    """The machines, as hosts name themselves (``GEMINI_HOST_ID``, or the machine's own name). Collective.
-
-    Ranks are taken to be one machine each where those of a machine are no neighbours, or machines have different numbers of them.
-    """
-    if group is None:
-        return Topology(1, 1)
-    hosts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, host_id(), group=group)
-    runs = [len(list(run)) for _, run in groupby(hosts)]
-    if len(set(runs)) == 1 and len(runs) == len(set(hosts)):
-        return Topology(len(runs), runs[0])
-    return Topology(len(hosts), 1)

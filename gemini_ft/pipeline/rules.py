@@ -325,9 +325,7 @@ def steerable(reducer: Reducer) -> ErrorFeedback | MomentumCorrection | None:
 def payload_of_one_length(reducer: Reducer) -> Compressor | None:
     """The compressor inside a method, if any rank can make, send and add its payloads, of parts too: what Espresso's options need."""
     inner = getattr(reducer, "inner", reducer)
-    if not isinstance(inner, Compressor) or not inner.in_parts:
-        return None
-    return inner if inner.primitive.value in ("all-gather", "all-reduce") else None
+    return inner if isinstance(inner, Compressor) and inner.has_parts_of_one_length else None
 
 
 def _read(path: Path) -> Any:

@@ -29,6 +29,7 @@ from gemini_ft.pipeline.body import Body
 from gemini_ft.pipeline.ddp_buckets import DdpBuckets, communication_hook
 from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, nothing, trained
 from gemini_ft.pipeline.ready_times import ModelHook
+from gemini_ft.pipeline.routes import of_all_ranks
 from gemini_ft.pipeline.rules import Rules, check_world, load_rules
 from gemini_ft.state.gradients import announce, withdraw
 
@@ -268,10 +269,7 @@ def _together(make: Callable[[], T], settings: Mapping[str, Any], group: Any) ->
         made = make()
     except ConfigError as error:
         problem = str(error)
-    everybody: list[Any] = [(problem, settings)]
-    if group is not None:
-        everybody = everybody * dist.get_world_size(group)
-        dist.all_gather_object(everybody, (problem, settings), group=group)
+    everybody = of_all_ranks((problem, settings), group)
     problems = [found for found, _ in everybody]
     for rank, found in enumerate(problems):
         if found is not None:

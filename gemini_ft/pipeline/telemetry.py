@@ -35,7 +35,6 @@ class Step:
     """The figures of one step on this rank.
 
     Attributes:
-        number: of the step.
         seconds: from the beginning of the forward pass until the last average was there; 0 if unknown.
         blocked: seconds that training waited for gradients after the backward pass.
         rules: by the rule's name.
@@ -54,11 +53,7 @@ class Step:
 
 
 class Telemetry:
-    """The figures of the newest steps.
-
-    Args:
-        rules: of the pipeline.
-    """
+    """The figures of the newest steps."""
 
     def __init__(self, rules: Rules) -> None:
         self._names = {NO_RULE: "no rule"} | {number: f"{number + 1}: {rule}" for number, rule in enumerate(rules)}

@@ -14,23 +14,33 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from gemini_ft.compression import cupcake, espresso
 from gemini_ft.compression.base import layout_of
 from gemini_ft.compression.costs import Affine, FittedCost
-from gemini_ft.compression.espresso_costs import TensorCosts, alpha_beta
-from gemini_ft.compression.espresso_options import Codec, ExchangePart, Option, PlannedCollective, Processor, Routine
+from gemini_ft.compression.espresso_options import (
+    Codec,
+    ExchangePart,
+    Option,
+    PlannedCollective,
+    Processor,
+    Routine,
+    TensorCosts,
+    alpha_beta,
+)
 from gemini_ft.compression.timeline import Backward, even, simulate
 from gemini_ft.compression.topology import Scope, Topology
 from gemini_ft.pipeline.averager import Averager
 from gemini_ft.pipeline.measuring import Costs, measure, slowest
 from gemini_ft.pipeline.plan import Group, Tensor, grouped, in_order
 from gemini_ft.pipeline.ready_times import ReadyTimes
-from gemini_ft.pipeline.routes import Plain, option_way
+from gemini_ft.pipeline.route_table import option_way
+from gemini_ft.pipeline.routes import Plain
 from gemini_ft.pipeline.rules import PLANNED, payload_of_one_length
 from gemini_ft.trials import Trial, TrialRules
 
@@ -40,8 +50,7 @@ TERMS = TrialRules(visit=3, rounds=16, slower={1: 1.25, 4: 1.08, 8: 1.04})
 _EVEN = (1, 4, 16)  # groups of about as many tensors each, that the planner's grouping is to beat
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A way to do one rule.
 
     Attributes:
@@ -56,15 +65,8 @@ class Candidate:
     predicted: float
     error: float
 
-    def pack(self) -> list[Any]:
-        """The candidate as plain data."""
-        return [self.label, [[group.rule, list(group.names), group.way] for group in self.groups], self.predicted, self.error]
 
-    @classmethod
-    def unpack(cls, packed: Sequence[Any]) -> Candidate:
-        """Makes a candidate of the plain data that `pack` gave."""
-        label, groups, predicted, error = packed
-        return cls(label, tuple(Group(rule, tuple(names), way) for rule, names, way in groups), predicted, error)
+_CANDIDATES = TypeAdapter(list[Candidate])
 
 
 class Candidates:
@@ -72,9 +74,7 @@ class Candidates:
 
     Args:
         averager: whose rules they are; it must be idle.
-        device: of the gradients.
         tensors: in the order in which gradients become ready.
-        forward: seconds of the forward pass.
         ready: name -> seconds from its end until the gradient is there.
     """
 
@@ -198,13 +198,13 @@ class _RuleTrial:
 
     def pack(self) -> dict[str, Any]:
         """The trial as plain data."""
-        return {"rule": self.rule, "candidates": [each.pack() for each in self.candidates], **asdict(self.trial)}
+        return {"rule": self.rule, "candidates": _CANDIDATES.dump_python(self.candidates, mode="json"), **asdict(self.trial)}
 
     @classmethod
     def unpack(cls, packed: Mapping[str, Any]) -> _RuleTrial:
         """Makes a trial of the plain data that `pack` gave."""
         given = deepcopy(dict(packed))
-        rule, candidates = given.pop("rule"), [Candidate.unpack(each) for each in given.pop("candidates")]
+        rule, candidates = given.pop("rule"), _CANDIDATES.validate_python(given.pop("candidates"))
         return cls(rule, candidates, Trial(**given))
 
 
@@ -212,10 +212,7 @@ class Tuner:
     """Changes an averager's plan between steps; all ranks do so at the same step.
 
     Args:
-        averager: whose plan it is.
-        ready_times: knows when gradients become ready.
         profile_steps: steps to watch before planning, at least 2.
-        device: of the gradients.
 
     Attributes:
         settled: whether the plan stays as it is.

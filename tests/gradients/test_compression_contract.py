@@ -12,13 +12,14 @@ import pytest
 import torch
 from agent_kit import eventually
 from compression_kit import EVERY, OPTIONS, SHAPES, gradients, measured, method, run_every, same, spied, through_a_file, together
+from exchange_kit import simulate
 from rank_kit import World
 from torch import Tensor
 
 from gemini_ft.compression import buffers, kernels
 from gemini_ft.compression.base import Bundle, Compressor, Payload, Primitive, Reducer, Turn
 from gemini_ft.compression.cast import Inceptionn
-from gemini_ft.compression.collective import reduce, run, simulate
+from gemini_ft.compression.collective import reduce, run
 from gemini_ft.compression.dgc import MomentumCorrection, SampledThreshold
 from gemini_ft.compression.feedback import ErrorFeedback, TwoPhase
 from gemini_ft.compression.low_rank import PowerSGD

@@ -104,11 +104,9 @@ def test_ranks_that_are_told_the_same_agree_and_stay_on_the_ladder(delays: list[
             other.load_state_dict(one.state_dict())
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"elements": 0}, {"world": 0}, {"deadline": 0.0}, {"every": 0}, {"ladder": ()}, {"ladder": (0.1, 0.3)}, {"ladder": (2.0,)}]
-)
+@pytest.mark.parametrize("wrong", [{"elements": 0}, {"world": 0}, {"deadline": 0.0}, {"every": 0}])
 def test_nonsense_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"must be above 0|at most 1"):
+    with pytest.raises(ValueError, match="must be above 0"):
         DelayControl(**{"elements": 10, "world": 2, "deadline": 1.0, **wrong})
     with pytest.raises(ValueError, match="seconds above 0"):
         DelayControl(10, 2, 1.0).observe(10, 0.0)

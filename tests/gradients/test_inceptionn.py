@@ -142,7 +142,7 @@ def test_values_of_a_gradient_are_off_by_less_than_the_bound(dtype: torch.dtype)
 
 def test_most_of_a_gradient_that_is_small_takes_two_bits_each() -> None:
     bundle = Bundle.of({"w": torch.full((8000,), 1e-4)})
-    assert Inceptionn().compress(bundle, Turn()).nbytes == 2000
+    assert Inceptionn().compress(bundle, Turn()).data.nbytes == 2000
 
 
 # -- the ring

@@ -15,8 +15,19 @@ import pytest
 
 from gemini_ft.compression.costs import FREE, Affine
 from gemini_ft.compression.espresso import OptionTable, TrialStrategy, choose, offload, plan, predict
-from gemini_ft.compression.espresso_costs import TensorCosts, alpha_beta, loads
-from gemini_ft.compression.espresso_options import UNCOMPRESSED, Codec, ExchangePart, Option, PlannedCollective, Processor, Routine, options
+from gemini_ft.compression.espresso_options import (
+    UNCOMPRESSED,
+    Codec,
+    ExchangePart,
+    Option,
+    PlannedCollective,
+    Processor,
+    Routine,
+    TensorCosts,
+    alpha_beta,
+    loads,
+    options,
+)
 from gemini_ft.compression.timeline import Backward
 from gemini_ft.compression.topology import Scope, Topology
 
@@ -32,10 +43,15 @@ class TestDecisionTree:
         assert sum(option.processors <= {GPU} for option in everything) == len(options()) == 174
 
     def test_every_dimension_is_there(self) -> None:
-        found = Counter((option.compressed, option.hierarchical, option.divisible) for option in options())
-        assert set(found) == set(product((False, True), repeat=3))
+        def dimensions(option: Option) -> tuple[bool, bool, bool]:
+            collectives = [each for each in option.operations if isinstance(each, PlannedCollective)]
+            outer = [each for each in collectives if each.scope is not Scope.INTRA]
+            is_divisible = any(each.step is ExchangePart.FIRST for each in outer)
+            return bool(option.processors), any(each.scope is not Scope.FLAT for each in collectives), is_divisible
+
+        assert {dimensions(option) for option in options()} == set(product((False, True), repeat=3))
         assert options()[0] == UNCOMPRESSED
-        assert options(flat_only=True) == tuple(option for option in options() if not option.hierarchical)
+        assert options(flat_only=True) == tuple(option for option in options() if not dimensions(option)[1])
 
     def test_moved_options_are_options(self) -> None:
         assert {option.on(CPU) for option in options()} == set(options((CPU,)))
@@ -139,11 +155,6 @@ def test_every_option_adds_up_the_gradients_of_all_ranks(topology: Topology) -> 
         assert [ranks.ranks[rank].dense for rank in range(world)] == [total] * world, option
 
 
-def test_payloads_that_add_up_stay_one() -> None:
-    for option in options():
-        assert {load.payloads for load in loads(option, Topology(2, 4), adds=True)} == {1}
-
-
 class TestCosts:
     def test_collectives_by_their_formulas(self) -> None:
         costs = alpha_beta(Topology(2, 4), Affine(1, 10), Affine(100, 1000))
@@ -198,8 +209,6 @@ class TestCosts:
             predict(backward, replace(costs, compress={GPU: FREE}, decompress={GPU: FREE}), [options((CPU,), flat_only=True)[1]])
         with pytest.raises(ValueError, match="one for each"):
             predict(backward, costs, [UNCOMPRESSED] * 2)
-        with pytest.raises(ValueError, match="exhaustive"):
-            plan(backward, costs, exhaustive=0)
 
 
 def some_costs(dice: random.Random, topology: Topology) -> TensorCosts:
@@ -228,7 +237,7 @@ def plain_seconds(backward: Backward, costs: TensorCosts, chosen: list[Option]) 
         now = queues["gpu first"] = compute = max(compute, queues["gpu first"]) + Fraction(seconds)  # type: ignore[assignment]
         work["gpu"] += Fraction(seconds)  # type: ignore[assignment]
         used = set()
-        for place, load in enumerate(loads(option, costs.topology, costs.adds)):
+        for place, load in enumerate(loads(option, costs.topology)):
             if isinstance(load.operation, Codec):
                 resource, first = load.operation.processor.value, place == 0
             else:

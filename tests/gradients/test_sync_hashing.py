@@ -14,8 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_ft.sync.hashing import group_by_part, murmur
-from gemini_ft.sync.partition import EvenPartition, HashedPartition, HashPartition, RotatedPartition, hierarchical_hash
+from gemini_ft.sync import wire
+from gemini_ft.sync.partition import (
+    EvenPartition,
+    HashedPartition,
+    HashPartition,
+    RotatedPartition,
+    group_by_part,
+    hierarchical_hash,
+    murmur,
+)
 from gemini_ft.sync.rows import SparseRows
 
 CASE = Path(__file__).parents[1] / "kit" / "triton_case.py"
@@ -59,9 +67,10 @@ def test_every_unit_has_a_place_of_its_own(kind: type[HashPartition], rows: int,
 @given(rows=st.integers(0, 300), parts=st.integers(1, 9))
 def test_even_parts_are_contiguous_and_cover_all(rows: int, parts: int) -> None:
     partition = EvenPartition(rows, parts)
-    pieces = partition.split(units(rows, torch.arange(rows)))
+    whole = units(rows, torch.arange(rows))
+    pieces = partition.split(whole)
     assert max(piece.rows for piece in pieces) - min(piece.rows for piece in pieces) <= 1
-    assert torch.equal(partition.join(pieces).values[:, 0], torch.arange(rows).double())
+    assert torch.equal(partition.join(map(wire.encode, pieces), whole).values[:, 0], torch.arange(rows).double())
 
 
 @pytest.mark.parametrize("kind", HASHES)

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from exchange_kit import simulate
 from torch import Tensor
 
 from gemini_ft.compression.base import Bundle, CollectiveRequest, Exchange, Reducer, Turn
-from gemini_ft.compression.collective import added, answer, reduce, simulate, turn
+from gemini_ft.compression.collective import added, answer, reduce, turn
 from gemini_ft.compression.methods import COMPRESSORS, METHODS, create
 from gemini_ft.compression.topology import Topology
 

@@ -33,7 +33,8 @@ from gemini_ft.compression.methods import METHODS, create
 from gemini_ft.pipeline import GradientSynchronizer, tuner
 from gemini_ft.pipeline.body import RankComparison
 from gemini_ft.pipeline.lanes import Work
-from gemini_ft.pipeline.routes import option_way
+from gemini_ft.pipeline.plan import Group
+from gemini_ft.pipeline.route_table import option_way
 from gemini_ft.pipeline.tuner import Candidates
 
 Given = Mapping[str, Tensor]
@@ -606,7 +607,7 @@ def moved_to_processors() -> list[str]:
         averager.plan = replace(averager.plan, groups=espresso.groups)
         means = loop.step(own(0, shapes))
     with closing(Loop(rule(compress=compress("topk"), fusion="layer-wise"), model=Leaves(shapes))) as loop:
-        groups = [replace(each, way=option_way(o.on(Processor.GPU))) for each, o in zip(espresso.groups, chosen, strict=True)]
+        groups = [Group(each.rule, each.names, option_way(o.on(Processor.GPU))) for each, o in zip(espresso.groups, chosen, strict=True)]
         loop.synchronizer.averager.plan = replace(loop.synchronizer.averager.plan, groups=tuple(groups))
         if not alike(hexed(means)) or not same(means, loop.step(own(0, shapes))):
             wrong.append("other bits than without the CPU")

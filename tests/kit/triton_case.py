@@ -7,7 +7,7 @@ import sys
 import torch
 
 from gemini_ft.sync import hashing_triton, partition
-from gemini_ft.sync.hashing import ROUNDS, murmur
+from gemini_ft.sync.partition import ROUNDS, murmur
 
 PARALLEL, SERIAL, PARTS, SEED = 300, 60, 4, 5
 
@@ -15,7 +15,8 @@ PARALLEL, SERIAL, PARTS, SEED = 300, 60, 4, 5
 def check(device: str, count: int) -> None:
     indices = torch.randperm(2**34 // 1000, generator=torch.Generator().manual_seed(count))[:count] * 1000  # above 32 bits too
     parts = murmur(indices, 0) * PARTS >> 32
-    memory, asked = (each.cpu() for each in hashing_triton.fill(indices.to(device), parts.to(device), PARTS, SEED, PARALLEL, SERIAL))
+    filled = hashing_triton.fill(indices.to(device), parts.to(device), PARTS, SEED, PARALLEL, SERIAL, ROUNDS)
+    memory, asked = (each.cpu() for each in filled)
     reference, expected = partition.fill_table(indices, parts, PARTS, SEED, PARALLEL, SERIAL)
     assert (asked - expected).abs().max() <= 15, (asked, expected)  # who collides depends on who comes first
     lost = (asked - SERIAL).clamp(min=0).sum()
