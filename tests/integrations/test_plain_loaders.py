@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -47,6 +48,11 @@ def loader_of(kind):
         return DataLoader(data, batch_size=4, shuffle=True)
     if kind == "iterable":
         return [torch.full((4, 2), float(i)) for i in range(4)]
+    if kind == "persistent":
+        return DataLoader(Noise(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True)
+    if kind == "stateful":
+        from torchdata.stateful_dataloader import StatefulDataLoader
+        return StatefulDataLoader(Noise(), batch_size=4, shuffle=True, num_workers=2)
     sampler = DistributedSampler(data, seed=3)
     return DataLoader(data, batch_size=4, sampler=sampler, num_workers=2 * (kind == "workers"))
 
@@ -129,7 +135,7 @@ for kind in sys.argv[2].split(","):
         train(kind, False)
         train(kind, True)
     else:
-        train(kind, True, [6, 8] if kind == "shuffle" else [6])  # inside an epoch, and at its end
+        train(kind, True, {"shuffle": [6, 8], "persistent": [10]}.get(kind, [6]))  # inside an epoch, and at its end
 """
 
 
@@ -146,7 +152,8 @@ def run(folder: Path, *arguments: str, status: int = 0) -> tuple[dict[tuple[str,
 
 
 def test_every_kind_of_loader_goes_on_with_the_same_bits_and_one_that_cannot_is_named(tmp_path: Path) -> None:
-    kinds = ["shuffle", "sampler", "workers", "iterable", "validated", "epochs"]
+    kinds = ["shuffle", "sampler", "workers", "iterable", "validated", "epochs", "persistent"]
+    kinds += ["stateful"] if importlib.util.find_spec("torchdata") else []
     (tmp_path / "train.py").write_text(SCRIPT)
     with ThreadPoolExecutor() as threads:
         undisturbed = threads.submit(run, tmp_path, "undisturbed", ",".join(["raw", *kinds]))
@@ -158,7 +165,7 @@ def test_every_kind_of_loader_goes_on_with_the_same_bits_and_one_that_cannot_is_
     assert output.count("this loop iterates a DataLoader (of a TensorDataset) that is not in `state`") == 1
     assert output.count("this script has a StepLR that is in no snapshot") == 1
     found, output = killed.result()
-    assert (output.count("resuming at iteration 6 "), output.count("resuming at iteration 8 ")) == (len(kinds) - 1, 1), output
+    assert [output.count(f"resuming at iteration {step} ") for step in (6, 8, 10)] == [len(kinds) - 2, 1, 1], output
     assert "by step(epoch=1), and the resumed loop has gone through that epoch again" in output
     assert found == {place: end for place, end in expected.items() if place[2] == "gemini" and place[1] in kinds}
 
