@@ -403,7 +403,8 @@ def uneven(loop: Loop) -> Iterator[None]:
 TRAININGS: dict[str, Callable[[Loop], Iterator[None]]] = {
     each.__name__: each
     for each in (scaler, lbfgs, averages, zipped, counted, adversaries, unfreezes, normed, unzeroed, generators, accumulates, uneven)
-} | dict.fromkeys(AROUND, around)
+}
+TRAININGS.update(dict.fromkeys(AROUND, around))
 
 
 def train_in_turns(names: list[str], folder: Path, is_protected: bool, kills: list[str]) -> None:
