@@ -184,6 +184,7 @@ class Checkpointer:
                 if name in self._wrapped:
                     restore_buckets(self._wrapped[name], value)
                     restore_sync(self._wrapped[name], value)
+            notes.resumes += 1
             for name, value in saved.items():
                 self._stateful[name].load_state_dict(value)
             self.scalars = {**found.extras["scalars"]}

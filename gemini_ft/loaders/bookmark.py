@@ -8,8 +8,10 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -25,6 +27,22 @@ log = logging.getLogger(__name__)
 _END = object()
 
 
+@dataclass
+class Resumption:
+    """The iterations of all loaders that one Checkpointer has resumed.
+
+    Attributes:
+        gone_on: how many have gone on where they stood.
+        to_go_on: how many have a position to go on at, and have not begun.
+    """
+
+    gone_on: int = 0
+    to_go_on: int = 0
+
+
+resumptions: defaultdict[int, Resumption] = defaultdict(Resumption)  # by their numbers in this process
+
+
 class Bookmark:
     """The position of one loader, and the way in which its next iteration gets there.
 
@@ -34,16 +52,11 @@ class Bookmark:
         method: as of `gemini_ft.loaders.loader.make_resumable`; so are the others.
 
     Attributes:
-        gone_on: how many iterations of all loaders have gone on in this process where they stood before it.
-        to_go_on: how many have a position to go on at, and have not begun.
         began_anew: whether the first iteration after a restart began at the first batch, because a whole one had been the step.
         was_empty: whether the first iteration after a restart has ended without a batch.
         last_left: the number of the last iteration that another one has followed before its end.
         is_counted_on: whether the loop has asked how many batches the next iteration leaves out.
     """
-
-    gone_on: ClassVar[int] = 0
-    to_go_on: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -73,7 +86,7 @@ class Bookmark:
         self._takes_in_advance = ahead is not None and not is_sized(loader)
         self._resume: dict[str, Any] | None = None
         self._iterations = 0
-        self._gone_on_before = 0
+        self._together, self._gone_on_before = Resumption(), 0
         self._asks_in_vain = 0  # that follow from a restart
         self.began_anew = self.was_empty = False
         self.last_left = 0
@@ -153,11 +166,13 @@ class Bookmark:
         self._between.forget_workers()  # an iteration that came too early has left nothing behind
         self._over = False
         self._iterations = state["iterations"] - under_way
-        Bookmark.to_go_on += _goes_on(state) - _goes_on(self._resume)
+        self._together.to_go_on -= _goes_on(self._resume)
+        self._together = resumptions[notes.resumes]
+        self._together.to_go_on += _goes_on(state)
         self._resume = state if under_way else None
         if "left" in state:
             self._between.restore(state["left"])
-            self._gone_on_before = Bookmark.gone_on
+            self._gone_on_before = self._together.gone_on
 
     def iterate(self, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """The batches of the iterator that ``start`` gives, from the position on.
@@ -170,7 +185,7 @@ class Bookmark:
             self.last_left = self._iterations
         position, self._resume = self._resume, None
         if position is not None and self._begins_anew(position):
-            self.began_anew = position["ended"] and Bookmark.gone_on <= self._gone_on_before
+            self.began_anew = position["ended"] and self._together.gone_on <= self._gone_on_before
             position, self._iterations = None, self._iterations + 1
         if self._epoch is None:
             self._parts.tell_epoch(self._iterations)
@@ -184,7 +199,8 @@ class Bookmark:
         if "left" in position:
             log.info("the snapshot was taken after an iteration of the data had ended, at batch %d: it goes on there", position["batches"])
         else:
-            Bookmark.gone_on, Bookmark.to_go_on = Bookmark.gone_on + 1, Bookmark.to_go_on - 1
+            self._together.gone_on += 1
+            self._together.to_go_on -= 1
         if self._workers:
             self._workers.revived = False
         with unchanged_randomness():
@@ -199,8 +215,8 @@ class Bookmark:
 
     def _begins_anew(self, position: dict[str, Any]) -> bool:
         """Whether an iteration that was over when the snapshot was taken is followed by another, and is not what the loop goes on with."""
-        others_began = Bookmark.gone_on > self._gone_on_before  # that iteration was over by then
-        return "left" in position and (others_began or not (Bookmark.to_go_on or position.get("stepped", True)))
+        others_began = self._together.gone_on > self._gone_on_before  # that iteration was over by then
+        return "left" in position and (others_began or not (self._together.to_go_on or position.get("stepped", True)))
 
     @property
     def batches_done(self) -> int:

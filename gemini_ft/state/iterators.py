@@ -125,16 +125,20 @@ class BatchSource:
 
 
 def wrappers(state: Iterable[Any]) -> set[str]:
-    """Names what the loop has put around iterations of loaders in ``state``, and no snapshot has: "cycle", and what counts ("enumerate",
-    "islice", a "zip" with a range) and knows nothing of the batches that a resume leaves out.
+    """Names what the loop has put around iterations of loaders in ``state``, and no snapshot has: "cycle", a "chain" of passes through one
+    loader, and what counts ("enumerate", "islice", a "zip" with a range) and knows nothing of the batches that a resume leaves out.
     """
     found = set[str]()
     if not (loaders := _marks(state)):
         return found
     for wrapper in gc.get_objects():
-        if type(wrapper) not in (enumerate, itertools.cycle, itertools.islice, zip):
+        if type(wrapper) not in (enumerate, itertools.chain, itertools.cycle, itertools.islice, zip):
             continue
         inner = gc.get_referents(wrapper)
+        if type(wrapper) is itertools.chain:
+            chained = [id(each) for group in gc.get_referents(*inner) if type(group) in (list, tuple) for each in group]
+            found |= {"chain"} if any(chained.count(each) > 1 for each in loaders) else set()
+            continue
         if type(wrapper) is zip:
             inner = [each for group in inner if isinstance(group, tuple) for each in group]
             if not any(isinstance(each, _COUNTERS) for each in inner):

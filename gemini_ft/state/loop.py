@@ -20,6 +20,20 @@ from gemini_ft.state.tensors import every_optimizer
 _log = logging.getLogger("gemini_ft")
 _BEGINS = "after a failure it begins anew"
 _SOME = 8  # names in a warning
+_COUNTS = (
+    "this loop numbers its batches by enumerate(loader), or zip(range(n), loader): after a failure it counts from 0 again, in the middle "
+    "of the epoch. Where the numbers matter, give enumerate(loader, loader.batches_done), or a range from there"
+)
+_AROUND = {  # what `wrappers` finds -> what is said of it
+    "enumerate": _COUNTS,
+    "zip": _COUNTS,
+    "islice": "this loop limits its batches by itertools.islice(loader, n): after a failure in the middle of the epoch it takes n more. "
+    "Give islice(loader, n - loader.batches_done)",
+    "chain": "this loop goes through a loader several times by itertools.chain: after a failure it makes all of these passes again. Count "
+    "them, `for epoch in range(checkpointer.scalars.get('epoch', 0), epochs):`, with step(epoch=epoch)",
+    "cycle": "this loop iterates itertools.cycle(loader), which keeps the batches of the first epoch where no snapshot has them: after a "
+    "failure it goes on with others. Iterate the loader again, by `while True:` around `for batch in loader:`",
+}
 
 
 def keepable(item: Any, given: str) -> Any:
@@ -173,18 +187,5 @@ class LoopWatch:
                 "a failure. Look into the data before resume(), and make the loop's iterators after it"
             )
         around = wrappers(loaders)
-        if "enumerate" in around or "zip" in around:
-            _log.warning(
-                "this loop numbers its batches by enumerate(loader), or zip(range(n), loader): after a failure it counts from 0 again, in "
-                "the middle of the epoch. Where the numbers matter, give enumerate(loader, loader.batches_done), or a range from there"
-            )
-        if "islice" in around:
-            _log.warning(
-                "this loop limits its batches by itertools.islice(loader, n): after a failure in the middle of the epoch it takes n more. "
-                "Give islice(loader, n - loader.batches_done)"
-            )
-        if "cycle" in around:
-            _log.warning(
-                "this loop iterates itertools.cycle(loader), which keeps the batches of the first epoch where no snapshot has them: after "
-                "a failure it goes on with others. Iterate the loader again, by `while True:` around `for batch in loader:`"
-            )
+        for said in dict.fromkeys(text for name, text in _AROUND.items() if name in around):
+            _log.warning(said)

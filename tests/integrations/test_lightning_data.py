@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import random
 from collections.abc import Callable
 from multiprocessing import Array, RawValue, Value
@@ -16,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from test_lightning_hooks import Case, fit, table
+from test_lightning_hooks import CRASH, Boom, Case, fit, table
+from test_lightning_zoo import Buffer
 from three_ways import WAYS, Cell, differing, run
 from torch.utils.data import DataLoader
 
@@ -86,6 +88,12 @@ def of_table(kind: str, workers: str) -> dict[str, Cell]:
     return cells
 
 
+def slice_of_tables(seed: int) -> dict[str, Cell]:
+    """A cell for each way to load, of tables of different kinds."""
+    rng = random.Random(seed)
+    return dict(rng.choice([*of_table(kind, workers).items()]) for kind, workers in zip(rng.sample(KINDS, 3), WORKERS, strict=True))
+
+
 def drawn(seed: int) -> dict[str, Cell]:
     """Five cells of whatever goes together, in which ranks are killed once or more often."""
     rng, cells = random.Random(seed), {}
@@ -118,6 +126,7 @@ def drawn(seed: int) -> dict[str, Cell]:
     return cells
 
 
+SUITE |= slice_of_tables(11)
 JOBS: dict[str, Callable[[], dict[str, Cell]]] = {"suite": lambda: SUITE, "early": lambda: EARLY}
 JOBS |= {f"{kind}-{workers}": functools.partial(of_table, kind, workers) for kind in KINDS for workers in WORKERS}
 JOBS |= {f"seed-{seed}": functools.partial(drawn, seed) for seed in range(8)}
@@ -174,6 +183,34 @@ def test_loaders_of_configure_callbacks_are_refused(fit: Callable[..., Case]) ->
         UnsupportedStateError, match=r"loaders were made before .* ask for them, or for estimated_stepping_batches, in setup"
     ):
         fit(Hasty, table, "gemini")
+
+
+class Validated(Case):
+    """Validates on other data."""
+
+    def __init__(self, data: Any, **workers: Any) -> None:
+        super().__init__()
+        self.validation = DataLoader(data, 4, **workers)
+
+    def val_dataloader(self) -> Any:
+        return self.validation
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None: ...
+
+
+def test_what_a_validation_loses_is_named_once_in_a_job(fit: Callable[..., Case], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        with pytest.raises(Boom):
+            fit(lambda: Validated(Buffer()), table, "gemini", CRASH)
+        fit(lambda: Validated(Buffer()), table, "gemini")
+    said = [text for record in caplog.records if "the validation's loader" in (text := record.getMessage())]
+    assert len(said) == 1
+    assert said[0].startswith("the validation's loader of a Buffer changes dataset.buffer, which no snapshot can have")
+
+
+def test_what_a_validation_loses_in_workers_that_live_on_is_refused(fit: Callable[..., Case]) -> None:
+    with pytest.raises(UnsupportedStateError, match=r"changes dataset\.buffer in worker processes that live on"):
+        fit(lambda: Validated(Buffer(), num_workers=1, persistent_workers=True), table, "gemini")
 
 
 class Sharing:

@@ -235,6 +235,7 @@ REMEMBERING: dict[str, tuple[Maker, dict[str, Any]]] = {
     "cached": (lambda: shuffled(Cached()), {}),
     "iterator": (Once, {"limit": 6}),
     "stream-persistent": (lambda: DataLoader(Stream(), BATCH, num_workers=2, persistent_workers=True), {}),
+    "limited-persistent": (lambda: shuffled(Noisy(), num_workers=2, persistent_workers=True), {"limit": 4}),
     "shuffled-at-construction": (lambda: shuffled(Subset(Noisy(), torch.randperm(SAMPLES, generator=seeded()).tolist())), {}),
 }
 

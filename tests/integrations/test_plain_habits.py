@@ -42,22 +42,29 @@ TOGETHER = [
     "normed",
     "unzeroed",
     "generators",
+    "mapped",
+    "chained",
+    "in_turns",
+    "in_twos",
+    "teed",
     "accumulates",
 ]
+# Of three ranks one, and then two, have no more inputs; and in the next epoch.
+UNEVEN = ["1:uneven:0:4", "2:uneven:0:6", "0:uneven:1:2"]
 CELLS = {
-    "together": Cell({"trainings": TOGETHER}, ["0:4", "1:6"]),
-    "uneven": Cell({"trainings": ["uneven"]}, ["1:5", "0:2"]),  # when rank 0 has no more inputs, and in the next epoch
+    "together": (2, Cell({"trainings": TOGETHER}, ["0:4", "1:6"])),
+    "uneven": (3, Cell({"trainings": ["uneven"]}, UNEVEN)),
 }
 
 
 @pytest.mark.parametrize("name", CELLS)
 def test_habits_of_plain_loops_three_ways(name: str, tmp_path: Path) -> None:
     """Scaled losses, closures, averages, zipped and unfinished epochs, several optimizers and models, generators; and uneven inputs."""
-    cell = CELLS[name]
-    folders = run_side_by_side(CASE, tmp_path, {name: cell})
+    ranks, cell = CELLS[name]
+    folders = run_side_by_side(CASE, tmp_path, {name: cell}, ranks)
     assert all((folders["killed"] / name / f"killed-{kill}").exists() for kill in cell.kills)
     for training in cell.options["trainings"]:
-        assert differing({way: folder / name for way, folder in folders.items()}, training, Cell()) == []
+        assert differing({way: folder / name for way, folder in folders.items()}, training, Cell(), ranks) == []
 
 
 class Bar:
@@ -107,7 +114,8 @@ HABITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "cycle": (lambda loader: itertools.islice(itertools.cycle(loader), 5), "iterates itertools.cycle"),
     "anew": (_anew, "no longer takes its batches from the loaders in `state`"),
     "drawn": (_drawn, "draws from the generator numpy, own, which is in no snapshot"),
-    "plain": (lambda loader: itertools.chain(loader, loader), ""),
+    "plain": (iter, ""),
+    "chained": (lambda loader: itertools.chain(loader, loader), "goes through a loader several times by itertools.chain"),
     "averages": (iter, "changes keeper.shadow while it trains, which no snapshot has"),
     "copy": (iter, "changes copied while it trains"),
     "teacher in a list": (iter, "changes teachers while it trains"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -47,6 +48,11 @@ def loader_of(kind):
         return DataLoader(data, batch_size=4, shuffle=True)
     if kind == "iterable":
         return [torch.full((4, 2), float(i)) for i in range(4)]
+    if kind == "persistent":
+        return DataLoader(Noise(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True)
+    if kind == "stateful":
+        from torchdata.stateful_dataloader import StatefulDataLoader
+        return StatefulDataLoader(Noise(), batch_size=4, shuffle=True, num_workers=2)
     sampler = DistributedSampler(data, seed=3)
     return DataLoader(data, batch_size=4, sampler=sampler, num_workers=2 * (kind == "workers"))
 
@@ -129,7 +135,7 @@ for kind in sys.argv[2].split(","):
         train(kind, False)
         train(kind, True)
     else:
-        train(kind, True, [6, 8] if kind == "shuffle" else [6])  # inside an epoch, and at its end
+        train(kind, True, {"shuffle": [6, 8], "persistent": [10]}.get(kind, [6]))  # inside an epoch, and at its end
 """
 
 
@@ -147,12 +153,16 @@ def run(folder: Path, *arguments: str, status: int = 0) -> tuple[dict[tuple[str,
 
 @pytest.mark.parametrize(
     ("kinds", "named"),
-    [(["shuffle", "sampler", "workers"], "raw"), (["iterable", "validated", "epochs"], "again")],
-    ids=["places in an epoch", "other data"],
+    [
+        (["shuffle", "sampler", "workers"], "raw"),
+        (["iterable", "validated", "epochs"], "again"),
+        (["persistent"] + ["stateful"] * (importlib.util.find_spec("torchdata") is not None), ""),
+    ],
+    ids=["places in an epoch", "other data", "workers that live on"],
 )
 def test_every_kind_of_loader_goes_on_with_the_same_bits_and_one_that_cannot_is_named(tmp_path: Path, kinds: list[str], named: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    raw, again = (["raw"], []) if named == "raw" else ([], ["again"])
+    raw, again = ["raw"] * (named == "raw"), ["again"] * (named == "again")
     with ThreadPoolExecutor() as threads:
         undisturbed = threads.submit(run, tmp_path, "undisturbed", ",".join([*raw, *kinds]))
         killed = threads.submit(run, tmp_path, "killed", ",".join([*kinds, *again]), status=70 if again else 0)
@@ -163,8 +173,8 @@ def test_every_kind_of_loader_goes_on_with_the_same_bits_and_one_that_cannot_is_
     assert output.count("this loop iterates a DataLoader (of a TensorDataset) that is not in `state`") == len(raw)
     assert output.count("this script has a StepLR that is in no snapshot") == len(raw)
     found, output = killed.result()
-    at_six, at_eight = (output.count(f"resuming at iteration {steps} ") for steps in (6, 8))
-    assert (at_six, at_eight) == (len(kinds) - ("epochs" in kinds), "shuffle" in kinds), output
+    resumed = [output.count(f"resuming at iteration {steps} ") for steps in (6, 8, 10)]
+    assert resumed == [len({*kinds} - {"epochs", "persistent"}), "shuffle" in kinds, "persistent" in kinds], output
     assert ("by step(epoch=1), and the resumed loop has gone through that epoch again" in output) == bool(again)
     assert found == {place: end for place, end in expected.items() if place[2] == "gemini" and place[1] in kinds}
 

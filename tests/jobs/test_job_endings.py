@@ -15,6 +15,8 @@ from agent_kit import agent_pid, end_agent, eventually
 
 from gemini_ft.errors import RunAliveError
 from gemini_ft.events import read_events
+from gemini_ft.storage.checkpoints import list_checkpoints
+from gemini_ft.storage.opening import open_storage
 
 SCRIPT = """
 import sys, time
@@ -183,6 +185,30 @@ def test_a_finished_job_leaves_nothing_behind(command: Command) -> None:
     if command.name == "gemini run":
         assert command.status(command.start(5)) == 0
         assert not command.events("resumed")
+
+
+def test_memory_stays_after_a_crash_and_a_signal_and_after_ctrl_c_what_is_stored(tmp_path: Path) -> None:
+    options = {"STORAGE__URL": (tmp_path / "store").as_uri(), "STORAGE__EVERY_STEPS": "4", "STATE_DIR": str(tmp_path / "state")}
+    environ = {f"GEMINI_{name}": value for name, value in options.items()} | {"PET_MAX_RESTARTS": "0"}
+    command = Command(tmp_path, "gemini run")
+    try:
+        crashing = command.start(100_000, GEMINI_FAULTS="step=7:rank=1:sigkill", GEMINI_FAULTS_DIR=str(tmp_path), **environ)
+        assert command.status(crashing) == 1, command.output
+        agent = command.agent()
+        for sent, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+            committed = max(event["iteration"] for event in command.events("committed"))
+            process = command.start(100_000, **environ)
+            command.wait_for_commit(committed + 8)
+            assert command.agent() == agent
+            assert command.events("resumed")[-1]["iteration"] >= committed
+            process.send_signal(sent)
+            assert command.status(process) == status, command.output
+        eventually(lambda: command.agent() is None, "the leaving of the agent after Ctrl-C")
+        stored = max(each.version.iteration for each in list_checkpoints(open_storage(environ["GEMINI_STORAGE__URL"])))
+        assert command.status(command.start(stored + 1, **environ)) == 0, command.output
+        assert command.events("resumed")[-1]["iteration"] == stored > committed
+    finally:
+        command.end()
 
 
 @pytest.mark.parametrize(("width", "seconds"), [(4, 2.0), (4_000_000, 1.5)], ids=["soon over", "of 12 seconds"])

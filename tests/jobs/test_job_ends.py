@@ -95,10 +95,14 @@ def folder(tmp_path: Path) -> Iterator[Folder]:
 
 
 def test_a_refusal_ends_the_job_at_once(folder: Folder) -> None:
-    assert folder.start(REFUSED_ONCE) == 70, folder.output
-    assert {event["incarnation"] for event in folder.events("joined")} == {1}
-    assert folder.output.count("gemini run: the state of the job was refused, and no restart would change that. ") == 1
-    assert "Memory keeps step 3 for 30.0 min" in folder.output
+    """The same command is let in, and is refused like the first one as long as its script is the same."""
+    for incarnation in (1, 2):
+        assert folder.start(REFUSED_ONCE) == 70, folder.output
+        assert {event["incarnation"] for event in folder.events("joined")} == {*range(1, incarnation + 1)}
+        assert folder.output.count("gemini run: the state of the job was refused, and no restart would change that. ") == incarnation
+        assert folder.output.count("Memory keeps step 3 for 30.0 min") == incarnation
+        (folder.path / "once").unlink()
+    assert {event["iteration"] for event in folder.events("resumed")} == {3}
 
 
 def test_no_restart_of_torchrun_talks_a_refusal_away(folder: Folder) -> None:
@@ -126,11 +130,11 @@ if is_first:
 """
 
 
-@pytest.mark.parametrize("launcher", ["gemini run", "python"])
-def test_what_was_trained_stays_until_the_script_has_ended_well(folder: Folder, launcher: str) -> None:
-    if folder.start(FAILS_AFTERWARDS, launcher=launcher, ranks=1):  # without a launcher that restarts it, the same command again
-        assert launcher == "python"
-        assert folder.start(FAILS_AFTERWARDS, launcher=launcher, ranks=1) == 0, folder.output
+@pytest.mark.parametrize(("launcher", "restarts"), [("gemini run", 1), ("gemini run", 0), ("python", 0)])
+def test_what_was_trained_stays_until_the_script_has_ended_well(folder: Folder, launcher: str, restarts: int) -> None:
+    """A restart goes on from it, or where none is left, the same command."""
+    statuses = [folder.start(FAILS_AFTERWARDS, launcher=launcher, ranks=1, PET_MAX_RESTARTS=str(restarts)) for _ in range(2 - restarts)]
+    assert statuses == [1, 0][restarts:], folder.output
     resumed = [(event["stream"], event["iteration"]) for event in folder.events("resumed")]
     assert resumed == [("first", 4), ("second", 4)], folder.output
     eventually(lambda: agent_pid(folder.run, "here") is None, "the leaving of the agent")
@@ -168,12 +172,14 @@ def test_lightning_does_not_train_again_what_was_trained_before_a_failure_behind
 
 
 LIMITED = """
-storage = {"url": pathlib.Path("store").absolute().as_uri(), "every_steps": 10, "at_end": os.environ.get("AT_END") != "0"}
+store = pathlib.Path("store").absolute()
+storage = {"url": store.as_uri(), "every_steps": 10, "at_end": os.environ.get("AT_END") != "0", "patience": 2.0}
 checkpointer = gemini_ft.Checkpointer(model, optimizer, on_late="wait", storage=storage)
 for iteration in range(checkpointer.resume(), int(os.environ["STEPS"])):
     step(checkpointer)
-if os.environ.get("CLOSES") != "0":
-    checkpointer.close()
+if os.environ.get("AWAY"):  # and something else is in its place
+    store.rename("away")
+    store.write_text("in the way")
 """
 
 
@@ -182,12 +188,18 @@ def stored(folder: Folder) -> list[int]:
 
 
 def test_the_last_steps_of_a_job_that_ends_well_are_stored_and_the_same_command_goes_on_behind_them(folder: Folder) -> None:
-    for steps, at_end, last in (("3", "1", 3), ("3", "1", 3), ("13", "0", 10), ("13", "0", 10)):
-        assert folder.start(LIMITED, ranks=1, STEPS=steps, AT_END=at_end, CLOSES="0") == 0, folder.output
+    """The last ones of the fourth time cannot be."""
+    store = folder.path / "store"
+    for steps, at_end, away, last in ((3, "1", "", 3), (3, "1", "", 3), (13, "0", "", 10), (13, "1", "yes", 10), (13, "1", "", 13)):
+        status = folder.start(LIMITED, ranks=1, STEPS=str(steps), AT_END=at_end, AWAY=away)
+        assert status == (73 if away else 0), folder.output
         eventually(lambda: agent_pid(folder.run, "here") is None, "the leaving of the agent")
+        if away:
+            store.unlink()
+            (folder.path / "away").rename(store)
         assert stored(folder)[-1] == last
-    # The second one has had nothing to do, and the last one three steps.
-    assert [event["iteration"] for event in folder.events("resumed")] == [3, 3, 10]
+    # The second one has had nothing to do, and the last ones three steps.
+    assert [event["iteration"] for event in folder.events("resumed")] == [3, 3, 10, 10]
 
 
 CHANGES_ITS_DATA = """

@@ -1,7 +1,7 @@
 """Habits of plain loops, a small training for each. Run by test_plain_habits.py, never imported.
 
 Usage: habits_case.py FOLDER STRATEGY '{CELL: [OPTIONS, KILLS]}', see three_ways.py. OPTIONS name the trainings of a cell; STRATEGY "ddp"
-leaves gemini out. A kill is the rank and the number of turns that the process has made, see `train_in_turns`.
+leaves gemini out. A kill is the rank and the number of turns that the process has made, see `train_in_turns`, or "rank:NAME:epoch:step".
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ RANK = int(os.environ["RANK"])
 class Loop:
     """A plain loop around a Checkpointer, or around nothing."""
 
-    def __init__(self, name: str, record: Record, is_protected: bool) -> None:
-        self.name, self._record, self._is_protected = name, record, is_protected
+    def __init__(self, name: str, folder: Path, together: Record, is_protected: bool) -> None:
+        self.name, self._record, self._together, self._is_protected = name, Record(folder / name, []), together, is_protected
         self._checkpointer: gemini_ft.Checkpointer | None = None
         self.steps = 0
         self.is_even = True  # all ranks make the same number of steps
@@ -70,6 +70,9 @@ class Loop:
     def flush(self) -> None:
         if self._checkpointer is not None:
             self._checkpointer.flush()
+
+    def reached(self, epoch: int, step: int) -> None:
+        self._together.reached(self.name, epoch, step)
 
 
 def net(dropout: float = 0.2) -> nn.Sequential:
@@ -325,8 +328,59 @@ def generators(loop: Loop) -> Iterator[None]:
     loop.end(model.state_dict(), mean.compute(), float(numpy.random()))
 
 
+def _scaled(loader: Any) -> Iterator[torch.Tensor]:
+    for (x,) in loader:
+        yield x * 2
+
+
+def _in_turns(loader: Any, other: Any) -> Iterator[torch.Tensor]:
+    for (x,) in loader:
+        yield x
+    for (x,) in other:
+        yield x
+
+
+# What stands between a loader and its loop.
+AROUND: dict[str, Callable[[Any, Any], Iterator[torch.Tensor]]] = {
+    "mapped": lambda loader, _: map(torch.neg, _scaled(loader)),
+    "chained": lambda loader, other: (x for (x,) in itertools.chain(loader, other)),
+    "in_turns": _in_turns,
+    "in_twos": lambda loader, _: (x - y for (x,), (y,) in zip(*[iter(loader)] * 2, strict=True)),
+    "teed": lambda loader, _: (x + y for (x,), (y,) in zip(*itertools.tee(loader), strict=True)),
+}
+
+
+def around(loop: Loop) -> Iterator[None]:
+    """Each batch comes by way of something else; another one is drawn ahead, and given as state."""
+    model, ahead = wrapped(net()), Ahead()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    size = {"in_twos": 2, "in_turns": 6}.get(loop.name, 4)
+    loader, other = loop.loader(rows(), size, shuffle=True), loop.loader(rows(), max(size, 4))
+    loop.begin(model, optimizer, loader=loader, other=other, ahead=ahead)
+    yield
+    for epoch in range(loop.scalars.get("epoch", 0), 1 if loop.name == "chained" else 2):
+        for x in AROUND[loop.name](loader, other):
+            drawn, ahead.batch = ahead.batch, batch()
+            loop.step(x, drawn, train(model, torch.cat([x, drawn]), optimizer), epoch=epoch)
+            yield
+    loop.end(model.state_dict(), ahead.batch)
+
+
+class Ahead:
+    """The batch that a script has drawn for its next step."""
+
+    def __init__(self) -> None:
+        self.batch = batch()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"batch": self.batch}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.batch = state["batch"]
+
+
 def uneven(loop: Loop) -> Iterator[None]:
-    """A rank has more inputs than the other, in two epochs."""
+    """Each rank has more inputs than the one before it, in two epochs."""
     model = wrapped(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loop.is_even = False
@@ -340,6 +394,7 @@ def uneven(loop: Loop) -> Iterator[None]:
                 loop.step(train(model, x, optimizer), epoch=epoch, at=step + 1)
                 if step < 3:
                     loop.flush()
+                loop.reached(epoch, step + 1)
                 yield
         at = 0
     loop.end(model.state_dict())
@@ -349,12 +404,13 @@ TRAININGS: dict[str, Callable[[Loop], Iterator[None]]] = {
     each.__name__: each
     for each in (scaler, lbfgs, averages, zipped, counted, adversaries, unfreezes, normed, unzeroed, generators, accumulates, uneven)
 }
+TRAININGS.update(dict.fromkeys(AROUND, around))
 
 
 def train_in_turns(names: list[str], folder: Path, is_protected: bool, kills: list[str]) -> None:
     """Trains all at once, a step of each in turn: a kill strikes them all. The last one resumes the process's generators, and ends last."""
     together = Record(folder, kills)
-    loops = [Loop(name, Record(folder / name, []), is_protected) for name in names]
+    loops = [Loop(name, folder, together, is_protected) for name in names]
     trainings = [TRAININGS[loop.name](loop) for loop in loops]
     for turn in itertools.count():
         trainings = [training for training in trainings if next(training, trainings) is None]

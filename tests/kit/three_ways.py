@@ -94,13 +94,13 @@ def run(script: Path, way: str, *, folder: Path, cells: Mapping[str, Cell], rank
     assert status == 0, f"{way}:\n" + (folder / "output").read_text()[-6000:]
 
 
-def run_side_by_side(script: Path, folder: Path, cells: Mapping[str, Cell]) -> dict[str, Path]:
+def run_side_by_side(script: Path, folder: Path, cells: Mapping[str, Cell], ranks: int = 2) -> dict[str, Path]:
     """Runs the script all ways at once, since ranks mostly wait for each other; returns their folders, which are inside the given one."""
     folders = {way: folder / way for way in WAYS}
     with ThreadPoolExecutor() as threads:
         for each in folders.values():
             each.mkdir()
-        list(threads.map(lambda way: run(script, way, folder=folders[way], cells=cells), WAYS))
+        list(threads.map(lambda way: run(script, way, folder=folders[way], cells=cells, ranks=ranks), WAYS))
     return folders
 
 

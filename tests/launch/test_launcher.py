@@ -706,7 +706,9 @@ main.main(["--run", "versions", "--host", "here"])
 
 
 @pytest.mark.parametrize("keeper", ["storage", "agent"])
-def test_what_another_version_has_kept_is_refused_once(launch: Callable[..., Job], tmp_path: Path, keeper: str) -> None:
+def test_what_another_version_has_kept_is_refused_once(
+    launch: Callable[..., Job], tmp_path: Path, keeper: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = tmp_path / "store"
     (tmp_path / "script.py").write_text(NOTHING_TO_RESUME_FROM.replace("STORE", str(store)))
     with contextlib.ExitStack() as stack:
@@ -720,6 +722,8 @@ def test_what_another_version_has_kept_is_refused_once(launch: Callable[..., Job
             agent = stack.enter_context(subprocess.Popen([sys.executable, "-c", OTHER_AGENT]))
             stack.callback(agent.kill)
             eventually(lambda: lifecycle.status("versions", "here"), "the agent")
+            assert cli.main(["ps", "--all"]) == 0
+            assert re.search("^versions +here", capsys.readouterr().out, re.MULTILINE)
             said = f"the worker {PROTOCOL_VERSION}: another gemini-ft started it, and only that one can go on from its memory"
         job = launch("--nproc-per-node", "1", "--max-restarts", "3", "script.py", GEMINI_RUN_ID="versions", GEMINI_HOST_ID="here")
         assert job.wait() == 70, job.err

@@ -101,31 +101,8 @@ def test_every_status_is_in_the_table() -> None:
     assert {number for number in stated if not re.search(rf"^\| {number} \|", table, re.MULTILINE)} == set()
 
 
-_STORED = "test_the_last_steps_of_a_job_that_ends_well_are_stored_and_the_same_command_goes_on_behind_them"
-# The beginning of each row of the table of ends -> the test of jobs that shows it.
-ENDS = {
-    "well, without storage": "test_a_finished_job_leaves_nothing_behind",
-    "well, with storage": _STORED,
-    "well, with `storage.at_end: false`": _STORED,
-    "well, and the last upload fails": "test_a_job_that_is_finished_and_not_stored_says_so_on_every_host_by_its_exit_status",
-    "it fails when training is over": "test_what_was_trained_stays_until_the_script_has_ended_well",
-    "the same, and all restarts": "test_what_was_trained_stays_until_the_script_has_ended_well",
-    "its state is refused": "test_a_refusal_ends_the_job_at_once",
-    "Ctrl-C": "test_a_job_that_was_killed_as_a_whole_goes_on_and_its_end_is_the_agents",
-    "SIGTERM, a crash": "test_a_job_that_was_killed_as_a_whole_goes_on_and_its_end_is_the_agents",
-}
-
-
-def test_each_row_of_the_table_of_ends_has_a_test() -> None:
-    table = (ROOT / "docs" / "launcher.md").read_text().partition("| how the script has ended |")[2].partition("\n\n")[0]
-    rows = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
-    assert len(rows) == len(ENDS)
-    assert all(row.startswith(beginning) for row, beginning in zip(rows, ENDS, strict=True))
-    tests = "".join(file.read_text() for file in (ROOT / "tests" / "jobs").glob("test_*.py"))
-    assert [name for name in ENDS.values() if f"def {name}(" not in tests] == []
-
-
 _TESTS = r"`(test_[a-z0-9_]+)`"
+_FATES = r"^\| (?!.* what becomes of it )(?!.* \| the user's)(.*)\|$"  # what is the user's needs none
 # Page, the beginning of its part, and what stands at the beginning of each promise there.
 PROMISES = {
     "the promise": ("failure_model.md", "## The promise", r"(?s)^(\*\*.*?)\n\n"),
@@ -138,6 +115,14 @@ PROMISES = {
     "the network": ("security.md", "| he can | and then |", r"^\| (?!he can|cut or delay|open more of)(.*)\|$"),
     "members": ("security.md", "| a member that lies can | and then |", r"^\| (?!a member that|keep its own|claim a newer)(.*)\|$"),
     "the switch": ("security.md", "## The switch", r"(?s)^(.*?)\n\n"),
+    "exit status": ("launcher.md", "| status | what has happened |", r"^\| (?!status)(.*)\|$"),
+    "how a job ends": ("launcher.md", "| how the script has ended |", r"^\| (?!how the script)(.*)\|$"),
+    "data of Lightning": ("lightning.md", "| state | what becomes", _FATES),
+    "loaders of Lightning": ("lightning.md", "| moment | what becomes", _FATES),
+    "callbacks of Lightning": ("lightning.md", "| callback | what becomes", _FATES),
+    "plain loops": ("plain_loop.md", "## Models and optimizers", _FATES),
+    "data of plain loops": ("plain_loop.md", "## Data", _FATES),
+    "what else plain loops have": ("plain_loop.md", "## What else a script has", _FATES),
 }
 
 
