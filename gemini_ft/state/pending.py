@@ -9,7 +9,7 @@ kept, after a resume too. A parameter of no optimizer keeps its gradient too, si
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ WAITING = declare(
 )
 
 
-_Mark = tuple[weakref.ref[torch.Tensor], int]  # a gradient and its version counter
+_Mark = tuple[Callable[[], torch.Tensor | None], int]  # a weak reference to a gradient, and its version counter
+_NEVER: _Mark = lambda: None, -1
 
 
 class PendingGradients:
@@ -61,8 +62,8 @@ class PendingGradients:
 
     def _is_used(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
         """Whether nothing was written to a gradient since the optimizer of its parameter stepped."""
-        mark = self._used.get(id(param))
-        return mark is not None and mark[0]() is grad and mark[1] == _version(grad)
+        seen, version = self._used.get(id(param), _NEVER)
+        return seen() is grad and version == _version(grad)
 
     def collect(self, params: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The gradients that wait, by the names of their parameters; which parameters have a gradient beside these, and which ones
@@ -88,7 +89,7 @@ class PendingGradients:
                     )
                 else:
                     waiting[name] = local(grad).detach()
-        added_to = [name for name, param in params.items() if id(param) in self._added_to]
+        added_to = [name for name, param in params.items() if id(param) in self._added_to] if self._added_to else []
         return {"waiting": waiting, "present": True if len(present) == len(params) else present, "sparse": sparse, "added_to": added_to}
 
     def restore(self, saved: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> None:

@@ -98,7 +98,7 @@ class Attributes:
     ) -> None:
         self._roots, self._leave, self._caches, self._shared = dict(roots), leave, caches, shared
         self._left: dict[str, frozenset[str]] = {}
-        self._watched: dict[str, tuple[int, dict[str, Any]]] = {}  # of modules: number of attributes; marks of those that count
+        self._watched: dict[str, tuple[int, dict[str, Any], list[Any]]] = {}  # of modules: number of attributes; marks of those that count
         self._objects: dict[str, Any] = {}
         self._marked: dict[str, dict[str, Any]] = {}
         self._elsewhere: dict[tuple[str, str], tuple[torch.Tensor, int]] = {}
@@ -233,7 +233,7 @@ class Attributes:
         left = self._left[path]
         return ((name, value) for name, value in list(vars(item).items()) if name not in left and (self._shared or not _is_shared(value)))
 
-    def _differing(self, path: str, item: Any) -> list[tuple[str, Any, Any]]:
+    def _differing(self, path: str, item: Any) -> Collection[tuple[str, Any, Any]]:
         """Name, present value and marked one of attributes that are not the very same object as at the mark.
 
         Modules are many, so names of theirs are looked up again only when one has come or gone.
@@ -241,10 +241,12 @@ class Attributes:
         now, marked = vars(item), self._marked[path]
         if self._left[path] is not MODULE_INTERNALS:  # these alone are always there
             return [(name, value, then) for name, value in self._of(path, item) if (then := marked.get(name, _ABSENT)) is not value]
-        count, names = self._watched.get(path, (0, {}))
+        count, names, thens = self._watched.get(path, (0, {}, []))
+        if count == len(now) and all(map(operator.is_, map(now.get, names, itertools.repeat(now)), thens)):
+            return ()
         if count != len(now) or not all(map(now.__contains__, names)):
             names = {name: marked.get(name, _ABSENT) for name, _ in self._of(path, item)}
-            self._watched[path] = len(now), names
+            self._watched[path] = len(now), names, list(names.values())
         return [(name, now[name], then) for name, then in names.items() if now[name] is not then]
 
 
