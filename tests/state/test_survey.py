@@ -113,6 +113,9 @@ CHANGES: dict[str, Callable[[Any, Any], object]] = {
     "module without tensors added": lambda model, _: model.b.append(nn.ReLU()),
     "module becomes another": lambda model, _: _become(model.spare, Saving),
     "group added": lambda model, optimizer: optimizer.add_param_group({"params": list(model.spare.parameters())}),
+    "parameter moves to the next group": lambda _, optimizer: optimizer.param_groups[1]["params"].insert(
+        0, optimizer.param_groups[0]["params"].pop()
+    ),
     "group removed": lambda _, optimizer: [optimizer.state.pop(param, None) for param in optimizer.param_groups.pop()["params"]],
     "parameter of no model": lambda _, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}),
     "order in a group": lambda _, optimizer: optimizer.param_groups[0]["params"].reverse(),
@@ -158,10 +161,12 @@ def test_a_change_is_noticed(name: str, has_guards: bool, monkeypatch: pytest.Mo
         monkeypatch.setattr(tensors, "guard_of", lambda _: None)
     model, optimizer = build()
     look = Surveyor({"model": model}, [optimizer])
-    before = found_in(look())
-    assert look() is look()  # the first of these makes the guards, the second one asks them
+    first = look()
+    before = found_in(first)
+    assert look() is look() is first  # the first of these makes the guards, the second one asks them
     CHANGES[name](model, optimizer)
     after = found_in(look())
+    assert after[0] == before[0] or look() is not first  # copies are planned anew
     assert after == found_in(survey({"model": model}, [optimizer]))
     assert after != before
 
@@ -201,3 +206,8 @@ def test_ordinary_steps_change_nothing() -> None:
         model(torch.randn(4, 3)).sum().backward()
         optimizer.step()
         assert state.survey() is first
+    for number in range(1000, 1003):  # each is an object of its own
+        optimizer.state[model.a.weight]["count"] = number
+        found = state.survey()
+        assert number == 1000 or found is first
+        first = found
