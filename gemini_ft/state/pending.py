@@ -9,7 +9,7 @@ kept, after a resume too. A parameter of no optimizer keeps its gradient too, si
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,8 +25,7 @@ WAITING = declare(
 )
 
 
-_Mark = tuple[Callable[[], torch.Tensor | None], int]  # a weak reference to a gradient, and its version counter
-_NEVER: _Mark = lambda: None, -1
+_Mark = tuple[weakref.ref[torch.Tensor], int]  # a gradient and its version counter
 
 
 class PendingGradients:
@@ -62,8 +61,8 @@ class PendingGradients:
 
     def _is_used(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
         """Whether nothing was written to a gradient since the optimizer of its parameter stepped."""
-        seen, version = self._used.get(id(param), _NEVER)
-        return seen() is grad and version == _version(grad)
+        mark = self._used.get(id(param))
+        return mark is not None and mark[0]() is grad and mark[1] == _version(grad)
 
     def collect(self, params: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The gradients that wait, by the names of their parameters; which parameters have a gradient beside these, and which ones

@@ -11,13 +11,13 @@ each tensor. What follows from them alone (names, labels, strides, hashes) is wo
 from __future__ import annotations
 
 import contextlib
+import operator
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -195,7 +195,7 @@ class Surveyor:
         modules = self.tree.modules()
         if self._walks != self.tree.walks:
             self._parts, self._walks = [_parts(name, model) for name, model in self._models.items()], self.tree.walks
-        _reshard(part for parts in self._parts for _, part in parts)
+        _reshard([part for parts in self._parts for _, part in parts])
         optimizers = every_optimizer(self._optimizers)
         outline = [self._walks, *_outline_of_parts(self._parts), *_outline_of_optimizers(optimizers)]
         if self._found is None or outline != self._outline or self._memory is None or not self._memory.holds():
@@ -233,7 +233,7 @@ def _outline_of_parts(models: Iterable[Parts]) -> Iterator[Any]:
     yield list(map(type, parts))
     yield contents([part._parameters for part in parts])
     yield contents([part._buffers for part in parts])
-    yield [(index, {*names}) for index, names in enumerate(map(attrgetter("_non_persistent_buffers_set"), parts)) if names]
+    yield [(index, {*names}) for index, names in enumerate(map(operator.attrgetter("_non_persistent_buffers_set"), parts)) if names]
 
 
 def _outline_of_optimizers(optimizers: Mapping[str, Optimizer]) -> Iterator[Any]:
@@ -241,7 +241,8 @@ def _outline_of_optimizers(optimizers: Mapping[str, Optimizer]) -> Iterator[Any]
         state, groups = optimizer.state, [group["params"] for group in optimizer.param_groups]
         params = list(chain.from_iterable(groups))
         yield name, id(optimizer), id(state), list(map(len, groups)), list(map(id, params)), list(map(id, state))
-        yield _outline_of_entries([state.get(param) or {} for param in params])
+        is_in_order = len(state) == len(params) and all(map(operator.is_, state, params))  # each hash of a tensor is a call
+        yield _outline_of_entries(list(state.values()) if is_in_order else [state.get(param) or {} for param in params])
 
 
 def _outline_of_entries(entries: list[Mapping[Any, Any]]) -> object:
@@ -298,11 +299,12 @@ def _parts(name: str, model: nn.Module) -> Parts:
     return parts_of(name, model)
 
 
-def _reshard(modules: Iterable[nn.Module]) -> None:
+def _reshard(modules: Sequence[nn.Module]) -> None:
     """Lets FSDP2 put its sharded parameters in place: after a forward without backward the root still shows whole ones."""
     if fsdp := sys.modules.get("torch.distributed.fsdp"):
-        for part in modules:
-            if isinstance(part, fsdp.FSDPModule):
+        kinds = tuple(kind for kind in set(map(type, modules)) if issubclass(kind, fsdp.FSDPModule))
+        for part in modules if kinds else ():
+            if isinstance(part, kinds):
                 part.reshard()
 
 
