@@ -299,7 +299,7 @@ def _parts(name: str, model: nn.Module) -> Parts:
     return parts_of(name, model)
 
 
-def _reshard(modules: Sequence[nn.Module]) -> None:
+def _reshard(modules: Sequence[Any]) -> None:
     """Lets FSDP2 put its sharded parameters in place: after a forward without backward the root still shows whole ones."""
     if fsdp := sys.modules.get("torch.distributed.fsdp"):
         kinds = tuple(kind for kind in set(map(type, modules)) if issubclass(kind, fsdp.FSDPModule))
