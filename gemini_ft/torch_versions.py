@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 # torch 2.12 and older have these under names that 2.13 deprecates.
@@ -14,6 +16,17 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 def buffers_are_broadcast(model: Any) -> bool:
     """Whether a DistributedDataParallel sends the first rank's buffers to all ranks before a forward pass."""
     return bool(getattr(model, "forward_sync_buffers", getattr(model, "broadcast_buffers", True)))  # torch 2.13 renames it
+
+
+def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """A function that says of as many tensors, all different, whether each has the type, shape, strides, dtype, device and `requires_grad`
+    of its predecessor in ``tensors``; a no may be wrong (inside autocast). None: this torch has no such guards, which its compiler uses.
+    """
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    if (kind := getattr(guards, "TensorGuards", None)) is None:
+        return None
+    check: Callable[..., bool] = kind(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
 
 
 def number_groups_anew() -> None:

@@ -33,7 +33,8 @@ class TrainingState(Protocol):
     """The state of one rank; all calls come from the training thread."""
 
     def survey(self) -> list[Live]:
-        """Finds each tensor where it is now; cheap enough for every step."""
+        """Finds each tensor where it is now; cheap enough for every step. The very list of the last time, if nothing has changed in it, nor
+        in the memory of its tensors."""
         ...
 
     def describe(self, live: Sequence[Live], rank: int, world_size: int) -> list[Source]:
@@ -117,6 +118,7 @@ class PlainState:
         self._pending: PendingGradients | None = None
         self._strides: Mapping[str, Sequence[int]] = {}  # of the snapshot that is being restored
         self._outline: object = None  # by which a change of the layout is seen
+        self._described: Survey | None = None  # the one of which that was
         self._changes = Changes()
         self._born = Structure()
         self.remember()
@@ -125,7 +127,7 @@ class PlainState:
 
     def remember(self) -> None:
         """Takes the present state as the one that the script builds, before any training."""
-        self._born, self._outline = describe_all(self.models, self.optimizers), None
+        self._born, self._outline, self._described = describe_all(self.models, self.optimizers), None, None
         self._modes = Modes(self._surveyor.tree.modules()) if self._has_modes else None
 
     def inherit(self, before: PlainState) -> None:
@@ -158,6 +160,8 @@ class PlainState:
 
     def _present_changes(self, found: Survey) -> Changes:
         """Changes since the script built it; computed again when names, shapes, dtypes, modules or groups differ."""
+        if found is self._described:
+            return self._changes
         outline = found.structure, [(local_shape(tensor), tensor.dtype) for tensor in found.own.values()]
         if outline != self._outline:
             now = describe_all(self.models, self.optimizers)
@@ -167,6 +171,7 @@ class PlainState:
             if not self._can_rebuild:
                 refuse(changes, found.modules)
             self._changes, self._outline = changes, outline
+        self._described = found
         return self._changes
 
     def check(self, extras: Extras) -> None:
@@ -205,9 +210,9 @@ class PlainState:
         return found
 
     def structure(self) -> object:
-        modules = self._surveyor.tree.modules().values()
-        flags = [(id(module), module.training, len(module._buffers)) for module in modules]
-        return structure(self.optimizers), flags
+        tree = self._surveyor.tree
+        modules = tree.modules().values()
+        return structure(self.optimizers), [module.training for module in modules], [len(module._buffers) for module in modules], tree.walks
 
     @property
     def is_replicated(self) -> bool:

@@ -26,7 +26,7 @@ Memory = bytes | bytearray | memoryview | mmap.mmap | torch.Tensor  # a tensor m
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
     """A part of an owned piece: a live view, and the place of its bytes.
 
@@ -68,7 +68,7 @@ def plan_copies(sources: Iterable[Source], layout: Layout, limit: int | None = N
         offset = piece.offset
         for view in _views(source.tensor, piece.start, piece.stop, limit):
             nbytes = view.numel() * view.itemsize
-            copies.append(Copy(piece.name, view, offset, nbytes, source.mutable))
+            copies.append(Copy(name=piece.name, view=view, offset=offset, nbytes=nbytes, mutable=source.mutable))
             offset += nbytes
     return copies
 

@@ -7,7 +7,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 
 import torch
 
@@ -22,12 +22,13 @@ from gemini_ft.wire.worker_messages import Reserved
 _libc = ctypes.CDLL(None)
 _libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _libc.memcpy.restype = ctypes.c_void_p
+Marks = tuple[list[int], list[int]]  # version counters, addresses
 LANDING = 64 * 2**20  # bytes that a device copies from one event to the next, at least: each event takes the interpreter lock
 _LARGEST_CLONE = 2**20  # bytes; residuals are as large as the gradients, and the device's memory is the training's
 _LARGE = 64 * 1024  # bytes; from here on a copy of its own, below it one call for many
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """The copies that begin in one chunk: (offset in the slot, source)."""
 
@@ -125,7 +126,8 @@ class CopyPlan:
         copies = plan_copies(sources, layout, self.batch_bytes)
         self._all = copies
         self.background = [] if at_step else [copy for copy in copies if not copy.mutable]
-        self._watched = [(copy.view, copy.view.is_inference()) for copy in self.background]  # the latter count no writes
+        self._views = [copy.view for copy in self.background]
+        self._counting = [view for view in self._views if not view.is_inference()]  # the others count no writes
         self._mutable = copies if at_step else [copy for copy in copies if copy.mutable]
         # Small ones on their device, where a copy costs nothing: a copy to this process's memory waits for all that is queued there.
         self._staged = [
@@ -138,9 +140,9 @@ class CopyPlan:
         moves = [(copy.offset, staged.get(id(copy), copy.view)) for copy in copies]
         self.batches = [_batch(moves, start, start + self.batch_bytes) for start in range(0, layout.nbytes, self.batch_bytes)]
 
-    def marks(self) -> list[tuple[int, int]]:
+    def marks(self) -> Marks:
         """Version counter and address of every tensor that is copied in the background."""
-        return [(0 if is_fixed else view._version, view.data_ptr()) for view, is_fixed in self._watched]
+        return [view._version for view in self._counting], list(map(torch.Tensor.data_ptr, self._views))
 
     def all_marks(self) -> dict[str, list[tuple[int, int]]]:
         """Name -> version counters and addresses, of every tensor that is captured."""
@@ -159,17 +161,22 @@ class CopyPlan:
         """An event that comes after all that the training has queued until now; None where nothing is copied beside it."""
         return None if self.device is None else accelerator.event_on(accelerator.stream_of(self.device), self.device, timed=True)
 
-    def changed(self, marks: list[tuple[int, int]]) -> list[str]:
+    def changed(self, marks: Marks) -> list[str]:
         """Names of tensors that were written or moved since ``marks``."""
-        names = (copy.name for copy, before, now in zip(self.background, marks, self.marks(), strict=True) if before != now)
-        return list(dict.fromkeys(names))
+        if (now := self.marks()) == marks:
+            return []
+        moves = zip(self._counting + self._views, chain(*marks), chain(*now), strict=True)
+        written = {id(view) for view, old, new in moves if old != new}
+        return list(dict.fromkeys(copy.name for copy in self.background if id(copy.view) in written))
 
 
 def _batch(moves: Sequence[tuple[int, torch.Tensor]], start: int, stop: int) -> Batch:
     mine, gathered = _gather([(offset, source) for offset, source in moves if start <= offset < stop])
     is_large = [source.nbytes >= _LARGE and _is_plain_memory(source) for _, source in mine]
-    small = [move for move, large in zip(mine, is_large, strict=True) if not large]
-    return Batch(small, [move for move, large in zip(mine, is_large, strict=True) if large], gathered)
+    parts: tuple[list[tuple[int, torch.Tensor]], ...] = ([], [])
+    for move, large in zip(mine, is_large, strict=True):
+        parts[large].append(move)
+    return Batch(small=parts[False], large=parts[True], gathered=gathered)
 
 
 def _gather(

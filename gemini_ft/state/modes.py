@@ -136,7 +136,7 @@ class Modes:
                 f"{name}.{key}": param.requires_grad
                 for name, module in modules.items()
                 for key, param in module._parameters.items()
-                if param is not None and self._trained.get((name, key)) is not param.requires_grad
+                if param is not None and self._trained.get(name, {}).get(key) is not param.requires_grad
             },
         }
 
@@ -158,14 +158,14 @@ class Modes:
                 vars(modules[name])[key] = value.clone()
         for name, module in modules.items():
             for key, param in module._parameters.items():
-                flag = state["trained"].get(f"{name}.{key}", self._trained.get((name, key)))
+                flag = state["trained"].get(f"{name}.{key}", self._trained.get(name, {}).get(key))
                 if param is not None and param.is_leaf and flag is not None and param.requires_grad != flag:
                     param.requires_grad_(flag)
 
     def findings(self, modules: Modules) -> Iterator[Finding]:
         """Lists flags and attributes of modules for the census."""
         self._follow(modules)
-        frozen = sum(not flag for flag in _trained(modules).values())
+        frozen = sum(not flag for flags in _trained(modules).values() for flag in flags.values())
         resting = sum(not module.training for module in modules.values())
         note = f"{frozen} parameters frozen, {resting} of {len(modules)} modules in eval mode"
         yield _FLAGS.found("flags", note=note)
@@ -203,12 +203,10 @@ class Modes:
         return private_generators(**inside, **self._others)
 
 
-def _trained(modules: Modules) -> dict[tuple[str, str], bool]:
+def _trained(modules: Modules) -> dict[str, dict[str, bool]]:
     return {
-        (name, key): param.requires_grad
+        name: {key: param.requires_grad for key, param in module._parameters.items() if param is not None}
         for name, module in modules.items()
-        for key, param in module._parameters.items()
-        if param is not None
     }
 
 

@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -37,7 +36,7 @@ from gemini_ft.core.census import Fate, Finding, declare
 from gemini_ft.core.layout import TensorSpec
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
 from gemini_ft.state.attributes import ATTRIBUTES, NOT_SEEN, OF_PROCESS, AttributeReturn, AttributeWalk, is_linked
-from gemini_ft.state.survey import Models, Survey, survey
+from gemini_ft.state.survey import Models, Survey, survey, usual_strides
 from gemini_ft.state.tensors import (
     HOST,
     Live,
@@ -61,22 +60,6 @@ _HELD = declare("optimizers that another optimizer holds (SAM, Lookahead)", Fate
 _STATIC_KEYS = ("params", "param_names")  # of a parameter group: they are in the tensors' names already
 
 
-def odd_strides(live: Iterable[Live]) -> Iterator[tuple[str, list[int]]]:
-    """Strides of state that is laid out neither like its parameter nor row by row: products of matrices depend on them, bit for bit."""
-    for item in live:
-        if item.param is not None and item.same_as is None:
-            part, param = local(item.tensor), local(item.param)
-            if not (part.is_contiguous() and param.is_contiguous()) and part.stride() != _usual_strides(part.shape, param):
-                yield item.name, list(part.stride())
-
-
-def _usual_strides(shape: Sequence[int], param: torch.Tensor) -> tuple[int, ...]:
-    """The strides that `room_for` would choose: the parameter's, as optimizers make their state."""
-    if tuple(shape) == tuple(param.shape):
-        return torch.empty_like(param, device="meta").stride()
-    return torch.empty(tuple(shape), device="meta").stride()
-
-
 def room_for(spec: TensorSpec, param: torch.Tensor, current: object, used: set[int], strides: Sequence[int] | None = None) -> torch.Tensor:
     """A state tensor as in the snapshot: ``current`` if it is just like that, else a new one."""
     whole = spec.logical.removesuffix(HOST).strip()
@@ -86,7 +69,7 @@ def room_for(spec: TensorSpec, param: torch.Tensor, current: object, used: set[i
         )
     part = local(param)
     device = torch.device("cpu") if spec.logical.endswith(HOST) else part.device
-    steps = tuple(strides) if strides is not None else _usual_strides(spec.shape, part)
+    steps = tuple(strides) if strides is not None else usual_strides(spec.shape, part)
     if isinstance(current, torch.Tensor) and id(current) not in used and _fits(current, spec, whole, device, steps):
         used.add(id(current))
         return current
@@ -115,9 +98,9 @@ def collect_extras(found: Survey, ignored: Callable[[str], bool] = lambda _: Fal
     """
     walk = _walk(found, ignored)
     saved = []
-    for (name, optimizer), order, facts in zip(found.optimizers.items(), found.order, found.identities, strict=True):
+    for (name, optimizer), others, order, facts in zip(found.optimizers.items(), found.others, found.order, found.identities, strict=True):
         attributes = own_attributes(optimizer)
-        entry = _optimizer_extras(optimizer) | facts | {"name": name, "parameters": order}
+        entry = _optimizer_extras(optimizer, others) | facts | {"name": name, "parameters": order}
         saved.append(entry | {"attributes": walk.attributes(attributes, name) if attributes else {}})
     for label, state in found.uncaptured:
         for key, value in state.items():
@@ -130,8 +113,8 @@ def collect_extras(found: Survey, ignored: Callable[[str], bool] = lambda _: Fal
         saved[_index(label)]["shared"].setdefault(label, {})[key] = item.same_as
     return {
         "optimizers": saved,
-        "modules": {name: module.get_extra_state() for name, module in _with_extra_state(found)},
-        "strides": dict(odd_strides(found.live)),
+        "modules": {name: module.get_extra_state() for name, module in found.with_extra_state.items()},
+        "strides": found.odd_strides,
         "naming": found.naming,
     }
 
@@ -197,7 +180,7 @@ def apply_extras(models: Models, optimizers: Sequence[Any], extras: Extras) -> N
         LayoutMismatchError: other optimizers, parameter groups or modules than those of the snapshot.
     """
     found, saved = survey(models, optimizers), extras["optimizers"]
-    modules, named = dict(_with_extra_state(found)), found.optimizers
+    modules, named = found.with_extra_state, found.optimizers
     _same("number of optimizers", len(named), len(saved))
     _same("optimizers", list(named), [entry["name"] for entry in saved])
     _same("modules with extra state", sorted(modules), sorted(extras["modules"]))
@@ -228,27 +211,14 @@ def _index(label: str) -> int:
     return int(label.removeprefix("optim").partition(".")[0])
 
 
-def _optimizer_extras(optimizer: Optimizer) -> Extras:
-    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    strangers = [key for key in optimizer.state if isinstance(key, torch.Tensor) and id(key) not in params]
-    if strangers:
-        raise UnsupportedStateError(
-            f"{type(optimizer).__qualname__} keeps state for a tensor of shape {tuple(strangers[0].shape)} that is in none of its "
-            "parameter groups; remove it from optimizer.state"
-        )
+def _optimizer_extras(optimizer: Optimizer, others: Sequence[Any]) -> Extras:
     return {
         "groups": [{key: value for key, value in group.items() if key not in _STATIC_KEYS} for group in optimizer.param_groups],
-        "other": {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)},
+        "other": {key: optimizer.state[key] for key in others},
         "state": {},
         "linked": {},
         "shared": {},
     }
-
-
-def _with_extra_state(found: Survey) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in found.modules.items():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield name if "." in name else f"{name}.", module  # the root's has always been called so
 
 
 def _apply_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -88,7 +88,7 @@ class PendingGradients:
                     )
                 else:
                     waiting[name] = local(grad).detach()
-        added_to = [name for name, param in params.items() if id(param) in self._added_to]
+        added_to = [name for name, param in params.items() if id(param) in self._added_to] if self._added_to else []
         return {"waiting": waiting, "present": True if len(present) == len(params) else present, "sparse": sparse, "added_to": added_to}
 
     def restore(self, saved: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import product
+from itertools import chain, product
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ declare(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Structure:
     """The structure of modules and optimizers.
 
@@ -71,7 +72,7 @@ class Structure:
         return replace(self, modules={**now.modules, **self.modules}, ties={**ties, **self.ties})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Changes:
     """Differences from what the script had built: [then, now] each.
 
@@ -123,22 +124,32 @@ class ModuleTree:
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self._models = models
-        self._children: list[tuple[nn.Module, tuple[Any, ...]]] = []  # of wrappers too
+        self._watched: list[nn.Module] = []  # wrappers too
+        self._children: object = None  # of these
         self._found: dict[str, nn.Module] = {}
         self.walks = 0  # how often there were other modules than before, or in another order
 
     def modules(self) -> Modules:
         """The mapping of `modules_of`; the very same object, as long as nothing has changed."""
-        if not self.walks or any(_children(module) != children for module, children in self._children):
+        if not self.walks or self._look() != self._children:
             self._found = modules_of(self._models)
-            self._children = [(module, _children(module)) for root in self._models.values() for module in root.modules()]
+            self._watched = [module for root in self._models.values() for module in root.modules()]
+            self._children = self._look()
             self.walks += 1
         return self._found
 
+    def _look(self) -> object:
+        return contents([module._modules for module in self._watched])
 
-def _children(module: nn.Module) -> tuple[Any, ...]:
-    """Names and identities: modules may compare equal that are not the same."""
-    return (*module._modules.keys(), *map(id, module._modules.values()))
+
+def contents(tables: Sequence[Mapping[Any, Any]]) -> tuple[list[Any], ...]:
+    """Sizes, keys and identities of what mappings hold: as lists for all of them, since they are compared at every step.
+
+    Identities, as modules may compare equal that are not the same.
+    """
+    filled = list(filter(None, tables))
+    values = chain.from_iterable(map(methodcaller("values"), filled))
+    return list(map(len, tables)), list(chain.from_iterable(map(methodcaller("keys"), filled))), list(map(id, values))
 
 
 def describe(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> Structure:
@@ -157,7 +168,7 @@ def describe(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> Stru
     classes = {name: type(optimizer).__qualname__ for name, optimizer in found.items()}
     order = {path: [*part._parameters.keys(), *part._buffers.keys(), *part._modules.keys()] for path, part in modules.items()}
     kinds = {path: kind for path, part in modules.items() if (kind := _kind(part))}
-    return Structure(tensors, groups, classes, order, kinds, ties)
+    return Structure(tensors=tensors, groups=groups, classes=classes, order=order, modules=kinds, ties=ties)
 
 
 def _module_ties(models: Mapping[str, nn.Module]) -> dict[str, str]:

@@ -107,6 +107,7 @@ class Attributes:
         self._roots, self._leave, self._caches, self._shared, self._known = dict(roots), leave, caches, shared, known
         self._left: dict[str, frozenset[str]] = {}
         self._watched: dict[str, tuple[int, dict[str, Any]]] = {}  # of modules: number of attributes; marks of those that count
+        self._still: _StillModules | None = None
         self._objects: dict[str, Any] = {}
         self._marked: dict[str, dict[str, Any]] = {}
         self._elsewhere: dict[tuple[str, str], tuple[torch.Tensor, int]] = {}
@@ -117,7 +118,7 @@ class Attributes:
         """Makes the present values those to compare with from now on."""
         self._objects = self._find(self._roots)
         self._left = {path: self._names_to_leave(item) for path, item in self._objects.items()}
-        self._watched.clear()
+        self._forget_looks()
         self._marked, self._elsewhere = {}, {}
         for path, item in self._objects.items():
             marked = self._marked[path] = {}
@@ -132,7 +133,7 @@ class Attributes:
         for path, item in self._find(self._roots).items():
             if self._objects.get(path) is not item:
                 self._objects[path], self._left[path] = item, self._names_to_leave(item)
-                self._watched.pop(path, None)
+                self._forget_looks()
                 self._marked.setdefault(path, {})
 
     def count_from(self, other: Attributes) -> None:
@@ -142,13 +143,23 @@ class Attributes:
             marked = self._marked.get(paths.get(id(other._objects[path]), ""), {})
             for name in values:
                 marked.pop(name, None)
+        self._forget_looks()
+
+    def _forget_looks(self) -> None:
+        self._watched, self._still = {}, None
 
     def changes(self) -> AttributeChanges:
         """The values that differ from the mark. Objects that are new since then are lost as a whole, unless `follow` took them in."""
         kept: Values = {}
         lost: list[str] = []
+        still = self._still if self._still is not None and self._still.hold() else None
+        equal: list[str] = []
         for path, item in self._objects.items():
-            for name, value, then in self._differing(path, item):
+            if still is not None and path in still.paths:
+                continue
+            if not (differing := self._differing(path, item)) and path in self._watched:
+                equal.append(path)
+            for name, value, then in differing:
                 if type(then) is _Opaque and then.is_now(value) and not _is_iterator(value):
                     continue
                 if isinstance(value, torch.Tensor) and self._is_unwritten(path, name, value):
@@ -163,6 +174,8 @@ class Attributes:
                     continue
                 if not _is_same(copy, then):
                     kept.setdefault(path, {})[name] = copy
+        if still is None:
+            self._still = _StillModules({path: (vars(self._objects[path]), self._watched[path][1]) for path in equal}, self._objects)
         return AttributeChanges(kept, lost)
 
     def changed(self) -> list[Any]:
@@ -288,6 +301,33 @@ class Attributes:
             names = {name: marked.get(name, _ABSENT) for name, _ in self._of(path, item)}
             self._watched[path] = len(now), names
         return [(name, now[name], then) for name, then in names.items() if now[name] is not then]
+
+
+class _StillModules:
+    """Modules of which all attributes that count were the very objects of the mark. There may be hundreds: one look asks all of them.
+
+    Args:
+        tables: path -> attributes, and the marks of those that count.
+        objects: path -> module.
+    """
+
+    def __init__(self, tables: Mapping[str, tuple[dict[str, Any], dict[str, Any]]], objects: Mapping[str, Any]) -> None:
+        self.paths = tables.keys()
+        self._modules, self._tables = [objects[path] for path in tables], [now for now, _ in tables.values()]
+        self._sizes = list(map(len, self._tables))
+        self._places = [now for now, marks in tables.values() for _ in marks]
+        self._names, self._marks = ([each for _, marks in tables.values() for each in part(marks)] for part in (dict.keys, dict.values))
+
+    def hold(self) -> bool:
+        """Whether they still are: no attribute has come or gone, and none is another object."""
+        try:
+            return (
+                all(map(operator.is_, map(vars, self._modules), self._tables))
+                and list(map(len, self._tables)) == self._sizes
+                and all(map(operator.is_, map(operator.getitem, self._places, self._names), self._marks))
+            )
+        except KeyError:
+            return False
 
 
 _ABSENT = object()

@@ -3,12 +3,15 @@
     look = Surveyor(models, optimizers)
     found = look()          every step: the very same Survey as long as nothing has come, gone, or taken the place of another
 
-Whether something has is seen by looking at every module, parameter, buffer, group and entry of optimizer state. What follows from them
-alone (names, labels, hashes) is worked out once per Survey; what may change inside of them (shapes, numbers, attributes) is not in it.
+Whether something has is seen by looking at every module, parameter, buffer, group and entry of optimizer state, and at the memory of
+each tensor. What follows from them alone (names, labels, strides, hashes) is worked out once per Survey; what may change inside of them
+(numbers, attributes) is not in it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from gemini_ft.errors import UnsupportedStateError
-from gemini_ft.state.rebuilding import Modules, ModuleTree, Parts, parts_of, tensors_of
-from gemini_ft.state.tensors import Live, Role, captured, every_optimizer, state_label, state_name, unwrap_model
+from gemini_ft.state.rebuilding import Modules, ModuleTree, Parts, contents, parts_of, tensors_of
+from gemini_ft.state.tensors import Fingerprint, Live, Role, captured, every_optimizer, local, state_label, state_name, unwrap_model
 
 Models = Mapping[str, nn.Module]
 Labelled = tuple[str, Optimizer, torch.Tensor]  # label of its state, optimizer, parameter
@@ -102,6 +105,39 @@ class Survey:
         return [(label, entry) for label, entry in entries if not all(map(captured, entry.keys(), entry.values()))]
 
     @cached_property
+    def others(self) -> list[list[Any]]:
+        """Keys of each optimizer's state that belongs to no parameter.
+
+        Raises:
+            UnsupportedStateError: state belongs to a tensor that is not optimized.
+        """
+        for optimizer in self.optimizers.values():
+            ours = {id(param) for _, param in _params(optimizer)}
+            if strangers := [key for key in optimizer.state if isinstance(key, torch.Tensor) and id(key) not in ours]:
+                raise UnsupportedStateError(
+                    f"{type(optimizer).__qualname__} keeps state for a tensor of shape {tuple(strangers[0].shape)} that is in none of its "
+                    "parameter groups; remove it from optimizer.state"
+                )
+        return [[key for key in optimizer.state if not isinstance(key, torch.Tensor)] for optimizer in self.optimizers.values()]
+
+    @cached_property
+    def odd_strides(self) -> dict[str, list[int]]:
+        """Strides of state that is laid out neither like its parameter nor row by row: products of matrices depend on them, bit for bit."""
+        found: dict[str, list[int]] = {}
+        for item in self.live:
+            if item.param is not None and item.same_as is None:
+                part, param = local(item.tensor), local(item.param)
+                if not (part.is_contiguous() and param.is_contiguous()) and part.stride() != usual_strides(part.shape, param):
+                    found[item.name] = list(part.stride())
+        return found
+
+    @cached_property
+    def with_extra_state(self) -> dict[str, nn.Module]:
+        """The modules that have a state of their own beside tensors."""
+        ours = {name: module for name, module in self.modules.items() if type(module).get_extra_state is not nn.Module.get_extra_state}
+        return {name if "." in name else f"{name}.": module for name, module in ours.items()}  # the root's has always been called so
+
+    @cached_property
     def order(self) -> list[str]:
         """Labels of each optimizer's parameters in its own order, a line each: one string costs less to encode than many."""
         lines: dict[int, list[str]] = {id(optimizer): [] for optimizer in self.optimizers.values()}
@@ -147,6 +183,7 @@ class Surveyor:
         self._walks = 0  # of the tree, when the parts were listed
         self._parts: list[Parts] = []  # of each model
         self._outline: list[Any] = []  # by which a change is seen
+        self._memory: Fingerprint | None = None  # likewise; None: a tensor has none yet
         self._found: Survey | None = None  # keeps alive whatever has its id in the outline
 
     def __call__(self) -> Survey:
@@ -158,13 +195,15 @@ class Surveyor:
         modules = self.tree.modules()
         if self._walks != self.tree.walks:
             self._parts, self._walks = [_parts(name, model) for name, model in self._models.items()], self.tree.walks
-        _reshard(part for parts in self._parts for _, part in parts)
+        _reshard([part for parts in self._parts for _, part in parts])
         optimizers = every_optimizer(self._optimizers)
         outline = [self._walks, *_outline_of_parts(self._parts), *_outline_of_optimizers(optimizers)]
-        if self._found is None or outline != self._outline:
+        if self._found is None or outline != self._outline or self._memory is None or not self._memory.holds():
             live, ties = _live(self._parts, list(optimizers.values()))
             self._found = Survey(live, ties, self._models, modules, optimizers, self._walks)
-            self._outline = outline
+            self._outline, self._memory = outline, None
+            with contextlib.suppress(UnsupportedStateError, RuntimeError, ValueError):  # it is named where it is to be captured
+                self._memory = Fingerprint(live)
         return self._found
 
 
@@ -182,26 +221,41 @@ def state_dict_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, tensor
 
 
+def usual_strides(shape: Sequence[int], param: torch.Tensor) -> tuple[int, ...]:
+    """The strides that state of a parameter has where nothing else is known: the parameter's, as optimizers make their state."""
+    if tuple(shape) == tuple(param.shape):
+        return torch.empty_like(param, device="meta").stride()
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
 def _outline_of_parts(models: Iterable[Parts]) -> Iterator[Any]:
-    for parts in models:
-        for _, part in parts:
-            yield [*part._parameters.keys(), *map(id, part._parameters.values())]
-            yield [*part._buffers.keys(), *map(id, part._buffers.values()), *sorted(part._non_persistent_buffers_set)]
+    parts = [part for each in models for _, part in each]
+    yield list(map(type, parts))
+    yield contents([part._parameters for part in parts])
+    yield contents([part._buffers for part in parts])
+    yield [(index, {*names}) for index, names in enumerate(map(operator.attrgetter("_non_persistent_buffers_set"), parts)) if names]
 
 
 def _outline_of_optimizers(optimizers: Mapping[str, Optimizer]) -> Iterator[Any]:
     for name, optimizer in optimizers.items():
-        state = optimizer.state
-        yield from (name, id(optimizer), id(state))
-        for group in optimizer.param_groups:
-            yield list(map(id, group["params"]))
-            yield from (_outline_of_entry(state.get(param)) for param in group["params"])
+        state, groups = optimizer.state, [group["params"] for group in optimizer.param_groups]
+        params = list(chain.from_iterable(groups))
+        yield name, id(optimizer), id(state), list(map(len, groups)), list(map(id, params)), list(map(id, state))
+        is_in_order = len(state) == len(params) and all(map(operator.is_, state, params))  # each hash of a tensor is a call
+        yield _outline_of_entries(list(state.values()) if is_in_order else [state.get(param) or {} for param in params])
 
 
-def _outline_of_entry(entry: Mapping[Any, Any] | None) -> list[Any]:
+def _outline_of_entries(entries: list[Mapping[Any, Any]]) -> object:
     """Names and identities of the tensors; of the rest only that there is some, since numbers are other objects at every step."""
-    tensors = [part for key, value in (entry or {}).items() if captured(key, value) for part in (key, id(value))]
-    return tensors if 2 * len(entry or ()) == len(tensors) else [*tensors, id(entry)]
+    held, kinds = contents(entries), set(map(type, chain.from_iterable(entry.values() for entry in entries)))
+    if set(map(type, held[1])) <= {str} and all(issubclass(kind, torch.Tensor) for kind in kinds):
+        return held
+    return list(map(_outline_of_entry, entries))
+
+
+def _outline_of_entry(entry: Mapping[Any, Any]) -> list[Any]:
+    tensors = [part for key, value in entry.items() if captured(key, value) for part in (key, id(value))]
+    return tensors if 2 * len(entry) == len(tensors) else [*tensors, id(entry)]
 
 
 def _live(models: Iterable[Parts], optimizers: Sequence[Optimizer]) -> tuple[list[Live], dict[str, str]]:
@@ -245,11 +299,12 @@ def _parts(name: str, model: nn.Module) -> Parts:
     return parts_of(name, model)
 
 
-def _reshard(modules: Iterable[nn.Module]) -> None:
+def _reshard(modules: Sequence[Any]) -> None:
     """Lets FSDP2 put its sharded parameters in place: after a forward without backward the root still shows whole ones."""
     if fsdp := sys.modules.get("torch.distributed.fsdp"):
-        for part in modules:
-            if isinstance(part, fsdp.FSDPModule):
+        kinds = tuple(kind for kind in set(map(type, modules)) if issubclass(kind, fsdp.FSDPModule))
+        for part in modules if kinds else ():
+            if isinstance(part, kinds):
                 part.reshard()
 
 

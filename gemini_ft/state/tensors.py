@@ -1,7 +1,7 @@
 """Names the live tensors of a training job, and tells which ranks hold the same bytes.
 
     live = survey(models, optimizers).live         every step: the tensors as they are now (`gemini_ft.state.survey`)
-    fingerprint(live)                              unchanged: the sources and copy plans made then are still right
+    Fingerprint(live)                              equal: the sources and copy plans made then are still right
     sources = describe(live, rank, world, ...)     at a change: the same with dtype, shape and group of ranks
 
 Names: parameters and buffers are ``<model>.<fqn>``; optimizer state is ``optim<i>.<parameter>.<key>``.
@@ -14,9 +14,10 @@ Groups: see `describe`. What cannot be captured exactly is refused by name, neve
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from torch.optim import Optimizer
 from gemini_ft.core.layout import ITEMSIZES, PER_RANK, TensorSpec
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.state.attributes import held
+from gemini_ft.torch_versions import guard_of
 
 HOST = "host"  # ends TensorSpec.logical of optimizer state that stays on the CPU although its parameter does not
 
@@ -47,6 +49,7 @@ _TORCH_ATTRIBUTES = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {
     "found_inf",
 }
 _open_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # known to keep all their state in sight
+_ADDRESS, _STRIDE, _FORM = torch.Tensor.data_ptr, methodcaller("stride"), attrgetter("shape", "dtype", "device")
 _FSDP1 = "_fsdp_wrapped_module"
 _NO_FSDP1 = "belongs to FSDP1, whose flat parameters hide who owns what; use FSDP2 (fully_shard)"
 
@@ -154,22 +157,51 @@ def _state_keys(optimizer: Optimizer) -> set[str]:
     return set() if type(optimizer).state_dict is Optimizer.state_dict else set(optimizer.state_dict())
 
 
-def fingerprint(live: Iterable[Live]) -> list[Any]:
-    """A value that equals an earlier one if and only if the sources described then are still right.
+class Fingerprint:
+    """Tensors as they are when this is made; equal to an earlier one if and only if the sources described then are still right.
 
     Compare only while those sources are alive: their memory cannot then be given to another tensor.
 
     Raises:
         UnsupportedStateError: a tensor has no memory (it is sparse, or lazy); named.
     """
-    try:
-        return [
-            (name, id(tensor), (part := local(tensor)).data_ptr(), part.shape, part.stride(), part.dtype, tensor.requires_grad)
-            for name, tensor, *_ in live
-        ]
-    except (RuntimeError, ValueError):
-        describe(live, 0, 1, replicated=False)
-        raise
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, live: Sequence[Live]) -> None:
+        self._names = [(item.name, id(item.tensor)) for item in live]
+        self._tensors = list({id(item.tensor): item.tensor for item in live}.values())
+        self._sharded = [tensor for tensor in self._tensors if isinstance(tensor, DTensor)]
+        try:
+            self._looks = self._look()
+        except (RuntimeError, ValueError):
+            describe(live, 0, 1, replicated=False)
+            raise
+        self._guard: Callable[..., bool] | None = None  # says yes to them at once
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Fingerprint) and (self._names, self._looks) == (other._names, other._looks)
+
+    def holds(self) -> bool:
+        """Whether the tensors are still like this."""
+        try:
+            parts = self._parts()
+            if self._guard is not None and list(map(_ADDRESS, parts)) == self._looks[0] and self._guard(*parts, *self._sharded):
+                return True
+            if self._look() != self._looks:
+                return False
+        except (RuntimeError, ValueError):  # one has no memory any more
+            return False
+        self._guard = guard_of([*parts, *self._sharded])  # there was none, or it was made inside autocast and asked outside
+        return True
+
+    def _parts(self) -> list[torch.Tensor]:
+        return list(map(local, self._tensors)) if self._sharded else self._tensors
+
+    def _look(self) -> tuple[list[Any], ...]:
+        parts = self._parts()
+        flags = [tensor.requires_grad for tensor in self._tensors]
+        return list(map(_ADDRESS, parts)), list(map(_FORM, parts)), list(map(_STRIDE, parts)), flags
 
 
 def describe(live: Iterable[Live], rank: int, world_size: int, replicated: bool) -> list[Source]:

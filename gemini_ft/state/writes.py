@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from gemini_ft.state.copy_plan import CopyPlan
+from gemini_ft.state.copy_plan import CopyPlan, Marks
 
 _log = logging.getLogger("gemini_ft")
 
@@ -61,7 +61,7 @@ class CopyWhen:
             )
         return self.at_step
 
-    def follow(self, plan: CopyPlan, marks: list[tuple[int, int]]) -> None:
+    def follow(self, plan: CopyPlan, marks: Marks) -> None:
         """Watches for writes to the snapshot that is being made, if there were some to the one before."""
         if self._suspicious:
             self._watch = _EarlyWrites(plan, marks)
@@ -70,7 +70,7 @@ class CopyWhen:
 class _EarlyWrites:
     """Looks at the tensors of one snapshot when the first module's forward begins."""
 
-    def __init__(self, plan: CopyPlan, marks: list[tuple[int, int]]) -> None:
+    def __init__(self, plan: CopyPlan, marks: Marks) -> None:
         self.plan, self._marks = plan, marks
         self.early: list[str] | None = None  # names of the tensors written by then; None: no forward has begun
         self._handle: Any = register_module_forward_pre_hook(self._look)

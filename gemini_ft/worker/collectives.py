@@ -28,6 +28,7 @@ from gemini_ft.wire.worker_messages import Observed, ToAgent, Watch
 
 _log = logging.getLogger("gemini_ft")
 _Seen = TypeVar("_Seen")
+UNSEEN = "this process's collectives cannot be observed; replicas travel without regard to them from now on"
 _POLL = 0.001  # seconds between looks at collectives that do not say when they are over
 _HERE = "BackendSelect"  # of all dispatch keys the one that every call passes, whatever its device, and with autograd off too
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
@@ -75,8 +76,7 @@ class Observer:
         self._began = self._idle_since = time.monotonic()
         self._carried = 0.0  # until when collectives of the step before were in flight
         self._steps = 0
-        self._waiting = False
-        self._closed = False
+        self._waiting = self._closed = False
 
     def step_over(self) -> ObservedStep:
         """Ends a step and begins the next one; returns the step's collectives."""
@@ -97,11 +97,11 @@ class Observer:
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Shows meanwhile that the training stands still until a snapshot has travelled."""
-        self._set_waiting(True)
+        self._traffic.observed(lambda: self._set_waiting(True))
         try:
             yield
         finally:
-            self._set_waiting(False)
+            self._traffic.observed(lambda: self._set_waiting(False))
 
     def _set_waiting(self, value: bool) -> None:
         with self._traffic.lock:
@@ -179,11 +179,11 @@ class CollectiveTraffic:
     # -- inside
 
     def listen(self) -> Any:
+        names = [name.removeprefix("c10d::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")]
+        kernels = {name: self.kernel(getattr(torch.ops.c10d, name).default) for name in names}
         library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-        for name in torch._C._dispatch_get_all_op_names():
-            if name.startswith("c10d::"):
-                operator = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
-                library.impl(name.removeprefix("c10d::"), self.kernel(operator), _HERE, with_keyset=True)
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, _HERE, with_keyset=True)
         return library
 
     def kernel(self, operator: Any) -> Callable[..., Any]:
@@ -214,7 +214,7 @@ class CollectiveTraffic:
             self._broken = True
             for flight in list(self.in_flight):
                 self._over(flight)
-            _log.warning("this process's collectives cannot be observed; replicas travel without regard to them from now on", exc_info=True)
+            _log.warning(UNSEEN, exc_info=True)
             return None
 
     def begin(self, name: str, arguments: tuple[Any, ...]) -> _Flight:

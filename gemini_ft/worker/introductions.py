@@ -22,7 +22,7 @@ from gemini_ft.worker.rendezvous import exchange, exchange_alike, exchange_or_ra
 _SEALED = b"gemini-ft run secret"  # names the sealed message, so that no other is taken for it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Introduction:
     """A rank's account of itself and its host for the other ranks.
 

@@ -51,7 +51,7 @@ from gemini_ft.wire.worker_messages import (
 )
 from gemini_ft.worker import drain
 from gemini_ft.worker.attempt import leave_if_over
-from gemini_ft.worker.collectives import Observation
+from gemini_ft.worker.collectives import UNSEEN, Observation
 from gemini_ft.worker.courier import Courier
 from gemini_ft.worker.drain import Drain
 from gemini_ft.worker.outcomes import Outcomes, Stats
@@ -343,7 +343,11 @@ class Recorder:
     def _observe(self) -> None:
         """Shows the agent when the network is idle, where replicas travel at all."""
         if self._travels and self._config.traffic.when == "idle":
-            observation = Observation(lambda message, fds: self.client.tell(message, fds), self._config.traffic.profile_steps)
+            try:
+                observation = Observation(lambda message, fds: self.client.tell(message, fds), self._config.traffic.profile_steps)
+            except Exception:  # of another torch: it must never cost the training
+                _log.warning(UNSEEN, exc_info=True)
+                return
             try:
                 observation.introduce()
             except AgentError:

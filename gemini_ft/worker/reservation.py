@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from gemini_ft import accelerator
 from gemini_ft.agent.lifecycle import yield_to_training
@@ -23,7 +22,7 @@ from gemini_ft.ordered import Ordered
 from gemini_ft.state.base import TrainingState
 from gemini_ft.state.copy_plan import CopyPlan, MappedSlot, map_slots
 from gemini_ft.state.replicas import begin_digest, check_replicas, replicated_digest
-from gemini_ft.state.tensors import Live, Source, fingerprint
+from gemini_ft.state.tensors import Fingerprint, Live, Source
 from gemini_ft.wire.worker_messages import Reserve, Reserved
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise
 from gemini_ft.worker.session import WorkerSession
@@ -68,17 +67,19 @@ class Reservation:
         self._layout: Layout | None = None
         self._layout_digest = b""
         self._sources: list[Source] = []
-        self._fitted: tuple[Any, ...] = ()  # the state that the plan is made for
+        self._fitted: tuple[Fingerprint | None, bool] = None, False  # the state that the plan is made for, and how that is copied
+        self._live: Sequence[Live] = ()  # the survey that was last found to be that state
         self._frozen: dict[str, bool] = {}
         self._extras_bytes = 0  # as it was when slots were reserved
         self._prefaulting: Ordered | None = None
 
     def fit(self, state: TrainingState, live: Sequence[Live], extras_bytes: int, at_step: bool) -> CopyPlan:
         """Makes layout, plan and slots fit ``state``, whose tensors are ``live``; ``at_step``: it is copied at once when the step ends."""
-        if (now := (fingerprint(live), at_step)) != self._fitted:
+        if (live is not self._live or at_step != self._fitted[1]) and (now := (Fingerprint(live), at_step)) != self._fitted:
             self._snapshotter.settle()
             self._plan(state.describe(live, self._session.rank, self._session.world_size), extras_bytes, at_step)
             self._fitted = now
+        self._live = live
         if extras_bytes > extras_room(self._extras_bytes) or self._room.is_set():
             self._snapshotter.settle()
             self._reserve_or_mend(max(extras_bytes, self._extras_bytes))

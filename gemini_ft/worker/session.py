@@ -49,7 +49,7 @@ from gemini_ft.worker.storage_check import check_storage, storage_opener
 _log = logging.getLogger("gemini_ft")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class WorkerSession:
     """The part of this rank in one incarnation."""
 
@@ -224,12 +224,20 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: s
     is_same = before is not None and before.is_same(now)
     launch = "" if before is None else now.id if is_same else before.id
     goes_on = is_same and before is not None and before.pid != os.getpid()  # a process that joins again was not restarted
-    shared = config.model_dump_json(exclude={"domain", "secret_file", "memory_limit", "interface", "agent_cpus"})
     own = {"secret": b"", "launch": None, "memory_folder": ""}  # exchanges between ranks travel openly
     welcome = client.welcome.model_copy(update=own)
     mark = recall_on_host(config.storage.url, run, stream) if config.storage is not None else None
-    stored = mark.version if mark is not None else None
-    return Introduction(run, welcome, inventory, configured_secret, shared, Orders.read(run), stored, launch, goes_on)
+    return Introduction(
+        run=run,
+        welcome=welcome,
+        inventory=inventory,
+        configured_secret=configured_secret,
+        config=config.model_dump_json(exclude={"domain", "secret_file", "memory_limit", "interface", "agent_cpus"}),
+        orders=Orders.read(run),
+        stored=mark.version if mark is not None else None,
+        launch=launch,
+        goes_on=goes_on,
+    )
 
 
 def _agree(
@@ -249,8 +257,20 @@ def _agree(
     assert spec is not None
     opening = OpenSession(spec=spec, secret=secret)
     exchange_or_raise(lambda: client.call(opening, Opened)[0], config.timeout + 10)
-    host, infos = client.welcome.info.host, [about.welcome.info for about in everyone]
-    session = WorkerSession(rank, len(everyone), run, host, config, client, hello, secret, spec, choice.plan, infos, orders)
+    session = WorkerSession(
+        rank=rank,
+        world_size=len(everyone),
+        run=run,
+        host=client.welcome.info.host,
+        config=config,
+        client=client,
+        hello=hello,
+        secret=secret,
+        spec=spec,
+        plan=choice.plan,
+        infos=[about.welcome.info for about in everyone],
+        orders=orders,
+    )
     if rank == 0:
         for warning in unknown_variables(os.environ) if "GEMINI_LAUNCHER_PID" not in os.environ else ():  # the launcher has said it
             _log.warning("%s", warning)

@@ -24,7 +24,7 @@ from gemini_ft import accelerator
 from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.core.roots import checksum
 from gemini_ft.errors import AgentError, ConcurrentWriteError, GeminiError
-from gemini_ft.state.copy_plan import CopyPlan, MappedSlot, same_bytes
+from gemini_ft.state.copy_plan import CopyPlan, MappedSlot, Marks, same_bytes
 from gemini_ft.wire.messages import Chunk
 from gemini_ft.wire.worker_messages import Copied, GiveUp, HoldsBack, Landed, Request, ToAgent
 from gemini_ft.worker.attempt import leave_if_over
@@ -73,7 +73,7 @@ class PendingSnapshot:
     iteration: int
     extras: bytes
     digest: Callable[[], str] | None
-    marks: list[tuple[int, int]]
+    marks: Marks
     ready: accelerator.Event | None
     begun: accelerator.Event | None = None
     copied: accelerator.Event | None = None
@@ -166,7 +166,7 @@ class Snapshotter:
     def leave_out(self, iteration: int) -> None:
         """Leaves out a snapshot that would wait for another agent; that one hears of it."""
         job = PendingSnapshot(
-            iteration=iteration, extras=b"", digest=None, marks=[], ready=None, cancelled="this host's agent is being replaced"
+            iteration=iteration, extras=b"", digest=None, marks=([], []), ready=None, cancelled="this host's agent is being replaced"
         )
         with self._condition:
             self._unseen.append(job)

@@ -33,7 +33,7 @@ from gemini_ft.recovery.restore import StateRestore
 from gemini_ft.state import codec
 from gemini_ft.state.base import PlainState, TrainingState
 from gemini_ft.state.gradients import FiguresReporter, WithGradients, check_presence
-from gemini_ft.state.tensors import Live, fingerprint
+from gemini_ft.state.tensors import Fingerprint, Live
 from gemini_ft.testing import first_difference
 from gemini_ft.wire.worker_messages import Figures, ToAgent
 
@@ -128,12 +128,12 @@ class TestSnapshot:
         pipeline = ByHand()
         state = WithGradients(plain(), pipeline)
         pipeline.synchronise(gradients(0))
-        first = fingerprint(state.survey())
+        first = Fingerprint(state.survey())
         for seed in range(1, 4):
             pipeline.synchronise(gradients(seed))
-            assert fingerprint(state.survey()) == first
+            assert Fingerprint(state.survey()) == first
         pipeline.load_state_dict(pipeline.state_dict())
-        assert fingerprint(state.survey()) != first
+        assert Fingerprint(state.survey()) != first
 
     @pytest.mark.parametrize(
         ("state", "words"),

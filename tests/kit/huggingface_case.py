@@ -307,5 +307,11 @@ def unprotected_loop(run: dict[str, Any], diary: Diary) -> None:
 
 if __name__ == "__main__":
     job = json.loads(sys.argv[1])
+    if "lag" in job:
+        import lagging_device
+
+        from gemini_ft import accelerator as devices
+
+        lagging_device.install(devices, job["lag"])
     kinds = {"trainer": train, "loop": loop, "loop on ddp": loop_on_ddp, "unprotected": unprotected_loop}
     kinds[job["kind"]](job, Diary(job))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,7 +64,14 @@ def is_whole(holdings: dict[str, list[SlotInfo]], version: Version) -> bool:
 def test_ranks_tell_of_each_version_the_age_of_its_newest_copy() -> None:
     """It is the one that a plan has; the others would be as many as there are copies."""
     held = [slot(owner, version, age=age) for version, ages in ((V1, (3.0, 1.0, 2.0)), (V2, (0.5,))) for owner, age in enumerate(ages)]
-    (about,) = introduced(lambda: Introduction("r", Welcome.model_construct(), Inventory(slots=held), "", "{}", Orders("")), 60.0)
+    facts: dict[str, Any] = {
+        "run": "r",
+        "welcome": Welcome.model_construct(),
+        "configured_secret": "",
+        "config": "{}",
+        "orders": Orders(""),
+    }
+    (about,) = introduced(lambda: Introduction(inventory=Inventory(slots=held), **facts), 60.0)
     assert about.ages == {V1: 1.0, V2: 0.5}
     plan = plan_recovery(hold(a=held), WORLD)
     assert (plan.version, plan.age) == (V1, about.ages[V1])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +24,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import gemini_ft
 from gemini_ft.core.traffic import Moment
-from gemini_ft.worker.collectives import Observer, observe, unobserved
+from gemini_ft.worker.collectives import CollectiveTraffic, Observer, observe, unobserved
 
 preload("torch.distributed.fsdp", "torch.distributed._functional_collectives", "gemini_ft.worker.collectives")
 
@@ -444,6 +447,31 @@ def fsdp_is_seen_and_its_weights_are_the_same_to_the_bit() -> None:
     assert watched == plain
     assert {name for name in seen if "gather" in name}
     assert {name for name in seen if "reduce_scatter" in name}
+
+
+def _train_unseen() -> tuple[int | None, int]:
+    """What is committed by a job whose torch has no collectives that could be listened to, and how often it is told."""
+    told: list[logging.LogRecord] = []
+    logging.getLogger("gemini_ft").addFilter(lambda record: told.append(record) is None)
+    CollectiveTraffic.listen = lambda _: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    gemini_ft.init_process_group("gloo")
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer = gemini_ft.Checkpointer(model, optimizer, replicated=False, replicas=2, on_late="wait")
+    checkpointer.resume()
+    for _ in range(2):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        checkpointer.step()
+    checkpointer.flush()
+    committed = checkpointer.stats.committed
+    checkpointer.close()
+    return committed, sum("cannot be observed" in record.getMessage() for record in told)
+
+
+def test_a_job_whose_collectives_cannot_be_seen_is_protected_all_the_same(tmp_path: Path) -> None:
+    with World(tmp_path, size=SIZE) as world:
+        assert world.outcome(_train_unseen) == [(2, 1)] * SIZE
 
 
 def _run_all() -> dict[str, str]:

@@ -157,3 +157,12 @@ def test_a_profile_that_fails_ends_observing_and_not_the_training(
         observation.step_over()
     observation.close()
     assert len([record for record in caplog.records if "cannot be observed" in record.message]) == 1
+
+
+def test_a_page_that_cannot_be_written_ends_observing_and_no_wait_of_the_training(
+    backend: Backend, observer: Observer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(collectives.ControlPage, "write", lambda *_: 1 / 0)
+    with caplog.at_level(logging.WARNING, "gemini_ft"), observer.waiting(), observer.waiting():
+        assert backend(lambda: 7) == 7
+    assert len([record for record in caplog.records if "cannot be observed" in record.message]) == 1

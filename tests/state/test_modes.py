@@ -103,6 +103,21 @@ def test_an_attribute_that_comes_while_another_goes_is_seen() -> None:
     assert again.after == 2
 
 
+def test_what_changes_in_modules_that_had_stayed_as_they_were_is_seen() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), nn.ReLU())
+    modules = {str(index): module for index, module in enumerate(model)}
+    modes = Modes(modules)
+    for _ in range(2):
+        assert modes.collect(modules)["attributes"] == {}
+    model[0].fresh = 3
+    assert modes.collect(modules)["attributes"] == {"0": {"fresh": 3}}
+    object.__setattr__(model[1], "__dict__", {**vars(model[1]), "p": 0.9})
+    assert modes.collect(modules)["attributes"] == {"0": {"fresh": 3}, "1": {"p": 0.9}}
+    del model[0].fresh
+    model[1].p = 0.1
+    assert modes.collect(modules)["attributes"] == {}
+
+
 def test_what_is_too_large_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     model = Remembering()
     state = PlainState.of(model, [], None)

@@ -23,7 +23,7 @@ from gemini_ft.state.copies import copy_into
 from gemini_ft.state.modules import apply_extras, collect_extras, destinations
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.state.survey import survey
-from gemini_ft.state.tensors import HOST, Source, describe, fingerprint, split_state_name, state_name
+from gemini_ft.state.tensors import HOST, Fingerprint, Source, describe, split_state_name, state_name
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -410,9 +410,9 @@ def test_modules_extra_state_comes_back() -> None:
 
 def changed(model: nn.Module, optimizer: Optimizer, change: Callable[[], object]) -> bool:
     live = survey({"model": model}, [optimizer]).live
-    before, sources = fingerprint(live), describe(live, 0, 1, True)
+    before, sources = Fingerprint(live), describe(live, 0, 1, True)
     change()
-    after = fingerprint(survey({"model": model}, [optimizer]).live)
+    after = Fingerprint(survey({"model": model}, [optimizer]).live)
     del sources  # kept until here: while they live, their memory cannot be used again
     return before != after
 
@@ -503,7 +503,7 @@ def test_a_snapshot_refuses_them_by_name_too(model: Callable[[], nn.Module], say
     live = state.survey()
     state.extras()
     with pytest.raises(UnsupportedStateError, match=f"^{says}"):
-        fingerprint(live)
+        Fingerprint(live)
 
 
 def test_an_expanded_buffer_is_captured_and_restored() -> None:
