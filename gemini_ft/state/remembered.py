@@ -313,7 +313,7 @@ class _StillModules:
 
     def __init__(self, tables: Mapping[str, tuple[dict[str, Any], dict[str, Any]]], objects: Mapping[str, Any]) -> None:
         self.paths = tables.keys()
-        self._modules, self._tables = [objects[path] for path in tables], [now for now, _ in tables.values()]
+        self._owners, self._tables = [objects[path] for path in tables], [now for now, _ in tables.values()]
         self._sizes = list(map(len, self._tables))
         self._places = [now for now, marks in tables.values() for _ in marks]
         self._names, self._marks = ([each for _, marks in tables.values() for each in part(marks)] for part in (dict.keys, dict.values))
@@ -322,7 +322,7 @@ class _StillModules:
         """Whether they still are: no attribute has come or gone, and none is another object."""
         try:
             return (
-                all(map(operator.is_, map(vars, self._modules), self._tables))
+                all(map(operator.is_, map(vars, self._owners), self._tables))
                 and list(map(len, self._tables)) == self._sizes
                 and all(map(operator.is_, map(operator.getitem, self._places, self._names), self._marks))
             )

@@ -302,9 +302,9 @@ def _parts(name: str, model: nn.Module) -> Parts:
 def _reshard(modules: Sequence[Any]) -> None:
     """Lets FSDP2 put its sharded parameters in place: after a forward without backward the root still shows whole ones."""
     if fsdp := sys.modules.get("torch.distributed.fsdp"):
-        kinds = tuple(kind for kind in set(map(type, modules)) if issubclass(kind, fsdp.FSDPModule))
+        kinds = {kind for kind in set(map(type, modules)) if issubclass(kind, fsdp.FSDPModule)}
         for part in modules if kinds else ():
-            if isinstance(part, kinds):
+            if type(part) in kinds:
                 part.reshard()
 
 

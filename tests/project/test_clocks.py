@@ -22,6 +22,7 @@ SHOWN = {
     "launch/build_locks.py:_warn_of",
     "launch/script.py:record",
     "launch/trainjob.py:_status",
+    "state/carried.py:",
     "storage/checkpoints.py:",
     "storage/local.py:_name",
     "storage/marks.py:",
