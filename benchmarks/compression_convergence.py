@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import common
 
-sys.path.append(str(common.HERE.parent / "tests" / "kit"))  # ranks beside each other are those of the tests
+sys.path.append(str(common.HERE.parent / "tests" / "kit"))  # exchange_kit, which runs all ranks in one process
 from exchange_kit import simulate
 
 from gemini_ft.compression.base import Bundle, Exchange, Reducer, Turn

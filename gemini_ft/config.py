@@ -295,8 +295,8 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     return found
 
 
-# A user and a password in a URL, also behind the single slash that a Path leaves of two, or without what it begins with; a password may hold
-# any character, so up to the last @. And the query of a URL, where signatures and tokens are.
+# A user and a password in a URL, also behind the single slash that a Path leaves of two, or where the scheme is missing; a password may
+# hold any character, so that it reaches to the last @. The query of a URL, too, where signatures and tokens are.
 PASSWORD = r"(?<=://)\S+(?=@)|(?<=:/)(?!/)\S+(?=@)|(?<![\w:/.+-])[\w.+-]+:(?!/)\S+(?=@)|(?<=\?)[^\s'\"]*=[^\s'\"]*"
 _SECTIONS: dict[str, type[BaseModel]] = {"storage": StorageConfig, "traffic": TrafficConfig}
 

@@ -323,7 +323,7 @@ def ask_all(message: ToAgent) -> list[ToWorker]:
     answers = []
     for address in addresses():
         try:
-            if (answer := _ask_at(address, message, ANSWER_SECONDS, "an agent of this machine")) is not None:
+            if (answer := _ask_at(address, message, ANSWER_SECONDS, f"the agent of this machine at @{address[1:].decode()}")) is not None:
                 answers.append(answer)
         except (GeminiError, OSError) as error:
             _log.warning("%s; what it holds is left out", error)

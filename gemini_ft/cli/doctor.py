@@ -10,6 +10,7 @@ import re
 import resource
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -42,7 +43,7 @@ Level = Literal["ok", "warn", "wrong"]
 
 
 class CheckResult(NamedTuple):
-    """What was found of the part of the host that a check is named after, and the way out where something is not as it should be."""
+    """A finding about the part of the host that a check is named after, with the way out where something is not as it should be."""
 
     level: Level  # wrong: a job would fail here, or lose what it should keep
     text: str
@@ -101,7 +102,9 @@ def _network(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     if is_loopback(address):
         yield CheckResult("wrong" if hosts > 1 else "ok", f"{address} reaches this machine only; name the network (GEMINI_INTERFACE)")
         return
-    speed = stats[name].speed if name in (stats := psutil.net_if_stats()) else 0
+    speed = 0
+    with suppress(OSError, KeyError):
+        speed = psutil.net_if_stats()[name].speed
     if not speed:
         yield CheckResult("ok", f"replicas leave by {name} ({address}), which does not say how fast it is")
     elif speed < _SLOW_LINK:

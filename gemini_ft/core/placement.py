@@ -75,7 +75,7 @@ def survival_probability(parts: Sequence[int], replicas: int, lost: int) -> Frac
     """Probability that every shard still has a holder after ``lost`` hosts are lost at once, all sets of them being equally likely. Exact.
 
     Args:
-        parts: hosts of each ring (`ring`); of what `place` makes, with failure domains or without, `part_sizes`.
+        parts: hosts of each ring (`ring`); `part_sizes` gives those of a placement by `place`, with failure domains or without.
         replicas: copies of every shard.
         lost: hosts.
 

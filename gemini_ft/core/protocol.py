@@ -196,7 +196,7 @@ class Host:
         return [] if decided else self.give_up(owner, version, "the agent of its host was restarted")
 
     def completed(self, owner: int, version: Version, layout: str = "", digest: str = "", root: str = "") -> list[Effect]:
-        """Takes note that every byte of a shard is here: laid down by its worker, or arrived from a peer and verified."""
+        """Marks a shard as complete here: its worker has laid every byte down, or all have come from a peer and were verified."""
         if not self.slots(owner).complete(version, root):
             return []
         if damaged := self._discard_damaged():  # it was committed meanwhile without this copy

@@ -145,7 +145,7 @@ class Protection:
             )
 
     def updated(self) -> None:
-        """Takes note that the engine has written them, unless a scaler skipped the step."""
+        """Marks weights and optimizer state as written by the engine, unless a scaler skipped the step."""
         self._updated = self._engine.was_step_applied()
         if not self._updated:
             self.checkpointer.alive(self._iteration)

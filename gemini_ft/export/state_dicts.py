@@ -283,7 +283,7 @@ def tied_keys(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def numbered_groups(groups: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Parameter groups of so many parameters each, which are numbered as ``torch.optim.Optimizer.state_dict`` does it."""
+    """Parameter groups with ``sizes`` parameters each, which are numbered as ``torch.optim.Optimizer.state_dict`` does it."""
     spans = pairwise(accumulate(sizes, initial=0))
     return [{**group, "params": list(range(*span))} for group, span in zip(groups, spans, strict=True)]
 

@@ -163,7 +163,7 @@ def arm(orders: Orders, scene: Scene) -> None:
 
 
 def _report_the_rest() -> None:
-    """Says at the end of a script that has ended well which of the planned faults it has not come to: their moment has not come."""
+    """Warns, at the end of a script that has ended well, of the planned faults whose moment never came."""
     if drill is not None and getattr(sys, "last_value", None) is None and (rest := drill.rest()):
         _log.warning("fault injection: the job has ended, and these have never happened: %s", "; ".join(rest))
 

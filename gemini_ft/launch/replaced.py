@@ -11,9 +11,9 @@ from typing import Any
 def replaced(owner: Any, **changes: Any) -> Iterator[None]:
     """Inside, these attributes of a module or a class are others; each must be there already."""
     before = {name: getattr(owner, name) for name in changes}
-    for name, value in changes.items():
-        setattr(owner, name, value)
     try:
+        for name, value in changes.items():
+            setattr(owner, name, value)
         yield
     finally:
         for name, value in before.items():

@@ -56,7 +56,7 @@ def starter(module: str) -> tuple[str, str]:
 
 
 def cold_command(line: Sequence[str], copy: Path | None = None) -> tuple[str, ...]:
-    """The command line that starts in this way what ``line`` does: ``python -u``, then script and arguments or -m, module and arguments.
+    """The command line that runs the program of ``line`` through this module: ``python -u``, then [-m] script or module, and its arguments.
 
     Args:
         line: as torch's launcher would run it.

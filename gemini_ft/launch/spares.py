@@ -9,7 +9,8 @@
   that launchers which were started since, and their workers, miss those that are absent.
 - A job stays as large as its state. Where only the same number of ranks can load it, a worker says so (`gemini_ft.launch.notes`), the hosts
   write it into the rendezvous, and further hosts wait as spares.
-- Hosts look more often than once a second, and take nothing that is older for the present. A look is named by the frame that asks.
+- Hosts look more often than once a second, and never take an older look for the present state. In its log lines torch names the calling
+  method; here that name comes from the frame alone.
 - A host is dead when what it writes has not changed for as long by the reader's monotonic clock; no other host's clock counts.
 """
 

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import SWALR
 
 from gemini_ft.state.modes import Modes, not_users, set_by
 
-# Of ModelCheckpoint; its state_dict or load_state_dict leaves them out: a file would be saved twice, not at all, or without the score.
+# Attributes that ModelCheckpoint's state_dict or load_state_dict leaves out: a file would be saved twice, not at all, or without its score.
 _NOT_SAVED = frozenset({"_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "current_score"})
 _FINDERS = {"BatchSizeFinder", "LearningRateFinder"}
 

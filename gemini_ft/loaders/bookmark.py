@@ -40,7 +40,7 @@ class Resumption:
     to_go_on: int = 0
 
 
-resumptions: defaultdict[int, Resumption] = defaultdict(Resumption)  # by their numbers in this process
+resumptions: defaultdict[int, Resumption] = defaultdict(Resumption)  # by number, as `notes.resumes` counts them in this process
 
 
 class Bookmark:

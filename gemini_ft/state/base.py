@@ -33,8 +33,8 @@ class TrainingState(Protocol):
     """The state of one rank; all calls come from the training thread."""
 
     def survey(self) -> list[Live]:
-        """Finds each tensor where it is now; cheap enough for every step. The very list of the last time, if nothing has changed in it, nor
-        in the memory of its tensors."""
+        """Finds each tensor where it is now; cheap enough for every step. Returns the very list of the last call, unless the list
+        or the memory of its tensors has changed."""
         ...
 
     def describe(self, live: Sequence[Live], rank: int, world_size: int) -> list[Source]:
@@ -118,7 +118,7 @@ class PlainState:
         self._pending: PendingGradients | None = None
         self._strides: Mapping[str, Sequence[int]] = {}  # of the snapshot that is being restored
         self._outline: object = None  # by which a change of the layout is seen
-        self._described: Survey | None = None  # the one of which that was
+        self._described: Survey | None = None  # the survey that `_outline` was made of
         self._changes = Changes()
         self._born = Structure()
         self.remember()

@@ -1,4 +1,4 @@
-"""What a script's own loop carries from one step to the next in its variables, and nothing that was given has."""
+"""Finds the variables that a script's own loop carries from one step to the next, and that no object given to be captured holds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _CLOCKS: tuple[Callable[[], float], ...] = (time.time, time.monotonic, time.perf_counter)
 _LOOKED_INTO = (argparse.Namespace, SimpleNamespace, np.ndarray, np.generic, list, tuple, set, frozenset, deque, dict)
 _MANY = 1000  # parts of a container that are looked at
-_SECONDS = 60.0  # between two looks at a clock, at most
+_SECONDS = 60.0  # a float that is nearer than this to one of the clocks is taken for a time
 
 
 class Carried:
@@ -48,7 +48,7 @@ class Carried:
         self._named: set[str] = set()
 
     def changed(self, scalars: Mapping[str, Any], iteration: int) -> list[str]:
-        """Names what has changed since it was first seen, each once. Call it at every step; it looks at fewer and fewer of them.
+        """Names what has changed since it was first seen, each once. Call it at every step; it looks at the 1st, 2nd, 4th, 8th, ...
 
         Args:
             scalars: values that snapshots have, by name.
@@ -219,7 +219,7 @@ class LoopTurn(ast.NodeVisitor):
 
 
 def turns_at(frame: FrameType) -> Sequence[LoopTurn] | None:
-    """The loops of a frame's code that its present line is in, the innermost last; None: its source is not there."""
+    """The loops of a frame's code that its present line is in, the innermost last; None: its source cannot be read."""
     if (loops := _loops(frame.f_code)) is None:
         return None
     return [turn for first, last, turn in loops if first <= frame.f_lineno <= last]

@@ -169,7 +169,7 @@ def _lift(obj: Any, path: _Path, secret: bytes | None, trust: bool) -> Any:
 
 
 def _spread(keys: list[Any]) -> list[Any]:
-    """Keys, or members of a set; refuses many large numbers that were chosen to have one hash: each would be compared with all others."""
+    """Returns keys, or members of a set, as they are; refuses many that were chosen to have one hash: each would be compared with all."""
     if len(keys) > _MOST_ALIKE and max(Counter(map(hash, keys)).values()) > _MOST_ALIKE:
         raise CorruptDataError(f"more than {_MOST_ALIKE} of {len(keys)} keys have the same hash")
     return keys
@@ -341,7 +341,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _take_tensor(obj: torch.Tensor) -> tuple[Any, ...] | None:
-    if type(obj) not in _PLAIN or obj.layout != torch.strided or obj.is_quantized or obj.is_meta:
+    if type(obj) not in _PLAIN or obj.layout != torch.strided or obj.is_quantized or obj.is_meta or obj.ndim > _MOST_DIMENSIONS:
         return None
     plain = obj.detach().resolve_conj().resolve_neg()
     dense = torch.empty_like(plain, device="cpu", memory_format=torch.preserve_format).copy_(plain)

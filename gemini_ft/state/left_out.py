@@ -1,4 +1,4 @@
-"""What a script's own loop uses and has not given to be captured: LR schedulers, scalers of losses, averages of weights, generators."""
+"""Finds what a script's own loop uses and has not given for capture: LR schedulers, scalers of losses, averages of weights, generators."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _SEQUENCES = (list, tuple, set, frozenset, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _FEW = 64  # entries of a container that is kept
 SMALL = 2**18  # bytes of a value that is kept
-_SAMPLED = 4096  # elements of a larger array that are looked at, or a few more
+_SAMPLED = 4096  # elements of a larger array that are looked at, or up to twice as many
 _DEPTH, _OBJECTS = 6, 2000
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)  # `randomness` keeps their states
 _Number = (Synchronized, ctypes._SimpleCData)  # of multiprocessing.Value and RawValue
@@ -497,7 +497,7 @@ def _size(value: Any, depth: int = 0) -> int:
     if isinstance(value, nn.Module):
         updates = _updates(value) if depth > 1 else 0
         return updates + sum(_size(tensor, depth) for tensor in itertools.chain(value.parameters(), value.buffers()))
-    if depth and type(value) is np.ndarray and not value.dtype.hasobject:  # a mapped file is no such one
+    if depth and type(value) is np.ndarray and not value.dtype.hasobject:  # np.memmap is another type: no file is read
         return hash(value.reshape(-1)[:: max(1, value.size // _SAMPLED)].tobytes())
     parts = itertools.islice(_values(value), _SAMPLED)  # more are data
     written = sum(_size(part, depth) + _updates(part) for part in parts if isinstance(part, (torch.Tensor, nn.Module)))
@@ -505,7 +505,7 @@ def _size(value: Any, depth: int = 0) -> int:
 
 
 def _updates(part: Any) -> int:
-    """How often a metric was updated. One in an attribute itself is kept by others."""
+    """How often a metric of torchmetrics was updated; 0 for anything else."""
     return int(getattr(part, "__dict__", {}).get("_update_count", 0))
 
 

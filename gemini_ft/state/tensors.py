@@ -177,7 +177,7 @@ class Fingerprint:
         except (RuntimeError, ValueError):
             describe(live, 0, 1, replicated=False)
             raise
-        self._guard: Callable[..., bool] | None = None  # says yes to them at once
+        self._guard: Callable[..., bool] | None = None  # torch's own check, which is faster; its yes is enough
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Fingerprint) and (self._names, self._looks) == (other._names, other._looks)

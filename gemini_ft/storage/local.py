@@ -32,6 +32,7 @@ ABANDONED = 3600.0  # seconds since the last byte after which another lock domai
 _NAME = re.compile(r"[A-Za-z0-9-]+\.(?P<domain>[0-9a-f]+-[0-9a-f]+)\.\d+\.\d+\.[0-9a-f]{8}")  # host, domain, process, begun, nonce
 _log = logging.getLogger(__name__)
 _told: set[Path] = set()  # links that this process has spoken of
+_UNKNOWN = secrets.token_hex(4)
 _PARTIAL = ".partial"  # no key begins with a dot
 _WAY_OUT = {
     errno.ENOSPC: "free some space or lower storage.keep_last",
@@ -118,8 +119,9 @@ def _domain(folder: Path) -> str:
 
 
 def boot_id() -> str:
-    """The kernel's boot in eight digits; where it is not known, no leftover is taken for a dead writer's."""
-    return machine_id()[:8]
+    """The kernel's boot in eight digits; where it is not known, others, so that leftovers of other processes are judged by age alone."""
+    found = machine_id()[:8]
+    return found if re.fullmatch("[0-9a-f]{8}", found) else _UNKNOWN
 
 
 class LocalStorage:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from datetime import datetime, timedelta
 from functools import cache, partial
@@ -297,13 +296,14 @@ class S3Storage:
     def _send_parts(
         self, pool: ThreadPoolExecutor, where: dict[str, str], bodies: Iterator[PartBody], sent: Callable[[int], None]
     ) -> Sequence[_Sent]:
-        done, under_way = list[_Sent](), deque[Future[_Sent]]()
+        done, under_way = list[_Sent](), set[Future[_Sent]]()
         for number, body in enumerate(bodies, 1):  # the caller hashes what it yields, shortly before it is sent
             self._pace.take(body.nbytes)
-            under_way.append(pool.submit(self._send_part, where, number, body, sent))
+            under_way.add(pool.submit(self._send_part, where, number, body, sent))
             if len(under_way) == _PARALLEL:
-                done.append(under_way.popleft().result())  # after an error the rest would be sent for nothing
-        return [*done, *(future.result() for future in under_way)]
+                over, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+                done += [future.result() for future in over]  # after an error the rest would be sent for nothing
+        return sorted([*done, *(future.result() for future in under_way)], key=lambda sent: sent.answer["PartNumber"])
 
     def _send_part(self, where: dict[str, str], number: int, body: PartBody, sent: Callable[[int], None]) -> _Sent:
         checksum = {"ChecksumCRC32": encoded(crc := body.crc32())}

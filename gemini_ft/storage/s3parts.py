@@ -81,20 +81,20 @@ def _power(exponent: int) -> int:
 
 
 class RateLimit:
-    """A limit of bytes per second that lets callers through, all threads together."""
+    """A limit of bytes per second that lets callers through, all threads together; None: there is none. It may be changed at any time."""
 
     def __init__(self, limit: float | None) -> None:
-        self._limit = limit
+        self.limit = limit
         self._free_at = 0.0
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> None:
-        if self._limit is None:
+        if (limit := self.limit) is None:
             return
         with self._lock:
             now = time.monotonic()
             wait = max(0.0, self._free_at - now)
-            self._free_at = max(now, self._free_at) + nbytes / self._limit
+            self._free_at = max(now, self._free_at) + nbytes / limit
         time.sleep(wait)
 
 

@@ -157,6 +157,15 @@ class S3Proxy(ThreadingHTTPServer):
         self._thread.start()
         return self
 
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second of all bodies together, both ways; None: no limit. It may be set at any time."""
+        return self._limit.limit
+
+    @rate.setter
+    def rate(self, rate: float | None) -> None:
+        self._limit.limit = rate
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.release()
         self.shutdown()

@@ -393,7 +393,7 @@ class TestWhatBelongsToOthers:
             assert [kind_of(message) for message in stream.heard] == ["commit"]
             port.on_message(ReportFinished(rank=1))
             assert not [message for message in stream.heard if isinstance(message, AllFinished)]
-            leader.take(ReportFinished(rank=0))  # the leader's own: with the others' word, as of a leader before this one, that is the end
+            leader.take(ReportFinished(rank=0))  # the leader's own, without which no other's word ends the job
             assert stream.heard[-1] == AllFinished()
             leader.close()
 

@@ -270,7 +270,7 @@ class TestAgentsThatHang:
             caplog.clear()
             with hanging_agent(run, []):
                 assert cli.main(command) == status
-            assert f"an agent of this machine (pid {os.getpid()}) did not answer within 0.5 s; what it holds is left out" in caplog.text
+            assert f" (pid {os.getpid()}) did not answer within 0.5 s; what it holds is left out" in caplog.text
 
     def test_that_only_wait_for_storage_have_heard_that_they_leave(self, capsys: pytest.CaptureFixture[str]) -> None:
         run = f"stores-{os.getpid()}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from rank_kit import World
-from session_case import loop
+from session_case import loop, until_another_agent_commits
 
 from gemini_ft.events import read_events
 
@@ -23,13 +23,14 @@ BOUND = 3.0 + 5.0  # seconds: both timeouts, and the start of an agent on a busy
 def test_an_agent_that_gets_a_fiftieth_of_the_processor_is_replaced(tmp_path: Path, victim: int) -> None:
     """It answers every ping: nothing but the lack of commits shows that it is of no use."""
     with World(tmp_path, size=2, GEMINI_EVENTS=str(tmp_path / "events")) as world:
-        results = world.outcome(partial(loop, 250, **OPTIONS), GEMINI_FAULTS=f"step=3:rank={victim}:slow:share=0.02:seconds=600")
+        training = partial(loop, 5000, during=until_another_agent_commits, **OPTIONS)
+        results = world.outcome(training, VICTIM=str(victim), GEMINI_FAULTS=f"step=3:rank={victim}:slow:share=0.02:seconds=600")
         commits = sorted(event["at"] for event in read_events(tmp_path / "events") if event["event"] == "committed" and event["rank"] == 0)
         longest = max(later - earlier for earlier, later in pairwise(commits))
         print(f"{longest:.1f} s without a commit")
         for result in results:
             assert not isinstance(result, Exception), result
-            assert result["committed"] == 250
+            assert result["committed"] > 20
         assert longest < BOUND
         assert any("and most of the time it owed answers" in text for text in results[victim]["told"])
         assert "of an agent that hung" in world.log(world.hosts[victim])

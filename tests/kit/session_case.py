@@ -237,13 +237,27 @@ def stop_the_agent(iteration: int, net: nn.Module, optimizer: torch.optim.Optimi
 
 
 def stop_the_agent_for_good(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> bool:
-    """That of one host hangs, and nobody wakes it up. Training is over once later steps are committed on all ranks."""
+    """That of one host hangs, and nobody wakes it up."""
     if os.environ["RANK"] == os.environ["VICTIM"] and iteration == 2:
         settle(checkpointer)
         os.kill(agent_of(), signal.SIGSTOP)
-    committed = torch.tensor(checkpointer.stats.committed or 0)
-    dist.all_reduce(committed, dist.ReduceOp.MIN)
-    return bool(committed > 20)
+    return until_another_agent_commits(iteration, net, optimizer, checkpointer)
+
+
+_first: dict[str, int | None] = {}  # agent: the victim's at the first step; committed: with the one after it
+
+
+def until_another_agent_commits(
+    iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer
+) -> bool:
+    """Training is over once twenty further steps are committed after the victim's host has another agent."""
+    is_over = torch.tensor(1)
+    if os.environ["RANK"] == os.environ["VICTIM"]:
+        committed, agent = checkpointer.stats.committed or 0, agent_pid(os.environ["GEMINI_RUN_ID"], host_id())
+        is_another = agent not in (None, _first.setdefault("agent", agent))
+        is_over = torch.tensor(int(is_another and committed >= (_first.setdefault("committed", committed) or 0) + 20))
+    dist.all_reduce(is_over, dist.ReduceOp.MIN)
+    return bool(is_over)
 
 
 def stop_the_next_agent(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:

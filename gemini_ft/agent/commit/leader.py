@@ -94,7 +94,7 @@ class Leader:
         self._ports: set[MemberPort] = set()  # all that are connected, also those that have not greeted
         self._lost: dict[str, float] = {}  # host that cannot be reached -> when something was heard of it last, as far as is known
         self._finished: set[int] = set()
-        self._at_work = {rank for rank in book.holders if book.owns(host, rank)}  # of this host's ranks, those that have not finished
+        self._at_work = {rank for rank in book.holders if book.owns(host, rank)}  # ranks of this host that have not finished
         self._pace: Pace | None = None  # begins with the knowledge of the first to report: this leader may have been restarted
         self._paced: Paced | None = None  # the last change
         self._began = time.monotonic()
@@ -138,7 +138,7 @@ class Leader:
     def hear(self, message: PeerMessage, host: str, port: MemberPort) -> None:
         """Takes what another host says, unless it has turned elsewhere since it said that (`gemini_ft.core.tree.Ways`).
 
-        Of what belongs to another host it is not believed.
+        It is not believed about anything that belongs to another host.
 
         Raises:
             PeerError: it speaks for a third one, does not report by way of that connection's host, or that is no report.
@@ -164,7 +164,7 @@ class Leader:
                 return
             case ReportNeed(host=of) if of != host:
                 return
-            case ReportFinished(rank=rank) if not self.book.owns(host, rank):  # as it has heard, perhaps, from the leader before this one
+            case ReportFinished(rank=rank) if not self.book.owns(host, rank):  # the leader before this one may have told it
                 self._finish(rank)
             case _:
                 self.take(message, Audience({host}, port))
@@ -173,8 +173,8 @@ class Leader:
         """Takes what a collector has gathered, of the hosts that still report by way of it."""
         kept = message.only(lambda host: self._ways.counts(host, port))
         if isinstance(kept, GatheredSkips):
-            owners = {host: [rank for rank in ranks if self.book.owns(host, rank)] for host, ranks in kept.owners.items()}
-            kept = replace(kept, owners=owners)
+            owned = {host: [rank for rank in ranks if self.book.owns(host, rank)] for host, ranks in kept.owners.items()}
+            kept = replace(kept, owners={host: ranks for host, ranks in owned.items() if ranks})
         if kept.hosts:
             self.take(kept, Audience(set(kept.hosts), port))
 
@@ -220,7 +220,7 @@ class Leader:
             raise PeerError(f"{kind_of(message)!r} is not a report")
 
     def _finish(self, rank: int) -> None:
-        """Takes note that a rank has finished; the job has when all have, those of this host by their own word."""
+        """Counts a rank as finished. The job has finished when all ranks have, and those of this host have said so themselves."""
         if rank in self.book.holders:
             self._finished.add(rank)
         if len(self._finished) == self._world_size and not self._at_work and self._ends_by is None:

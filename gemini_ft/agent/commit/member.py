@@ -186,7 +186,7 @@ class MemberLink:
         self._shut()
         if self._succession.follow(told.epoch, time.monotonic()):
             self._party.led()
-        if told.epoch < self._succession.epoch or not (told.is_open or not self._is_leader):
+        if told.epoch != self._succession.epoch or not (told.is_open or not self._is_leader):
             self._leave(_End.DECLINED, "it does not lead")
         elif told.is_open:
             self._succession.reach()
