@@ -150,7 +150,8 @@ def _plain(folders: pytest.TempPathFactory, callback: bool, streamed: bool = Fal
     given |= arguments or {}
     case = {"kind": "trainer", "plain": True, "accumulate": 2, "arguments": given, "streamed": streamed}
     undisturbed = Run(folders.mktemp("plain"), case, faults="", GEMINI_WRAP="0")
-    run = Run(folders.mktemp("killed"), case | {"callback": callback} | more, faults="step=4:rank=1:sigkill; step=7:rank=0:sigkill")
+    faults = "step=4:rank=1:sigkill; step=7:rank=0:sigkill"
+    run = Run(folders.mktemp("killed"), case | {"callback": callback} | more, faults=faults, GEMINI_ON_LATE="wait")
     assert [len(engines) for engines in run.engines] == [3, 3]
     for rank in range(2):
         assert run.ends[rank] == undisturbed.ends[rank]
