@@ -31,28 +31,13 @@ from gemini_ft.errors import ConfigError, ReplicaDivergedError, UnsupportedState
 pytestmark = pytest.mark.preloaded("torchmetrics")
 
 CASE = Path(__file__).parents[1] / "kit" / "habits_case.py"
-TOGETHER = [
-    "scaler",
-    "lbfgs",
-    "averages",
-    "zipped",
-    "counted",
-    "adversaries",
-    "unfreezes",
-    "normed",
-    "unzeroed",
-    "generators",
-    "mapped",
-    "chained",
-    "in_turns",
-    "in_twos",
-    "teed",
-    "accumulates",
-]
+LOOPS = ["scaler", "lbfgs", "averages", "adversaries", "unfreezes", "normed", "unzeroed", "generators"]
+LOADERS = ["zipped", "counted", "mapped", "chained", "in_turns", "in_twos", "teed", "accumulates"]
 # Of three ranks one, and then two, have no more inputs; and in the next epoch.
 UNEVEN = ["1:uneven:0:4", "2:uneven:0:6", "0:uneven:1:2"]
 CELLS = {
-    "together": (2, Cell({"trainings": TOGETHER}, ["0:4", "1:6"])),
+    "loops": (2, Cell({"trainings": LOOPS}, ["0:4", "1:6"])),
+    "loaders": (2, Cell({"trainings": LOADERS}, ["0:4", "1:6"])),
     "uneven": (3, Cell({"trainings": ["uneven"]}, UNEVEN)),
 }
 
