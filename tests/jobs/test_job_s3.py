@@ -314,6 +314,21 @@ class TestTrouble:
         proxy.release()
         eventually(lambda: iterations(server, two.run)[0] > newest, "the upload that hung, or the next")
 
+    def test_slot_that_a_hanging_upload_reads_is_kept_after_a_failure(self, two: World, proxy: S3Proxy) -> None:
+        attempt = two.start(*run(proxy.endpoint, 10_000, during=None, pause=0.03))
+        proxy.fail("hold", "PutObject", key="shard-00000")
+        read = eventually(lambda: "hold" in proxy.met and (state := upload(two)) and state["uploading"], "an upload that hangs").split()[1]
+        eventually(lambda: committed_of(two) > int(read), "further steps")
+        attempt.kill()
+        two.start(*run(proxy.endpoint, 10_000, during=None, pause=0.03))
+        eventually(lambda: "incarnation 2-" in two.log("host0"), "the second attempt")
+        committed = committed_of(two)
+        eventually(lambda: committed_of(two) > committed + 20, "further steps")
+        status = lifecycle.status(two.run, "host0")
+        assert status is not None
+        assert f"complete:{read}" in json.loads(status)["streams"]["main"]["shards"]["0"]
+        proxy.release()
+
     @pytest.fixture
     def small(self, tmp_path: Path) -> Iterator[s3_server.Server]:
         """A server on a file system of 16 MiB, mounted for this test."""
