@@ -16,7 +16,7 @@ from gemini_ft.agent.memory.slot_memory import keep_from_children, populate, use
 from gemini_ft.core.layout import ALIGNMENT, Layout
 from gemini_ft.errors import MemoryBudgetError
 from gemini_ft.state.copies import Copy, plan_copies
-from gemini_ft.state.tensors import Source
+from gemini_ft.state.tensors import Source, version_of
 from gemini_ft.wire.worker_messages import Reserved
 
 _libc = ctypes.CDLL(None)
@@ -148,7 +148,7 @@ class CopyPlan:
         """Name -> version counters and addresses, of every tensor that is captured."""
         found: dict[str, list[tuple[int, int]]] = {}
         for copy in self._all:
-            found.setdefault(copy.name, []).append((_version(copy.view), copy.view.data_ptr()))
+            found.setdefault(copy.name, []).append((version_of(copy.view), copy.view.data_ptr()))
         return found
 
     def stage(self) -> None:
@@ -209,7 +209,3 @@ def same_bytes(slot: MappedSlot, copy: Copy) -> bool:
     copied = slot.tensor[copy.offset : copy.offset + copy.nbytes]
     live = copy.view.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     return bool(torch.equal(copied, live))
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

@@ -27,6 +27,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from gemini_ft.state.tensors import version_of
+
 Values = dict[str, dict[str, Any]]  # path of an object -> attribute -> value
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -72,7 +74,8 @@ class _Opaque(NamedTuple):
     depth: int  # what counts of its elements, see `_size`
 
     def is_now(self, value: Any) -> bool:
-        return value is self.value() and _size(value, self.depth) == self.size
+        mine = self.value()
+        return mine is not None and value is mine and _size(value, self.depth) == self.size
 
 
 class _NotPlain(Exception):
@@ -125,7 +128,7 @@ class Attributes:
             for name, value in self._of(path, item):
                 marked[name] = _snapshot(value, self._depth)
                 if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                    self._elsewhere[path, name] = value, value._version
+                    self._elsewhere[path, name] = value, version_of(value)
 
     def follow(self, roots: Mapping[str, Any]) -> None:
         """Takes in roots that came later, or came in place of others: all plain attributes of new ones are changes."""
@@ -189,8 +192,9 @@ class Attributes:
         return path in self._came and self._came[path][2]
 
     def _see(self, path: str, value: torch.Tensor) -> None:
-        first, version, stayed = self._came.get(path, (weakref.ref(value), value._version, True))
-        self._came[path] = first, version, stayed and first() is value and value._version == version
+        now = version_of(value)
+        first, version, stayed = self._came.get(path, (weakref.ref(value), now, True))
+        self._came[path] = first, version, stayed and first() is value and now == version
 
     def objects(self, below: tuple[str, ...]) -> list[Any]:
         """The objects that are watched and whose path begins with one of these."""
@@ -260,7 +264,7 @@ class Attributes:
         Comparing its elements would make the training wait for the device. Writes through ``.data`` are not counted.
         """
         same, version = self._elsewhere.get((path, name), (None, -1))
-        return value is same and value._version == version
+        return value is same and version_of(value) == version
 
     def _is_root(self, value: Any) -> bool:
         """Whether a value is a module that is watched by others, or a wrapper around it."""
@@ -493,12 +497,12 @@ def _size(value: Any, depth: int = 0) -> int:
         depth: 1: elements of arrays count, which data may fill as a cache; 2: so do those that are written through ``tensor.data``.
     """
     if isinstance(value, torch.Tensor):
-        return hash((value._version, value.flatten()[:1].tolist()[0])) if depth > 1 and _is_plain(value) else value._version
+        return hash((version_of(value), value[(0,) * value.ndim].item())) if depth > 1 and _is_plain(value) else version_of(value)
     if isinstance(value, nn.Module):
         updates = _updates(value) if depth > 1 else 0
         return updates + sum(_size(tensor, depth) for tensor in itertools.chain(value.parameters(), value.buffers()))
     if depth and type(value) is np.ndarray and not value.dtype.hasobject:  # np.memmap is another type: no file is read
-        return hash(value.reshape(-1)[:: max(1, value.size // _SAMPLED)].tobytes())
+        return hash(value.flat[:: max(1, value.size // _SAMPLED)].tobytes())  # no copy of all of it, however its elements lie
     parts = itertools.islice(_values(value), _SAMPLED)  # more are data
     written = sum(_size(part, depth) + _updates(part) for part in parts if isinstance(part, (torch.Tensor, nn.Module)))
     return written + len(_values(value))

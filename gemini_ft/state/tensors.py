@@ -223,6 +223,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often torch has counted a write to a tensor; 0 of one that was made in inference mode, which has no count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def captured(key: object, value: object) -> bool:
     """Whether an entry of an optimizer's state is a tensor of its own in snapshots; the rest belongs to the extras."""
     return type(key) is str and isinstance(value, torch.Tensor)

@@ -161,6 +161,29 @@ def test_a_tensor_in_the_place_of_none_is_taken_for_a_cache_until_it_changes(cap
     assert not caplog.records
 
 
+def test_a_large_tensor_that_is_let_go_of_is_gone_after_a_resume_too() -> None:
+    models = [nn.Module(), nn.Module()]
+    for model in models:
+        model.prior = torch.zeros(2**17)  # type: ignore[assignment]
+    state, fresh = (PlainState.of(model, [], None) for model in models)
+    models[0].prior = None  # type: ignore[assignment]
+    give(take(state), fresh)
+    assert models[1].prior is None
+
+
+def test_predictions_of_a_validation_stop_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Torch counts no writes to what is made in inference mode."""
+    model = nn.Module()
+    with torch.inference_mode():
+        model.before, after = torch.zeros(2**17), torch.ones(2**17)  # type: ignore[assignment]
+    state = PlainState.of(model, [], None)
+    with caplog.at_level(logging.WARNING):
+        take(state)
+        model.before = after  # type: ignore[assignment]
+        take(state)
+    assert [text.partition(" changed")[0] for text in caplog.messages] == ["model.before"]
+
+
 def test_the_census_names_hooks_and_generators() -> None:
     found = {(item.where, item.note) for item in PlainState.of(Remembering(), [], None).findings()}
     assert {("model", "Scaling"), ("model.generator", "")} <= found
