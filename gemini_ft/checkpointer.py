@@ -184,7 +184,6 @@ class Checkpointer:
                 if name in self._wrapped:
                     restore_buckets(self._wrapped[name], value)
                     restore_sync(self._wrapped[name], value)
-            notes.resumes += 1
             for name, value in saved.items():
                 self._stateful[name].load_state_dict(value)
             self.scalars = {**found.extras["scalars"]}
@@ -261,6 +260,7 @@ class Checkpointer:
         notes.step = 0 if plan.version is None else plan.version.iteration
         if plan.version is None:
             return None
+        notes.resumes += 1
         self._iteration = self.stats.committed = plan.version.iteration
         with self._script_to_blame():
             extras = on_all_ranks(lambda: read_extras(session.sources, session.rank, session.world_size, session.secret, trust))

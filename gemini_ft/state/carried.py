@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from gemini_ft.state.left_out import is_of_library, script_frames, variables_of, within
+from gemini_ft.state.left_out import SHARED, is_of_library, script_frames, variables_of, within
 from gemini_ft.state.remembered import Attributes
 from gemini_ft.state.tensors import local
 
@@ -29,6 +29,9 @@ _CLOCKS: tuple[Callable[[], float], ...] = (time.time, time.monotonic, time.perf
 _LOOKED_INTO = (argparse.Namespace, SimpleNamespace, np.ndarray, np.generic, list, tuple, set, frozenset, deque, dict)
 _MANY = 1000  # parts of a container that are looked at
 _SECONDS = 60.0  # a float that is nearer than this to one of the clocks is taken for a time
+_HOUR = 3600.0  # a clock that reads less is like any small number
+_ADDS = {"add", "append", "extend", "update"}  # methods, as of lists and of meters
+_TELLS = {"add_scalar", "debug", "info", "log", "print", "set_description", "set_postfix", "warning", "write"}
 
 
 class Carried:
@@ -47,8 +50,10 @@ class Carried:
         self._steps = 0
         self._named: set[str] = set()
 
-    def changed(self, scalars: Mapping[str, Any], iteration: int) -> list[str]:
-        """Names what has changed since it was first seen, each once. Call it at every step; it looks at the 1st, 2nd, 4th, 8th, ...
+    def changed(self, scalars: Mapping[str, Any], iteration: int) -> tuple[list[str], list[str]]:
+        """Names what has changed since it was first seen, each once: what steps may depend on, and numbers that they only add to.
+
+        Call it at every step; it looks at the 1st, 2nd, 4th, 8th, ...
 
         Args:
             scalars: values that snapshots have, by name.
@@ -56,7 +61,7 @@ class Carried:
         """
         self._steps += 1
         if self._steps & (self._steps - 1):
-            return []
+            return [], []
         variables = _Variables()
         found = {path: value for mark in self._marks for path, value in mark.changes(variables)}
         if fresh := variables.found.keys() - self._names:
@@ -64,10 +69,13 @@ class Carried:
             self._marks.append(_Marked({name: variables.found[name] for name in fresh}, self._is_known))
         names = {path for path, value in found.items() if not _is_given(path, value, scalars, iteration)} - self._named
         self._named |= names
-        return sorted(names)
+        added = {path for path in names if path in variables.added and _is_number(found[path])}
+        return sorted(names - added), sorted(added)
 
     def _is_known(self, value: Any) -> bool:
         kind: type = type(value)
+        if isinstance(value, SHARED):
+            return False
         if id(value) in self._known:
             return True
         if isinstance(value, torch.Tensor):
@@ -117,11 +125,13 @@ class _Variables:
     Attributes:
         found: name -> value.
         held: names of those that an outer loop's turn sets: they count as long as they stay the same objects.
+        added: names of those that the loops only add to.
     """
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
         self.held: set[str] = set()
+        self.added: set[str] = set()
         modules: dict[int, Mapping[str, Any]] = {}
         for frame in script_frames():
             if (turns := turns_at(frame)) is None:
@@ -139,6 +149,7 @@ class _Variables:
         carried = {name for turn in turns for name in turn.carried}
         renewed = {name for turn in turns for name in turn.stored} - carried
         brief = turns[-1].stored - carried if turns else set[str]()
+        self.added |= turns[0].added if turns else set()
         for name, value in variables.items():
             if name not in brief and name not in self.found and not (name.startswith("__") or _is_code(value)):
                 self.found[name] = value
@@ -150,11 +161,17 @@ class LoopTurn(ast.NodeVisitor):
     """The names that one turn of a loop stores, and those of them that it reads before.
 
     Branches are taken one by one, each as if the others had not been there.
+
+    Attributes:
+        stored: names that a turn stores.
+        carried: those of them that it reads before.
+        added: names that a turn adds to (``total += loss``, ``losses.append(loss)``), and reads only to tell of them.
     """
 
     def __init__(self, loop: ast.AST) -> None:
         self.stored: set[str] = set()
         self._read: set[str] = set()
+        self._adds, self._used = set[str](), set[str]()
         if isinstance(loop, ast.While):
             self.visit(loop.test)
         elif isinstance(loop, ast.For | ast.AsyncFor):
@@ -162,12 +179,13 @@ class LoopTurn(ast.NodeVisitor):
         for statement in getattr(loop, "body", ()):
             self.visit(statement)
         self.carried = self.stored & self._read
+        self.added = self._adds - self._used
 
     def visit_Name(self, node: ast.Name) -> None:
         if isinstance(node.ctx, ast.Store):
             self.stored.add(node.id)
-        elif node.id not in self.stored:
-            self._read.add(node.id)
+        else:
+            self._use(node.id)
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self._in_order(node.value, *node.targets)
@@ -177,8 +195,29 @@ class LoopTurn(ast.NodeVisitor):
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         if isinstance(node.target, ast.Name):
-            self.visit_Name(ast.Name(node.target.id, ast.Load()))
+            (self._add_to if isinstance(node.op, ast.Add) else self._use)(node.target.id)
         self._in_order(node.value, node.target)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        call = node.value
+        function = call.func if isinstance(call, ast.Call) else None
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        if isinstance(call, ast.Call) and name in _ADDS and isinstance(owner := getattr(function, "value", None), ast.Name):
+            self._add_to(owner.id)
+            self._in_order(*call.args, *call.keywords)
+            return
+        used = set(self._used)
+        self.visit(call)
+        if name in _TELLS:
+            self._used = used
+
+    def _add_to(self, name: str) -> None:
+        self._adds.add(name)
+        self._read |= {name} - self.stored
+
+    def _use(self, name: str) -> None:
+        self._used.add(name)
+        self._read |= {name} - self.stored
 
     def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
         self._in_order(node.value, node.target)
@@ -251,7 +290,7 @@ def _is_given(path: str, value: Any, scalars: Mapping[str, Any], iteration: int)
         return True
     if type(value) is int:
         return abs(value - iteration) <= 1
-    return type(value) is float and any(abs(clock() - value) < _SECONDS for clock in _CLOCKS)
+    return type(value) is float and any(abs(now - value) < _SECONDS for clock in _CLOCKS if (now := clock()) > _HOUR)
 
 
 def _is_code(value: Any) -> bool:
@@ -262,5 +301,15 @@ def _numbers(kind: type) -> dict[str, Any]:
     return {name: value for name, value in vars(kind).items() if type(value) in (int, float) and not name.startswith("__")}
 
 
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number, or a list of such."""
+    if isinstance(value, list | deque):
+        return all(type(part) in (int, float) for part in islice(value, _MANY))
+    return isinstance(value, int | float | np.number) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
 def _memory(tensor: torch.Tensor) -> int:
-    return local(tensor).data_ptr() or id(tensor)  # a part of a DTensor may be empty
+    try:
+        return local(tensor).data_ptr() or id(tensor)  # a part of a DTensor may be empty
+    except (RuntimeError, ValueError, NotImplementedError):  # it is sparse, or has no elements yet
+        return id(tensor)

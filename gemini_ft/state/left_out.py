@@ -11,8 +11,9 @@ import pickle
 import random
 import sys
 from collections.abc import Collection, Iterable, Iterator
+from enum import Enum
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType, ModuleType, NoneType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from gemini_ft.state.rng import generator_states, private_generators
 
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent))  # this package, and Python's, with what is installed there
 _MANY = 100  # more are data
+SHARED = (type, ModuleType, NoneType, int, float, complex, str, bytes, Enum)  # one such object may be the value of many variables
 _UNSHARED = 3  # references to the dict of a frame's variables: of the frame, of who looks at it, and of the count itself
 
 
@@ -62,11 +64,12 @@ class Generators:
 
     def drawn_from(self) -> list[str]:
         """The variables of those that have been drawn from since, and not been given a seed; each is named once."""
-        seeds = self._seeded()
-        changed = [path for path, state in self._present().items() if state != self._states.get(path, state)]
+        present, seeds = self._present(), self._seeded()
+        changed = [path for path, state in present.items() if state != self._states.get(path, state)]
         drawn = sorted(path for path in changed if seeds.get(path) == self._seeds.get(path))
         for path in drawn:
             del self._unknown[path]
+        self._states, self._seeds = present, seeds
         return drawn
 
     def _seeded(self) -> dict[str, int]:
@@ -135,7 +138,7 @@ def within(items: Iterable[Any], depth: int = 6) -> set[int]:
     """The ids of ``items``, and of what they hold in attributes, dicts, and lists that are no data."""
     found, level = set[int](), [*items]
     for _ in range(depth):
-        level = [item for item in level if id(item) not in found and not isinstance(item, type | ModuleType)]
+        level = [item for item in level if id(item) not in found and not isinstance(item, SHARED)]
         found |= {id(item) for item in level}
         level = [inner for item in level for inner in _held_by(item)]
     return found

@@ -161,13 +161,16 @@ class LoopWatch:
                     "this script has a %s that is in no snapshot: %s. Give it as state={'scheduler': scheduler}, a model beside the others",
                     *(", a ".join(others), _BEGINS),
                 )
-        if carried := self._carried.changed(scalars, iteration):
+        carried, added = self._carried.changed(scalars, iteration)
+        if carried:
             _log.warning(
                 "this script changes %s while it trains, which no snapshot has: %s. If later steps depend on it, give numbers to "
-                "step(name=value) and take them from checkpointer.scalars (Fabric: keep them in the state of protect), give averages of "
-                "the weights as a model beside the others, and others as objects with state_dict and load_state_dict in `state`",
+                "step(name=value), or to the state of Fabric's protect, averages of the weights as a model beside the others, and other "
+                "objects as `state`",
                 *(", ".join(carried[:_SOME]), _BEGINS),
             )
+        if added:
+            _log.info("this script adds to %s, which no snapshot has: %s", ", ".join(added[:_SOME]), _BEGINS)
         if drawn := self._generators.drawn_from():
             _log.warning(
                 "this loop draws from the generator %s, which is in no snapshot: %s. Give it, state={'generator': generator}",

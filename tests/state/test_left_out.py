@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import time
 import weakref
@@ -21,7 +22,7 @@ from gemini_ft.errors import StateError
 from gemini_ft.launch import notes
 from gemini_ft.loaders.bookmark import resumptions
 from gemini_ft.state.iterators import check_epochs
-from gemini_ft.state.left_out import left_out
+from gemini_ft.state.left_out import Generators, left_out
 from gemini_ft.state.loop import LoopWatch
 
 
@@ -169,6 +170,36 @@ def test_what_a_turn_sets_before_it_reads_it_is_not_carried(caplog: pytest.LogCa
         mean, seen["epoch"] = mean / 2, -epoch
     assert [record.getMessage() for record in caplog.records] == []
     del weights
+
+
+def test_flags_are_named_and_what_a_loop_only_adds_to_is_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+    """Beside tensors that have no memory to ask for."""
+    watched, model, warm, total, seen = LoopWatch(), nn.Linear(2, 1), False, 0.0, list[float]()
+    optimizer, adjacency = torch.optim.SGD(model.parameters(), lr=0.1), torch.eye(3).to_sparse()
+    with torch.inference_mode():
+        features = torch.ones(3)
+    with caplog.at_level(logging.INFO):
+        for step in range(1, 20):
+            if not warm and step > 5:
+                warm = True
+            total += 0.7 * step
+            seen.append(0.5)
+            watched.look([model], {}, [optimizer], {}, step)
+    said = [(record.levelname, record.getMessage().partition(",")[0]) for record in caplog.records]
+    assert ("WARNING", "this script changes warm while it trains") in said
+    assert {level for level, text in said if "warm" not in text} == {"INFO"}
+    assert "adds to seen, total" in caplog.text
+    del adjacency, features
+
+
+def test_a_generator_that_was_seeded_once_is_named_when_it_is_drawn_from() -> None:
+    own = torch.Generator()
+    watched = Generators([])
+    own.manual_seed(5)
+    torch.rand(1, generator=own)
+    assert watched.drawn_from() == []
+    torch.rand(1, generator=own)
+    assert watched.drawn_from() == ["own"]
 
 
 def test_variables_that_the_script_has_asked_for_stay_its_own() -> None:
