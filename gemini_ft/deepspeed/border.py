@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gemini_ft.errors import StateError
+from gemini_ft.state.tensors import version_of
 
 if TYPE_CHECKING:
     from gemini_ft.deepspeed.engine import Protection
@@ -79,9 +80,9 @@ class Border:
         self._handle.remove()
 
     def _look(self) -> dict[str, Any]:
-        marks: dict[str, Any] = {f"client_state[{name}]": tensor._version for name, tensor in _tensors(self._protection.client_state)}
+        marks: dict[str, Any] = {f"client_state[{name}]": version_of(tensor) for name, tensor in _tensors(self._protection.client_state)}
         others = self._protection.others()
-        marks |= {f"what is kept as {name}": tensor._version for name, tensor in _tensors(others)}
+        marks |= {f"what is kept as {name}": version_of(tensor) for name, tensor in _tensors(others)}
         return self._protection.checkpointer.marks() | marks | {f"what is kept as {name}": value for name, value in _values(others)}
 
     def _changed_values(self) -> str:
