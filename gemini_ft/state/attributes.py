@@ -331,13 +331,14 @@ def _is_stateful(value: Any) -> bool:
 
 def _fields(value: Any) -> dict[str, Any] | None:
     """All attributes of an object's own, those in slots too; None where they cannot be seen."""
-    slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+    slots = [name for kind in type(value).__mro__ for name in slots_of(kind)]
     if not hasattr(value, "__dict__") and not slots:
         return None
     return {name: getattr(value, name) for name in slots if hasattr(value, name)} | dict(getattr(value, "__dict__", {}))
 
 
-def _slots(kind: type) -> list[str]:
+def slots_of(kind: type) -> list[str]:
+    """The attributes for which a class itself, without its bases, has slots."""
     slots = kind.__dict__.get("__slots__", ())
     return [name for name in ([slots] if isinstance(slots, str) else slots) if name not in ("__dict__", "__weakref__")]
 

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from gemini_ft.state.attributes import slots_of
 from gemini_ft.state.tensors import version_of
 
 Values = dict[str, dict[str, Any]]  # path of an object -> attribute -> value
@@ -371,9 +372,7 @@ def _slots_of(item: Any) -> tuple[str, ...]:
 def _slots(kind: type) -> tuple[str, ...]:
     """The names of the slots that a class of the script's has."""
     bases = () if _is_foreign(kind.__module__) or kind.__module__ in sys.stdlib_module_names else kind.__mro__
-    given = [vars(base).get("__slots__", ()) for base in bases]
-    names = [name for slots in given for name in ((slots,) if isinstance(slots, str) else slots)]
-    return tuple(name for name in names if not name.startswith("__"))
+    return tuple(name for base in bases for name in slots_of(base) if not name.startswith("__"))
 
 
 def _is_closed(item: Any) -> bool:
