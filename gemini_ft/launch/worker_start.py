@@ -23,9 +23,9 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from gemini_ft.errors import GeminiError
 from gemini_ft.launch import forkserver
 from gemini_ft.launch.grace import Process, Workers
+from gemini_ft.launch.in_place import Attempt, Survivors, surviving
 from gemini_ft.launch.replaced import replaced
 from gemini_ft.launch.script import cold_command, starter
-from gemini_ft.launch.survivors import Attempt, Stays, staying
 from gemini_ft.wire import channel as messages
 
 logger = logging.getLogger(__name__)
@@ -230,15 +230,17 @@ class WarmStart:
 class WorkerHandler(SubprocessHandler):
     """Torch's handler of a worker process, with a forked one inside where that is possible."""
 
-    def __init__(self, workers: Workers, warm: WarmStart | None, cold_start: ColdStart, stays: Stays | None, **arguments: Any) -> None:
-        self.workers, self._warm, self._cold, self._stays = workers, warm, cold_start, stays
+    def __init__(
+        self, workers: Workers, warm: WarmStart | None, cold_start: ColdStart, survivors: Survivors | None, **arguments: Any
+    ) -> None:
+        self.workers, self._warm, self._cold, self._survivors = workers, warm, cold_start, survivors
         super().__init__(**arguments)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         streams = [0, _descriptor(self._stdout, 1), _descriptor(self._stderr, 2)]
         start = partial(self._started, args, env, streams)
         self.workers.go_on()
-        return start() if self._stays is None else self._stays.begin(env, streams, start)
+        return start() if self._survivors is None else self._survivors.begin(env, streams, start)
 
     def _started(self, args: tuple[str, ...], env: dict[str, str], streams: Sequence[int]) -> Process:
         if args[:2] == (sys.executable, "-u"):  # else it is wrapped in something, such as numactl
@@ -294,8 +296,8 @@ def cold_workers(copy: Path | None = None, by_python: bool = False) -> contextli
 @contextlib.contextmanager
 def _started_by(workers: Workers, warm: WarmStart | None, cold_start: ColdStart) -> Iterator[None]:
     """Replaces torch's function that starts a worker process."""
-    with workers.signalled(), staying(workers) as stays:
-        handler = partial(WorkerHandler, workers, warm, cold_start, stays)
+    with workers.signalled(), surviving(workers) as survivors:
+        handler = partial(WorkerHandler, workers, warm, cold_start, survivors)
         with replaced(torch_api, get_subprocess_handler=handler):
             try:
                 yield

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gemini_ft import accelerator
-from gemini_ft.launch.survivors import NEVER
+from gemini_ft.launch.in_place import NEVER
 from gemini_ft.wire import channel
 
 

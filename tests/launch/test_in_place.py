@@ -29,7 +29,7 @@ import gemini_ft
 from gemini_ft import accelerator
 from gemini_ft.hosts import is_readable
 from gemini_ft.launch.grace import Process, Workers, await_news
-from gemini_ft.launch.survivors import PARKED, Attempt, Stays
+from gemini_ft.launch.in_place import PARKED, Attempt, Survivors
 from gemini_ft.launch.worker_start import WorkerHandler
 from gemini_ft.wire import channel
 from gemini_ft.worker import attempt, in_place
@@ -142,11 +142,11 @@ def test_what_accelerate_keeps_for_a_process_is_not_made_anew(launcher: socket.s
 
 def test_a_worker_that_can_never_stay_is_signalled_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Told that its attempt is over, it would be waited for until `in_place_timeout`."""
-    stays = Stays(Workers(), 5.0)
+    survivors = Survivors(Workers(), 5.0)
     process = Mock(pid=os.getpid(), signs=[], poll=lambda: None)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
-        first = stays.begin({"LOCAL_RANK": "0"}, [], lambda: process)
-        end.connect(f"\0{stays.address}")
+        first = survivors.begin({"LOCAL_RANK": "0"}, [], lambda: process)
+        end.connect(f"\0{survivors.address}")
         monkeypatch.setattr(attempt, "present", OwnAttempt(end))
         leave_if_over()
         monkeypatch.setattr(accelerator, "in_use", lambda: torch)
@@ -155,13 +155,13 @@ def test_a_worker_that_can_never_stay_is_signalled_at_once(monkeypatch: pytest.M
         assert first.poll() is None, "it goes on"
         assert not first.end_in_place()
         assert caplog.text.count("does not stay, and another one is started: it uses a device") == 1
-    stays.close()
+    survivors.close()
 
 
 def test_others_are_started_while_a_survivor_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     """And torch's launcher, to which a worker with another process id is a failure, does not learn that another one has taken its place."""
     workers = Workers()
-    stays, begun, rank = Stays(workers, 0.2), time.monotonic(), {"LOCAL_RANK": "0"}
+    survivors, begun, rank = Survivors(workers, 0.2), time.monotonic(), {"LOCAL_RANK": "0"}
 
     def start() -> Process:
         child = subprocess.Popen(["sleep", "100"], start_new_session=True)
@@ -170,10 +170,10 @@ def test_others_are_started_while_a_survivor_is_waited_for(caplog: pytest.LogCap
     survivor: Any = Mock(pid=os.getpid(), signs=[], poll=lambda: None)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
-            first = stays.begin(rank, [], lambda: survivor)
-            end.connect(f"\0{stays.address}")
+            first = survivors.begin(rank, [], lambda: survivor)
+            end.connect(f"\0{survivors.address}")
             assert first.end_in_place()
-            second = stays.begin(rank, [], start)
+            second = survivors.begin(rank, [], start)
             assert (second.poll(), second.process) == (None, survivor)
             while second.process is survivor and time.monotonic() < begun + 10:
                 assert second.poll() is None
@@ -187,13 +187,13 @@ def test_others_are_started_while_a_survivor_is_waited_for(caplog: pytest.LogCap
         assert time.monotonic() < begun + 20
     finally:
         workers.stop()
-        stays.close()
+        survivors.close()
 
 
 def test_no_worker_begins_while_the_job_is_stopped(caplog: pytest.LogCaptureFixture) -> None:
     """Torch's launcher polls its workers while it ends them, also those that wait for their next attempt."""
     workers, started = Workers(), list[Process]()
-    stays, rank = Stays(workers, 30.0), {"LOCAL_RANK": "0"}
+    survivors, rank = Survivors(workers, 30.0), {"LOCAL_RANK": "0"}
 
     def start() -> Process:
         child = subprocess.Popen(["sleep", "100"], start_new_session=True)
@@ -201,9 +201,9 @@ def test_no_worker_begins_while_the_job_is_stopped(caplog: pytest.LogCaptureFixt
         return started[-1]
 
     try:
-        first = stays.begin(rank, [], start)
+        first = survivors.begin(rank, [], start)
         first.end(1)
-        second = stays.begin(rank, [], start)
+        second = survivors.begin(rank, [], start)
         assert second.poll() is None
         workers.stopped_by = signal.SIGTERM
         workers.send(second.process, signal.SIGTERM)
@@ -211,24 +211,24 @@ def test_no_worker_begins_while_the_job_is_stopped(caplog: pytest.LogCaptureFixt
         assert len(started) == 1
     finally:
         workers.stop()
-        stays.close()
+        survivors.close()
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_worker_that_is_parked_is_not_told_to_begin_while_the_job_is_stopped(is_stopped: bool) -> None:
     workers = Workers()
-    stays, rank = Stays(workers, 30.0), {"LOCAL_RANK": "0"}
+    survivors, rank = Survivors(workers, 30.0), {"LOCAL_RANK": "0"}
     process: Any = Mock(pid=os.getpid(), signs=[], poll=lambda: None)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
-        first = stays.begin(rank, [], lambda: process)
-        end.connect(f"\0{stays.address}")
+        first = survivors.begin(rank, [], lambda: process)
+        end.connect(f"\0{survivors.address}")
         first.end(1)
-        second = stays.begin(rank, [], lambda: process)
+        second = survivors.begin(rank, [], lambda: process)
         channel.send(end, {"word": PARKED})
         workers.stopped_by = signal.SIGTERM if is_stopped else None
         assert second.poll() is None
         assert is_readable(end.fileno()) != is_stopped
-    stays.close()
+    survivors.close()
 
 
 def test_sharded_parameters_may_not(launcher: socket.socket) -> None:

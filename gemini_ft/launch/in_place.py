@@ -47,10 +47,10 @@ class Attempt:
     """
 
     def __init__(
-        self, stays: Stays, environ: Mapping[str, str], streams: Sequence[int], start: Callable[[], Process], before: Attempt | None
+        self, survivors: Survivors, environ: Mapping[str, str], streams: Sequence[int], start: Callable[[], Process], before: Attempt | None
     ) -> None:
-        """Made by `Stays.begin`; ``before``: the attempt before, whose process may go on."""
-        self._stays, self._environ, self._streams, self._start = stays, environ, streams, start
+        """Made by `Survivors.begin`; ``before``: the attempt before, whose process may go on."""
+        self._survivors, self._environ, self._streams, self._start = survivors, environ, streams, start
         self._before = before  # until the worker has come back from it
         self._status: int | None = None  # with which it has ended, while the process lives
         self._ended_at = 0.0
@@ -61,15 +61,15 @@ class Attempt:
     @property
     def signs(self) -> list[int]:
         """Descriptors that can be read when there is news of the worker."""
-        return [*self.process.signs, *self._stays.signs(self.process.pid)]
+        return [*self.process.signs, *self._survivors.signs(self.process.pid)]
 
     def poll(self) -> int | None:
         """The exit status, of the attempt or of the process; None while it runs."""
         if self._status is None:
             self._go_on()
             if self._before is not None:
-                return None if self._stays.workers.stopped_by is None else self.process.poll()
-            if self._stays.last_word(self.process.pid) is not None:
+                return None if self._survivors.workers.stopped_by is None else self.process.poll()
+            if self._survivors.last_word(self.process.pid) is not None:
                 self.end(1)
         return self.process.poll() if self._status is None else self._status
 
@@ -81,7 +81,9 @@ class Attempt:
         """Ends the attempt, as another worker has failed; returns False if the worker does not listen, and must be signalled."""
         if self._before is not None:  # it has been told already that the one before is over
             self._status, self._ended_at = -signal.SIGTERM, self._before._ended_at
-        elif self.poll() is None and not self._stays.refuses(self.process.pid) and self._stays.tell(self.process.pid, {"over": True}):
+        elif (
+            self.poll() is None and not self._survivors.refuses(self.process.pid) and self._survivors.tell(self.process.pid, {"over": True})
+        ):
             self.end(-signal.SIGTERM)
         return self._status is not None
 
@@ -91,20 +93,20 @@ class Attempt:
 
     def _go_on(self) -> None:
         """Lets the worker begin once it has come back from the attempt before; starts another one if it does not come or cannot stay."""
-        if (before := self._before) is None or self._stays.workers.stopped_by is not None:
+        if (before := self._before) is None or self._survivors.workers.stopped_by is not None:
             return
-        word, is_late = self._stays.last_word(self.process.pid), time.monotonic() >= before._ended_at + self._stays.seconds
+        word, is_late = self._survivors.last_word(self.process.pid), time.monotonic() >= before._ended_at + self._survivors.seconds
         if self.process.poll() is None and word not in (PARKED, LEAVES) and not is_late:
             return
         if self.process.poll() is None and word == PARKED:
             changed = {name: value for name, value in self._environ.items() if before._sent.get(name) != value}
-            if self._stays.tell(self.process.pid, {"environ": changed}, self._streams, anew=True):
+            if self._survivors.tell(self.process.pid, {"environ": changed}, self._streams, anew=True):
                 self._before = None
                 return
         elif self.process.poll() is None and word != LEAVES:  # else it has said why
             text = "a surviving worker (pid %d) has not come back within %g s (in_place_timeout): killing it, another one is started"
-            logger.warning(text, self.process.pid, self._stays.seconds)
-        self._stays.workers.send(self.process, signal.SIGKILL)
+            logger.warning(text, self.process.pid, self._survivors.seconds)
+        self._survivors.workers.send(self.process, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_KILL_SECONDS)
         self.process, self._before = self._start(), None
@@ -115,7 +117,7 @@ class Attempt:
         return self._environ if self._before is None else self._before._sent
 
 
-class Stays:
+class Survivors:
     """The workers of this host that may outlive a failure. For use by the main thread.
 
     Args:
@@ -210,16 +212,16 @@ def _received(end: socket.socket) -> dict[str, Any] | None:
 
 
 @contextmanager
-def staying(workers: Workers) -> Iterator[Stays | None]:
+def surviving(workers: Workers) -> Iterator[Survivors | None]:
     """Inside, workers may outlive a failure, if that was asked for."""
     config = load_config()
     if config.restart != "in_place":
         yield None
         return
-    stays = Stays(workers, config.in_place_timeout)
-    os.environ[IN_PLACE] = f"{os.getpid()}:{stays.address}"
+    survivors = Survivors(workers, config.in_place_timeout)
+    os.environ[IN_PLACE] = f"{os.getpid()}:{survivors.address}"
     try:
-        yield stays
+        yield survivors
     finally:
         del os.environ[IN_PLACE]
-        stays.close()
+        survivors.close()
