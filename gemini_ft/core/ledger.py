@@ -35,7 +35,7 @@ class Ledger:
         self._judged: Version | None = None  # the newest version that was committed by reports made to this ledger
         self._doubtful: set[str] = set()  # hosts with a copy that did not count then
         self.epoch = 0
-        self.excluded: set[Pair] = set()
+        self.excluded: set[Pair] = set()  # one set, which the rounds have as well
         self.uploading: Version | None = None
         self.stored: Version | None = None  # the newest version of which this ledger knows that it is stored
         self.upload_error = ""  # of the last upload that is over, or could not begin
@@ -45,7 +45,7 @@ class Ledger:
         self.replica_timeout = replica_timeout
         self._cadence = cadence
         self._pairs = sum(map(len, self.holders.values()))
-        self._folded = FoldedRound(self.holders)  # of one version, and then there is no round
+        self._folded = FoldedRound(self.holders, self.excluded)  # of one version, and then there is no round
         self._joined: set[str] = set()
         self._joined_at: dict[str, Version] = {}  # host -> newest version reported when it joined for the last time, if it matters
         self._newest: Version | None = None  # that was reported

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 
 from gemini_ft.core.effects import Completed, Copies, Gathered
 from gemini_ft.core.versions import Version
@@ -29,16 +29,15 @@ class Round:
     Args:
         holders: owner -> hosts, the owner's own first; never changed.
         pairs: the number of all pairs of an owner and a holder.
-        excluded: the pairs among them that do not count.
+        excluded: the pairs among them that do not count; the ledger changes it before it calls `exclude` or `readmit`.
     """
 
-    def __init__(self, holders: Mapping[int, tuple[str, ...]], pairs: int, excluded: Collection[Pair]) -> None:
-        self._holders = holders
+    def __init__(self, holders: Mapping[int, tuple[str, ...]], pairs: int, excluded: Set[Pair]) -> None:
+        self._holders, self._excluded = holders, excluded
         self.own: dict[int, str] = {}  # owner -> root of its own copy
         self.own_since: float | None = None  # when the last owner's own copy was complete
         self.back: set[Pair] = set()  # pairs that do not count, and agree
         self._lacking = pairs - len(excluded)  # pairs that count and do not agree yet
-        self._excluded = set(excluded)
         self._roots: dict[str, dict[int, str]] = {}  # host -> owner -> root of the copy there, as reported last
         self._labels: dict[str, dict[int, Label]] = {}  # the same for what came with the root
         self._layouts, self._digests = Counter[str](), Counter[str]()  # value -> reports that say so
@@ -67,7 +66,6 @@ class Round:
     def exclude(self, pairs: Iterable[Pair]) -> None:
         """Stops counting pairs."""
         for pair in pairs:
-            self._excluded.add(pair)
             if self._agrees(*pair):
                 self.back.add(pair)
             else:
@@ -76,7 +74,6 @@ class Round:
     def readmit(self, pairs: Iterable[Pair]) -> None:
         """Counts pairs again."""
         for pair in pairs:
-            self._excluded.discard(pair)
             if pair in self.back:
                 self.back.remove(pair)
             else:
@@ -139,17 +136,17 @@ class FoldedRound:
 
     Args:
         holders: owner -> hosts, the owner's own first; never changed.
+        excluded: the pairs that do not count, as of `Round`.
     """
 
-    def __init__(self, holders: Mapping[int, tuple[str, ...]]) -> None:
-        self._holders = holders
+    def __init__(self, holders: Mapping[int, tuple[str, ...]], excluded: Set[Pair]) -> None:
+        self._holders, self._excluded = holders, excluded
         self.held: dict[str, list[int]] = {}  # host -> owners of the shards that it holds, in their order
         self._own: dict[str, list[int]] = {}  # the same of those whose own copy it is
         for owner in sorted(holders):
             for host in holders[owner]:
                 self.held.setdefault(host, []).append(owner)
             self._own.setdefault(holders[owner][0], []).append(owner)
-        self._excluded: set[Pair] = set()
         self._excluded_at: dict[str, set[Pair]] = {}  # host -> excluded pairs that it is the holder or the home of
         self._stretches: list[_Stretch] | None = None  # that must be equal; made when they are needed first
         self.forget()
@@ -170,7 +167,6 @@ class FoldedRound:
 
     def exclude(self, pairs: Collection[Pair]) -> None:
         """Stops counting pairs."""
-        self._excluded |= set(pairs)
         for owner, host in pairs:
             for concerned in (host, self._holders[owner][0]):
                 self._excluded_at.setdefault(concerned, set()).add((owner, host))
@@ -178,7 +174,6 @@ class FoldedRound:
 
     def readmit(self, pairs: Collection[Pair]) -> None:
         """Counts pairs again."""
-        self._excluded -= set(pairs)
         for owner, host in pairs:
             for concerned in (host, self._holders[owner][0]):
                 self._excluded_at.get(concerned, set()).discard((owner, host))
