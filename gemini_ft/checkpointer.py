@@ -36,12 +36,12 @@ from gemini_ft.errors import ConfigError, RecoveryError, StateError
 from gemini_ft.faults import inject as faults
 from gemini_ft.launch import notes
 from gemini_ft.recovery.restore import putting_back, read_extras
-from gemini_ft.state import ddp
+from gemini_ft.state import ddp, iterators
 from gemini_ft.state.base import PlainState, TrainingState
 from gemini_ft.state.ddp import ddp_state, findings, first_tensors, refuse_hooks, restore_buckets, restore_sync, send_first
 from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence
 from gemini_ft.state.hyperparameters import Given, Hyperparameters, warn
-from gemini_ft.state.iterators import check_epochs
+from gemini_ft.state.iterators import Resumption, check_epochs
 from gemini_ft.state.loop import LoopWatch, keepable
 from gemini_ft.state.optimizer_steps import OptimizerSteps
 from gemini_ft.state.rebuilding import Changes
@@ -260,7 +260,7 @@ class Checkpointer:
         notes.step = 0 if plan.version is None else plan.version.iteration
         if plan.version is None:
             return None
-        notes.resumes += 1
+        iterators.resumption = Resumption()
         self._iteration = self.stats.committed = plan.version.iteration
         with self._script_to_blame():
             extras = on_all_ranks(lambda: read_extras(session.sources, session.rank, session.world_size, session.secret, trust))
@@ -284,7 +284,6 @@ class Checkpointer:
             optimizers: one, or several.
             modes: False: the caller keeps flags and attributes of modules (`gemini_ft.state.modes`) itself.
         """
-        is_begun = self._recorder is not None and bool(self.stats.snapshots or self.stats.restore_seconds)
         state = PlainState.of(
             models,
             optimizers,
@@ -292,7 +291,7 @@ class Checkpointer:
             ignored=self.census.is_ignored,
             modes=modes,
             can_rebuild=self._rebuild is not None,
-            before=self._bound if is_begun and isinstance(self._bound, PlainState) else None,
+            before=self._bound if self._recorder is not None and self._has_begun and isinstance(self._bound, PlainState) else None,
         )
         self.bind_state(state)
         for wrapper in self._wrapped.values():
@@ -336,7 +335,7 @@ class Checkpointer:
             return
         if self._gradients is not None:
             raise StateError("a Checkpointer has one gradient state; give one object that has the state of both")
-        if self.stats.snapshots or self.stats.restore_seconds:
+        if self._has_begun:
             raise StateError("attach_gradients() must come before resume() or load_tensors(), and before the first snapshot")
         self._gradients = gradients
         watch([gradients])
@@ -350,7 +349,7 @@ class Checkpointer:
         found = announced(param for model in self._models.values() for param in model.parameters())
         if found is None:
             return
-        if self.stats.snapshots or self.stats.restore_seconds:
+        if self._has_begun:
             raise StateError(
                 "a GradientSynchronizer was given to the model after resume(), or after the first snapshot, so that its residuals would be "
                 "missing in snapshots; make it before the Checkpointer resumes, or close() it"
@@ -589,6 +588,11 @@ class Checkpointer:
         notes.step = self._iteration
         self._joined.events.write("step", iteration=self._iteration)
         faults.at_step(self._iteration)
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether part of the state has been resumed or recorded."""
+        return bool(self.stats.snapshots or self.stats.restore_seconds)
 
     @property
     def _joined(self) -> Recorder:

@@ -305,10 +305,13 @@ def _ask_at(address: bytes, message: ToAgent, timeout: float, what: str) -> ToWo
         sock.settimeout(timeout)
         try:
             sock.sendall(pack(message))
-            return to_worker.unpack(_exactly(sock, frame_length(_exactly(sock, 4))))
+            with sock.makefile("rb") as answer:
+                head = answer.read(4)
+                body = answer.read(frame_length(head)) if len(head) == 4 else b""
+            return to_worker.unpack(body) if body and len(body) == frame_length(head) else None
         except TimeoutError:
             raise AgentTimeoutError(f"{what} (pid {credentials(sock)[0]}) did not answer within {timeout:g} s") from None
-        except (EOFError, ConnectionError):
+        except ConnectionError:
             return None
 
 
@@ -328,16 +331,6 @@ def ask_all(message: ToAgent) -> list[ToWorker]:
         except (GeminiError, OSError) as error:
             _log.warning("%s; what it holds is left out", error)
     return answers
-
-
-def _exactly(sock: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        part = sock.recv(count - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return bytes(data)
 
 
 def status(run: str, host: str | None = None) -> str | None:

@@ -24,7 +24,6 @@ _HOSTS = "hosts="  # and a stream, and the names of the hosts that took part whe
 _TOLD = "told="  # and the same, which the launcher has from others
 
 step: int | None = None  # iterations that this worker's newest stream has done; None: it has none
-resumes: int = 0  # how often a Checkpointer of this process has resumed
 
 
 def say(word: str) -> None:

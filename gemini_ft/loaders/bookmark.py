@@ -8,9 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,26 +19,12 @@ from gemini_ft.launch import notes
 from gemini_ft.loaders.between import OF_WORKERS, Between
 from gemini_ft.loaders.parts import DataResume, LoaderParts, Way, facts, is_sized, is_stateful, is_torchdata, refuse_gone
 from gemini_ft.loaders.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates
+from gemini_ft.state import iterators
+from gemini_ft.state.iterators import Resumption
 from gemini_ft.state.rng import randomness, set_generator_states, set_randomness, unchanged_randomness
 
 log = logging.getLogger(__name__)
 _END = object()
-
-
-@dataclass
-class Resumption:
-    """The iterations of all loaders that one Checkpointer has resumed.
-
-    Attributes:
-        gone_on: how many have gone on where they stood.
-        to_go_on: how many have a position to go on at, and have not begun.
-    """
-
-    gone_on: int = 0
-    to_go_on: int = 0
-
-
-resumptions: defaultdict[int, Resumption] = defaultdict(Resumption)  # by number, as `notes.resumes` counts them in this process
 
 
 class Bookmark:
@@ -167,7 +151,7 @@ class Bookmark:
         self._over = False
         self._iterations = state["iterations"] - under_way
         self._together.to_go_on -= _goes_on(self._resume)
-        self._together = resumptions[notes.resumes]
+        self._together = iterators.resumption
         self._together.to_go_on += _goes_on(state)
         self._resume = state if under_way else None
         if "left" in state:

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import GeneratorType
 from typing import Any
 
@@ -18,6 +19,22 @@ from gemini_ft.state.left_out import instances, variables_of
 
 _log = logging.getLogger("gemini_ft")
 _COUNTERS = (type(iter(range(0))), itertools.count)
+
+
+@dataclass
+class Resumption:
+    """The iterations of all loaders that one Checkpointer has resumed.
+
+    Attributes:
+        gone_on: how many have gone on where they stood.
+        to_go_on: how many have a position to go on at, and have not begun.
+    """
+
+    gone_on: int = 0
+    to_go_on: int = 0
+
+
+resumption = Resumption()  # of the Checkpointer of this process that has resumed last
 
 
 def is_plain_loader(value: Any) -> bool:

@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gemini_ft
 from gemini_ft.errors import StateError
-from gemini_ft.launch import notes
-from gemini_ft.loaders.bookmark import resumptions
+from gemini_ft.state import iterators
 from gemini_ft.state.iterators import check_epochs
 from gemini_ft.state.left_out import Generators, left_out
 from gemini_ft.state.loop import LoopWatch
@@ -73,11 +72,11 @@ def test_loaders_of_two_owners_leave_nothing_to_go_on() -> None:
     next(batches)
     state = loader.state_dict()
     other = gemini_ft.resumable(DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2))
-    before = resumptions[notes.resumes].to_go_on
+    before = iterators.resumption.to_go_on
     other.load_state_dict(state)
     other.load_state_dict(state)
     assert [batch[0].tolist() for batch in other] == [[2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
-    assert resumptions[notes.resumes].to_go_on == before
+    assert iterators.resumption.to_go_on == before
 
 
 def loader() -> Any:
