@@ -1,4 +1,4 @@
-"""Threads that carry out calls in order; for sync/, pipeline/ and worker/."""
+"""Threads that carry out calls: in order, for sync/, pipeline/ and worker/, or each by itself, for launch/ and storage/."""
 
 from __future__ import annotations
 
@@ -7,9 +7,26 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
+T = TypeVar("T")
 _END_SECONDS = 1.0  # for each thread at the end of the process
+
+
+def on_thread(call: Callable[[], T], name: str) -> Future[T]:
+    """Begins a call on a thread of its own, which can be given up: what it calls may hang, and cannot be interrupted."""
+    outcome = Future[T]()
+
+    def work() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return outcome
 
 
 class Ordered:

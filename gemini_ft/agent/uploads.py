@@ -23,7 +23,7 @@ from gemini_ft.config import StorageConfig
 from gemini_ft.core.layout import Layout
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, GeminiError, ObjectGoneError, StorageError, SupersededError
-from gemini_ft.storage.base import Storage
+from gemini_ft.storage.base import Storage, exists
 from gemini_ft.storage.checkpoints import MANIFEST, Manifest, checkpoint_folder, read_manifest, shard_key, write_manifest
 from gemini_ft.storage.decisions import Descent, Sighting
 from gemini_ft.storage.lookout import check_not_superseded, other_by_mark
@@ -135,7 +135,7 @@ class Uploader:
         return self._tasks.busy
 
     def over(self, version: Version, error: str, unclear: bool = False) -> str:
-        """Takes note that the upload has ended on all hosts.
+        """Records that the upload has ended on all hosts.
 
         Args:
             version: what was uploaded.
@@ -191,11 +191,11 @@ class Uploader:
         for folder in {key.rpartition("/")[0] for key in keys}:
             shards, manifest = {key for key in keys if key.startswith(f"{folder}/")}, f"{folder}/{MANIFEST}"
             with contextlib.suppress(StorageError):  # what stays is deleted when the job starts again
-                if self._is_there(manifest):
+                if exists(self._storage, manifest):
                     continue
                 with self._clearing:
                     self._leftovers |= shards
-                if not self._delete_leftovers() and self._is_there(manifest):  # written meanwhile by the leader that was lost
+                if not self._delete_leftovers() and exists(self._storage, manifest):  # written meanwhile by the leader that was lost
                     self._storage.delete(manifest)
 
     def _clear_away(self, keys: set[str]) -> None:
@@ -341,7 +341,9 @@ class Uploader:
         if self._newest is None:
             return
         run, stream = self._run, self._spec.stream
-        if not any(map(self._is_there, (mark_key(run, stream), f"{checkpoint_folder(run, stream, self._newest[0])}/{MANIFEST}"))):
+        if not any(
+            map(partial(exists, self._storage), (mark_key(run, stream), f"{checkpoint_folder(run, stream, self._newest[0])}/{MANIFEST}"))
+        ):
             note = note_path(self.config.url, run, stream)
             raise StorageError(
                 f"{self.config.url}: this run has stored {self._newest[0]} here, and nothing of it is there any more: is a mount missing? "
@@ -354,18 +356,11 @@ class Uploader:
         except (CorruptDataError, ObjectGoneError):
             return False
 
-    def _is_there(self, key: str) -> bool:
-        try:
-            self._storage.get(key)
-        except ObjectGoneError:
-            return False
-        return True
-
     async def holds(self, version: Version) -> bool:
         """Whether a version is known to be stored: its manifest is there."""
         key = f"{checkpoint_folder(self._run, self._spec.stream, version)}/{MANIFEST}"
         try:
-            return await asyncio.to_thread(self._is_there, key)
+            return await asyncio.to_thread(exists, self._storage, key)
         except (StorageError, OSError):
             return False
 
@@ -400,7 +395,7 @@ class Uploader:
             self._storage.delete(key)
         except StorageError:
             try:
-                return not self._is_there(key)
+                return not exists(self._storage, key)
             except StorageError:
                 return False
         return True

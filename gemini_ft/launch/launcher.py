@@ -42,7 +42,7 @@ from gemini_ft.launch import slurm
 from gemini_ft.launch.drain import LEFT, HostDrain, account_of
 from gemini_ft.launch.endings import ENDED_ELSEWHERE, NOT_STORED, OVERTAKEN, final_endings
 from gemini_ft.launch.launched import LAUNCH
-from gemini_ft.launch.notes import FIXED, LACKS, PROTECTED, STORES, notes_of_workers
+from gemini_ft.launch.notes import PROTECTED, STORES, notes_of_workers
 from gemini_ft.launch.preload import early_environment, modules_to_preload
 from gemini_ft.launch.reports import own_log_dir
 from gemini_ft.launch.run_id import default_run_id, is_passing
@@ -96,9 +96,7 @@ def command(argv: Sequence[str]) -> int:
             stack.enter_context(started_ahead(run_id, host_id()))
             notes = stack.enter_context(notes_of_workers())
             hosts = torchrun.parse_min_max_nnodes(options.nnodes)[1]
-            is_fixed, lacks = partial(notes.have, FIXED), partial(notes.count, LACKS)
-            facts = {"keeps": notes.keeps, "kept": notes.kept, "said": notes.said, "learn": notes.learn}
-            stack.enter_context(better_rendezvous(hosts, is_fixed=is_fixed, lacks=lacks, **facts))
+            stack.enter_context(better_rendezvous(hosts, notes))
             stack.enter_context(surviving_stores())
             stack.enter_context(whole_rounds())
             stack.enter_context(own_log_dir(options))

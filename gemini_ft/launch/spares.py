@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_ren
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _Action
 
 from gemini_ft.hosts import lasting_name
+from gemini_ft.launch.notes import FIXED, LACKS, Notes
 from gemini_ft.launch.replaced import replaced
 
 logger = logging.getLogger(__name__)
@@ -57,16 +58,11 @@ class LaunchingHost:
     """The facts that this host's launcher knows of itself."""
 
     patience: float  # seconds for which it leaves an open round to others, unless it belongs to the job
+    notes: Notes  # of its workers
     name: str = field(default_factory=lasting_name)
     has_taken_part: bool = False  # in a world that began
     world: str | None = None  # of the last complete round that it found its place in
-    lacks: Callable[[], int] = lambda: 0  # how often its workers found the state not whole without absent hosts, and this none that had it
-    lacked: int = 0  # the same, when it wished to join last
-    keeps: Callable[[], bool] = lambda: False  # whether its workers have said that they have something that was committed
-    kept: Callable[[], Mapping[str, str]] = dict  # stream -> the hosts that have what was committed of it last, as far as it knows
-    said: Callable[[], Mapping[str, str]] = dict  # the same, as far as its workers have said it in ``world``
-    learn: Callable[[Mapping[str, str]], None] = lambda kept: None  # takes in the same, as others know it
-    is_fixed: Callable[[], bool] = lambda: False  # whether the state of its workers can be loaded by the same number of ranks only
+    lacked: int = 0  # how often its workers had found that the state lacks absent hosts, when it wished to join last
 
 
 class PatientJoin:
@@ -77,7 +73,8 @@ class PatientJoin:
         self._seen: tuple[int, bool] | None = None  # round, and whether it was complete
         self._since = 0.0
         self._said = self._said_alone = False
-        self._yields, host.lacked = host.lacks() > host.lacked, host.lacks()  # to hosts that may have the state
+        lacks = host.notes.count(LACKS)
+        self._yields, host.lacked = lacks > host.lacked, lacks  # to hosts that may have the state
 
     def __call__(self, ctx: Any, deadline: float) -> Any:
         if self._yields and ctx.node not in ctx.state.participants:
@@ -132,7 +129,7 @@ class PatientJoin:
         if action == _Action.FINISH:
             self._host.has_taken_part |= self._host.name in members_of(state)
             self._host.world = world_of(state)
-            self._host.learn(getattr(state, _KEPT, {}))
+            self._host.notes.learn(getattr(state, _KEPT, {}))
         is_new = action == _Action.ADD_TO_PARTICIPANTS and state.round > 0 and (self._yields or not self._host.has_taken_part)
         if not (is_new or action == _Action.REMOVE_FROM_REDUNDANCY_LIST) or self._is_its_turn(ctx):
             return action
@@ -185,7 +182,7 @@ def take_part(state: Any, node: Any, host: LaunchingHost) -> bool:
         return False
     before = getattr(state, _KEPT, {}), members_of(state)
     kept = _kept(state, host)
-    members = before[1] | ({host.name} if host.keeps() or not kept else set())
+    members = before[1] | ({host.name} if host.notes.keeps() or not kept else set())
     host.has_taken_part |= host.name in members
     setattr(state, _KEPT, kept)
     setattr(state, _MEMBERS, members)
@@ -194,8 +191,8 @@ def take_part(state: Any, node: Any, host: LaunchingHost) -> bool:
 
 def _kept(state: Any, host: LaunchingHost) -> dict[str, str]:
     """Stream -> hosts with what was committed last: by this host's words in the present world, else the state, else its older words."""
-    newer = host.said() if host.world == world_of(state) else {}
-    return {**host.kept(), **getattr(state, _KEPT, {}), **newer}
+    newer = host.notes.said() if host.world == world_of(state) else {}
+    return {**host.notes.kept(), **getattr(state, _KEPT, {}), **newer}
 
 
 def has_left(state: Any, name: str) -> bool:
@@ -230,16 +227,17 @@ def nodes_waiting(original: Callable[[Any], int], host: LaunchingHost, handler: 
     if is_left_out(handler._state_holder.state, handler._this_node, host.world):
         logger.warning("the job goes on without this host, which was cut off: it stops its workers, and waits as a spare")
         return 1
+    is_fixed = host.notes.have(FIXED)
     with handler._heartbeat_lock:
         holder = handler._state_holder
         state, is_news = holder.state, take_part(holder.state, handler._this_node, host)
-        if host.is_fixed() and state.complete and handler._this_node in state.participants and not hasattr(state, _HOSTS):
+        if is_fixed and state.complete and handler._this_node in state.participants and not hasattr(state, _HOSTS):
             setattr(state, _HOSTS, len(state.participants))
             is_news = True
         if is_news:
             holder.mark_dirty()
             holder.sync()
-    if not host.is_fixed():
+    if not is_fixed:
         return waiting
     return 0 if len(state.participants) >= getattr(state, _HOSTS, 1) else waiting  # else one of its hosts has been lost
 
@@ -284,8 +282,8 @@ def pause(hosts: int) -> float:
 
 
 @contextmanager
-def better_rendezvous(hosts: int, **facts: Any) -> Iterator[None]:
-    """Inside, torch's launcher joins a job of ``hosts`` hosts in the way described above; ``facts`` are attributes of `LaunchingHost`.
+def better_rendezvous(hosts: int, notes: Notes) -> Iterator[None]:
+    """Inside, torch's launcher joins a job of ``hosts`` hosts in the way described above; ``notes`` are those of this host's workers.
 
     Torch has no settings for that, so its classes and its functions are replaced.
     """
@@ -293,7 +291,7 @@ def better_rendezvous(hosts: int, **facts: Any) -> Iterator[None]:
     join, delay, state = theirs._RendezvousJoinOp, theirs._delay, theirs._BackendRendezvousStateHolder
     handler = torch_rendezvous.DynamicRendezvousHandler
     waiting, interval = handler.num_nodes_waiting, pause(hosts)
-    this = LaunchingHost(interval + _GRACE, **facts)
+    this = LaunchingHost(interval + _GRACE, notes)
     changes = {
         "_RendezvousJoinOp": lambda: PatientJoin(join(), this),
         "_delay": lambda seconds: delay(interval if seconds == 1 else seconds),

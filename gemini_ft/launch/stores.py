@@ -11,8 +11,6 @@ endpoints. A launcher that does not find the others where it is looks for that o
 A network that falls apart leaves a store on each side. A host that has never taken part in the job carries no rendezvous to another
 store. At the first start nobody has taken part, and every store is asked before one is used. Where hosts that took part are on both
 sides, both may go on; as soon as they can see each other, one of them ends.
-
-It is long because a store that is lost is met in each call of one interface, torch's.
 """
 
 from __future__ import annotations
@@ -41,9 +39,11 @@ from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 from gemini_ft.hosts import lasting_name
 from gemini_ft.launch.replaced import replaced
 from gemini_ft.launch.spares import has_left, members_of, world_of
+from gemini_ft.ordered import on_thread
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+S = TypeVar("S", bound="tuple[Any, ...] | None")
 
 _GENERATION = "gemini.generation."  # and the rendezvous' id: key of a store's generation
 _REACH_SECONDS = 2.0  # for a connection to a store
@@ -141,21 +141,17 @@ class Standby:
     def get_state(self) -> tuple[bytes, Any] | None:
         """The state and a token for it; None: there is none."""
         if len(self.endpoints) > 1 and time.monotonic() - self._looked_at > LOOK_SECONDS:
-            if self._is_lonely:
-                self._look()
+            if self._last is None or not pickle.loads(self._last).complete:
+                self._look()  # the hosts have not met: perhaps they are elsewhere
             elif not self._beside.is_alive():
                 self._looked_at = time.monotonic()
                 self._beside = threading.Thread(target=self.look_beside, name="gemini-stores", daemon=True)
                 self._beside.start()
-        found: tuple[bytes, Any] | None = self._ask(lambda backend: backend.get_state())
-        self._last = found[0] if found is not None else self._last
-        return found
+        return self._ask(lambda backend: backend.get_state())
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         """Writes the state if it is still that of the token; returns what is there now, and whether it is ours."""
-        found: tuple[bytes, Any, bool] | None = self._ask(lambda backend: backend.set_state(state, token))
-        self._last = found[0] if found is not None else self._last
-        return found
+        return self._ask(lambda backend: backend.set_state(state, token))
 
     def sign_off(self) -> None:
         """Says that this host is at work no longer, unless the store is out of reach: without it others may begin."""
@@ -180,23 +176,19 @@ class Standby:
         return time.monotonic() - self._answered_at > self.patience
 
     @property
-    def _is_lonely(self) -> bool:
-        """Whether the hosts have not met: perhaps they are elsewhere."""
-        return self._last is None or not pickle.loads(self._last).complete
-
-    @property
     def _has_taken_part(self) -> bool:
         """Whether this host is of the job, as far as it is known which are."""
         members = members_of(pickle.loads(self._last)) if self._last is not None else frozenset()
         return not members or lasting_name() in members
 
-    def _ask(self, question: Callable[[C10dRendezvousBackend], T]) -> T:
+    def _ask(self, question: Callable[[C10dRendezvousBackend], S]) -> S:
         try:
             answer = _within(ANSWER_SECONDS, lambda: question(self._backend))
         except RendezvousConnectionError:
             self._take_over()
             answer = _within(ANSWER_SECONDS, lambda: question(self._backend))
         self._answered_at = time.monotonic()
+        self._last = answer[0] if answer is not None else self._last
         return answer
 
     def _take_over(self) -> None:
@@ -286,7 +278,7 @@ class Standby:
         """The stores that can be reached, the best one first. One found later counts in the next look, which does not ask it anew."""
         for number in range(len(self.endpoints)):
             if number not in probes:
-                probes[number] = time.monotonic(), _begun(partial(self._probe, number))
+                probes[number] = time.monotonic(), on_thread(partial(self._probe, number), _THREAD)
         for begun, probe in probes.values():
             wait([probe], max(0.0, begun + seconds - time.monotonic()))
         ended = [probes.pop(number)[1] for number, (_, probe) in list(probes.items()) if probe.done()]
@@ -317,27 +309,13 @@ def _progress(state: bytes) -> tuple[bool, int, bool]:
     return found.closed, found.round, found.complete
 
 
-def _begun(call: Callable[[], T]) -> Future[T]:
-    """Begins a call on a thread of its own, which can be given up: torch cannot be interrupted."""
-    outcome = Future[T]()
-
-    def work() -> None:
-        try:
-            outcome.set_result(call())
-        except Exception as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=work, name=_THREAD, daemon=True).start()
-    return outcome
-
-
 def _within(seconds: float, call: Callable[[], T]) -> T:
     """The call's result.
 
     Raises:
         RendezvousConnectionError: it has failed, or takes longer; its thread is given up.
     """
-    outcome = _begun(call)
+    outcome = on_thread(call, _THREAD)
     cause = outcome.exception() if wait([outcome], seconds).done else TimeoutError(f"no answer within {seconds:g} s")
     if cause is not None:
         raise RendezvousConnectionError(f"the connection to the store of the rendezvous has failed: {cause}") from cause

@@ -117,6 +117,15 @@ def is_key(name: str) -> bool:
     return _KEY.fullmatch(name) is not None
 
 
+def exists(storage: Storage, key: str) -> bool:
+    """Whether there is an object; it is read, as a listing may leave it out. Raises `StorageError` where the storage failed."""
+    try:
+        storage.get(key)
+    except ObjectGoneError:
+        return False
+    return True
+
+
 def check_key(key: str) -> str:
     """Returns ``key``, or raises `StorageError` because it could lead out of the prefix or not be a name everywhere."""
     if not is_key(key):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import TypeVar
 
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, FormatError, ObjectGoneError, StorageError, StorageUnclearError, SupersededError
+from gemini_ft.ordered import on_thread
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import (
     MANIFEST,
@@ -229,15 +229,7 @@ def within(seconds: float, what: str, work: Callable[[], _T]) -> _T:
     Raises:
         StorageError: it did not come to an end in time. Else whatever ``work`` raises.
     """
-    outcome = Future[_T]()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="gemini-storage", daemon=True).start()
+    outcome = on_thread(work, "gemini-storage")
     if not wait([outcome], seconds).done:
         raise StorageError(f"{what}: storage did not answer within {seconds:g} s; does it hang?")
     return outcome.result()

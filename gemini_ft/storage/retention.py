@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, GeminiError, ObjectGoneError, StorageError
-from gemini_ft.storage.base import Storage
+from gemini_ft.storage.base import Storage, exists
 from gemini_ft.storage.checkpoints import MANIFEST, Manifest, checkpoint_folder, files_of, read_manifest
 from gemini_ft.storage.decisions import Sighting, fenced, left_torn, superseded_by
 from gemini_ft.storage.lookout import Lookout
@@ -67,7 +67,7 @@ class Retention:
         self._storage: Storage | None = None
 
     def stored(self, newest: Manifest) -> Sighting:
-        """Takes note of a checkpoint that this process has stored and read back."""
+        """Records a checkpoint that this process has stored and read back."""
         self._sound.add(newest.folder)
         self._known[newest.folder] = Sighting(newest.folder, newest.version, "whole", newest.descent, newest.created)
         return self._known[newest.folder]
@@ -103,7 +103,7 @@ class Retention:
         """Lists everything that is there.
 
         Raises:
-            StorageError: that cannot be told now, or a listing is not true: what is old could stay, unseen, for ever.
+            StorageError: that cannot be told now, or a listing is incomplete: old checkpoints could stay, unseen, for ever.
         """
         look = Lookout(lambda: storage, self._run, self._stream).look(self._damaged)
         if look.trouble:
@@ -111,7 +111,7 @@ class Retention:
         seen = {one.folder: one for one in look.sightings}
         left_out = [look.left_out] if look.left_out else []
         for folder in self._known.keys() - seen.keys():
-            if _has_manifest(storage, folder):
+            if exists(storage, f"{folder}/{MANIFEST}"):
                 left_out.append(folder)
             else:
                 del self._known[folder]
@@ -158,7 +158,7 @@ class Retention:
 
     def _delete(self, storage: Storage, one: Sighting) -> None:
         """Deletes a checkpoint, whose manifest is asked for by name: a listing may have left it out."""
-        if one.condition == "torn" and _has_manifest(storage, one.folder):
+        if one.condition == "torn" and exists(storage, f"{one.folder}/{MANIFEST}"):
             return
         for key in files_of(storage, one.folder):
             storage.delete(key)
@@ -208,13 +208,5 @@ def _is_sound(storage: Storage, folder: str) -> bool:
     try:
         read_back(storage, read_manifest(storage, folder))
     except (CorruptDataError, ObjectGoneError):
-        return False
-    return True
-
-
-def _has_manifest(storage: Storage, folder: str) -> bool:
-    try:
-        storage.get(f"{folder}/{MANIFEST}")
-    except ObjectGoneError:
         return False
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import weakref
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_ren
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout, _Action, _NodeDesc, _RendezvousState
 
 from gemini_ft.launch import spares
-from gemini_ft.launch.notes import Notes, hosts_of_commits, say_committed
+from gemini_ft.launch.notes import Notes, hosts_of_commits, notes_of_workers, say_committed
 from gemini_ft.launch.spares import LaunchingHost, PatientJoin, better_rendezvous, pause
 from gemini_ft.testing import EmulatedHosts
 
@@ -33,7 +34,9 @@ class Scene:
         self.state.participants = dict(zip(HOSTS, range(3), strict=True))
         self.state.redundancy_list = {SPARE}
         self.heard: timedelta = timedelta(0)  # since the last sign of life
-        self.host = LaunchingHost(patience=1.5)
+        notes = Notes()
+        weakref.finalize(self, notes.close)
+        self.host = LaunchingHost(1.5, notes)
         self.join = PatientJoin(torch_rendezvous._RendezvousJoinOp(), self.host, lambda: self.now)
 
     def action(self, node: _NodeDesc = SPARE) -> _Action:
@@ -45,7 +48,7 @@ class Scene:
 
     def heeds(self, workers: Notes) -> None:
         """The host's launcher knows what its workers say."""
-        self.host.keeps, self.host.kept, self.host.said, self.host.learn = workers.keeps, workers.kept, workers.said, workers.learn
+        self.host.notes = workers
 
     def open_round(self, *participants: _NodeDesc) -> None:
         self.state.participants = dict.fromkeys(participants, 0)
@@ -288,14 +291,14 @@ def test_torch_names_its_looks_without_the_whole_stack(monkeypatch: pytest.Monke
     def look() -> str:
         return record()
 
-    with better_rendezvous(3):
+    with notes_of_workers() as notes, better_rendezvous(3, notes):
         assert look() == "look"
 
 
 def test_torch_waits_and_remembers_for_less_than_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[object] = []
     monkeypatch.setattr(torch_rendezvous, "_delay", slept.append)
-    with better_rendezvous(3):
+    with notes_of_workers() as notes, better_rendezvous(3, notes):
         torch_rendezvous._delay(seconds=1)
         torch_rendezvous._delay(seconds=(0, 0.3))
         holder = torch_rendezvous._BackendRendezvousStateHolder(SimpleNamespace(name="none"), SimpleNamespace())
@@ -313,7 +316,7 @@ def test_a_host_with_another_clock_lives_as_long_as_it_gives_signs_of_life(hours
     interval = timedelta(seconds=1)
     settings = SimpleNamespace(run_id="r", keep_alive_interval=interval, keep_alive_max_attempt=3, min_nodes=2)
     backend = SimpleNamespace(name="none", get_state=lambda: (pickle.dumps(state), None))
-    with better_rendezvous(3):
+    with notes_of_workers() as notes, better_rendezvous(3, notes):
         holder = torch_rendezvous._BackendRendezvousStateHolder(backend, settings)
         holder._cache_duration = 0
         begin = datetime.now(UTC) + timedelta(hours=hours)
@@ -342,7 +345,7 @@ def test_a_host_that_leaves_its_place_to_come_back_lives_until_its_sign_of_life_
 
     settings = SimpleNamespace(run_id="r", keep_alive_interval=timedelta(seconds=1), keep_alive_max_attempt=3, min_nodes=2)
     backend = SimpleNamespace(name="none", get_state=lambda: (stored[0], None), set_state=write)
-    with better_rendezvous(3):
+    with notes_of_workers() as notes, better_rendezvous(3, notes):
         holder = torch_rendezvous._BackendRendezvousStateHolder(backend, settings)
         holder._cache_duration = 0
         executor = torch_rendezvous._DistributedRendezvousOpExecutor(HOSTS[0], holder, settings)
@@ -356,7 +359,7 @@ def test_a_host_that_leaves_its_place_to_come_back_lives_until_its_sign_of_life_
 
 def test_torch_is_left_as_it_was() -> None:
     before = [getattr(torch_rendezvous, name) for name in NAMES]
-    with better_rendezvous(3):
+    with notes_of_workers() as notes, better_rendezvous(3, notes):
         assert isinstance(torch_rendezvous._RendezvousJoinOp(), PatientJoin)
     assert [getattr(torch_rendezvous, name) for name in NAMES] == before
 

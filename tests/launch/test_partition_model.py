@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from gemini_ft.launch import spares, stores
+from gemini_ft.launch.notes import Notes
 
 TICK = 0.5  # seconds between two steps of a launcher
 FORGETTING = 2000  # from this order on, a host may lose its memory once
@@ -129,8 +130,35 @@ class Launcher:
     memory: dict[int, int] = field(default_factory=dict)  # owner -> committed iteration
 
 
+class Words(Notes):
+    """The notes of a launcher's workers, without a file."""
+
+    launcher: Launcher
+
+    def __init__(self) -> None:
+        pass
+
+    def have(self, word: str) -> bool:
+        return False
+
+    def count(self, word: str) -> int:
+        return self.launcher.lacks
+
+    def keeps(self) -> bool:
+        return self.launcher.keeps
+
+    def kept(self) -> dict[str, str]:
+        return {"stream": self.launcher.last} if self.launcher.last else {}
+
+    def said(self) -> dict[str, str]:
+        return self.kept() if self.launcher.has_said else {}
+
+    def learn(self, kept: Mapping[str, str]) -> None:
+        self.launcher.last, self.launcher.has_said = kept.get("stream", self.launcher.last), False
+
+
 class Job:
-    """A job of ``size`` hosts, of each of whose shards there are two copies, without storage."""
+    """A job of ``size hosts, of each of whose shards there are two copies, without storage."""
 
     def __init__(self, dice: random.Random) -> None:
         self.dice, self.size = dice, dice.choice([2, 2, 3])
@@ -145,17 +173,10 @@ class Job:
         self.places = [*names, *(f"store{number}" for number in range(len(self.network.stores)))]
 
     def _launcher(self, name: str) -> Launcher:
-        host = spares.LaunchingHost(spares.pause(self.size) + 1.0, name=name)
-        one = Launcher(name, _NodeDesc(name, self.starts, 0), host)
+        words = Words()
+        words.launcher = Launcher(name, _NodeDesc(name, self.starts, 0), spares.LaunchingHost(spares.pause(self.size) + 1.0, words, name))
         self.starts += 1
-        host.lacks, host.keeps, host.kept = lambda: one.lacks, lambda: one.keeps, lambda: {"stream": one.last} if one.last else {}
-        host.said = lambda: host.kept() if one.has_said else {}
-
-        def learn(kept: Mapping[str, str]) -> None:
-            one.last, one.has_said = kept.get("stream", one.last), False
-
-        host.learn = learn
-        return one
+        return words.launcher
 
     # -- one step of one launcher
 

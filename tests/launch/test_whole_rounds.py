@@ -19,6 +19,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 
 from gemini_ft.launch.launched import LAUNCH
+from gemini_ft.launch.notes import notes_of_workers
 from gemini_ft.launch.spares import better_rendezvous
 from gemini_ft.launch.whole_rounds import whole_rounds
 
@@ -32,7 +33,7 @@ def _launch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[HashStore]:
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    with better_rendezvous(2), whole_rounds():
+    with notes_of_workers() as notes, better_rendezvous(2, notes), whole_rounds():
         yield HashStore()
 
 
