@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from deepspeed_case import (
     check,
     destroyed_in_finally,
     hang,
-    history,
     refusals,
     train,
     train_average,
@@ -26,6 +26,7 @@ from deepspeed_case import (
     train_resized,
     with_gradients,
 )
+from plain_case import side_by_side
 from rank_kit import World
 
 from gemini_ft.errors import LayoutMismatchError
@@ -44,7 +45,7 @@ def test_every_stage(tmp_path: Path, stage: int, bf16: bool) -> None:
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=LONG), pytest.param(1, marks=LONG), pytest.param(2, marks=LONG), 3])
 def test_four_ranks(tmp_path: Path, stage: int) -> None:
-    check(tmp_path, Case(stage, bf16=stage % 2 == 1, steps=6), world=4, faults="step=3:rank=2:sigkill:moment=before_update", restarts=1)
+    check(tmp_path, Case(stage, bf16=stage % 2 == 1, steps=6), world=4, faults="step=3:rank=2:sigkill:moment=before_update")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_adam_in_c_plus_plus(tmp_path: Path, stage: int) -> None:
 def test_what_a_loop_writes_after_the_step_is_kept(tmp_path: Path) -> None:
     """The first such step is seen to; from the next on, nothing is lost."""
     faults = "step=3:rank=0:sigkill; step=6:rank=0:sigkill:moment=in_copy"
-    results = check(tmp_path, Case(0), 1, faults, 2, train_average)
+    results = check(tmp_path, Case(0), 1, faults, train_average)
     assert results[0]["start"] >= 5
 
 
@@ -81,13 +82,9 @@ def test_what_a_loop_writes_after_the_step_is_kept(tmp_path: Path) -> None:
 def test_data_go_on_with_the_next_batch(tmp_path: Path, job: Callable[[Case, str], Any]) -> None:
     """A killed job has the losses and weights of one without protection: with DeepSpeed's own loader, and with one of the script's."""
     case = Case(1, accumulate=2, schedule=False, steps=8)
-    with World(tmp_path / "plain", 2) as others, World(tmp_path / "gemini", 2) as ranks:
-        unprotected = others.start(job, Case(**{**vars(case), "config": {"gemini": None}}), str(tmp_path / "unprotected"))
-        protected = ranks.finish(job, case, str(tmp_path / "protected"), GEMINI_FAULTS="step=4:rank=0:sigkill:moment=before_update")
-        assert ranks.restarts == 1
-        assert protected == unprotected.results()
-    for rank in range(2):
-        assert history(tmp_path / "protected", rank) == history(tmp_path / "unprotected", rank)
+    unprotected = partial(job, Case(**{**vars(case), "config": {"gemini": None}}))
+    results, expected = side_by_side(tmp_path, partial(job, case), "step=4:rank=0:sigkill:moment=before_update", calm=unprotected)
+    assert results == expected
 
 
 def test_pipeline(tmp_path: Path) -> None:
@@ -100,14 +97,14 @@ class TestWhereFrom:
     @pytest.mark.parametrize("stage", [pytest.param(0, marks=LONG), pytest.param(1, marks=LONG), 2, 3])
     def test_a_peer(self, tmp_path: Path, stage: int) -> None:
         """A host is lost with its agent: its rank's state is at the other host alone."""
-        results = check(tmp_path, Case(stage, bf16=True, steps=7), faults="step=4:host=1:kill", restarts=1)
+        results = check(tmp_path, Case(stage, bf16=True, steps=7), faults="step=4:host=1:kill")
         assert "peer host0" in results[1]["restored"]
 
     @pytest.mark.parametrize("stage", [pytest.param(0, marks=LONG), 1, pytest.param(2, marks=LONG), 3])
     def test_storage(self, tmp_path: Path, stage: int) -> None:
         store = {"url": f"file://{tmp_path / 'store'}", "every_steps": 2}
         case = Case(stage, steps=7, pause=0.2, options={"storage": store, "replicas": 1})
-        results = check(tmp_path, case, faults="step=6:group=0:kill", restarts=1)
+        results = check(tmp_path, case, faults="step=6:group=0:kill")
         assert results[0]["start"] in (2, 4)
         assert "storage" in results[0]["restored"]
 
@@ -155,7 +152,7 @@ def test_nothing_is_left_to_a_dead_agent(tmp_path: Path) -> None:
 
 def test_a_hang_becomes_a_restart(tmp_path: Path) -> None:
     case = Case(2, steps=8, options={"hang_timeout": 3.0})
-    results = check(tmp_path, case, faults="step=5:rank=1:sigstop", restarts=1, job=hang)
+    results = check(tmp_path, case, faults="step=5:rank=1:sigstop", job=hang)
     assert results[0]["timeout"] == 3.0
 
 

@@ -20,7 +20,7 @@ import gradient_case
 import plain_case
 from agent_kit import end_agent
 from lagging_device import on_device
-from plain_case import history
+from plain_case import history, side_by_side
 from rank_kit import World
 
 KILLED = "step=5:rank=0:sigkill; step=9:rank=1:sigkill:moment=in_copy; step=12:rank=0:sigkill:moment=before_update"
@@ -29,15 +29,9 @@ WAIT = {"on_late": "wait"}
 
 def check(folder: Path, train: Callable[[str], Any], *, lag: float, faults: str) -> None:
     """Compares every bit of a job on the device, whose copies lag so many seconds behind, with those of one on the CPU."""
-    with World(folder, 2) as others, World(folder, 2) as ranks:
-        undisturbed = others.start(train, str(folder / "undisturbed"))
-        results = ranks.finish(on_device, lag, train, str(folder / "disturbed"), GEMINI_FAULTS=faults)
-        assert ranks.restarts == len(faults.split(";"))
-        expected = undisturbed.results()
-    for rank in range(2):
-        assert history(folder / "disturbed", rank) == history(folder / "undisturbed", rank)
-        assert results[rank].get("state") == expected[rank].get("state")
-        assert results[rank]["start"] > 0
+    results, expected = side_by_side(folder, partial(on_device, lag, train), faults, calm=train)
+    assert [said.get("state") for said in results] == [said.get("state") for said in expected]
+    assert min(said["start"] for said in results) > 0
 
 
 @pytest.mark.parametrize(

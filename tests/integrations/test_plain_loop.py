@@ -6,13 +6,14 @@ import json
 import logging
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from agent_kit import end_agent
-from plain_case import Case, history, train
+from plain_case import Case, side_by_side, train
 from rank_kit import World
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,20 +25,10 @@ from gemini_ft.recovery import readers
 from gemini_ft.testing import digest
 
 
-def undisturbed(folder: Path, case: Case, world: int) -> list[Any]:
-    with World(folder, world) as ranks:
-        return ranks.outcome(train, case, str(folder / "undisturbed"))
-
-
-def check(folder: Path, case: Case, world: int, faults: str, restarts: int) -> list[Any]:
+def check(folder: Path, case: Case, faults: str) -> list[Any]:
     """Run a case with faults and without, compare every bit, and return what the ranks of the last attempt said."""
-    expected = undisturbed(folder, case, world)
-    with World(folder, world) as ranks:
-        results = ranks.finish(train, case, str(folder / "disturbed"), GEMINI_FAULTS=faults)
-        assert ranks.restarts == restarts
-    for rank in range(world):
-        assert history(folder / "disturbed", rank) == history(folder / "undisturbed", rank)
-        assert results[rank]["state"] == expected[rank]["state"]
+    results, expected = side_by_side(folder, partial(train, case), faults)
+    assert [said["state"] for said in results] == [said["state"] for said in expected]
     return results
 
 
@@ -48,7 +39,7 @@ WAIT_FOR_COMMIT = {"on_late": "wait"}  # a loop this fast would otherwise leave 
 class TestSameBits:
     def test_five_kills_in_one_run(self, tmp_path: Path) -> None:
         faults = f"{KILLED}; step=2:rank=1:sigkill; step=15:rank=1:exit"
-        results = check(tmp_path, Case(options=WAIT_FOR_COMMIT), 2, faults, 5)
+        results = check(tmp_path, Case(options=WAIT_FOR_COMMIT), faults)
         assert results[0]["start"] >= 13  # the snapshot of 14 had a slot, so that of 13 was committed
         assert set(results[0]["restored"]) == {"own memory"}  # where the replica of the other shard is too
 
@@ -65,7 +56,7 @@ class TestSameBits:
         ids=["accumulation", "interval in an accumulation", "overflows", "two optimizers", "interval", "verify, small chunks"],
     )
     def test_whatever_a_step_is(self, tmp_path: Path, case: Case) -> None:
-        check(tmp_path, case, 2, KILLED, 3)
+        check(tmp_path, case, KILLED)
 
 
 def train_unevenly(steps: int) -> tuple[float, list[str]]:

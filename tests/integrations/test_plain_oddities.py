@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from oddities_case import stranger, train, unfreezing
-from plain_case import history
+from plain_case import side_by_side
 from rank_kit import World
 
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.events import read_events
 
 
-def check(folder: Path, what: str, world: int, faults: str, **options: Any) -> list[Any]:
-    with World(folder, world) as others, World(folder, world, GEMINI_EVENTS=str(folder / "events")) as ranks:
-        undisturbed = others.start(train, what, str(folder / "undisturbed"), options)
-        results = ranks.finish(train, what, str(folder / "disturbed"), options, GEMINI_FAULTS=faults)
-        expected = undisturbed.results()
-    for rank in range(world):
-        assert history(folder / "disturbed", rank) == history(folder / "undisturbed", rank)
-        assert results[rank]["state"] == expected[rank]["state"]
-        assert results[rank]["frozen"] == expected[rank]["frozen"]
+def check(folder: Path, what: str, world: int, faults: str) -> list[Any]:
+    results, expected = side_by_side(folder, partial(train, what, options={}), faults, world, GEMINI_EVENTS=str(folder / "events"))
+    assert [(said["state"], said["frozen"]) for said in results] == [(said["state"], said["frozen"]) for said in expected]
     return results
 
 

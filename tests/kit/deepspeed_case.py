@@ -7,13 +7,13 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from plain_case import history
-from rank_kit import World
+from plain_case import side_by_side
 from torch import nn
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -448,18 +448,9 @@ def destroyed_in_finally(case: Case, out: str, fail: bool) -> int:
 KILLED = "step=3:rank=0:sigkill; step=6:rank=1:sigkill:moment=in_copy"
 
 
-def check(
-    folder: Path, case: Case, world: int = 2, faults: str = KILLED, restarts: int = 2, job: Callable[[Case, str], Any] = train
-) -> list[Any]:
+def check(folder: Path, case: Case, world: int = 2, faults: str = KILLED, job: Callable[[Case, str], Any] = train) -> list[Any]:
     """Run a case with faults and without, at once; compare every bit, and return what the ranks of the last attempt said."""
-    with World(folder, world) as others, World(folder, world) as ranks:
-        undisturbed = others.start(job, case, str(folder / "undisturbed"))
-        results = ranks.finish(job, case, str(folder / "disturbed"), GEMINI_FAULTS=faults)
-        assert ranks.restarts == restarts
-        expected = undisturbed.results()
-        assert not any(isinstance(said, Exception) for said in expected), expected
-    for rank in range(world):
-        assert history(folder / "disturbed", rank) == history(folder / "undisturbed", rank)
-        assert results[rank]["state"] == expected[rank]["state"]
+    results, expected = side_by_side(folder, partial(job, case), faults, world)
+    assert [said["state"] for said in results] == [said["state"] for said in expected]
     assert results[0]["start"] > 0
     return results

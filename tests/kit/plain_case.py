@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_kit import World
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -104,3 +105,30 @@ def history(out: Path, rank: int) -> dict[int, str]:
         iteration, _, rest = line.partition(" ")
         assert found.setdefault(int(iteration), rest) == rest, f"iteration {iteration} was {found[int(iteration)]}, then {rest}"
     return found
+
+
+def side_by_side(
+    folder: Path, job: Callable[[str], Any], faults: str, world: int = 2, *, calm: Callable[[str], Any] | None = None, **environ: str
+) -> tuple[list[Any], list[Any]]:
+    """Runs a job with faults until it ends, and at the same time without; what its ranks wrote of each iteration must be the same.
+
+    Args:
+        folder: for both.
+        job: called with the path at which each rank writes what `history` reads.
+        faults: of which each restarts all ranks once.
+        world: ranks.
+        calm: the job to compare with; default: the same one.
+        **environ: of the disturbed ranks.
+
+    Returns:
+        What the ranks of the last attempt have returned, and those of the undisturbed one.
+    """
+    with World(folder, world) as others, World(folder, world, **environ) as ranks:
+        undisturbed = others.start(calm or job, str(folder / "undisturbed"))
+        results = ranks.finish(job, str(folder / "disturbed"), GEMINI_FAULTS=faults)
+        assert ranks.restarts == len(faults.split(";"))
+        expected = undisturbed.results()
+    assert not any(isinstance(said, Exception) for said in expected), expected
+    for rank in range(world):
+        assert history(folder / "disturbed", rank) == history(folder / "undisturbed", rank)
+    return results, expected
