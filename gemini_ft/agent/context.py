@@ -151,7 +151,7 @@ class StreamContext:
         self.tell_workers(Notice(text=text))
 
     def led(self, epoch: int, leader: str) -> None:
-        """Takes note that another host leads the commits of this stream."""
+        """Records that another host leads the commits of this stream."""
         self.counters["leader_changes"] += 1
         self.log(f"host {leader!r} leads the commits, in epoch {epoch}")
         if leader == self.host.name:
@@ -164,6 +164,6 @@ class StreamContext:
                 events.close()
 
     def note_damage(self, owner: int, version: Version) -> None:
-        """Takes note of a copy here that had to be discarded."""
+        """Records a copy here that had to be discarded."""
         self.counters["damaged"] += 1
         self.notify(f"host {self.host.name}'s copy of rank {owner}'s shard of {version} is not the one that its owner made: discarded")

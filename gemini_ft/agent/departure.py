@@ -111,17 +111,17 @@ class Departure:
         self.follows = True
 
     def finish(self, worker: WorkerConnection) -> None:
-        """Takes note that a worker has finished; its script may fail yet, unless the word of its end overtook this one."""
+        """Records that a worker has finished; its script may fail yet, unless the word of its end overtook this one."""
         if worker.pid not in self._ended:
             self._finished.add(worker)
 
     def ended(self, pid: int) -> None:
-        """Takes note of a process that ends well."""
+        """Records a process that ends well."""
         self._finished = {worker for worker in self._finished if worker.pid != pid}
         self._ended.add(pid)
 
     def interrupt(self, worker: WorkerConnection) -> None:
-        """Takes note of a worker that the user has interrupted."""
+        """Records a worker that the user has interrupted."""
         self._interrupted.add(worker)
 
     @property

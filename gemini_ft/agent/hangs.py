@@ -37,7 +37,7 @@ class HangDetector:
         self.last, self._stepping, self._steps = now, True, _FIRST_STEPS
 
     def heard(self, now: float) -> None:
-        """Takes note of a sign of life."""
+        """Records a sign of life."""
         if not self._stepping:
             self.last = now
 
@@ -88,7 +88,7 @@ class HangWatch:
         self._detectors[worker] = HangDetector(start_limit=start_timeout, last=time.monotonic())
 
     def open(self, worker: WorkerConnection, hang_timeout: float | None, readopt: bool) -> None:
-        """Takes note of a worker's session; ``readopt``: it has gone on under another agent until now."""
+        """Records a worker's session; ``readopt``: it has gone on under another agent until now."""
         detector = self._detectors.setdefault(worker, HangDetector())
         detector.limit = hang_timeout
         if readopt:

@@ -36,7 +36,7 @@ class Hashing:
 
     Args:
         memory: the slot.
-        version: what is laid down there.
+        version: the version that the device writes there.
         on_chunk: called with number, offset, bytes and checksum of each chunk, on the event loop, in any order.
     """
 
@@ -173,7 +173,7 @@ class OwnShards:
             worker.send(StopAfterStep())
 
     def _chunk(self, owner: int, chunk: Chunk) -> None:
-        """Takes note of a chunk that the worker has copied: it may travel."""
+        """Records a chunk that the worker has copied, so that it may be sent to peers."""
         memory = self._context.slot_store.writing(owner, self._context.version(chunk.iteration))
         if memory is not None:
             if not memory.admits(chunk.index, chunk.offset, chunk.nbytes):
@@ -217,7 +217,7 @@ class OwnShards:
             self._context.perform(self._context.host.give_up(owner, version, "its host's agent failed at it; see the agent's log"))
 
     def _copied(self, owner: int, version: Version, message: Copied) -> None:
-        """Takes note that a worker has copied everything; a copy that is not what left the worker is given up."""
+        """Records that a worker has copied everything; gives the copy up if its bytes are not those that left the worker."""
         context = self._context
         memory = context.slot_store.writing(owner, version)
         if memory is None:

@@ -65,7 +65,7 @@ class Outage:
     _told: set[str] = field(default_factory=set, init=False)  # reasons of which the user has heard
 
     def again(self, error: str) -> bool:
-        """Takes note of an error; returns whether the user should hear of it.
+        """Records an error; returns whether to report it to the user.
 
         One reason may hide behind another, but numbers and ids make none.
         """

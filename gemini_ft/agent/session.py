@@ -100,7 +100,7 @@ class AgentSession:
 
     @property
     def reaches_leader(self) -> bool:
-        """Whether what is reported now goes out at once."""
+        """Whether reports made now are sent at once."""
         return self.failover.reaches_leader
 
     def committed_roots(self, version: Version) -> Mapping[int, str]:

@@ -49,7 +49,7 @@ class Storing:
         self._context.report(said)
 
     def over(self, version: Version, error: str, unclear: bool = False) -> None:
-        """Takes note that the upload has ended on all hosts; ``unclear``: its manifest may have been written all the same."""
+        """Records that the upload has ended on all hosts; ``unclear``: its manifest may have been written all the same."""
         told = self.uploader.over(version, error, unclear)
         if told or not error:
             self._context.log(f"upload of {version}: {error or 'complete'}")

@@ -204,12 +204,12 @@ class Stream:
                 self._own.on_message(worker, message)
 
     def on_finished(self, rank: int) -> None:
-        """Takes note that a rank has finished. Of what it has copied until then, the leader hears before that."""
+        """Records that a rank has finished. The leader is told of its last copies before it is told of the end."""
         self.finishing = not self.finished
         self._own.when_formed(rank, lambda: self.report(ReportFinished(rank=rank)))
 
     def finish_unclosed(self) -> None:
-        """Takes note that the processes of this host's ranks have ended well, also where the script has not closed its Checkpointer."""
+        """Records that the processes of this host's ranks have ended well, also where the script has not closed its Checkpointer."""
         if self.context.spec is None:  # how the job of an agent before this one ended is not known, and nobody will tell
             self.finishing = self.stores
         elif not self.finished:
@@ -246,12 +246,12 @@ class Stream:
         return True
 
     def reached(self, iteration: int) -> None:
-        """Takes note of how far a worker of the present incarnation has come."""
+        """Records how far a worker of the present incarnation has come."""
         if self._rebuilding is not None:
             self._rebuilding.reached(iteration)
 
     def worker_lost(self, worker: WorkerConnection) -> None:
-        """Takes note that a worker is proven dead; what it said before counts, also if checksums are still being formed."""
+        """Records that a worker is proven dead; what it said before counts, also if checksums are still being formed."""
         self._own.when_formed(worker.rank, partial(self._worker_lost, worker))
 
     def _worker_lost(self, worker: WorkerConnection) -> None:

@@ -91,7 +91,7 @@ class Streams:
         return self.by_name[name]
 
     def note(self, incarnation: Incarnation) -> None:
-        """Takes note of an incarnation that a worker opens."""
+        """Records an incarnation that a worker opens."""
         self.known = incarnation if self.known is None else max(self.known, incarnation)
 
     # -- before and after this agent

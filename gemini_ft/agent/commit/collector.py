@@ -69,7 +69,7 @@ class Collector:
     # -- the way to the leader
 
     def open(self, send: Callable[[PeerMessage], None], epoch: int = 0) -> None:
-        """Takes note that the leader of an epoch is reached, by a new connection; ``send``: to it."""
+        """Begins to pass reports on to the leader of an epoch by a new connection; ``send`` sends to it."""
         self._gathering.begin()
         self._send, self._epoch, self._silent, self._gone = send, epoch, [], set()
         for port in self._ports.values():
@@ -81,7 +81,7 @@ class Collector:
         return WayUp(is_open=self._send is not None, epoch=self._epoch)
 
     def shut(self) -> None:
-        """Takes note that the leader is lost."""
+        """Stops passing reports on, as the leader is lost."""
         if self._send is not None:
             self._send = None
             self._gathering.begin()
@@ -101,7 +101,7 @@ class Collector:
         return port
 
     def leave(self, port: CollectorPort) -> None:
-        """Takes note that a host's connection is closed."""
+        """Removes a host whose connection is closed."""
         if self._ports.get(port.host) is port:
             del self._ports[port.host]
             self._gone |= {port.host} & self._gathering.greeted.keys()
@@ -167,12 +167,12 @@ class Collector:
         return self._gathering.admitted
 
     def admit(self, host: str, attempt: int) -> None:
-        """Takes note that the leader has heard a host's greeting."""
+        """Records that the leader has heard a host's greeting."""
         if self._gathering.admit(host, attempt):
             self.pass_down([host], pack(Admitted(host=host, attempt=attempt)))
 
     def exclude(self, pairs: Iterable[Pair]) -> None:
-        """Takes note of all holders that do not count now."""
+        """Replaces the set of holders that are left out."""
         self._gathering.exclude(pairs)
 
     def pass_down(self, hosts: Iterable[str], frame: bytes) -> None:

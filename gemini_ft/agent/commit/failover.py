@@ -95,7 +95,7 @@ class Failover:
 
     @property
     def reaches_leader(self) -> bool:
-        """Whether what is reported now goes out at once."""
+        """Whether reports made now are sent at once."""
         return self.leader is not None or (self.member is not None and self.member.reaches_leader)
 
     # -- the other hosts
@@ -119,7 +119,7 @@ class Failover:
         return Refusal(connection, self.succession.epoch)
 
     def hear(self, epoch: int) -> None:
-        """Takes note of an epoch that is led: this host follows it, if it knows of no newer one."""
+        """Records an epoch that is led: this host follows it, if it knows of no newer one."""
         if self._is_closed or not self.succession.follow(epoch, time.monotonic()):
             return
         self.led()

@@ -405,7 +405,7 @@ class Audience:
     port: MemberPort
 
     def send(self, message: PeerMessage) -> None:
-        """Sends to these hosts. What is sent plainly is for all that are reached there."""
+        """Sends to these hosts; a message that is not relayed reaches every host behind the connection."""
         connection = self.port.connection
         connection.send(message if self.port.is_alone else Relayed.of(sorted(self.hosts), message))
 

@@ -58,7 +58,7 @@ class MemberLink:
     Args:
         ways: the collectors that may take the reports, the preferred one first; after them comes the leader.
         succession: says who leads.
-        bundles: gathers what is complete here, so that it is one message per step.
+        bundles: gathers the complete copies of this host into one message per step.
         party: the host for which it reports.
         collector: takes the reports of other hosts; None: none come here.
     """
@@ -100,7 +100,7 @@ class MemberLink:
 
     @property
     def reaches_leader(self) -> bool:
-        """Whether what is taken now goes to the leader at once."""
+        """Whether reports taken now are sent to the leader at once."""
         return self._is_open and (self._is_leader or self._admitted)
 
     def take(self, message: PeerMessage) -> None:
@@ -205,7 +205,7 @@ class MemberLink:
         self._flush()
 
     def on_lost(self, reason: str, way: _Way | None = None) -> None:
-        """Takes note that a connection is closed."""
+        """Records that a connection is closed."""
         if way in (None, self._way):
             self._leave(_End.BROKEN, reason)
 
@@ -250,7 +250,7 @@ class MemberLink:
         self._has_said = False  # in the log, that nothing is reached
 
     def _note_loss(self, end: _End) -> None:
-        """Takes note of how the leader was lost.
+        """Records how the leader was lost.
 
         What is silent may hang, and would take the next connection and be silent again. What says that it does not lead is another agent.
         """

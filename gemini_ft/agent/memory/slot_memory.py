@@ -224,7 +224,7 @@ class SlotMemory:
         self._write_header()
 
     def forget(self, index: int | None = None) -> None:
-        """Takes note that a chunk is about to be overwritten: it counts again when it is put. None: `keep` finds no chunk any more."""
+        """Records that a chunk is about to be overwritten: it counts again when it is put. None: `keep` finds no chunk any more."""
         if index is None:
             self._held.clear()
         else:
@@ -242,7 +242,7 @@ class SlotMemory:
         return of_tensors <= index < self.shape.max_chunks and offset == place and 0 < nbytes <= min(step, self.shape.capacity - place)
 
     def put_chunk(self, index: int, offset: int, nbytes: int, digest: int) -> None:
-        """Takes note of a chunk that has been laid down, and matches its digest."""
+        """Records a chunk that has been laid down, and matches its digest."""
         self.chunks[index] = (offset, nbytes, digest)
         if self._held.get(index) == self.chunks[index]:
             self.unchanged.add(index)

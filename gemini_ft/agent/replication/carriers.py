@@ -42,7 +42,7 @@ class Carrier(Protocol):
         """Waits until fewer than ``below`` pieces are queued (a few more where several lanes carry them), or the connection is closed."""
 
     def close(self) -> None:
-        """Takes note that the connection is closed."""
+        """Records that the connection is closed."""
 
 
 class ByAgents:

@@ -126,12 +126,12 @@ class Pacing:
         self._judge()
 
     def held_back(self, rank: int, steps: int, why: str) -> None:
-        """Takes note that the copies of a rank's device hold its updates back unless snapshots are ``steps`` apart."""
+        """Records that the copies of a rank's device hold its updates back unless snapshots are ``steps`` apart."""
         self._copies[rank] = steps, f"host {self._host}, rank {rank}: {why}"
         self._judge()
 
     def arrived(self, out: Outgoing, peer: str, meter: Meter, seconds: float) -> None:
-        """Takes note that a shard got to a peer, ``seconds`` after its first byte could be sent."""
+        """Records that a shard got to a peer, ``seconds`` after its first byte could be sent."""
         self._learn(out, meter)
         first = (out.owner, peer) not in self._nbytes
         self._nbytes[out.owner, peer] = out.sent
@@ -153,7 +153,7 @@ class Pacing:
             self._judge()
 
     def left_out(self, owner: int, peer: str) -> None:
-        """Takes note of a replica that is not waited for any more."""
+        """Records a replica that is not waited for any more."""
         self._nbytes.pop((owner, peer), None)
 
     def paced(self, interval: int) -> None:

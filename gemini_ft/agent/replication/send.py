@@ -135,7 +135,7 @@ class PeerLink:
         raise PeerError(f"host {self.peer} sent raw bytes on a connection that only sends")
 
     def astray(self, text: str) -> None:
-        """Takes note that workers cannot carry replicas to this peer: in this session its agent gets them from us."""
+        """Falls back to sending by this agent for the rest of the session, as workers cannot carry replicas to this peer."""
         if self._by_workers:
             self._by_workers = False
             self._context.notify(f"replicas to host {self.peer} travel from agent to agent from now on: {text}")
@@ -354,7 +354,7 @@ class Outbound:
         return [self._links[peer] for peer in self._context.host.holders.get(owner, ())[1:] if peer in self._links]
 
     def copied(self, owner: int, version: Version, end: End) -> None:
-        """Takes note that the worker has copied everything."""
+        """Records that the worker has copied everything."""
         for link in self._links.values():
             link.copied(owner, version, end)
 

@@ -36,7 +36,7 @@ class Lease:
         self._timer = self._schedule()
 
     def renew(self) -> None:
-        """Takes note of a sign of life."""
+        """Records a sign of life."""
         self._idle = 0
 
     def end(self) -> None:
