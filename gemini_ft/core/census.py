@@ -4,7 +4,7 @@
     checkpointer.census.register("loaders", lambda: [_LOADER.found("train_dataloader", nbytes=120)])     # for each job
 
 A rule is one kind of thing and its fate; all rules together are the table in docs/failure_model.md. A finding is one such thing in one
-job. The census is taken at the first snapshot, and again when a part's fingerprint has changed. What is refused stops the job then, by
+job. The census is taken at the first snapshot, and again when a part's fingerprint has changed. A refused thing stops the job then, by
 name, and not at the restart. Pure: no torch.
 
 The rules for what integrations add stand here, and not with them, so that the table can be made without their packages.

@@ -4,10 +4,10 @@ An agent that gets a fiftieth of the processor answers every ping in time, and s
 slot, so a snapshot is given up when the grant comes later than the update, and a commit needs a snapshot of every owner. An agent is judged
 slow when, for as long as it might be silent, it was found owing its worker an answer more often than not and nothing was committed.
 
-What is not its fault does not count. It answers a request at once, if only to say that no slot is free, so that a slow peer, network or
-storage leaves it owing nothing. What it has spent at work, on a processor or in the queue for one, excuses it, and so does memory that
-others wait for as well: another agent on such a host, or with as many bytes to hash, would be no faster. Where it cannot be told what it
-has spent, nothing is held against it.
+Delays that the agent does not cause do not count. It answers a request at once, if only to say that no slot is free, so that a slow
+peer, network or storage leaves it owing nothing. Time spent at work, on a processor or in the queue for one, excuses it, and so does
+memory that others wait for as well: another agent on such a host, or with as many bytes to hash, would be no faster. Where the kernel
+does not tell that time, nothing is held against it.
 """
 
 from __future__ import annotations
@@ -56,24 +56,24 @@ class Diligence:
         self._replaced: float | None = None  # when an agent was replaced that was late with answers
 
     def asked(self, now: float) -> None:
-        """Takes note of a request that the agent answers as soon as it comes to it."""
+        """Records a request that the agent answers as soon as it comes to it."""
         if self._asked is None:
             self._asked = now
 
     def answered(self) -> None:
-        """Takes note of an answer. An agent reads what it is sent in order, so that later requests are not far from theirs."""
+        """Records an answer. An agent reads what it is sent in order, so that later requests are not far from theirs."""
         self._asked = None
 
     def committed(self) -> None:
-        """Takes note of a commit: however slow the agent is, it does what it is for."""
+        """Records a commit, which clears the agent of the suspicion of being too slow."""
         self._trial = None
 
     def begin(self) -> None:
-        """Takes note that nothing is asked for a while: what was seen before does not count any more."""
+        """Forgets earlier observations, as nothing is asked for a while."""
         self._asked = self._trial = None
 
     def replaced(self, now: float) -> None:
-        """Takes note that another agent is there. Each worker of a host does, whichever of them has found the last one slow.
+        """Records that the agent was replaced. Every worker of the host calls this, whichever of them found the last one slow.
 
         Patience doubles where agents that were late are replaced one after the other: the reason may lie elsewhere, and each start takes
         work. One that ended without having been late was no slow one.

@@ -51,7 +51,7 @@ class Gathered:
 
     @property
     def hosts(self) -> Collection[str]:
-        """Those that report."""
+        """The hosts that report."""
         return self.roots.keys()
 
     def each(self, held: Mapping[str, Sequence[int]]) -> list[Copies]:
@@ -93,7 +93,7 @@ class GatheredSkips:
 
     @property
     def hosts(self) -> Collection[str]:
-        """Those that report."""
+        """The hosts that report."""
         return self.owners.keys()
 
 

@@ -240,7 +240,7 @@ def in_storage(cluster: Cluster, failures: Sequence[Failure], until: float, inte
     out, up, committed = RunOutcome(), 0.0, 0.0
 
     def advance(now: float) -> float:
-        """Training done since the last restart; what is written counts."""
+        """Seconds of training since the last restart, those behind a written checkpoint included."""
         nonlocal committed
         if interval == inf:
             return max(0.0, now - up)

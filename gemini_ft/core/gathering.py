@@ -37,7 +37,7 @@ class Bundles:
         self._waiting: dict[Version, list[Completed]] = {}
 
     def exclude(self, pairs: Iterable[Pair]) -> None:
-        """Takes note of all holders that do not count now."""
+        """Replaces the set of holders that are left out."""
         self._excluded = {owner for owner, host in pairs if host == self._host}
 
     def add(self, report: Completed) -> bool:
@@ -99,26 +99,26 @@ class Gathering:
     # -- the hosts
 
     def greet(self, host: str, attempt: int) -> None:
-        """Takes note that a host's greeting goes up; all that waits must have gone up before."""
+        """Records a host's greeting, which goes up now; all waiting reports must have gone up before."""
         self.greeted[host] = attempt
         self.admitted.discard(host)
         self._awaited.add(host)
 
     def admit(self, host: str, attempt: int) -> bool:
-        """Takes note of the leader's answer; whether it is the one to the host's newest greeting."""
+        """Records the leader's answer; returns whether it answers the host's newest greeting."""
         if self.greeted.get(host) != attempt:
             return False
         self.admitted.add(host)
         return True
 
     def leave(self, host: str) -> None:
-        """Takes note that a host's connection is closed."""
+        """Removes a host whose connection is closed."""
         self.admitted.discard(host)
         self._awaited.discard(host)
         self.greeted.pop(host, None)
 
     def exclude(self, pairs: Iterable[Pair]) -> None:
-        """Takes note of all holders that do not count now."""
+        """Replaces the set of holders that are left out."""
         self._excluded = {}
         for owner, host in pairs:
             self._excluded.setdefault(host, set()).add(owner)

@@ -103,7 +103,7 @@ class Ledger:
         return self.committed is not None and version <= self.committed
 
     def _skip(self, version: Version, reason: str, owners: Sequence[int]) -> list[Decision]:
-        """Takes note that owners have no snapshot of a version. What is put aside stays there if they have completed that."""
+        """Records that owners have no snapshot of a version. Reports put aside stay so if these owners have completed that."""
         if self._is_over(version) or not owners:
             return []
         folded, before = self._folded, list[Decision]()
@@ -141,7 +141,7 @@ class Ledger:
         return decisions + self._judge(report.version, current, now)
 
     def finish(self, owner: int) -> list[Decision]:
-        """Takes note that an owner has finished, and has no snapshot but those that it has completed; others may go on for a while."""
+        """Records that an owner has finished, and has no snapshot but those that it has completed; others may go on for a while."""
         folded = self._folded
         before = [] if folded.own_since is not None or folded.has_own(owner) else self._unfold()
         return [*before, *self._overtaken([owner], _END)]
@@ -176,7 +176,7 @@ class Ledger:
     ) -> list[Commit | Abort]:
         """Takes in a host that connects for the first time, or again: either side may have missed the newest decisions.
 
-        Comes before that host's repeated reports. ``roots``: of what is held there of ``committed`` (`protocol.Host.heard_roots`).
+        Comes before that host's repeated reports. ``roots``: of the copies of ``committed`` there (`protocol.Host.heard_roots`).
         The decisions are for that host; a commit that is new to this ledger is for all.
         """
         self._joined.add(host)
@@ -212,7 +212,7 @@ class Ledger:
     # -- uploads
 
     def uploaded(self, owner: int, version: Version, record: str) -> list[Decision]:
-        """Takes note that ``owner``'s shard is in storage; ``record`` is the manifest's record of it."""
+        """Records that ``owner``'s shard is in storage; ``record`` is the manifest's record of it."""
         if version != self.uploading or self._records.keys() == self.holders.keys():  # a host that connects again repeats what it said
             return []
         self._records[owner] = record
@@ -221,7 +221,7 @@ class Ledger:
         return [WriteManifest(version, dict(self._records))]
 
     def upload_over(self, version: Version, error: str = "", unclear: bool = False) -> list[Decision]:
-        """Takes note that the manifest is written, or a shard's upload has failed for good; ``unclear``: see `Thaw`."""
+        """Records that the manifest is written, or a shard's upload has failed for good; ``unclear``: see `Thaw`."""
         if version != self.uploading:
             return []
         self.uploading = None
@@ -270,7 +270,7 @@ class Ledger:
         return [Commit(self.committed, freeze=True)]
 
     def note_unstored(self, error: str) -> None:
-        """Takes note that the last upload under the ledger before this one has failed."""
+        """Records that the last upload under the ledger before this one has failed."""
         if not self._has_uploaded:
             self.upload_error = error
 

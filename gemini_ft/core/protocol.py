@@ -1,7 +1,7 @@
 """The part of one host in one stream of snapshots, as a pure state machine.
 
 Events come in as method calls, effects come out as a list; memory, sockets and clocks are elsewhere
-(``gemini_ft.agent``). The other half, which decides what is committed, is ``gemini_ft.core.ledger``.
+(``gemini_ft.agent``). The other half, which decides on commits, is ``gemini_ft.core.ledger``.
 
 Life of a version on its owner's host:
 
@@ -168,7 +168,7 @@ class Host:
         return self._grant(owner)
 
     def give_up(self, owner: int, version: Version, reason: str) -> list[Effect]:
-        """Takes note that the worker will not finish ``version`` (late, torn, or dead), and has stopped writing it."""
+        """Records that the worker will not finish ``version`` (late, torn, or dead), and has stopped writing it."""
         if self.waiting.get(owner) == version:
             del self.waiting[owner]
         slots = self.slots(owner)
@@ -180,14 +180,14 @@ class Host:
         return [*effects, *self._reap(owner), *self._grant(owner), Tell(Skipped(owner, version, reason))]
 
     def worker_lost(self, owner: int) -> list[Effect]:
-        """Takes note that the local worker that owns the shard is dead: the version it was writing will never be whole."""
+        """Records that the local worker that owns the shard is dead: the version it was writing will never be whole."""
         self.waiting.pop(owner, None)
         self._settle_torn(owner)
         unfinished = [slot.version for slot in self._written_by_worker(owner) if slot.version is not None]
         return [effect for version in unfinished for effect in self.give_up(owner, version, "its worker died")]
 
     def arrived(self, owner: int, version: Version) -> list[Effect]:
-        """Takes note how far a local worker came with the agent before this one: it does not write ``version`` any more.
+        """Records how far a local worker came with the agent before this one: it does not write ``version`` any more.
 
         What it said of it may have died with that agent. Unless the copy is whole it counts as given up; otherwise an earlier version
         that the worker has given up, too, would be waited for in vain.
@@ -214,7 +214,7 @@ class Host:
         return [effect for slot, version in adopted for effect in self._sends(owner, slot, version)]
 
     def sent(self, owner: int, slot_index: int, peer: str) -> list[Effect]:
-        """Takes note that the peer acknowledged all bytes, or the connection is closed: nothing refers to the slot any more."""
+        """Records that the peer acknowledged all bytes, or the connection is closed: nothing refers to the slot any more."""
         return self.release(owner, slot_index, f"send:{peer}")
 
     # -- the holder's side
@@ -230,7 +230,7 @@ class Host:
         return None if version in self.aborted else slots.begin(version)
 
     def receive_failed(self, owner: int, version: Version) -> list[Effect]:
-        """Takes note that the sender is gone or gave up before its shard was whole; no more bytes of it will come."""
+        """Records that the sender is gone or gave up before its shard was whole; no more bytes of it will come."""
         self.slots(owner).let_go(version)
         return [*self._reap(owner), *self._grant(owner)]
 
@@ -242,7 +242,7 @@ class Host:
         return self.slots(owner).begin(version)
 
     def rebuilt(self, owner: int, version: Version, root: str = "") -> list[Effect]:
-        """Takes note that every byte of the lost copy is here again, verified: the copy kept in its stead may be overwritten."""
+        """Records that every byte of the lost copy is here again, verified: the copy kept in its stead may be overwritten."""
         self.slots(owner).complete(version, root)
         return [*self._reap(owner), *self._grant(owner)]
 
@@ -265,7 +265,7 @@ class Host:
     # -- decisions of the ledger
 
     def on_commit(self, version: Version, freeze: bool, roots: Mapping[int, str] = NO_ROOTS, agreed: bool = False) -> list[Effect]:
-        """Takes note that ``version`` is complete everywhere. ``freeze``: it is also the one to upload, on all hosts alike.
+        """Records that ``version`` is complete everywhere. ``freeze``: it is also the one to upload, on all hosts alike.
 
         A send of an older version is of no more use to anybody; a peer that has hung must not keep its slot. ``roots``: of the shards
         that are held here; a copy that has another one was left out of this commit, and is damaged. ``agreed``: they are those of
@@ -293,7 +293,7 @@ class Host:
         return [*effects, *(Lacking(owner, version) for owner in own if self.slots(owner).complete_version(version) is None)]
 
     def on_abort(self, version: Version) -> list[Effect]:
-        """Takes note that ``version`` will never be complete everywhere."""
+        """Records that ``version`` will never be complete everywhere."""
         if self.committed is not None and version <= self.committed:
             return []
         self.aborted.add(version)
@@ -317,7 +317,7 @@ class Host:
         return [CancelSend(owner, s.version, peer) for s in slots.slots.values() if f"send:{peer}" in s.readers and s.version]
 
     def thawed(self, version: Version) -> list[Effect]:
-        """Takes note that the upload of ``version`` is over, for better or worse."""
+        """Records that the upload of ``version`` is over, whether it succeeded or failed."""
         effects: list[Effect] = []
         for owner, slots in self.shards.items():
             slot = slots.find(version)
@@ -407,7 +407,7 @@ class Host:
         return [Send(owner, slot.index, version, peer) for peer in peers]
 
     def _settle_torn(self, owner: int) -> None:
-        """Takes note that the local worker does not write into the slots of aborted versions any more."""
+        """Records that the local worker does not write into the slots of aborted versions any more."""
         for slot in self._written_by_worker(owner):
             if slot.state is SlotState.TORN:
                 slot.clear()

@@ -6,7 +6,7 @@
              COMPLETE -> EMPTY        ``discard``, ``abort``, ``drop_past``; or straight to WRITING once a newer version is committed
                       -> COMPLETE     ``adopt``: found in memory, or read from storage before a session opens
 
-The newest state that is safe everywhere is never overwritten, a slot that somebody reads or may still write is
+The newest state that is safe everywhere is never overwritten, a slot that is read or may still be written is
 never granted, and a slot that is being uploaded is out of the rotation.
 """
 
@@ -135,18 +135,18 @@ class SlotSet:
             slot.clear()
 
     def abort(self, version: Version) -> None:
-        """Takes note that ``version`` will never be committed. While sealed, a complete copy stays: an inventory may have promised it."""
+        """Records that ``version`` will never be committed. While sealed, a complete copy stays: an inventory may have promised it."""
         if not self.sealed or self.complete_version(version) is None:
             self.discard(version)
 
     def let_go(self, version: Version) -> None:
-        """Takes note that the writer of ``version`` lays no more bytes down. A complete version stays as it is."""
+        """Records that the writer of ``version`` writes no more bytes. A complete version stays as it is."""
         slot = self.find(version)
         if slot is not None and slot.state in (SlotState.WRITING, SlotState.TORN):
             slot.clear()
 
     def commit(self, version: Version | None) -> None:
-        """Takes note that ``version`` is complete everywhere; the committed version never moves back."""
+        """Records that ``version`` is complete everywhere; the committed version never moves back."""
         if version is not None and (self.committed is None or version > self.committed):
             self.committed = version
             self.drop_past()

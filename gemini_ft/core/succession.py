@@ -71,16 +71,16 @@ class Succession:
     # -- what is seen
 
     def reach(self) -> None:
-        """Takes note that the leader is reached."""
+        """Records that the leader is reached."""
         self._lost = None
 
     def lose(self, now: float) -> None:
-        """Takes note that the leader is not reached, which may pass."""
+        """Records that the leader is not reached, which may pass."""
         if self._lost is None:
             self._lost = now
 
     def give_up(self) -> None:
-        """Takes note that the leader is lost: it has been silent for as long as it may."""
+        """Records that the leader is lost: it has been silent for as long as it may."""
         self._lost = -math.inf
 
     def suspects(self, now: float) -> bool:
@@ -90,7 +90,7 @@ class Succession:
     # -- what follows
 
     def follow(self, epoch: int, now: float) -> bool:
-        """Takes note of an epoch that is led; returns whether it is newer than all that were known."""
+        """Records an epoch that is led; returns whether it is newer than all that were known."""
         if not self._is_ahead(epoch):
             return False
         self.epoch, self._lost = epoch, now

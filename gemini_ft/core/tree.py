@@ -56,7 +56,7 @@ class Ways(Generic[W]):
         self._hosts: dict[W, set[str]] = {}  # the same, seen from the other side
 
     def greet(self, host: str, attempt: int, way: W) -> bool:
-        """Takes note that a host can be reached on this way. False: it has greeted on another one since."""
+        """Records that a host can be reached on this way. False: it has greeted on another one since."""
         if attempt < self._attempts.get(host, attempt):
             return False
         self._leave(host)
@@ -69,7 +69,7 @@ class Ways(Generic[W]):
         return host in self._ways and self._ways[host] == way
 
     def lose(self, way: W) -> set[str]:
-        """Takes note that a way is closed; returns the hosts that cannot be reached any more."""
+        """Records that a way is closed; returns the hosts that cannot be reached any more."""
         lost = self._hosts.pop(way, set())
         for host in lost:
             del self._ways[host]
