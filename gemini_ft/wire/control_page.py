@@ -93,6 +93,6 @@ class ControlPage:
         self._memory[_LISTENS] = wanted
 
     def answer(self) -> None:
-        """Takes note that the bell was heard."""
+        """Records that the bell was heard."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.bell)

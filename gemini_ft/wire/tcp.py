@@ -43,10 +43,10 @@ class Handler(Protocol):
         """Takes a message. Returns, for one that announces a payload, the memory for it (None: it is thrown away)."""
 
     def on_bytes(self, message: PeerMessage, digest: int) -> None:
-        """Takes note that the payload that ``message`` has announced is there, and of its checksum. Payloads may end in another order."""
+        """Records that the payload announced by ``message`` is there, and its checksum. Payloads may end in another order."""
 
     def on_lost(self, reason: str) -> None:
-        """Takes note that the connection is closed; nothing refers to payloads any more."""
+        """Records that the connection is closed; nothing refers to payloads any more."""
 
 
 class Connection(asyncio.BufferedProtocol):
