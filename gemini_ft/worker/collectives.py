@@ -385,7 +385,7 @@ class Observation:
         self._report()
 
     def step_over(self) -> None:
-        """Takes note that a step has ended."""
+        """Records that a step has ended."""
         if self._observer.look(lambda: self._profiler.add(self._observer.step_over())):
             self._report()
 

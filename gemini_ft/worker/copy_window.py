@@ -56,7 +56,7 @@ class CopyWindow:
         return True
 
     def begin(self) -> None:
-        """Takes note that a copy begins."""
+        """Records that a copy begins."""
         self._refused = 0
 
     @property

@@ -74,7 +74,7 @@ class Drain:
         return self._since is not None and time.monotonic() - self._since >= self._seconds
 
     def committed(self, iteration: int, stored: bool) -> None:
-        """Takes note of a commit; ``stored``: it is uploaded as well."""
+        """Records a commit; ``stored``: it is uploaded as well."""
         if stored and self.begun:
             self._stored = iteration
 

@@ -75,7 +75,7 @@ class Outcomes:
         self.newest = 0  # iteration of the last snapshot
 
     def begin(self, iteration: int) -> None:
-        """Takes note of a snapshot that is being made."""
+        """Records a snapshot that is being made."""
         self.newest = iteration
         self._ended[iteration] = time.perf_counter()
 
@@ -85,7 +85,7 @@ class Outcomes:
         return self.newest in self._ended
 
     def committed(self, iteration: int, now: int) -> None:
-        """Takes note of a commit, at the end of iteration ``now``."""
+        """Records a commit, at the end of iteration ``now``."""
         self._write("committed", iteration=iteration)
         if (ended := self._ended.pop(iteration, None)) is not None:
             self._stats.note_commit(iteration, time.perf_counter() - ended, now - iteration)
@@ -93,7 +93,7 @@ class Outcomes:
             self.given_up(older)  # its abort may have been lost with an agent
 
     def given_up(self, iteration: int) -> None:
-        """Takes note that a snapshot will never be committed. Every rank that gives one up says so, and all hear it."""
+        """Records that a snapshot will never be committed. Every rank that gives one up reports it, and all ranks are told."""
         if self._ended.pop(iteration, None) is not None:
             self._stats.skipped += 1
             self._write("skipped", iteration=iteration)

@@ -131,7 +131,7 @@ class Recorder:
 
         Args:
             iteration: how often the optimizers have stepped.
-            state: what is captured.
+            state: the state to capture.
             extras: the caller's own.
             given: hyperparameters as the script gave them.
 
@@ -168,7 +168,7 @@ class Recorder:
         self._copying.submit(job)
 
     def _fit(self, state: TrainingState, beside: dict[str, Any]) -> tuple[CopyPlan, bytes]:
-        """The way to copy the state, and what is captured beside it."""
+        """The way to copy the state, and the values captured beside it."""
         live = state.survey()
         blob = codec.encode({"tensors": state.extras()} | beside, self.session.secret)
         return self._reservation.fit(state, live, len(blob), self._copy_when.at_step), blob
@@ -265,7 +265,7 @@ class Recorder:
         self.events.close()
 
     def halt(self) -> None:
-        """Ends the threads that call torch, or hold what is torch's, and leaves everything else as it is.
+        """Ends the threads that call torch, or hold objects of torch, and leaves everything else as it is.
 
         Python ends a daemon thread that comes back into an interpreter that is being taken apart by unwinding its stack; where torch's
         C++ is on that stack, the whole process ends in ``terminate called without an active exception``.

@@ -79,7 +79,7 @@ class WorkerSession:
         return self._sources
 
     def forget_sources(self) -> None:
-        """Closes what is kept open of the resumed version: it has been loaded, or will not be."""
+        """Closes the readers of the resumed version: it has been loaded, or will not be."""
         if self._sources is not None:
             self._sources.close()
             self._sources = None

@@ -63,7 +63,7 @@ class PendingSnapshot:
         begun, copied: the device's events around all copies, once they are queued.
         reached: the device's event that the next update was due; None: not yet asked for.
         written: names of what was written since, at the latest when the update was let through; None: not asked yet.
-        is_awaited: somebody waits for it, and no update is held back by that.
+        is_awaited: a caller waits for it, and no update is held back by that.
         is_seen: by the snapshot thread, which tells the agent of it.
         cancelled: why there will be no snapshot.
         checksums: of the chunks in the slot that this process has formed.
@@ -290,7 +290,7 @@ class Snapshotter:
             raise self._broken
 
     def answered(self) -> None:
-        """Takes note that the agent has answered a request, if only by the word that no slot is free yet."""
+        """Records that the agent has answered a request, even if only to say that no slot is free yet."""
         if self._supervision is not None:
             self._supervision.answered()
 

@@ -30,11 +30,11 @@ class Supervision:
         self._diligence.committed()
 
     def begin(self) -> None:
-        """Takes note that nothing is asked for a while."""
+        """Records that nothing is asked for a while."""
         self._diligence.begin()
 
     def replaced(self) -> None:
-        """Takes note that another agent is there."""
+        """Records that another agent is there."""
         self._diligence.replaced(time.monotonic())
 
     def look(self) -> None:
