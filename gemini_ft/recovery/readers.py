@@ -127,7 +127,7 @@ class LocalShard:
         return offset, view
 
     def stay(self) -> None:
-        """Nothing to do: what is mapped stays."""
+        """Does nothing: the mapping stays."""
 
     def close(self) -> None:
         self._memory.close()

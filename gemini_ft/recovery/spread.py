@@ -37,7 +37,7 @@ def owners_to_spread(plan: RecoveryPlan, hosts: Sequence[str]) -> frozenset[int]
     copies are where they are needed.
 
     Args:
-        plan: what is resumed, by as many ranks as made it.
+        plan: the version that is resumed, by as many ranks as made it.
         hosts: rank -> its host.
     """
     world_size, held = len(hosts), Counter(host for sources in plan.sources.values() for host in sources)
@@ -125,7 +125,7 @@ class Landing:
         return self._scatter.nbytes
 
     def take(self, block: memoryview) -> None:
-        """Takes the next block; what is in it behind the end of the stream does not count.
+        """Takes the next block; bytes behind the end of the stream are ignored.
 
         Raises:
             CorruptDataError: a chunk is not what was committed.
