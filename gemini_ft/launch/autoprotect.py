@@ -45,7 +45,7 @@ def extend(module: str, function: str, extension: Callable[..., Any]) -> None:
     Args:
         module: its full name.
         function: the function's name in it, as ``name`` or ``Class.name``; one that is not there is not extended.
-        extension: what is called.
+        extension: the function that is called.
     """
     if os.environ.get("GEMINI_WRAP") == "0":
         return

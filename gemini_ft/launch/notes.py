@@ -34,7 +34,7 @@ def say(word: str) -> None:
 
 
 def say_total(steps: int) -> None:
-    """Tells ``gemini run`` how many optimizer steps the whole job has; what is said last counts."""
+    """Tells ``gemini run`` how many optimizer steps the whole job has; the last value counts."""
     say(f"{_TOTAL}{steps}")
 
 

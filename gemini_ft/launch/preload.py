@@ -4,7 +4,7 @@ Some libraries read their variables only while they are imported (OMP_NUM_THREAD
 long before the script runs. Where the script gives a constant, the server can set it first; where the value is known only when the
 script runs, workers must be started cold.
 
-What is followed is what training scripts do: statements in order, ``try`` and ``if __name__ == "__main__"``, functions that they
+The constructs of training scripts are followed: statements in order, ``try`` and ``if __name__ == "__main__"``, functions that they
 call, and modules beside the script. Pure but for reading these files.
 """
 

@@ -43,7 +43,7 @@ def default_run_id(command: Sequence[str] | None = None) -> str:
 
 
 def is_passing(command: Sequence[str] | None = None) -> bool:
-    """Whether the command does not say what is run (a pipe, ``-c``, a notebook), so that its default id is good for one process only."""
+    """Whether the command does not name its program (a pipe, ``-c``, a notebook), so that its default id is good for one process only."""
     if command is None and hasattr(sys, "ps1"):  # the prompt of Python's shell; IPython and the kernels of notebooks set it, too
         return True
     what = (own_command() if command is None else command)[0]

@@ -43,7 +43,7 @@ class LaunchName:
 
     @property
     def word(self) -> str:
-        """Said to the other hosts."""
+        """The text put in the rendezvous store for the other hosts: ``own NAME`` or ``agreed NAME``."""
         return f"{'agreed' if self._agreed else 'own'} {self._name}"
 
     def agree(self, words: Sequence[str]) -> None:
