@@ -107,7 +107,7 @@ class Averager:
         self._arrive(name, _Arrival(gradient, take))
 
     def absent(self, name: str) -> None:
-        """Takes note that no rank has this gradient in this step: nothing travels for it, and its memory stays as it is."""
+        """Records that no rank has this gradient in this step: nothing travels for it, and its memory stays as it is."""
         self._arrive(name, None)
 
     def _arrive(self, name: str, arrival: _Arrival | None) -> None:

@@ -152,7 +152,7 @@ class Body:
         self._untuned = False  # a step has been counted, and the tuner, which is collective, has not heard of it yet
 
     def step_over(self) -> None:
-        """Takes note that everything has been averaged. Collective at some steps."""
+        """Records that everything has been averaged. Collective at some steps."""
         self._count()
         self._tune()
 

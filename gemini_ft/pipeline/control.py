@@ -59,7 +59,7 @@ class Controls:
         return [1.0 if each.delay.dense else each.delay.ratio for each in self._steered.values()]
 
     def note(self, groups: Sequence[tuple[Group, GroupCost]], computing: float) -> None:
-        """Takes note of this rank's figures of a step.
+        """Records this rank's figures of a step.
 
         Args:
             groups: that have been averaged.

@@ -209,7 +209,7 @@ class GradientSynchronizer(Body):
         self._tune()
 
     def ready(self, name: str) -> None:
-        """Takes note that a gradient is final."""
+        """Records that a gradient is final."""
         self._ready_times.ready(name)
 
     def name_of(self, param: torch.Tensor) -> str:

@@ -228,7 +228,7 @@ class Tuner:
         self.settled = not self._rules
 
     def step_over(self) -> None:
-        """Takes note that a step is over, and nothing is under way. Collective at some steps."""
+        """Records that a step is over, and nothing is under way. Collective at some steps."""
         seconds = time.perf_counter() - self._last if self._last is not None else None
         if not self.settled:
             self._count += 1
