@@ -40,7 +40,7 @@ class Border:
         self._handle = module.register_forward_pre_hook(lambda module, _: self.passed() if module.training else None, prepend=True)
 
     def stepped(self) -> None:
-        """Takes note that ``engine.step()`` is over."""
+        """Records that ``engine.step()`` is over."""
         if self.is_late:
             self._moment, self._values = self._protection.moment(), dict(_values(self._protection.client_state))
         else:
@@ -48,7 +48,7 @@ class Border:
             self._marks, self._values = self._look(), dict(_values(self._protection.client_state))
 
     def passed(self) -> None:
-        """Takes note that the next forward pass begins, or the training is over.
+        """Records that the next forward pass begins, or the training is over.
 
         Raises:
             StateError: where the iteration ends cannot be told.

@@ -1,4 +1,4 @@
-"""What a snapshot of an engine has beside the engine: the loader that DeepSpeed makes for training, and what the script gives.
+"""The state in a snapshot beside the engine: of the loader that DeepSpeed makes for training, and of objects that the script gives.
 
 DeepSpeed's loader makes a DataLoader whenever it is iterated. One that is followed makes it once, and that DataLoader is resumable
 (`gemini_ft.loaders`): its first iteration after a failure goes on with the next batch.

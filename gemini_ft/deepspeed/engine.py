@@ -151,12 +151,12 @@ class Protection:
             self.checkpointer.alive(self._iteration)
 
     def stepped(self) -> None:
-        """Takes note that DeepSpeed's step is over, counters included."""
+        """Records that DeepSpeed's step is over, counters included."""
         if not self.deferred:
             self._border.stepped()
 
     def begins(self) -> None:
-        """Takes note that the next iteration's forward pass is about to begin."""
+        """Records that the next iteration's forward pass is about to begin."""
         if not self.deferred:
             self._border.passed()
 
