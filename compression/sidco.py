@@ -103,7 +103,7 @@ class Stages:
     error: float = 0.0  # that led to it: how far selected / target was from 1, as a logarithm
 
     def observe(self, achieved: float, most: int) -> None:
-        """Takes note of one step's result; every fifth call decides."""
+        """Records one step's result; every fifth call decides."""
         self.steps += 1
         self.achieved += achieved
         if self.steps < _EVERY:

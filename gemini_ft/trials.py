@@ -53,7 +53,7 @@ class Trial:
         return self.left[self.turn]
 
     def note(self, terms: TrialRules, seconds: float | None) -> bool:
-        """Takes note of a step, None if it was interrupted; returns whether a round is over: then `judge` is due."""
+        """Records a step, None if it was interrupted; returns whether a round is over: then `judge` is due."""
         self.steps += 1
         if self.steps > 1 and seconds is not None:
             self.seconds[self.current].append(seconds)
