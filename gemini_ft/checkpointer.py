@@ -7,8 +7,6 @@
     checkpointer.close()
 
 The integrations use the finer grain: ``open``, ``bind``, ``load_tensors``, ``save``, ``wait_before_update``.
-
-It is long because it is the face of plain loops, and each verb has its contract beside it.
 """
 
 from __future__ import annotations

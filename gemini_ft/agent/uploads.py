@@ -1,7 +1,4 @@
-"""Uploads committed memory to storage, while training goes on.
-
-It is long because an upload's beginning, end and every way to fail share one state.
-"""
+"""Uploads committed memory to storage, while training goes on."""
 
 from __future__ import annotations
 

@@ -14,8 +14,6 @@ A Tell, or a Lacking, comes last in a list of effects: on the leader's own host 
 
 Source: GEMINI (SOSP'23), section 5: two buffers per replica, one complete and one in progress; the rule
 that a buffer is reused only after the newer version is complete everywhere is stated there implicitly.
-
-It is long because it has every transition of a version's life, so that they can be read beside each other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The two directions between a worker and the agent of its host (a Unix socket; launchers and readers speak on it too).
 
 Descriptors travel beside Adopt, Watch, Reserved, Mapped and Custody.
-
-It is long because it is a list: everything that workers and agents say to each other is here.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Below the public face (``gemini_ft.checkpointer``), above the slots (``reservation``), the copying (``snapshot``) and what becomes of
 each snapshot (``outcomes``).
-
-It is long because it has all that the training thread calls in a step, in the order of the calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Agrees on what to resume: the newest version that is whole, sound, and not known to fail. Collective, before the first step.
-
-It is long because each part of the choice may send all ranks back to an earlier one.
-"""
+"""Agrees on what to resume: the newest version that is whole, sound, and not known to fail. Collective, before the first step."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 Between two updates parameters and optimizer state are normally only read. "Normally" is checked: a tensor whose
 version counter or address changed during the copy makes the snapshot worthless, and it is discarded by name.
 State that changes at other times (buffers, RNG, counters) is copied at once, before ``submit`` returns.
-
-It is long because one lock guards all states of a snapshot, and every step from one to the next is here.
 """
 
 from __future__ import annotations

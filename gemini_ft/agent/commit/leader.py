@@ -2,8 +2,6 @@
 
 ``Leader`` runs in one agent, beside rank 0; `gemini_ft.agent.commit.member` has the end of all others. Both hand
 decisions to their stream as the same messages.
-
-It is long because all that a leader hears and says in its epoch is here.
 """
 
 from __future__ import annotations
