@@ -46,7 +46,7 @@ def say_committed(run: str, stream: str, hosts: Collection[str]) -> None:
 
 
 def hosts_of_commits(run: str, stream: str) -> frozenset[str]:
-    """The hosts of which workers of this launch have said last that they have something of a stream; none: nobody has."""
+    """The hosts of which workers of this launch have said last that they have something of a stream; empty: none has."""
     return frozenset(map(unquote, _of(_words_here()).get(_name(run, stream), "").split(",")[1:]))
 
 

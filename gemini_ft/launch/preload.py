@@ -191,7 +191,7 @@ def _pair(key: ast.expr | None, value: ast.expr) -> tuple[str, str | None]:
     if isinstance(value, ast.Constant) and isinstance(value.value, str):
         return name, value.value
     if _is_late(name):
-        return name, None  # whatever it will be
+        return name, None  # its value does not matter
     raise _Unknown(name)
 
 

@@ -48,7 +48,7 @@ _QUICKEST = 0.05  # seconds between two looks in the smallest job
 _HOSTS_PER_SECOND = 100  # in a look every host reads the states of all: large jobs keep torch's pace
 _YIELDING = 3  # times the patience of other spares
 _GRACE = 1.0  # seconds a spare waits longer than the others take to look, for hosts of which no sign of life can be seen
-_SETTLING = 2.0  # seconds for the other hosts to come to another store after this one has; nobody is dead before
+_SETTLING = 2.0  # seconds for the other hosts to come to another store after this one has; no host counts as dead before
 _STUCK = 10.0  # seconds after which hosts that go on without a lost one are called together by a spare, as torch does at once
 _STEPS = (_Action.ADD_TO_PARTICIPANTS, _Action.MARK_RENDEZVOUS_COMPLETE, _Action.REMOVE_FROM_REDUNDANCY_LIST)
 
@@ -89,7 +89,7 @@ class PatientJoin:
         return action
 
     def _is_of_the_job(self, state: Any) -> bool:
-        """Whether this host, or one that has a place in the round, has taken part in the job; at its beginning nobody has."""
+        """Whether this host, or one that has a place in the round, has taken part in the job; at its beginning none has."""
         members = members_of(state)
         if not members or self._host.has_taken_part or self._host.name in members or _took_part(state, state.participants):
             return True

@@ -9,7 +9,7 @@ which the new one keeps. Of several that are alive that of the highest generatio
 endpoints. A launcher that does not find the others where it is looks for that one.
 
 A network that falls apart leaves a store on each side. A host that has never taken part in the job carries no rendezvous to another
-store. At the first start nobody has taken part, and every store is asked before one is used. Where hosts that took part are on both
+store. At the first start no host has taken part, and every store is asked before one is used. Where hosts that took part are on both
 sides, both may go on; as soon as they can see each other, one of them ends.
 """
 
@@ -62,7 +62,7 @@ _PARTING_SECONDS = 2.0  # for which a store is served after the end, so that oth
 class ReachedStore(NamedTuple):
     """A store that could be reached."""
 
-    generation: int  # -1: nobody has used it
+    generation: int  # -1: it has not been used
     number: int  # of its endpoint
     store: TCPStore
 

@@ -144,7 +144,7 @@ class Reports(threading.Thread):
     def _post(self, status: Mapping[str, Any]) -> None:
         try:
             self._endpoint.post(status)
-        except Exception as error:  # whatever it is, the training goes on
+        except Exception as error:  # of any kind: the training goes on
             if not self._is_failing:
                 _log.warning("progress cannot be reported to %s, which is tried again: %s", self._endpoint.url, error)
             self._is_failing = True

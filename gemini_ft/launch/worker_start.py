@@ -72,7 +72,7 @@ class ForkServer:
         self._refusal: str | None = None
         self._asked = 0  # number of the last question; the server answers 0 by itself, when it is ready
         self._answered = -1
-        self._slow = False  # it has been waited for in vain
+        self._slow = False  # an answer has not come in time
         self.lost = False  # never serves again after that
 
     @property
