@@ -339,7 +339,7 @@ class _BrokenError(StorageError):
 
 
 class _ResumedAnswer:
-    """A `RangeReader`. An answer that breaks is resumed where it broke, however often, while it makes progress."""
+    """A `RangeReader`. An answer that breaks is resumed where it broke, any number of times, while it makes progress."""
 
     def __init__(self, storage: S3Storage, key: str, offset: int, nbytes: int) -> None:
         self._storage, self._key, self._offset, self._left = storage, key, offset, nbytes
