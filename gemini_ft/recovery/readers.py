@@ -73,7 +73,7 @@ class ShardReader(Protocol):
         Args:
             live: asked for the memory in which a chunk is to end up, by a reader that receives its chunks from afar. If there is some, the
                 chunk is received there and comes without bytes. It is verified after that: when this fails, the memory counts for nothing
-                until another copy has filled all of it. No thread writes to it any more when the iterator has ended, however it ends.
+                until another copy has filled all of it. No thread writes to it any more when the iterator has ended, in any way.
         """
         ...
 

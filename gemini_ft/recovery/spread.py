@@ -77,7 +77,7 @@ class SharedShard:
 
     Args:
         about: the owner's account of the shard.
-        root: the committed root; None: nobody knows it.
+        root: the committed root; None: unknown.
         world_size: ranks of the job.
 
     Raises:
