@@ -188,7 +188,7 @@ class Host:
         """Records how far a local worker came with the agent before this one: it does not write ``version`` any more.
 
         What it said of it may have died with that agent. Unless the copy is whole it counts as given up; otherwise an earlier version
-        that the worker has given up, too, would be waited for in vain.
+        that the worker has given up, too, would be waited for without end.
         """
         decided = self.committed is not None and version <= self.committed
         return [] if decided else self.give_up(owner, version, "the agent of its host was restarted")

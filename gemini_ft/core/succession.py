@@ -111,7 +111,7 @@ class Succession:
     def to_ask(self, now: float, rounds: int = 0) -> list[int]:
         """The epochs for whose leaders this host asks now, one after the other until one of them answers.
 
-        A candidate leaves it to the hosts after itself to ask it. ``rounds``: those that were in vain: perhaps they do not reach it.
+        A candidate leaves it to the hosts after itself to ask it. ``rounds``: those without success so far: the others may not reach it.
         """
         if not self.suspects(now):
             return []
