@@ -136,7 +136,7 @@ class _Expected:
 
 
 class Listener:
-    """The port of an agent: strangers come in here, connections that may do something go out to ``accept``."""
+    """The port of an agent: unknown connections come in here, and those that have shown that they know the secret go out to ``accept``."""
 
     def __init__(
         self, sock: socket.socket, secret: Callable[[], bytes], accept: Accept, log: Callable[[str], None], encrypt: Encrypt
@@ -199,7 +199,7 @@ class Listener:
         except TimeoutError:
             self._log(f"refused {peer}: no handshake in time")
             sock.close()
-        except Exception as error:  # whatever it was: nobody else would close the socket
+        except Exception as error:  # of any kind: nothing else would close the socket
             self._log(
                 f"refused {peer}: {error}" if str(error) else f"refused {peer}: it hung up; perhaps it does not know this run's secret"
             )

@@ -148,7 +148,7 @@ class LaneThread:
             deed, done = order
             try:
                 outcome = deed() if not self._lane.stopped else None
-            except BaseException as error:  # whatever it was: who waits must hear of it
+            except BaseException as error:  # of any kind: the waiting caller must get it
                 outcome = error.with_traceback(None)  # whose frames would keep views of the memory
             del order, deed
             if outcome is not None and not self._lane.stopped:

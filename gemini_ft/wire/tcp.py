@@ -159,7 +159,7 @@ class Connection(asyncio.BufferedProtocol):
             self._coming -= 1
             self.handler.on_bytes(message, outcome)
             self._go_on_hearing()
-        except Exception as refusal:  # whatever it was: a connection that stayed open would be deaf
+        except Exception as refusal:  # of any kind: a connection that stayed open would not be read
             self._refuse(refusal)
 
     # -- lanes
@@ -275,7 +275,7 @@ class Connection(asyncio.BufferedProtocol):
     async def _sending(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
-        except Exception as error:  # whatever it was: without this, the stop would go unnoticed
+        except Exception as error:  # of any kind: else the stop would go unnoticed
             self.abort(f"sending failed: {error}")
 
     async def _write(self) -> None:
