@@ -2,7 +2,7 @@
 
 Half of what an agent takes to start is Python importing it, and the workers of a host that takes a lost one's place wait for that. Until
 it is asked, the process holds no memory of the run, listens at no agent's address and knows no options: it is told those of the worker,
-as an agent is that the worker itself starts. It ends with its launcher if nobody has asked for it.
+as an agent is that the worker itself starts. It ends with its launcher if no worker has asked for it.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def wait(run: str, host: str) -> bool:
             ready = [key.fileobj for key, _ in selector.select()]
             if 0 in ready:
                 return False
-            with contextlib.suppress(OSError):  # who asks has died, or is silent
+            with contextlib.suppress(OSError):  # the asking process has died, or is silent
                 asker, _ = listener.accept()
                 with asker:
                     asker.settimeout(_QUESTION_SECONDS)

@@ -111,7 +111,7 @@ class Departure:
         self.follows = True
 
     def finish(self, worker: WorkerConnection) -> None:
-        """Records that a worker has finished; its script may fail yet, unless the word of its end overtook this one."""
+        """Records that a worker has finished; its script may still fail, unless it was reported as ended before."""
         if worker.pid not in self._ended:
             self._finished.add(worker)
 

@@ -21,7 +21,7 @@ _MEDIANS = 10
 class HangDetector:
     """Judges one worker. Times in seconds on any one clock; a limit of 0 is never reached.
 
-    While it joins, restores and makes its first steps, whatever it says is progress; afterwards only steps are.
+    While it joins, restores and makes its first steps, every message counts as progress; afterwards only steps do.
     """
 
     limit: float | None = None  # None: the greater of 300 s and 10 median steps

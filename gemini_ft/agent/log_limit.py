@@ -1,4 +1,4 @@
-"""A log that strangers cannot fill, however often they knock."""
+"""A log limited to some lines a minute, so that refused connections cannot fill it; the rest is counted."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _ATTEMPTS = 4
 _DELETING = "deleting old checkpoints"
 _UPLOADS = "an upload"
 BACKOFF = 0.5  # seconds before the second attempt, doubled for each further one
-HOSTS_PER_SECOND = 50.0  # that begin to upload: a store slows down whoever sends it thousands of requests at once
+HOSTS_PER_SECOND = 50.0  # that begin to upload: a store slows down a client that sends thousands of requests at once
 
 
 def turn(hosts: Sequence[str], owner: int) -> float:

@@ -49,7 +49,7 @@ class SlotStore:
         self._donors: dict[tuple[int, int], SlotDonor | None] = {}
         self._wanted: dict[int, tuple[SlotShape, int]] = {}  # owner -> the shape of its slots, and how many there should be
         self._checks: dict[Version, asyncio.Task[list[int]]] = {}  # under way
-        self._making = asyncio.Lock()  # held while a thread makes files, so that nobody counts on the same room meanwhile
+        self._making = asyncio.Lock()  # held while a thread makes files, so that the same room is not promised twice
 
     def inventory(self) -> list[SlotInfo]:
         """Every complete slot; the bytes themselves are checked when a version has been chosen (``verify``)."""

@@ -87,7 +87,7 @@ class Rebuilding:
         """Copies from peers every shard of the resumed version that this host should hold and does not.
 
         The next commit makes that moot, so a failure is only logged; but a peer that opens the session a moment later than this
-        host cuts off whoever reads from it, so it is asked again.
+        host closes the connections of its readers, so it is asked again.
         """
         stream, host = self._stream, self._stream.host
         with contextlib.suppress(TimeoutError):

@@ -288,7 +288,7 @@ class Receiver:
         self._inbound.collect(parcel, memory, self.collected)
 
     def _whole(self, chunk: Chunk, digest: int | None) -> None:
-        """Takes a chunk of which all bytes have come; ``digest`` is of them, None where nobody has formed it on the way."""
+        """Takes a chunk of which all bytes have come; ``digest`` is their checksum, None if it was not formed on the way."""
         memory = self._memory(chunk.owner, chunk.iteration)
         if memory is None:
             return
