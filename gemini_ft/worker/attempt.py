@@ -35,7 +35,7 @@ class OwnAttempt:
         held: those of its objects that take no weak references. One is gone if nothing else refers to it.
         changing: finalizers of loaders; each watches the datasets, samplers and functions that have changed during the attempt.
         checkpointers: those that it has made.
-        refusal: the reason why this process cannot stay after it; empty: nobody knows of one.
+        refusal: the reason why this process cannot stay after it; empty: none is known.
     """
 
     def __init__(self, end: socket.socket) -> None:

@@ -112,7 +112,7 @@ class Drain:
                 signal.signal(number, signal.SIG_DFL)
 
 
-# Weak, so that a stream which nobody has closed is not asked for ever.
+# Weak, so that a stream which was never closed is not asked for ever.
 _heeding: defaultdict[int, weakref.WeakSet[Drain]] = defaultdict(weakref.WeakSet)
 
 

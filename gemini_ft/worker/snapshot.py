@@ -139,7 +139,7 @@ class Snapshotter:
         self._condition = threading.Condition()
         self._stop_by = math.inf  # when a copy under way is given up; finite: the thread is to end
         self._next_try = 0.0  # when the agent may be brought back, after this has failed
-        self._impatient = False  # a slot has been waited for in vain: not again, until one is granted
+        self._impatient = False  # a slot did not come in time: none is waited for until one is granted
         self._broken: Exception | None = None  # the error that ended the thread: a fault of ours
         self._stream: accelerator.DeviceStream | None = None
         self._thread = threading.Thread(target=self._run, name="gemini-snapshot", daemon=True)
@@ -205,7 +205,7 @@ class Snapshotter:
             self._finish(newest)
 
     def await_newest(self) -> None:
-        """Lets the newest snapshot be copied however late its slot comes: no update follows."""
+        """Lets the newest snapshot be copied even if its slot comes late: no update follows."""
         if self._job is not None:
             self._job.is_awaited = True
 

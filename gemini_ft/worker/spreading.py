@@ -1,7 +1,7 @@
 """Fills the live state of all ranks from a snapshot. Collective, before the first step.
 
 What every rank needs is read by one rank each and goes round in all-gathers of the default process group, so that a host sends and
-receives the state about once, however many ranks there are; the rest, and what arrived damaged, each rank reads by itself. Process
+receives the state about once, for any number of ranks; the rest, and what arrived damaged, each rank reads by itself. Process
 groups protect nothing, so every part is sealed under a key that follows from the run secret, as payloads between agents are.
 """
 
