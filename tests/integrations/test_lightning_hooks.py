@@ -85,6 +85,26 @@ def table(batch_size: int = 4) -> DataLoader[torch.Tensor]:
     return DataLoader(Table(), batch_size, shuffle=True)
 
 
+class InTurns(Case):
+    """Two optimizers, one of which accumulates while the other steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def changed(self, loss: torch.Tensor) -> torch.Tensor:
+        optimizers: Any = self.optimizers()
+        self.manual_backward(loss)
+        for every, optimizer in zip((2, 5), optimizers, strict=True):
+            if self.trainer.fit_loop.total_batch_idx % every == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.backbone.parameters(), 0.05), torch.optim.SGD(self.head.parameters(), 0.05)
+
+
 class Unfreezing(Case):
     def __init__(self) -> None:
         super().__init__()
@@ -280,6 +300,7 @@ def weights(module: nn.Module) -> list[str]:
 
 
 CASES: dict[str, tuple[Callable[[], Case], Callable[[], Any] | None, dict[str, Any]]] = {
+    "in-turns": (InTurns, table, {}),
     "unfrozen": (Unfreezing, table, {}),
     "resting": (Resting, table, {}),
     "told": (Telling, lambda: DataLoader(Told(), 4, shuffle=True), {}),
