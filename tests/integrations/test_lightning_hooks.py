@@ -465,7 +465,7 @@ def test_what_a_loop_of_fabric_keeps_beside_its_state_is_named(fit: Any, caplog:
     generator, baseline = torch.Generator(), 1.0
     state = {"model": model, "optimizer": optimizer, "loader": loader, "scheduler": schedulers[0], "step": 0, "losses": []}
     fabric.strategy.protect(state)
-    for batch in loader:
+    for _, batch in enumerate(loader):
         loss = model(batch + torch.randn(4, generator=generator)).sum() * baseline
         fabric.backward(loss)
         optimizer.step()
@@ -479,3 +479,4 @@ def test_what_a_loop_of_fabric_keeps_beside_its_state_is_named(fit: Any, caplog:
         "this loop draws from the generator generator, which is in no snapshot",
     ]
     assert any("this script changes baseline while it trains, which no snapshot has" in record.getMessage() for record in caplog.records)
+    assert sum("by enumerate(loader)" in text and "count in the state that is protected" in text for text in caplog.messages) == 1
