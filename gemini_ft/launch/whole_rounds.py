@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import api as rendezvous_api
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from gemini_ft.launch.launched import LAUNCH
@@ -55,8 +57,11 @@ class LaunchName:
 
 @contextmanager
 def whole_rounds() -> Iterator[None]:
-    """Inside, torch's rendezvous returns from whole rounds only, and all hosts of a job have one name for its launch."""
-    this = LaunchName()
+    """Inside, torch's rendezvous returns from whole rounds only, and all hosts of a job have one name for its launch.
+
+    The port of an attempt's store stays bound until the next attempt has one.
+    """
+    this, held = LaunchName(), ExitStack()
     handler = DynamicRendezvousHandler
     rendezvous, world, store, assign = handler.next_rendezvous, handler._get_world, handler._get_store, SimpleElasticAgent._rendezvous
 
@@ -84,9 +89,30 @@ def whole_rounds() -> Iterator[None]:
             except dist.DistError as error:  # a host, or the store, was lost right after all had met: its word is missing
                 logger.warning("the hosts begin a new rendezvous round: %s", str(error).splitlines()[0])
 
+    def held_port() -> int:
+        held.close()
+        place = held.enter_context(_bound())
+        return int(place.getsockname()[1])
+
     changes = {"next_rendezvous": next_whole, "_get_world": whole_world, "_get_store": lambda self: _met(self, store(self), this)}
-    with replaced(handler, **changes), replaced(SimpleElasticAgent, _rendezvous=assigned):
+    with (
+        held,
+        replaced(handler, **changes),
+        replaced(SimpleElasticAgent, _rendezvous=assigned),
+        replaced(rendezvous_api, get_free_port=held_port),
+    ):
         yield
+
+
+def _bound() -> socket.socket:
+    """A socket that keeps others away from a free port, and lets a store listen there, which takes the workers seconds to begin."""
+    has_both = socket.has_dualstack_ipv6()
+    place = socket.socket(socket.AF_INET6 if has_both else socket.AF_INET)
+    if has_both:
+        place.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    place.bind(("", 0))
+    return place
 
 
 def _places(handler: Any) -> tuple[int, dict[Any, int]]:

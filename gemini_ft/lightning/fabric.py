@@ -43,7 +43,7 @@ from gemini_ft.loaders.loader import bookmark_of, make_resumable
 from gemini_ft.loaders.parts import is_stateful
 from gemini_ft.state.ddp import ddp_state, first_tensors, frozen_at_first, restore_buckets, restore_sync, send_first
 from gemini_ft.state.loop import LoopWatch
-from gemini_ft.state.rng import rng_state, set_rng_state
+from gemini_ft.state.rng import GivenGenerator, is_generator, rng_state, set_rng_state
 from gemini_ft.worker.attempt import never_stay
 from gemini_ft.worker.rendezvous import exchange
 
@@ -269,7 +269,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
         return saved
 
     def _bind(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Gives the Checkpointer the models and optimizers in ``state``; returns the rest of it."""
+        """Gives the Checkpointer the models and optimizers in ``state``; returns the rest, each generator with methods for its state."""
         models = {name: _inner(item) for name, item in state.items() if isinstance(item, nn.Module)}
         optimizers = {name: item for name, item in state.items() if isinstance(item, Optimizer)}
         if not models:
@@ -282,7 +282,8 @@ class GeminiFabricMixin(Gemini, _Strategy):
             self._gemini_bound = identity
             checkpointer.census.register("state", lambda: _findings(state))
             checkpointer.wrapped_by({name: item for name, item in state.items() if isinstance(item, DistributedDataParallel)})
-        return {name: item for name, item in state.items() if name not in models and name not in optimizers}
+        rest = {name: item for name, item in state.items() if name not in models and name not in optimizers}
+        return {name: GivenGenerator(item) if is_generator(item) else item for name, item in rest.items()}
 
 
 class GeminiFabricShardedMixin(GeminiFabricMixin):

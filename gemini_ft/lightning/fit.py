@@ -65,6 +65,7 @@ class Fit:
         self._iteration = 0  # of what is being resumed
         self._last_step: int | None = None  # optimizer steps at the last look
         self._pauses = contextlib.ExitStack()
+        self._waiting: dict[torch.Tensor, torch.Tensor] = {}  # gradients that a resumed loop adds to
         self._hooks: list[Callable[[], None]] = [trainer_loops.before_each_batch(trainer, self._before_batch)]  # what ends each
         loop = trainer.fit_loop
         loading = functools.partial(Loading, trainer, present=self._present_modes, restore=self._restore_modes)
@@ -131,8 +132,10 @@ class Fit:
             trainer_loops.before_positions(self._trainer, lambda: self.training_data.beside(self._before_positions))
 
     def load(self) -> None:
-        """Fills model and optimizers. Collective."""
+        """Fills model and optimizers. Collective. Gradients come once more with the first batch: Lightning zeroes all before its loop."""
         self.checkpointer.load_tensors()
+        params = self._trainer.lightning_module.parameters()
+        self._waiting = {param: param.grad.clone() for param in params if param.grad is not None}
 
     def newer_of(self, path: Any, load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The checkpoint at the user's ``ckpt_path`` or the snapshot that was found, whichever has more steps.
@@ -228,6 +231,9 @@ class Fit:
                 self._begin_files(self._found.get("files", {}))
                 found, self._found = self._found, None
                 restore(self._trainer, self._package, found)
+                for param, gradient in self._waiting.items():
+                    param.grad = gradient
+                self._waiting = {}
                 if self._ddp is not None:
                     restore_sync(self._ddp, found["ddp"])
                 self._restore_modes(found["modes"], but=[item for mark in loaders if mark is not None for item in mark.own_objects])

@@ -167,10 +167,10 @@ def wrappers(state: Iterable[Any]) -> set[str]:
 
 
 def _sources(iterator: Any) -> Iterator[int]:
-    """The ids of what an iterator takes its items from, as far as that is a loader, a progress bar's too."""
+    """The ids of what an iterator takes its items from, as far as that is a loader, a progress bar's and Fabric's too."""
     frame = iterator.gi_frame if isinstance(iterator, GeneratorType) else None
     for item in (iterator, *(variables_of(frame).values() if frame is not None else ())):
-        yield from (id(inspect.getattr_static(item, name, None)) for name in ("_loader", "iterable"))
+        yield from (id(inspect.getattr_static(item, name, None)) for name in ("_loader", "_dataloader", "iterable"))
 
 
 def _marks(state: Iterable[Any]) -> dict[int, Any]:

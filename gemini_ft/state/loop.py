@@ -112,7 +112,12 @@ class LoopWatch:
         models = [item for item in inner.values() if isinstance(item, nn.Module)]
         optimizers = [item for item in inner.values() if isinstance(item, Optimizer)]
         given = [state, *state.values(), *inner.values()]
+        is_first = self._carried is None
         self._safely(lambda: self._look_beside(models, given, optimizers, state, iteration))
+        if is_first:
+            self._safely(
+                lambda: _look_around([*inner.values()], " (Fabric's loaders have no batches_done: count in the state that is protected)")
+            )
 
     def _safely(self, look: Callable[[], None]) -> None:
         if self._has_failed:
@@ -189,6 +194,11 @@ class LoopWatch:
                 "this loop's iteration of a loader in `state` is not the first one after resume(), which goes on where the loop was after "
                 "a failure. Look into the data before resume(), and make the loop's iterators after it"
             )
-        around = wrappers(loaders)
-        for said in dict.fromkeys(text for name, text in _AROUND.items() if name in around):
-            _log.warning(said)
+        _look_around(loaders)
+
+
+def _look_around(loaders: Collection[Any], note: str = "") -> None:
+    """Names what the loop has put around the iterations of its loaders."""
+    around = wrappers(loaders)
+    for said in dict.fromkeys(text for name, text in _AROUND.items() if name in around):
+        _log.warning(said + note)

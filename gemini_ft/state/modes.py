@@ -65,18 +65,35 @@ def _internals(kind: type) -> frozenset[str]:
 @functools.cache
 def set_by(kind: type) -> frozenset[str]:
     """Names of the attributes that the methods of a class, as its source has them, set of their first argument."""
+    return frozenset(part.attr for method in _methods(kind) for part in _own(method) if isinstance(part.ctx, ast.Store))
+
+
+@functools.cache
+def kept_by(kind: type) -> frozenset[str]:
+    """Names of the attributes in a class's ``state_dict`` and ``load_state_dict``; all that it sets, where these take ``vars(self)``."""
+    methods = [method for method in _methods(kind) if method.name in ("state_dict", "load_state_dict")]
+    own = [part for method in methods for part in _own(method)]
+    uses = sum(isinstance(part, ast.Name) and part.id == _first(method) for method in methods for part in ast.walk(method))
+    names = frozenset(part.attr for part in own)
+    return names | set_by(kind) if uses > len(own) or "__dict__" in names else names
+
+
+def _methods(kind: type) -> list[ast.FunctionDef]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     except (OSError, SyntaxError, TypeError):
-        return frozenset()
-    methods = [item for item in ast.walk(tree) if isinstance(item, ast.FunctionDef) and item.args.args]
-    return frozenset(
-        part.attr
-        for method in methods
-        for part in ast.walk(method)
-        if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
-        if isinstance(part.value, ast.Name) and part.value.id == method.args.args[0].arg
-    )
+        return []
+    return [item for item in ast.walk(tree) if isinstance(item, ast.FunctionDef) and item.args.args]
+
+
+def _first(method: ast.FunctionDef) -> str:
+    return method.args.args[0].arg
+
+
+def _own(method: ast.FunctionDef) -> list[ast.Attribute]:
+    """The attributes that a method names of its first argument."""
+    found = [part for part in ast.walk(method) if isinstance(part, ast.Attribute)]
+    return [part for part in found if isinstance(part.value, ast.Name) and part.value.id == _first(method)]
 
 
 class Modes:

@@ -145,6 +145,49 @@ def test_every_callback(name: str, fit: Callable[..., Case], tmp_path: Path, mon
     assert weights(resumed) == weights(plain)
 
 
+class Saving(shipped.Callback):
+    """Saves a part of what it keeps, or all of it, and sets the rate by all of it."""
+
+    def __init__(self) -> None:
+        self.batches, self.mean, self.seen = 0, 0.0, list(range(100))
+        self.recent: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.batches += 1
+        self.mean = 0.9 * self.mean + 0.1 * self.batches
+        self.recent = [*self.recent[-2:], self.batches]
+        self.seen.append(self.batches)
+        trainer.optimizers[0].param_groups[0]["lr"] = 0.001 * (self.mean + sum(self.recent) + self.seen[-1] - self.batches)
+
+
+class Half(Saving):
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches, "seen": [*self.seen]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches, self.seen = state["batches"], [*state["seen"]]
+
+
+class Whole(Saving):
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self) | {"seen": [*self.seen]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+@pytest.mark.parametrize("kind", [Half, Whole])
+def test_what_a_callback_keeps_beside_its_own_state_is_captured(
+    kind: type[Saving], fit: Callable[..., Case], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = fit(Tuned, None, "ddp", callbacks=[kind])
+    with caplog.at_level(logging.WARNING, "gemini_ft"):
+        with pytest.raises(Boom):
+            fit(Tuned, None, "gemini", CRASH, callbacks=[kind])
+        assert weights(fit(Unseeded, None, "gemini", callbacks=[kind])) == weights(plain)
+    assert [text for text in caplog.messages if text.startswith("callback.")] == []
+
+
 def test_files_of_another_run_are_not_written_over(fit: Callable[..., Case], tmp_path: Path) -> None:
     def make() -> Any:
         return shipped.ModelCheckpoint(tmp_path / "shared", every_n_train_steps=1, save_top_k=-1, filename="{step}", save_last="link")

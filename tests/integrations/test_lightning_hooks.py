@@ -85,6 +85,26 @@ def table(batch_size: int = 4) -> DataLoader[torch.Tensor]:
     return DataLoader(Table(), batch_size, shuffle=True)
 
 
+class InTurns(Case):
+    """Two optimizers, one of which accumulates while the other steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def changed(self, loss: torch.Tensor) -> torch.Tensor:
+        optimizers: Any = self.optimizers()
+        self.manual_backward(loss)
+        for every, optimizer in zip((2, 5), optimizers, strict=True):
+            if self.trainer.fit_loop.total_batch_idx % every == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.backbone.parameters(), 0.05), torch.optim.SGD(self.head.parameters(), 0.05)
+
+
 class Unfreezing(Case):
     def __init__(self) -> None:
         super().__init__()
@@ -280,6 +300,7 @@ def weights(module: nn.Module) -> list[str]:
 
 
 CASES: dict[str, tuple[Callable[[], Case], Callable[[], Any] | None, dict[str, Any]]] = {
+    "in-turns": (InTurns, table, {}),
     "unfrozen": (Unfreezing, table, {}),
     "resting": (Resting, table, {}),
     "told": (Telling, lambda: DataLoader(Told(), 4, shuffle=True), {}),
@@ -444,7 +465,7 @@ def test_what_a_loop_of_fabric_keeps_beside_its_state_is_named(fit: Any, caplog:
     generator, baseline = torch.Generator(), 1.0
     state = {"model": model, "optimizer": optimizer, "loader": loader, "scheduler": schedulers[0], "step": 0, "losses": []}
     fabric.strategy.protect(state)
-    for batch in loader:
+    for _, batch in enumerate(loader):
         loss = model(batch + torch.randn(4, generator=generator)).sum() * baseline
         fabric.backward(loss)
         optimizer.step()
@@ -458,3 +479,4 @@ def test_what_a_loop_of_fabric_keeps_beside_its_state_is_named(fit: Any, caplog:
         "this loop draws from the generator generator, which is in no snapshot",
     ]
     assert any("this script changes baseline while it trains, which no snapshot has" in record.getMessage() for record in caplog.records)
+    assert sum("by enumerate(loader)" in text and "count in the state that is protected" in text for text in caplog.messages) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousParameters, api
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
@@ -95,10 +96,26 @@ def test_who_dies_right_after_all_have_met_costs_the_stores_patience_and_not_the
     assert next(answers, "none is left") == "none is left"
 
 
+def test_the_port_of_an_attempts_store_is_nobody_elses_until_the_next_attempt(store: HashStore) -> None:
+    hosts, ports = [host(store), host(store)], []
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            infos = [pool.submit(handler.next_rendezvous) for handler in hosts]
+            (port,) = {info.result().bootstrap_store_info.master_port for info in infos}
+            with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+                other.bind(("", port))
+            assert TCPStore("localhost", port, is_master=True, wait_for_workers=False).port == port
+            ports.append(port)
+    for handler in hosts:
+        handler._stop_heartbeats()
+    with socket.socket() as other:
+        other.bind(("", ports[0]))
+
+
 def test_torch_is_left_as_it_was() -> None:
     def parts() -> list[Any]:
         names = ("next_rendezvous", "_get_world", "_get_store")
-        return [*(getattr(DynamicRendezvousHandler, name) for name in names), SimpleElasticAgent._rendezvous]
+        return [*(getattr(DynamicRendezvousHandler, name) for name in names), SimpleElasticAgent._rendezvous, api.get_free_port]
 
     before = parts()
     with whole_rounds():
