@@ -145,11 +145,12 @@ class TestSlot:
 
 
 class TestAdoption:
-    def test_of_a_whole_slot_finds_everything(self, slot: SlotMemory) -> None:
-        fill(slot)
-        slot.finish(V, 10, None)
+    @pytest.mark.parametrize("extras_bytes", [10, 50], ids=["with room", "full"])
+    def test_of_a_whole_slot_finds_everything(self, slot: SlotMemory, extras_bytes: int) -> None:
+        fill(slot, extras_bytes)
+        slot.finish(V, extras_bytes, None)
         other = SlotMemory.adopt(os.dup(slot.fd))
-        assert (other.shape, other.version, other.extras_bytes, other.chunks) == (slot.shape, V, 10, slot.chunks)
+        assert (other.shape, other.version, other.extras_bytes, other.chunks) == (slot.shape, V, extras_bytes, slot.chunks)
         assert other.damaged() == []
         other.close()
 

@@ -60,6 +60,17 @@ class TestCommit:
         job.commit(ranks, 3)
         assert held(ranks[1], 0, 3, job) == expected(0, 3)
 
+    def test_a_peer_lets_go_of_a_shard_that_is_given_up_on_its_way(self, job: Job) -> None:
+        """It is told so; else the sender would close the connection two seconds later, and the next shards would wait for another."""
+        ranks = job.start()
+        job.commit(ranks, 1)
+        ranks[0].request(2)
+        ranks[0].copy(2, slice(2))
+        eventually(lambda: "2" in str(job.stream("b")["shards"]["0"]), "its arrival")
+        ranks[0].give_up(2)
+        job.commit(ranks, 3)
+        assert "broke off" not in job.log("a")
+
     def test_of_what_a_device_has_laid_down_the_agent_forms_the_checksums(self, job: Job) -> None:
         """One that is given up while they are formed, and whose slot is granted again, leaves nothing in the next."""
         ranks = job.start()

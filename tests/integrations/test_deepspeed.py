@@ -21,6 +21,7 @@ from deepspeed_case import (
     train,
     train_average,
     train_data,
+    train_on_a_loader_of_its_own,
     train_pipeline,
     train_pipeline_data,
     train_resized,
@@ -170,11 +171,14 @@ REFUSED = {
 
 
 def test_refusals(tmp_path: Path) -> None:
+    """And a loader that no snapshot has is named."""
     with World(tmp_path, 1) as ranks:
+        (told,) = ranks.outcome(train_on_a_loader_of_its_own)
         (said,) = ranks.outcome(refusals, {name: changes for name, (changes, _) in REFUSED.items()})
         end_agent("twice", ranks.hosts[0])  # a run of its own
     for name, (_, text) in REFUSED.items():
         assert text in said[name], name
+    assert sum("iterates a DataLoader (of a Noisy) whose position is in no snapshot" in text for text in told) == 1, told
 
 
 def test_partitions_of_other_parameters_are_refused_though_their_sizes_are_the_same(tmp_path: Path) -> None:

@@ -114,12 +114,8 @@ JOBS = {
             "accumulation-schedule": Scenario(["0:step:10"], "accumulation-schedule"),
         }
     ),
-    "any-data": Job(
-        {
-            "stream": Scenario(["1:step:4", "0:step:14"], "stream"),
-            "workers": Scenario(["1:step:3", "0:step:10"], "workers"),
-        }
-    ),
+    "any-data": Job({"stream": Scenario(["1:step:4", "0:step:14"], "stream")}),
+    "workers": Job({"workers": Scenario(["1:step:3", "0:step:10"], "workers")}),
     "any-way": Job(
         {
             "fabric": Scenario(["1:step:8", "0:update:13"], "fabric"),

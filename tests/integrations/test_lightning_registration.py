@@ -55,10 +55,13 @@ ORDERS = {
     "fabric-only": ("gemini_ft, lightning_fabric", ["lightning_fabric"], ["lightning", "pytorch_lightning"]),
 }
 
-# Each order in a process of its own, forked from one that has loaded what is the same to all of them.
+# Each order in a process of its own, forked from one that has loaded what is the same to all of them, and has unloaded this package.
 CHECK = """
 import os, sys, traceback
 import torch, torch._dynamo, torchmetrics
+for name in [name for name in sys.modules if name.partition(".")[0] == "gemini_ft"]:
+    del sys.modules[name]
+sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("gemini_ft")]
 for name, (imports, registered, not_loaded) in {orders}.items():
     if not os.fork():
         try:
@@ -83,7 +86,7 @@ for _ in {orders}:
 @pytest.fixture(scope="module")
 def said_in_every_order() -> str:
     script = CHECK.format(orders=ORDERS, names=NAMES)
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120).stdout
+    return subprocess.run([sys.executable, "-X", "warm", "-c", script], capture_output=True, text=True, timeout=120).stdout
 
 
 @pytest.mark.parametrize("order", ORDERS)

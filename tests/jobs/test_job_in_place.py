@@ -14,7 +14,8 @@ import pytest
 from gemini_ft.errors import FINAL
 from gemini_ft.testing import EmulatedHosts
 
-SCRIPT = str(Path(__file__).parents[1] / "kit" / "in_place_case.py")
+KIT = Path(__file__).parents[1] / "kit"
+SCRIPT, TRAINER = str(KIT / "in_place_case.py"), str(KIT / "in_place_trainer_case.py")
 LAUNCHER = ("-m", "gemini_ft.cli.main", "run", "--standalone")
 
 
@@ -74,9 +75,9 @@ def job(
         "GEMINI_LINGER": "30",
     }
     env |= {"GEMINI_IN_PLACE_TIMEOUT": timeout, "GEMINI_ON_LATE": late}
-    program = [*wrapper, SCRIPT, str(folder), keeper, *deeds]
+    program = [*wrapper, TRAINER if keeper.startswith("trainer") else SCRIPT, str(folder), keeper, *deeds]
     command = [sys.executable, *LAUNCHER, f"--restart={restart}", f"--nproc-per-node={workers}", *program]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     return Outcome(done.returncode, done.stdout + done.stderr, read(folder))
 
 

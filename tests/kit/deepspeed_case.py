@@ -263,6 +263,22 @@ def train_data(case: Case, out: str) -> Any:
     return digest({"weights": weights})
 
 
+def train_on_a_loader_of_its_own() -> list[str]:
+    """What a script is told that makes a DataLoader, and gives it to nothing."""
+    from session_case import Recorded
+
+    import gemini_ft
+
+    gemini_ft.init_process_group("gloo")
+    told = Recorded()
+    engine = start(Case(0), Smooth())
+    for x, _ in torch.utils.data.DataLoader(Noisy(), 24):
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    engine.gemini.close()
+    return told.texts
+
+
 def train_pipeline_data(case: Case, out: str) -> Any:
     """Trains a pipeline on the data that the engine was given. A digest of the rank's final weights."""
     import deepspeed

@@ -1,9 +1,8 @@
 """The script of test_job_in_place.py: a small DDP loop inside `gemini_ft.run`, or plain; it fails on purpose as its arguments say.
 
 ``in_place_case.py FOLDER KEEPER [ATTEMPT:RANK:MOMENT:DEED]...``; KEEPER is "gemini", "nothing", "generator" or "dataset": gemini, with a
-generator of the process's own in its state, or a dataset of its own that counts; "trainer-STRATEGY" trains by Lightning's Trainer.
-A MOMENT is "start", "group" or a number of steps done. Each rank writes what every step has computed to a file of its own, in hex, with its
-process id.
+generator of the process's own in its state, or a dataset of its own that counts. A MOMENT is "start", "group" or a number of steps. Each
+rank writes what every step has computed to a file of its own, in hex, with its process id.
 """
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -65,45 +62,6 @@ def reached(moment: object, model: Any = None) -> None:
                 torch.set_grad_enabled(False)
             case "thread":
                 threading.Thread(target=time.sleep, args=(1000,), daemon=True, name="forgotten").start()
-
-
-class Module(L.LightningModule):
-    """Notes each of its losses."""
-
-    def __init__(self, trace: Any) -> None:
-        super().__init__()
-        self.net, self.trace = network(), trace
-
-    def training_step(self, batch: Any, _: int) -> torch.Tensor:
-        loss: torch.Tensor = self.net(batch[0]).square().mean()
-        self.log("loss", loss)
-        reached(self.trainer.global_step, self.net)
-        print("step", self.trainer.global_step, float(loss.item()).hex(), file=self.trace)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)]
-
-
-def fit() -> None:
-    """Trains by Lightning's Trainer."""
-    L.seed_everything(3)
-    with open(f"{FOLDER}/rank-{os.environ['RANK']}", "a", buffering=1) as trace:
-        print("attempt", os.getpid(), float(torch.rand(())).hex(), file=trace)
-        reached("start")
-        module, loader = Module(trace), DataLoader(TensorDataset(torch.randn(48, 8)), 8, shuffle=True, num_workers=1)
-        checkpoints, logger = (
-            ModelCheckpoint(f"{FOLDER}/checkpoints", save_top_k=-1),
-            CSVLogger(FOLDER, name="csv", flush_logs_every_n_steps=1),
-        )
-        strategy = KEEPER.removeprefix("trainer-")
-        quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
-        options: dict[str, Any] = {"strategy": strategy, "accelerator": "cpu", "devices": int(os.environ["WORLD_SIZE"])}
-        trainer = L.Trainer(max_epochs=4, logger=logger, callbacks=[checkpoints], **options, **quiet)
-        trainer.fit(module, loader)
-        final = {"model": module.state_dict(), "optimizer": trainer.optimizers[0].state_dict(), "rng": torch.get_rng_state()}
-        print("end", digest(final), file=trace)
 
 
 def network() -> nn.Sequential:
@@ -152,10 +110,14 @@ def train() -> None:
             checkpointer.close()
 
 
-if __name__ == "__main__":
+def main(function: Callable[[], None]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(5)
     Path(FOLDER).mkdir(exist_ok=True)
-    gemini_ft.run(fit if KEEPER.startswith("trainer-") else train)
+    gemini_ft.run(function)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(train)

@@ -56,7 +56,7 @@ def through_a_death(place: str, folder: str) -> Lived:
     handler.emit = lambda record: lived.log.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("gemini_ft").addHandler(handler)
     logging.getLogger("gemini_ft").setLevel(logging.INFO)
-    scheme = SwitchML(place, KEY, slots=8, patience=1.0)
+    scheme = SwitchML(place, KEY, slots=8, patience=PATIENCE)
     died = False
     for step in range(_MOST_STEPS):
         own = gradient(group.rank(), step)

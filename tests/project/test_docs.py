@@ -103,6 +103,7 @@ def test_every_status_is_in_the_table() -> None:
 
 _TESTS = r"`(test_[a-z0-9_]+)`"
 _FATES = r"^\| (?!.* what becomes of it )(?!.* \| the user's)(.*)\|$"  # what is the user's needs none
+_WHOLE = r"(?s)^(.*?)\n\n"  # a part of one paragraph
 # Page, the beginning of its part, and what stands at the beginning of each promise there.
 PROMISES = {
     "the promise": ("failure_model.md", "## The promise", r"(?s)^(\*\*.*?)\n\n"),
@@ -114,7 +115,8 @@ PROMISES = {
     "another user": ("security.md", "## Another user on the same host", r"(?s)^(- \*\*(?!He connects to the agent's TCP).*?)(?=^- |^$)"),
     "the network": ("security.md", "| he can | and then |", r"^\| (?!he can|cut or delay|open more of)(.*)\|$"),
     "members": ("security.md", "| a member that lies can | and then |", r"^\| (?!a member that|keep its own|claim a newer)(.*)\|$"),
-    "the switch": ("security.md", "## The switch", r"(?s)^(.*?)\n\n"),
+    "the switch": ("security.md", "## The switch", _WHOLE),
+    "writers of the storage": ("security.md", "## An attacker who can write to the storage", _WHOLE),
     "exit status": ("launcher.md", "| status | what has happened |", r"^\| (?!status)(.*)\|$"),
     "how a job ends": ("launcher.md", "| how the script has ended |", r"^\| (?!how the script)(.*)\|$"),
     "data of Lightning": ("lightning.md", "| state | what becomes", _FATES),
@@ -132,7 +134,14 @@ def test_each_promise_names_its_test(part: str) -> None:
     text = (ROOT / "docs" / page).read_text().partition(beginning)[2]
     text = text.partition("\n\n" if beginning.startswith("|") else "\n## ")[0] + "\n\n"
     found = [match[1] for match in re.finditer(promise, text, re.MULTILINE) if set(match[1]) - {*"-| "}]
-    assert len(found) >= (1 if part == "the switch" else 3)
+    assert len(found) >= (1 if promise == _WHOLE else 3)
+    assert [each for each in found if not re.search(_TESTS, each)] == []
+
+
+def test_each_error_that_was_mended_names_its_test() -> None:
+    sections = re.findall(r"(?ms)^### Fixed\n(.*?)(?=^##|\Z)", (ROOT / "CHANGELOG.md").read_text())
+    found = re.findall(r"(?ms)^- (.*?)(?=^- |^$|\Z)", "".join(sections))
+    assert len(found) > 100
     assert [each for each in found if not re.search(_TESTS, each)] == []
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
-from gemini_ft.storage.base import check_key
+from gemini_ft.storage.base import check_key, find_sign
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.opening import open_storage
 
@@ -288,3 +289,11 @@ def test_a_write_that_ends_short_is_an_error_and_not_a_torn_object(storage: Loca
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert storage.list() == []
     assert partial_files(storage) == []
+
+
+def test_what_another_host_has_written_is_looked_for_more_than_once(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS may remember for a moment that it was missing."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: storage.put("sign", [b"sign"]))
+    find_sign(storage, "sign", "a", "b")
+    with pytest.raises(ConfigError):
+        find_sign(storage, "another", "a", "b")

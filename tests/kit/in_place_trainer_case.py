@@ -1,0 +1,61 @@
+"""As in_place_case.py, by Lightning's Trainer: KEEPER is "trainer-" and a strategy.
+
+It is a file of its own since launchers import ahead what a script names.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning as L
+import torch
+from in_place_case import FOLDER, KEEPER, STEPS, main, network, reached
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, TensorDataset
+
+from gemini_ft.testing import digest
+
+
+class Module(L.LightningModule):
+    """Notes each of its losses."""
+
+    def __init__(self, trace: Any) -> None:
+        super().__init__()
+        self.net, self.trace = network(), trace
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch[0]).square().mean()
+        self.log("loss", loss)
+        reached(self.trainer.global_step, self.net)
+        print("step", self.trainer.global_step, float(loss.item()).hex(), file=self.trace)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)]
+
+
+def fit() -> None:
+    """Trains by Lightning's Trainer."""
+    L.seed_everything(3)
+    with open(f"{FOLDER}/rank-{os.environ['RANK']}", "a", buffering=1) as trace:
+        print("attempt", os.getpid(), float(torch.rand(())).hex(), file=trace)
+        reached("start")
+        module, loader = Module(trace), DataLoader(TensorDataset(torch.randn(48, 8)), 8, shuffle=True, num_workers=1)
+        checkpoints, logger = (
+            ModelCheckpoint(f"{FOLDER}/checkpoints", save_top_k=-1),
+            CSVLogger(FOLDER, name="csv", flush_logs_every_n_steps=1),
+        )
+        strategy = KEEPER.removeprefix("trainer-")
+        quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
+        options: dict[str, Any] = {"strategy": strategy, "accelerator": "cpu", "devices": int(os.environ["WORLD_SIZE"])}
+        trainer = L.Trainer(max_epochs=4, logger=logger, callbacks=[checkpoints], **options, **quiet)
+        trainer.fit(module, loader)
+        final = {"model": module.state_dict(), "optimizer": trainer.optimizers[0].state_dict(), "rng": torch.get_rng_state()}
+        print("end", digest(final), file=trace)
+
+
+if __name__ == "__main__":
+    main(fit)
