@@ -47,7 +47,7 @@ from gemini_ft.state.rng import GivenGenerator, rng_state, set_rng_state
 from gemini_ft.state.tensors import every_optimizer
 from gemini_ft.storage.base import WORD
 from gemini_ft.torch_versions import buffers_are_broadcast
-from gemini_ft.worker.attempt import close_with, never_stay, watch
+from gemini_ft.worker.attempt import close_with, watch
 from gemini_ft.worker.outcomes import Stats
 from gemini_ft.worker.recorder import Recorder
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise, on_all_ranks
@@ -296,10 +296,9 @@ class Checkpointer:
             ddp.frozen_at_first(wrapper)
         others = [value for value in self._stateful.values() if isinstance(value, torch.optim.Optimizer)]
         params = [param for model in state.models.values() for param in model.parameters()]
-        if any(isinstance(param, DTensor) for param in params):
-            never_stay("torch keeps the meshes of sharded parameters (FSDP2) for the whole process")
         given = [value.generator if isinstance(value, GivenGenerator) else value for value in self._stateful.values()]
-        watch([*state.models.values(), *params, *every_optimizer(state.optimizers).values(), *given])
+        meshes = {param.device_mesh for param in params if isinstance(param, DTensor)}
+        watch([*state.models.values(), *params, *meshes, *every_optimizer(state.optimizers).values(), *given])
         self._steps.follow(state, others, hooks=self._hooks)
 
     def bind_state(self, state: TrainingState) -> None:

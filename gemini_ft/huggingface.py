@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import logging
 import operator
@@ -39,7 +38,7 @@ from gemini_ft.state.hyperparameters import of_scheduler
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.transformers_state import EvaluationData, OwnAttributes, TrainingData, ranks
 from gemini_ft.transformers_versions import SEAMS, check_trainer, counts, told_of_epochs
-from gemini_ft.worker.attempt import never_stay
+from gemini_ft.worker import attempt
 
 __all__ = ["GeminiCallback", "protect"]
 
@@ -48,8 +47,6 @@ _log = logging.getLogger("gemini_ft")
 _KEY = "transformers"  # in the engine's client_state
 # These belong to this process, not to the training.
 _OWN = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks", "log_history")
-_ordinals = itertools.count()  # a script may train several times; a restarted script comes to the same numbers
-_kept: list[Any] = []  # until the script has ended well, so that what follows the training may fail
 _NO_FOLDER = "/dev/null/gemini"  # the Trainer skips batches only if it resumes from somewhere; nothing is found there
 
 
@@ -287,8 +284,7 @@ class _Protection:
         self.client_state: dict[str, Any] = {}
         self.resumed: int | None = None
         self._steps = 0  # of the last snapshot
-        never_stay("transformers' Trainer begins anew in a new process only")
-        self.checkpointer = Checkpointer(config=load_config(options), name=f"trainer-{next(_ordinals)}")
+        self.checkpointer = Checkpointer(config=load_config(options), name=attempt.next_name("trainer"))
         self.checkpointer.bind(self._model, trainer.optimizer.optimizer)
         self.checkpointer.script_gives(of_scheduler(f"the Trainer's {type(trainer.lr_scheduler).__name__}", trainer.lr_scheduler))
         if (found := self.checkpointer.open()) is None:
@@ -323,7 +319,7 @@ def _protect(trainer: Any, options: Mapping[str, Any]) -> Any:
     _refuse_skipping(trainer)
     if not trainer.is_deepspeed_enabled:
         protection = _Protection(trainer, options)
-        _kept.append(protection)
+        attempt.kept.append(protection)
         protection.checkpointer.census.register("transformers' Trainer", lambda: _findings(trainer))
         return protection
     if options:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +30,26 @@ def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
         return None
     check: Callable[..., bool] = kind(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
+
+
+def forget_meshes() -> None:
+    """Empties the caches in which torch keeps meshes of DTensors, and with them process groups, for as long as the process lives.
+
+    A torch with further caches keeps them; a caller that depends on it looks whether a mesh still lives.
+    """
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()  # what is frozen is in no list
+    for each in gc.get_objects():
+        if type(each) is functools._lru_cache_wrapper and (each.__module__ or "").startswith("torch.distributed"):
+            each.cache_clear()
+    for where, name in (
+        (sys.modules.get("torch.distributed.tensor._redistribute"), "clear_redistribute_planner_cache"),
+        (torch._C, "_clear_DTensor_sharding_propagator_cache"),
+    ):
+        getattr(where, name, lambda: None)()
+    gc.collect()
+    if is_frozen:
+        gc.freeze()
 
 
 def number_groups_anew() -> None:

@@ -39,6 +39,7 @@ _log = logging.getLogger("gemini_ft")
 _HANG_SECONDS = 600.0  # for a collective of the engine, where hang_timeout is not set: NCCL's own default
 _COUNTERS = {"global_steps", "global_samples"}  # a script that follows the engine reads one of them
 _NOT_SCRIPTS = {"accelerate", "deepspeed", "gemini_ft", "transformers"}
+ONLY_ANEW = "DeepSpeed begins anew in a new process only"
 _ordinals = itertools.count()
 _open: weakref.WeakSet[Protection] = weakref.WeakSet()
 
@@ -63,7 +64,7 @@ class Protection:
         self._engine = engine
         gradients: GradientState | None = vars(engine).get("gradients")  # of its pipeline; getattr would find the module's too
         state = EngineState(engine)
-        never_stay("DeepSpeed begins anew in a new process only")
+        never_stay(ONLY_ANEW)
         name = f"deepspeed-{next(_ordinals)}"
         self.checkpointer = Checkpointer(
             config=load_config(options), name=name, hooks=False, resizable=state.resizable, gradients=gradients

@@ -116,17 +116,20 @@ class Standby:
         self._probes_beside: _Probes = {}  # of `look_beside`, which may be under way when a store is lost
         self._beside = threading.Thread()
         self._beats: dict[int, dict[Any, Any]] = {}  # of the hosts that were seen at another store, by its endpoint
-        self._move(self._first_place(patience))
+        self._begin(patience)
 
-    def _first_place(self, patience: float) -> ReachedStore:
-        """The store to begin at: one that is in use, or the first, once all have said that they are not."""
+    def _begin(self, patience: float) -> None:
+        """Goes to the first store: one that is in use, or the first in order, once all have said that they are not."""
         begun, known = time.monotonic(), dict[int, ReachedStore]()
         while True:
             places = self._places(self._probes, min(PROBE_SECONDS, max(patience, _REACH_SECONDS)))
             known |= {place.number: place for place in places}
             best = max(known.values(), key=lambda place: place.rank, default=None)
             if best is not None and (best.generation >= 0 or len(known) == len(self.endpoints)):
-                return best
+                try:
+                    return self._move(best)
+                except RendezvousConnectionError:  # it was there when it was asked
+                    known.clear()
             waited, silent = time.monotonic() - begun, self._named(known)
             if waited > patience:
                 why = ". The job may be at work there; leave out of --rdzv-endpoint, on all hosts, a store that is gone" if known else ""

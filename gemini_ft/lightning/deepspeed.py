@@ -17,6 +17,7 @@ from gemini_ft.lightning import compat
 from gemini_ft.lightning.fit import Fit
 from gemini_ft.lightning.options import section_of
 from gemini_ft.lightning.strategy import GeminiMixin
+from gemini_ft.worker.attempt import never_stay
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy as _DeepSpeedStrategy
@@ -41,12 +42,13 @@ class EngineFit(Fit):
         return self._trainer.strategy.model
 
     def _bind_state(self) -> None:
-        from gemini_ft.deepspeed.engine import bound_collectives, finish
+        from gemini_ft.deepspeed.engine import ONLY_ANEW, bound_collectives, finish
         from gemini_ft.deepspeed.state import EngineState
         from gemini_ft.deepspeed.versions import manages_accumulation  # only here: it loads DeepSpeed
 
         if not manages_accumulation(self._engine):
             raise ConfigError("managed_gradient_accumulation=false is not supported under Lightning, which does the accumulation itself")
+        never_stay(ONLY_ANEW)
         autoprotect.at_end[finish] = None
         self.checkpointer.bind_state(EngineState(self._engine, modes=False))
         bound_collectives(self._engine, self.checkpointer.config.hang_timeout)

@@ -22,7 +22,6 @@ Random states are saved and loaded with the rest. Other paths than ``gemini://la
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -44,7 +43,7 @@ from gemini_ft.loaders.parts import is_stateful
 from gemini_ft.state.ddp import ddp_state, first_tensors, frozen_at_first, restore_buckets, restore_sync, send_first
 from gemini_ft.state.loop import LoopWatch
 from gemini_ft.state.rng import GivenGenerator, is_generator, rng_state, set_rng_state
-from gemini_ft.worker.attempt import never_stay
+from gemini_ft.worker import attempt
 from gemini_ft.worker.rendezvous import exchange
 
 if TYPE_CHECKING:
@@ -55,7 +54,6 @@ else:
 LATEST = "gemini://latest"
 
 _PATIENCE = 8  # steps without a snapshot, after which something is amiss; several optimizers may step before one is due
-ordinals = itertools.count()  # as for fits
 
 _PUBLIC = {"lightning.fabric": "gemini_ft.lightning", "lightning_fabric": "gemini_ft.pytorch_lightning"}
 
@@ -106,10 +104,8 @@ class GeminiFabricMixin(Gemini, _Strategy):
     def checkpointer(self) -> Checkpointer:
         """The Checkpointer under this strategy; the run is joined at the first use. Collective then."""
         if self._gemini_checkpointer is None:
-            never_stay("Fabric begins anew in a new process only")
-            checkpointer = Checkpointer(
-                config=self.gemini_config, name=f"fabric-{next(ordinals)}", hooks=False, replicated=self._gemini_replicated
-            )
+            name = attempt.next_name("fabric")
+            checkpointer = Checkpointer(config=self.gemini_config, name=name, hooks=False, replicated=self._gemini_replicated)
             self._gemini_found = checkpointer.open()
             self._gemini_saves = self._gemini_found.iteration if self._gemini_found else 0
             self._gemini_unsent = self._gemini_found is None and compat.ranks_begin_apart(self)

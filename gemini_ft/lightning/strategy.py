@@ -15,7 +15,6 @@ from gemini_ft.lightning.fit import Fit
 from gemini_ft.lightning.gradients import FiguresLog, synchronizer_of
 from gemini_ft.loaders.loader import make_resumable
 from gemini_ft.state.ddp import first_tensors, send_first
-from gemini_ft.worker.attempt import never_stay
 from gemini_ft.worker.rendezvous import exchange
 
 if TYPE_CHECKING:
@@ -61,8 +60,6 @@ class GeminiMixin(Gemini, _Strategy):
         join_group(self)
         super().setup_environment()
         if self._gemini_trainer.state.fn == "fit" and not trainer_callbacks.is_searching(self._gemini_trainer):
-            if not isinstance(self, GeminiDdpMixin):
-                never_stay("of Lightning's strategies only those of DDP begin anew in the same process")
             config = heeding_signals(self.gemini_config, getattr(self, "cluster_environment", None))
             arguments = (self._gemini_trainer, self._gemini_package, config, self._gemini_replicated, self._gemini_epoch_hooks)
             self._gemini_fit = self._gemini_fit_kind(*arguments)

@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from gemini_ft import accelerator
 from gemini_ft.launch.in_place import NEVER
 from gemini_ft.wire import channel
@@ -35,6 +37,7 @@ class OwnAttempt:
         held: those of its objects that take no weak references. One is gone if nothing else refers to it.
         changing: finalizers of loaders; each watches the datasets, samplers and functions that have changed during the attempt.
         checkpointers: those that it has made.
+        is_sharded: whether some of it is sharded over a mesh.
         refusal: the reason why this process cannot stay after it; empty: none is known.
     """
 
@@ -47,6 +50,7 @@ class OwnAttempt:
         self.held: list[Any] = []
         self.changing: list[weakref.finalize[..., Any]] = []
         self.checkpointers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.is_sharded = False
         self.refusal = ""
 
     def await_order(self) -> tuple[dict[str, str], list[int]]:
@@ -98,6 +102,7 @@ class OwnAttempt:
         """Closes those that the attempt has made, without a word to the agent that training is over."""
         for checkpointer in list(self.checkpointers):
             checkpointer.close(finished=False)
+        kept.clear()
 
     def left_behind(self) -> list[Any]:
         """The objects that should be gone, and are still referenced from elsewhere."""
@@ -114,6 +119,7 @@ class OwnAttempt:
 
 
 present: OwnAttempt | None = None
+kept: list[Any] = []  # until the script has ended well, or the attempt is over: what follows a training may fail
 named: Counter[str] = Counter()  # kind -> streams of snapshots of this kind that this attempt, or what came before it, has named
 
 
@@ -137,6 +143,7 @@ def watch(captured: Iterable[Any]) -> None:
     """Watches objects that are captured: this process stays only if they are gone after the attempt."""
     if present is not None:
         for each in captured:
+            present.is_sharded |= isinstance(each, DeviceMesh)
             try:
                 present.watched.append(weakref.ref(each))
             except TypeError:

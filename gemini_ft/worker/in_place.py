@@ -26,7 +26,7 @@ from gemini_ft.launch.in_place import FAILED, IN_PLACE, LEAVES, PARKED
 from gemini_ft.launch.script import record, take_rank
 from gemini_ft.state.left_out import instances
 from gemini_ft.state.rng import rng_state, set_rng_state
-from gemini_ft.torch_versions import number_groups_anew
+from gemini_ft.torch_versions import forget_meshes, number_groups_anew
 from gemini_ft.worker import attempt, rendezvous
 from gemini_ft.worker.attempt import OverError, OwnAttempt
 
@@ -130,12 +130,13 @@ def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
         return "it uses a device, and groups of devices are not yet made anew in place"
     if present.refusal:
         return present.refusal
-    if getattr(getattr(sys.modules.get("accelerate.state"), "PartialState", None), "_shared_state", None):
-        return "accelerate keeps devices and process group for the whole process"
     present.close_checkpointers()
     if dist.is_initialized():
         dist.destroy_process_group()
     number_groups_anew()
+    if (accelerate := sys.modules.get("accelerate.state")) is not None:  # it keeps devices and process group for the whole process
+        for each in (accelerate.AcceleratorState, accelerate.PartialState, accelerate.GradientState):
+            each._shared_state.clear()
     if "torch._dynamo" in sys.modules:  # which takes long to import
         torch.compiler.reset()  # else what the attempt has compiled counts against the limit of the next, and its shapes are known
     rendezvous.forget_group()
@@ -143,6 +144,8 @@ def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     _end_loaders(known)
+    if present.is_sharded:
+        forget_meshes()
     if alive := Counter(type(each).__qualname__ for each in present.left_behind()):
         return f"what train() has trained is still referenced from outside of it: {', '.join(sorted(alive))}"
     end = time.monotonic() + _THREADS_SECONDS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 import os
 import signal
@@ -276,7 +275,7 @@ def fabric(run_id: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[]
     started = []
 
     def start() -> tuple[Fabric, dict[str, Any]]:
-        monkeypatch.setattr("gemini_ft.lightning.fabric.ordinals", itertools.count())
+        monkeypatch.setattr("gemini_ft.worker.attempt.named", Counter())
         fabric = Fabric(strategy="gemini", accelerator="cpu", devices=1)
         started.append(fabric)
         fabric.launch()

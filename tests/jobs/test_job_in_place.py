@@ -15,7 +15,12 @@ from gemini_ft.errors import FINAL
 from gemini_ft.testing import EmulatedHosts
 
 KIT = Path(__file__).parents[1] / "kit"
-SCRIPT, TRAINER = str(KIT / "in_place_case.py"), str(KIT / "in_place_trainer_case.py")
+SCRIPT = str(KIT / "in_place_case.py")
+OTHERS = {
+    "trainer": str(KIT / "in_place_trainer_case.py"),
+    "fabric": str(KIT / "in_place_trainer_case.py"),
+    "transformers": str(KIT / "in_place_transformers_case.py"),
+}
 LAUNCHER = ("-m", "gemini_ft.cli.main", "run", "--standalone")
 
 
@@ -75,7 +80,9 @@ def job(
         "GEMINI_LINGER": "30",
     }
     env |= {"GEMINI_IN_PLACE_TIMEOUT": timeout, "GEMINI_ON_LATE": late}
-    program = [*wrapper, TRAINER if keeper.startswith("trainer") else SCRIPT, str(folder), keeper, *deeds]
+    env |= {"GEMINI_WRAP": "0"} if keeper == "transformers-alone" else {}
+    script = next((path for kind, path in OTHERS.items() if keeper.startswith(kind)), SCRIPT)
+    program = [*wrapper, script, str(folder), keeper, *deeds]
     command = [sys.executable, *LAUNCHER, f"--restart={restart}", f"--nproc-per-node={workers}", *program]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     return Outcome(done.returncode, done.stdout + done.stderr, read(folder))
@@ -124,6 +131,24 @@ def test_lightnings_trainer_begins_anew_in_the_same_process(tmp_path: Path) -> N
     assert files[0] == files[1]
     metrics = [(tmp_path / name / "csv/version_0/metrics.csv").read_text() for name in ("whole", "job")]
     assert metrics[0] == metrics[1]
+
+
+@pytest.mark.parametrize(
+    ("alone", "keeper"),
+    [
+        ("fabric-ddp", "fabric-gemini"),
+        ("trainer-fsdp2", "trainer-gemini_fsdp2"),
+        pytest.param("sharded-alone", "sharded", marks=pytest.mark.soak),
+        ("transformers-alone", "transformers"),
+    ],
+)
+def test_others_begin_anew_in_the_same_process_too(alone: str, keeper: str, tmp_path: Path) -> None:
+    whole = job(tmp_path / "whole", keeper=alone, restart="process")
+    outcome = job(tmp_path / "job", "0:1:4:raise", "1:0:8:kill", keeper=keeper, late="wait")
+    assert (whole.status, outcome.status) == (0, 0), whole.output + outcome.output
+    assert outcome.bits == whole.bits
+    assert [len({*rank.pids}) for rank in outcome.ranks] == [2, 1], outcome.output
+    assert [len(rank.pids) for rank in outcome.ranks] == [3, 3]
 
 
 def test_a_second_failure_during_the_recovery(plain: Outcome, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The script of test_job_in_place.py: a small DDP loop inside `gemini_ft.run`, or plain; it fails on purpose as its arguments say.
 
 ``in_place_case.py FOLDER KEEPER [ATTEMPT:RANK:MOMENT:DEED]...``; KEEPER is "gemini", "nothing", "generator" or "dataset": gemini, with a
-generator of the process's own in its state, or a dataset of its own that counts. A MOMENT is "start", "group" or a number of steps. Each
+generator of the process's own in its state, or a dataset of its own that counts; "sharded" and "sharded-alone": by FSDP2, with gemini and
+without. A MOMENT is "start", "group" or a number of steps. Each
 rank writes what every step has computed to a file of its own, in hex, with its process id.
 """
 
@@ -19,7 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, TensorDataset
 
 import gemini_ft
@@ -64,6 +68,11 @@ def reached(moment: object, model: Any = None) -> None:
                 threading.Thread(target=time.sleep, args=(1000,), daemon=True, name="forgotten").start()
 
 
+def whole(state: Any) -> Any:
+    """The state with what this rank holds of sharded tensors in their places."""
+    return tree_map_only(DTensor, DTensor.to_local, state)
+
+
 def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 1))
 
@@ -78,7 +87,7 @@ def train() -> None:
         reached("group")
         torch.manual_seed(0)
         net = network()
-        model = DistributedDataParallel(net) if world > 1 else net
+        model = net if world == 1 else fully_shard(net) if KEEPER.startswith("sharded") else DistributedDataParallel(net)
         torch.manual_seed(int(rank))
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
@@ -86,7 +95,7 @@ def train() -> None:
         if KEEPER == "dataset":
             loader = DataLoader(counting, 8, shuffle=True)
         start, checkpointer = 0, None
-        if KEEPER != "nothing":
+        if KEEPER not in ("nothing", "sharded-alone"):
             loader = gemini_ft.resumable(loader)
             state = {"scheduler": scheduler, "loader": loader, **({"generator": generator} if KEEPER == "generator" else {})}
             checkpointer = gemini_ft.Checkpointer(model, optimizer, state=state, on_late="wait")
@@ -105,7 +114,7 @@ def train() -> None:
                 checkpointer.step()
                 checkpointer.flush()
         final = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
-        print("end", digest(final), file=trace)
+        print("end", digest(whole(final)), file=trace)
         if checkpointer is not None:
             checkpointer.close()
 

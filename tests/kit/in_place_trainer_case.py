@@ -1,4 +1,4 @@
-"""As in_place_case.py, by Lightning's Trainer: KEEPER is "trainer-" and a strategy.
+"""As in_place_case.py, by Lightning's Trainer or by Fabric: KEEPER is "trainer-" or "fabric-", and a strategy.
 
 It is a file of its own since launchers import ahead what a script names.
 """
@@ -10,9 +10,13 @@ from typing import Any
 
 import lightning as L
 import torch
-from in_place_case import FOLDER, KEEPER, STEPS, main, network, reached
+from in_place_case import FOLDER, KEEPER, STEPS, main, network, reached, whole
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from gemini_ft.testing import digest
@@ -32,6 +36,10 @@ class Module(L.LightningModule):
         print("step", self.trainer.global_step, float(loss.item()).hex(), file=self.trace)
         return loss
 
+    def configure_model(self) -> None:
+        if "fsdp2" in KEEPER and not any(isinstance(param, DTensor) for param in self.parameters()):
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)]
@@ -48,14 +56,47 @@ def fit() -> None:
             ModelCheckpoint(f"{FOLDER}/checkpoints", save_top_k=-1),
             CSVLogger(FOLDER, name="csv", flush_logs_every_n_steps=1),
         )
-        strategy = KEEPER.removeprefix("trainer-")
+        strategy: Any = KEEPER.removeprefix("trainer-")
+        if strategy == "fsdp2":
+            strategy = ModelParallelStrategy(data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1)
         quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
         options: dict[str, Any] = {"strategy": strategy, "accelerator": "cpu", "devices": int(os.environ["WORLD_SIZE"])}
         trainer = L.Trainer(max_epochs=4, logger=logger, callbacks=[checkpoints], **options, **quiet)
         trainer.fit(module, loader)
         final = {"model": module.state_dict(), "optimizer": trainer.optimizers[0].state_dict(), "rng": torch.get_rng_state()}
-        print("end", digest(final), file=trace)
+        print("end", digest(whole(final)), file=trace)
+
+
+def fabric() -> None:
+    """Trains by Fabric."""
+    with open(f"{FOLDER}/rank-{os.environ['RANK']}", "a", buffering=1) as trace:
+        print("attempt", os.getpid(), float(torch.rand(())).hex(), file=trace)
+        reached("start")
+        fabric = Fabric(strategy=KEEPER.removeprefix("fabric-"), accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]))
+        fabric.launch()
+        fabric.seed_everything(3)
+        net = network()
+        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.randn(48, 8)), 8, shuffle=True, num_workers=1))
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader, "epoch": 0, "step": 0}
+        if "gemini" in KEEPER:
+            fabric.strategy.protect(state)
+        while state["epoch"] < 4:
+            loader.sampler.set_epoch(state["epoch"])
+            for batch in loader:
+                loss = model(batch[0]).square().mean()
+                fabric.backward(loss)
+                reached(state["step"], model)
+                optimizer.step()
+                optimizer.zero_grad()
+                print("step", state["step"], loss.item().hex(), file=trace)
+                state["step"] += 1
+            state["epoch"] += 1
+        final = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+        print("end", digest(whole(final)), file=trace)
+        if "gemini" in KEEPER:
+            fabric.strategy.close()
 
 
 if __name__ == "__main__":
-    main(fit)
+    main(fit if KEEPER.startswith("trainer") else fabric)

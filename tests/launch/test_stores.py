@@ -185,22 +185,22 @@ def test_another_store_that_is_lost_while_it_is_looked_at_costs_nothing(places: 
         assert seen(one) == state(3, complete=False)
 
 
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)  # all of its threads: until then one may answer
+
+
 @pytest.fixture
-def start_stopped() -> Iterator[Callable[[], tuple[int, Callable[[], None]]]]:
-    """Starts a store in a process; returns its port, and stops it when asked to."""
+def start_alone() -> Iterator[Callable[[], tuple[int, int]]]:
+    """Starts a store in a process of its own; returns its port and process id."""
     started: list[subprocess.Popen[str]] = []
 
-    def start() -> tuple[int, Callable[[], None]]:
+    def start() -> tuple[int, int]:
         command = [sys.executable, "-m", "gemini_ft.cli.main", "store", "--host", HERE, "--port", "0"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout is not None
-
-        def stop() -> None:
-            os.kill(process.pid, signal.SIGSTOP)
-            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # all of its threads: until then one may answer
-
-        return int(process.stdout.readline().rpartition(":")[2]), stop
+        return int(process.stdout.readline().rpartition(":")[2]), process.pid
 
     yield start
     for process in started:
@@ -209,15 +209,38 @@ def start_stopped() -> Iterator[Callable[[], tuple[int, Callable[[], None]]]]:
 
 
 def test_a_store_that_does_not_answer_is_lost_as_well(
-    places: Places, start_stopped: Callable[[], tuple[int, Callable[[], None]]], monkeypatch: pytest.MonkeyPatch
+    places: Places, start_alone: Callable[[], tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port, stop = start_stopped()
+    port, pid = start_alone()
     one = launcher(port, places.serve())
     one.set_state(state(5, complete=True))
-    stop()
+    stop(pid)
     monkeypatch.setattr(stores, "ANSWER_SECONDS", 0.5)
     assert seen(one) == state(5, complete=True)
     assert one.store.port != port
+
+
+def test_a_store_that_is_cut_off_when_it_was_just_found_is_waited_for(
+    start_alone: Callable[[], tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher that was started while the network flapped ended with status 1."""
+    port, pid = start_alone()
+    cut = []
+
+    class Store(TCPStore):
+        def compare_set(self, key: str, before: str, wanted: str) -> bytes:
+            if before != "?" and not cut:  # no longer the question whether it is there
+                stop(pid)
+                cut.append(threading.Timer(1.5, os.kill, (pid, signal.SIGCONT)))
+                cut[0].start()
+            return super().compare_set(key, before, wanted)
+
+    monkeypatch.setattr(stores, "TCPStore", Store)
+    monkeypatch.setattr(stores, "ANSWER_SECONDS", 0.5)
+    one = launcher(port)
+    assert cut
+    one.set_state(state(5, complete=True))
+    assert seen(one) == state(5, complete=True)
 
 
 def test_a_name_server_that_hangs_keeps_nobody_from_a_store_and_is_waited_for_no_longer(
