@@ -27,6 +27,7 @@ from gemini_ft.wire.messages import (
     ShardAnswer,
     ShardCall,
     ShardLayout,
+    Text,
 )
 
 
@@ -331,7 +332,7 @@ class Noted(Answer):
 class Left(Message):
     """The answer to a Leave after a finished job."""
 
-    unstored: str = ""  # why the last upload failed for good
+    unstored: Text = ""  # why the last upload failed for good
 
 
 class Welcome(Answer):

@@ -113,7 +113,7 @@ PROMISES = {
     "stores": ("failure_model.md", "| store | promised", r"^\| (?!store)(.*)\|$"),
     "another user": ("security.md", "## Another user on the same host", r"(?s)^(- \*\*(?!He connects to the agent's TCP).*?)(?=^- |^$)"),
     "the network": ("security.md", "| he can | and then |", r"^\| (?!he can|cut or delay|open more of)(.*)\|$"),
-    "members": ("security.md", "| a member that lies can | and then |", r"^\| (?!a member that|keep its own|claim a newer)(.*)\|$"),
+    "members": ("security.md", "| a member that lies can | and then |", r"^\| (?!a member that|drain hosts|claim a newer)(.*)\|$"),
     "the switch": ("security.md", "## The switch", r"(?s)^(.*?)\n\n"),
     "exit status": ("launcher.md", "| status | what has happened |", r"^\| (?!status)(.*)\|$"),
     "how a job ends": ("launcher.md", "| how the script has ended |", r"^\| (?!how the script)(.*)\|$"),
