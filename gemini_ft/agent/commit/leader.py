@@ -217,7 +217,7 @@ class Leader:
             self._apply(self.book.finish(message.rank))
             if member is None and message.rank in self._at_work:  # other hosts remember their own ranks
                 self._at_work.discard(message.rank)
-                self._tell(message)  # the next leader, perhaps this host's next agent, hears it from them
+                self._tell_others(message)  # the next leader, perhaps with this host's next agent, hears it from them
             self._finish(message.rank)
         else:
             raise PeerError(f"{kind_of(message)!r} is not a report")
@@ -394,6 +394,10 @@ class Leader:
         if member is not None:
             member.send(message)
             return
+        self._tell_others(message)
+        self._on_decision(self.book.addressed(message, self._host) if isinstance(message, Commit) else message)
+
+    def _tell_others(self, message: PeerMessage) -> None:
         now = time.monotonic()
         general, apart = message, frozenset[str]()
         if isinstance(message, Commit):
@@ -407,7 +411,6 @@ class Leader:
                 Audience(hosts, port).send(self.book.addressed(message, next(iter(hosts))))
             else:
                 Audience(hosts, port).send(general)
-        self._on_decision(self.book.addressed(message, self._host) if isinstance(message, Commit) else message)
 
 
 @dataclass(frozen=True)
