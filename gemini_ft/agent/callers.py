@@ -6,7 +6,6 @@ on the address of each host: where two processes come under one name, whoever an
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Awaitable, Callable
 
 from gemini_ft.agent.tasks import Tasks
@@ -43,16 +42,18 @@ class Callers:
         if connection.certificate != known:
             if host not in self._asked:
                 self._asked.add(host)
-                self._tasks.spawn(self._call_back(host, known))
+                self._tasks.spawn(self._call_back(host))
             raise AgentError(f"another process is known here as host {host!r}, which is called back at its address; dial again")
         self._open[host] = [*there, connection]
 
-    async def _call_back(self, host: str, known: bytes) -> None:
-        self._proved.pop(host, None)  # where nobody answers there, the next to come is believed, once the one that is here is gone
-        with contextlib.suppress(GeminiError):
+    async def _call_back(self, host: str) -> None:
+        try:
             self._proved[host] = found = await self._certificate_of(host)
-            if found != known:
+        except GeminiError:  # nobody answers there: the next to come is believed, once the one that is here is gone
+            self._proved.pop(host, None)
+        else:
+            if impostors := [each for each in self._open.get(host, ()) if each.certificate != found and not each.closed.is_set()]:
                 self._log(f"a process that is not at its address has called itself host {host!r}: its connections are closed")
-                for connection in self._open.pop(host, ()):
+                for connection in impostors:
                     connection.abort(f"it is not host {host}")
         self._asked.discard(host)
