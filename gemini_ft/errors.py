@@ -31,11 +31,28 @@ refused: a process that begins anew may no longer see what is wrong with it.
 
 from __future__ import annotations
 
+import re
+
+_MOST = 8000  # characters of a text
 FINAL = 70  # EX_SOFTWARE: the exit status for a state that no restart may talk away
 
 
+def printable(text: str) -> str:
+    """A text in which storage, peers or files have had a say, as one line for a log or a terminal.
+
+    Escapes what moves a cursor, turns the direction of writing or begins another line, and leaves out the middle of a very long text.
+    """
+    if len(text) > _MOST:
+        text = f"{text[: _MOST // 2]} ... {len(text) - _MOST} characters are left out ... {text[-_MOST // 2 :]}"
+    line = re.sub(r"\s*\n\s*", " ", text.strip("\n"))
+    return line if line.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
 class GeminiError(Exception):
-    """Base of all errors of this package."""
+    """Base of all errors of this package, whose text is `printable`."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(GeminiError):

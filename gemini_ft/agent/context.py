@@ -18,7 +18,7 @@ from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.effects import Effect
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import AgentError, ConfigError
+from gemini_ft.errors import AgentError, ConfigError, printable
 from gemini_ft.events import EventLog
 from gemini_ft.wire.messages import Notice
 from gemini_ft.wire.peer_messages import Claims, PeerMessage
@@ -81,8 +81,9 @@ class RunContext:
         self.leaving: set[tuple[int, int]] = set()
 
     def log(self, text: str) -> None:
+        lines = "\n    ".join(map(printable, text.splitlines()))  # no text passes for another line
         with contextlib.suppress(OSError):  # a full disk costs the log, and nothing else
-            print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+            print(f"{time.strftime('%H:%M:%S')} {lines}", file=sys.stderr, flush=True)
 
 
 class StreamContext:

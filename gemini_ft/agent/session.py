@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from gemini_ft.agent.callers import Callers
 from gemini_ft.agent.commit.collector import CollectorPort
 from gemini_ft.agent.commit.failover import Failover, Refusal
 from gemini_ft.agent.commit.leader import Leader, MemberPort
@@ -22,7 +23,7 @@ from gemini_ft.core.succession import Succession, candidates
 from gemini_ft.core.tree import ways_up
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, SupersededError
-from gemini_ft.wire.handshake import dial
+from gemini_ft.wire.handshake import certificate_at, dial
 from gemini_ft.wire.peer_messages import Claims, PeerMessage, Rejoin, UploadSoon
 from gemini_ft.wire.tcp import Connection, Handler
 from gemini_ft.wire.worker_messages import SessionSpec
@@ -158,9 +159,12 @@ class Incoming:
         self._context, self._inbound, self._session = context, inbound, session
         self._connections: set[Connection] = set()  # that may hold slots
         self._senders: dict[str, Connection] = {}  # host -> the one on which it sends its shards
+        self._callers = Callers(self._certificate_of, context.log)
 
     def close(self) -> None:
         """Ends all connections that may hold slots."""
+        self._callers.close()
+        self._callers = Callers(self._certificate_of, self._context.log)
         for connection in list(self._connections):
             connection.abort("the session is over")
 
@@ -174,6 +178,7 @@ class Incoming:
             raise SupersededError(f"host {claims.host!r} speaks for incarnation {claims.incarnation}, this host is at {mine}")
         if claims.host not in spec.addresses:
             raise AgentError(f"host {claims.host!r} has no part in incarnation {spec.incarnation}")
+        self._callers.let_in(connection, claims.host)
         if claims.role == "report":
             return session.join(connection, claims)
         if (earlier := self._senders.get(claims.host)) is not None:
@@ -181,6 +186,10 @@ class Incoming:
             earlier.abort(f"host {claims.host} has dialled again")
         self._senders[claims.host] = connection
         return self._tracked(connection, Receiver(self._inbound, connection, claims.host))
+
+    async def _certificate_of(self, host: str) -> bytes:
+        assert self._context.spec is not None
+        return await certificate_at(self._context.spec.addresses[host], self._context.run.secret)
 
     def _committed_roots(self, version: Version) -> Mapping[int, str]:
         return (self._session() or self._context.host).committed_roots(version)

@@ -342,6 +342,8 @@ class Stream:
             case Notice(text=text):
                 context.log(text)
                 context.tell_workers(message)
+            case ReportFinished():
+                pass  # of the leader's own ranks: the next leader hears it from this host (`Failover`)
             case DrainHost(host=name):
                 if name == host.name:
                     self.drain()

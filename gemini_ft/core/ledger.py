@@ -69,6 +69,14 @@ class Ledger:
         """Whether a version is, of which it is not decided whether it is committed."""
         return bool(self._rounds) or self._folded.version is not None
 
+    @property
+    def withholding(self) -> list[str]:
+        """The hosts that have not reported their own shards of the version under way, without which nothing can be committed."""
+        current = self._folded if self._folded.version is not None else next(iter(self._rounds.values()), None)
+        if current is None or current.own_since is not None:
+            return []
+        return sorted({self.holders[owner][0] for owner in self.holders.keys() - current.roots.keys()})
+
     # -- reports
 
     def report(self, report: Report | Copies | Gathered | GatheredSkips, now: float) -> list[Decision]:

@@ -28,7 +28,7 @@ from gemini_ft.storage.shard import ShardRecord
 FORMAT_VERSION: Final = 5  # of the manifest, and of all that it leads to: shards, layouts, the small state
 
 _log = logging.getLogger(__name__)
-_FOLDER = r"(?P<run>[^/]+)/(?P<stream>[^/]+)/step-(?P<step>\d{8,15})-inc-(?P<number>\d{1,15})-(?P<nonce>[^/]+)"  # more digits are of no job
+_FOLDER = rf"(?P<run>{WORD})/(?P<stream>{WORD})/step-(?P<step>\d{{8,15}})-inc-(?P<number>\d{{1,15}})-(?P<nonce>{WORD})"
 _KEY = re.compile(rf"(?P<folder>{_FOLDER})/(?P<file>manifest\.json|shard-\d{{5,}}\.safetensors)")
 MANIFEST: Final = "manifest.json"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Collection
@@ -30,6 +31,12 @@ _LOOKS = 3  # listings to ask for where one names a missing object: retention ma
 _PAUSE = 0.2  # seconds before the second one, doubled for the third
 
 _log = logging.getLogger("gemini_ft")
+
+
+@functools.lru_cache(maxsize=1000)
+def _warn(text: str) -> None:
+    """Warns once in a process: storage is looked at for each upload, and what is damaged there stays as it is."""
+    _log.warning("%s", text)
 
 
 class Lookout:
@@ -79,7 +86,7 @@ class Lookout:
             try:
                 self.manifests[folder] = self._twice(self._opened(), lambda at: read_manifest(at, folder))
             except (CorruptDataError, ObjectGoneError) as error:
-                _log.warning("%s", error)
+                _warn(str(error))
                 return None
         return self.manifests[folder]
 
@@ -112,7 +119,7 @@ class Lookout:
         try:
             return self._twice(storage, lambda at: read_mark(at, self._run, self._stream)), False
         except CorruptDataError as error:
-            _log.warning("%s", error)
+            _warn(str(error))
             return None, True
 
     def _sight(
@@ -130,12 +137,12 @@ class Lookout:
         except ObjectGoneError:
             return Sighting(info.folder, info.version, "gone")
         except CorruptDataError as error:
-            _log.warning("%s (read twice)", error)
+            _warn(f"{error} (read twice)")
             return Sighting(info.folder, info.version, "damaged")
         self.manifests[info.folder] = manifest
         condition: Condition = "whole"
         if missing := self._missing(storage, manifest, files):
-            _log.warning("%s: %s is missing", storage.url, missing[0])
+            _warn(f"{storage.url}: {missing[0]} is missing")
             condition = "lacking"
         else:
             known[incarnation] = manifest.descent
@@ -153,7 +160,7 @@ class Lookout:
         try:
             return read(storage)
         except CorruptDataError as error:
-            _log.warning("%s; reading it again", error)
+            _warn(f"{error}; reading it again")
             return read(self._reopen())
         except ObjectGoneError:
             return read(self._reopen())
@@ -207,7 +214,7 @@ def other_by_mark(storage: Storage, manifest: Manifest) -> Manifest | None:
     try:
         marked = read_mark(storage, manifest.run, manifest.stream)
     except CorruptDataError as error:
-        _log.warning("%s", error)
+        _warn(str(error))
         return None
     return _unknown(storage, manifest, marked) if marked is not None else None
 
@@ -219,7 +226,7 @@ def _unknown(storage: Storage, manifest: Manifest, version: Version) -> Manifest
     try:
         return read_manifest(storage, checkpoint_folder(manifest.run, manifest.stream, version))
     except (CorruptDataError, ObjectGoneError) as error:
-        _log.warning("%s", error)
+        _warn(str(error))
         return None
 
 

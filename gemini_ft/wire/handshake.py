@@ -92,6 +92,23 @@ async def dial(address: Address, claims: Claims, secret: bytes, handler: Handler
     return opening.connection
 
 
+async def certificate_at(address: Address, secret: bytes) -> bytes:
+    """The certificate of whoever answers at an address and knows the secret.
+
+    Raises:
+        PeerError: there is no answer, or not in time.
+        SecretError: the peer does not know the secret.
+    """
+    try:
+        async with asyncio.timeout(TIMEOUT):
+            _, writer = await asyncio.open_connection(*address, ssl=tls_context(secret, server=False), server_hostname="")
+    except BaseException as error:
+        raise as_peer_error(error, f"the agent at {address[0]}:{address[1]}") from None
+    shown: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.transport.abort()
+    return shown
+
+
 def as_peer_error(error: BaseException, where: str) -> BaseException:
     """The error that a failed handshake with ``where`` stands for."""
     if isinstance(error, ssl.SSLCertVerificationError):

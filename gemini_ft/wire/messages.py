@@ -13,16 +13,17 @@ from __future__ import annotations
 import dataclasses
 import re
 from types import UnionType
-from typing import Any, Generic, TypeVar, get_args
+from typing import Annotated, Any, Generic, TypeVar, get_args
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import PeerError
+from gemini_ft.errors import PeerError, printable
 
 PROTOCOL_VERSION = 16
 MAX_MESSAGE = 64 * 2**20  # bytes; layouts of very large models are the longest messages
+Text = Annotated[str, AfterValidator(printable)]  # which another process has written, for the user's terminal or a log
 M = TypeVar("M")
 _adapters: dict[type[Any], TypeAdapter[Any]] = {}  # made when a kind is met first
 
@@ -83,14 +84,14 @@ class Failed(Answer):
     """The refusal of a request, or (``fatal``) the end of the job. ``error`` names a class of gemini_ft.errors."""
 
     error: str
-    text: str
+    text: Text
     fatal: bool = False
 
 
 class Notice(Message):
     """A text that the user should read once."""
 
-    text: str
+    text: Text
 
 
 class Paced(Message):
@@ -98,7 +99,7 @@ class Paced(Message):
 
     start: int
     interval: int
-    why: str
+    why: Text
 
 
 class Channel(Generic[M]):

@@ -55,6 +55,7 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
         self.peer = "?"
+        self.certificate = b""  # of the peer's process, which has shown it
         self.max_frame = MAX_MESSAGE
         self.closed = asyncio.Event()
         self.transport: asyncio.Transport | None = None
@@ -87,6 +88,8 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
         self.peer = "{}:{}".format(*transport.get_extra_info("peername")[:2])
+        if (tls := transport.get_extra_info("ssl_object")) is not None:
+            self.certificate = tls.getpeercert(binary_form=True) or b""
         self._tls_socket = transport.get_extra_info("socket")
         prepare(self._tls_socket)
         self._spawn(self._write)

@@ -78,10 +78,7 @@ def tls_context(secret: bytes, server: bool) -> ssl.SSLContext:
     """The TLS context of one side, which proves that both know ``secret``; it must not be empty."""
     if not secret:
         raise ValueError("an empty secret would let everybody in")
-    authority = Ed25519PrivateKey.from_private_bytes(derive(secret, b"authority"))
-    root = _certificate(_AUTHORITY, authority, authority, is_authority=True)
-    key = Ed25519PrivateKey.generate()
-    chain = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()) + _certificate(_HOST, key, authority, is_authority=False)
+    root, chain = _identity(secret)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # hosts are known by the authority; which one was meant is said and checked inside
@@ -91,6 +88,14 @@ def tls_context(secret: bytes, server: bool) -> ssl.SSLContext:
     if server:
         context.num_tickets = 0  # sessions are never resumed, and a reader that only waits would have to take tickets in
     return context
+
+
+@functools.lru_cache(maxsize=4)
+def _identity(secret: bytes) -> tuple[bytes, bytes]:
+    """The certificate of a run's authority; and this process's own key and certificate, by which others tell it from a second one."""
+    authority, key = Ed25519PrivateKey.from_private_bytes(derive(secret, b"authority")), Ed25519PrivateKey.generate()
+    chain = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()) + _certificate(_HOST, key, authority, is_authority=False)
+    return _certificate(_AUTHORITY, authority, authority, is_authority=True), chain
 
 
 def _certificate(subject: x509.Name, key: Ed25519PrivateKey, authority: Ed25519PrivateKey, is_authority: bool) -> bytes:

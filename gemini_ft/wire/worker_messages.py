@@ -25,6 +25,7 @@ from gemini_ft.wire.messages import (
     ShardAnswer,
     ShardCall,
     ShardLayout,
+    Text,
 )
 
 
@@ -329,7 +330,7 @@ class Noted(Answer):
 class Left(Message):
     """The answer to a Leave after a finished job."""
 
-    unstored: str = ""  # why the last upload failed for good
+    unstored: Text = ""  # why the last upload failed for good
 
 
 class Welcome(Answer):

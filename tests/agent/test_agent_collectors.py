@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_kit import Job, Rank, end_agent, eventually, stopped
+from agent_kit import WAIT, Job, Rank, end_agent, eventually, stopped
 
 from gemini_ft.agent import lifecycle
+from gemini_ft.core.decisions import Abort
+from gemini_ft.core.effects import Copies, Gathered, GatheredSkips
 from gemini_ft.storage.checkpoints import list_checkpoints
 from gemini_ft.storage.local import LocalStorage
+from gemini_ft.wire.frames import BlockingWire
+from gemini_ft.wire.messages import MAX_MESSAGE
+from gemini_ft.wire.peer_messages import Admitted, AllFinished, Rejoin, Relayed, ReportFinished, Silent
+from gemini_ft.wire.trust import tls_context
 from gemini_ft.wire.worker_messages import AskDrain, Draining
 
 HOSTS = "abcde"  # "a" leads; "b" collects for "c", and "d" for "e", as no more than two may report to the leader
@@ -92,3 +100,33 @@ def test_a_leader_that_was_restarted_hears_all_hosts_of_its_collectors_again(job
     for rank in ranks:
         rank.wait_for("commit", iteration=2)
     job.commit(ranks, 3)
+
+
+def test_commits_go_on_by_way_of_a_collector_that_strangers_and_a_member_attack(job: Job) -> None:
+    """Rubbish, frames that are too long or never end, reports that are played again, and words that are for others to say."""
+    holders = {owner: [host, HOSTS[owner - 1]] for owner, host in enumerate(HOSTS)}
+    ranks = job.join(HOSTS, agent_timeout=0.0)
+    job.open(ranks, addresses={rank.host: rank.address for rank in ranks} | {"test": ("127.0.0.1", 1)}, holders=holders, fan_in=2)
+    job.commit(ranks, 1)
+    address, incarnation = ranks[1].address, ranks[0].spec.incarnation
+    copies = Copies("test", job.version(1), "l", "d", {2: "r"})
+    claims = job.claims("report", to="b", incarnation=incarnation)
+    lies = [
+        *(Relayed.of(["c"], message) for message in (copies, ReportFinished(rank=2))),
+        Gathered(job.version(2), "l", "d", {"c": "r"}), GatheredSkips(job.version(2), "late", {"c": [2]}), Silent(hosts=["c"]),
+        Abort(job.version(2), "no"), AllFinished(), Admitted(host="c", attempt=1), claims,
+        Copies("c", job.version(2), "l", "d", {2: "r"}),
+    ]  # fmt: skip
+    with ExitStack() as stack:
+        for data in (bytes(4), (MAX_MESSAGE + 1).to_bytes(4, "big"), (2**16).to_bytes(4, "big") + bytes(2**15)):
+            stranger = stack.enter_context(socket.create_connection(address, WAIT))
+            stranger.sendall(data)
+            plain = stack.enter_context(socket.create_connection(address, WAIT))
+            stack.enter_context(tls_context(b"s" * 16, server=False).wrap_socket(plain)).sendall(data)
+        for lie in lies:
+            stack.enter_context(closing(BlockingWire(address, claims, b"s" * 16, WAIT))).send(lie)
+        again = stack.enter_context(closing(BlockingWire(address, claims, b"s" * 16, WAIT)))
+        for message in [Rejoin(committed=None, uploading=None, attempt=1), copies] * 50:
+            again.send(message)
+        job.commit(ranks, 2, 3)
+        assert not any(job.stream(host)["finished"] for host in HOSTS)

@@ -15,14 +15,24 @@ from unittest.mock import Mock
 
 import msgpack
 import pytest
-from agent_kit import WAIT, Job, eventually, open_fds, stopped, versions
+from agent_kit import WAIT, Job, Rank, end_agent, eventually, open_fds, stopped, versions
+from disks import small_disk
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.departure import Departure, Launches
 from gemini_ft.agent.stream import Stream
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.versions import Incarnation, Version
-from gemini_ft.errors import AgentError, AgentTimeoutError, ConfigError, MemoryBudgetError, PeerError, ProtocolError, SecretError
+from gemini_ft.errors import (
+    AgentError,
+    AgentTimeoutError,
+    ConfigError,
+    GeminiError,
+    MemoryBudgetError,
+    PeerError,
+    ProtocolError,
+    SecretError,
+)
 from gemini_ft.wire.frames import BlockingWire
 from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, pack
 from gemini_ft.wire.peer_messages import Heartbeat, Rejoin, WayUp
@@ -163,6 +173,14 @@ def receive_all(wire: BlockingWire) -> None:
 
 
 class TestTcpPort:
+    @staticmethod
+    def with_another_member(job: Job) -> list[Rank]:
+        """Two ranks, and a host "test" of theirs that has none; the first iteration is committed."""
+        ranks = job.join(["a", "b"])
+        job.open(ranks, addresses={rank.host: rank.address for rank in ranks} | {"test": ("127.0.0.1", 1)})
+        job.commit(ranks, 1)
+        return ranks
+
     def test_rubbish_ends_the_connection_and_nothing_else(self, job: Job) -> None:
         ranks = job.start()
         for data in RUBBISH:
@@ -181,13 +199,45 @@ class TestTcpPort:
         job.commit(ranks, 1, 2)
 
     def test_a_host_that_dials_again_hangs_up_what_it_dialled_before(self, job: Job) -> None:
-        ranks = job.start()
-        claims = job.claims("replicate", host="a", to="b", incarnation=ranks[0].spec.incarnation)
+        ranks = self.with_another_member(job)
+        claims = job.claims("replicate", to="b", incarnation=ranks[0].spec.incarnation)
         first, second = (BlockingWire(ranks[1].address, claims, SECRET, WAIT) for _ in range(2))
         with contextlib.closing(first), contextlib.closing(second), pytest.raises(PeerError) as caught:
             first.receive()
         assert "timed out" not in str(caught.value)
-        job.commit(ranks, 1, 2)  # the true host has dialled once more
+        job.commit(ranks, 1, 2)
+
+    def test_a_member_that_takes_another_hosts_name_is_refused_and_cuts_nothing_off(self, job: Job) -> None:
+        """It knows the secret, and the host is connected."""
+        ranks = job.start()
+        job.commit(ranks, 1)
+        for role, name, to in (("report", "b", "a"), ("replicate", "b", "a"), ("replicate", "a", "b")):
+            claims = job.claims(role, host=name, to=to, incarnation=ranks[0].spec.incarnation)
+            for _ in range(3):
+                with pytest.raises(PeerError, match=f"another process is known here as host '{name}'"):
+                    BlockingWire(ranks["ab".index(to)].address, claims, SECRET, WAIT)
+        job.commit(ranks, 2)
+        assert "has dialled again" not in job.log("a") + job.log("b")
+
+    def test_a_member_that_took_another_hosts_name_before_that_host_came_is_put_out(self, job: Job) -> None:
+        """The host is called back at its address; the other may come again as often as it likes."""
+        ranks = job.join(["a", "b"])
+        spec = job.make_spec(ranks)
+        ranks[0].open(spec)
+        claims = job.claims("report", host="b", incarnation=spec.incarnation)
+        wire = BlockingWire(ranks[0].address, claims, SECRET, WAIT)
+        ranks[1].open(spec)
+        with contextlib.closing(wire), pytest.raises(PeerError, match=r"closed the connection|stopped answering"):
+            receive_all(wire)
+        with pytest.raises(PeerError, match="another process is known here as host 'b'"):
+            BlockingWire(ranks[0].address, claims, SECRET, WAIT)
+        for rank in ranks:
+            rank.reserve()
+        job.commit(ranks, 1, 2)
+        ranks[1].close()
+        end_agent(job.run, "b")
+        job.open([ranks[0], job.rank("b", 1)])  # its next agent has another certificate
+        assert "a process that is not at its address has called itself host 'b'" in job.log("a")
 
     def test_a_stranger_without_the_secret_gets_nothing(self, job: Job) -> None:
         ranks = job.start()
@@ -239,8 +289,8 @@ class TestTcpPort:
                 BlockingWire(ranks[0].address, job.claims(**fields), SECRET, 10.0)
 
     def test_only_the_leader_takes_reports(self, job: Job) -> None:
-        ranks = job.start()
-        wire = BlockingWire(ranks[1].address, job.claims("report", host="a", to="b", incarnation=ranks[1].spec.incarnation), SECRET, 10.0)
+        ranks = self.with_another_member(job)
+        wire = BlockingWire(ranks[1].address, job.claims("report", to="b", incarnation=ranks[1].spec.incarnation), SECRET, 10.0)
         assert wire.receive() == WayUp(is_open=False, epoch=0)
         wire.send(Rejoin(committed=None, uploading=None))
         with pytest.raises(PeerError, match=r"closed the connection|stopped answering"):
@@ -249,9 +299,7 @@ class TestTcpPort:
 
     def test_a_member_that_claims_a_commit_that_cannot_be_is_not_believed(self, job: Job) -> None:
         """A committed version is whole in the leader's own memory, too. If it believed the claim, nothing would be committed any more."""
-        ranks = job.join(["a", "b"])
-        job.open(ranks, addresses={rank.host: rank.address for rank in ranks} | {"test": ("127.0.0.1", 1)})
-        job.commit(ranks, 1)
+        ranks = self.with_another_member(job)
         wire = BlockingWire(ranks[0].address, job.claims("report", incarnation=ranks[0].spec.incarnation), SECRET, 10.0)
         for attempt, claimed in enumerate([job.version(10**6), Version(Incarnation(10**15, "n"), 1)], start=1):
             wire.send(Rejoin(committed=claimed, uploading=None, attempt=attempt))
@@ -273,14 +321,14 @@ class TestTcpPort:
         assert "host 'a', which leads the run, cannot be reached from here now" in refused.text
 
     def test_a_peer_that_says_what_it_must_not_is_hung_up_on(self, job: Job) -> None:
-        ranks = job.start()
+        ranks = self.with_another_member(job)
         for role in ("fetch", "replicate", "report"):
-            wire = BlockingWire(ranks[0].address, job.claims(role, host="b", incarnation=ranks[0].spec.incarnation), SECRET, 10.0)
+            wire = BlockingWire(ranks[0].address, job.claims(role, incarnation=ranks[0].spec.incarnation), SECRET, 10.0)
             wire.send(GetInventory())
             with pytest.raises(PeerError, match=r"closed the connection|stopped answering"):
                 receive_all(wire)
             wire.close()
-        job.commit(ranks, 1)
+        job.commit(ranks, 2)
 
     def test_a_run_on_the_ipv6_loopback(self, job: Job) -> None:
         ranks = job.start(hello={"bind": "::1"})
@@ -384,6 +432,44 @@ class TestLeaving:
         job.commit([victim], 1)
         victim.kill()
         job.gone("a")
+
+    def test_when_linger_is_over_and_the_disk_under_its_memory_is_full(
+        self, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its workers were served as far as that goes: it knows how long they want it to stay."""
+        with small_disk(tmp_path / "memory", "1m") as disk:
+            monkeypatch.setenv("GEMINI_MEMORY__FOLDER", str(disk))
+            victim = job.process("a", 0, linger=0.3)
+            with open(disk / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(bytes(4096)):
+                    pass
+            with pytest.raises(GeminiError, match=r"No space left|no room|bytes"):
+                job.open([victim])
+            victim.kill()
+            job.gone("a")
+
+    def test_when_linger_is_over_although_no_worker_has_come(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One that is started in place of another whose workers have gone, by a service manager for example."""
+        monkeypatch.setenv("GEMINI_LINGER", "0.3")
+        lifecycle.spawn(job.run, "a")
+        eventually(lambda: "agent" in job.log("a"), "its beginning")
+        job.gone("a")
+
+    def test_of_the_leader_that_was_restarted_when_one_of_its_ranks_had_gone(self, job: Job) -> None:
+        """The other hosts know that this rank has finished, and tell the next leader."""
+        first, second, third = ranks = [job.process(host, rank) for rank, host in enumerate("aab")]
+        job.open(ranks)
+        job.commit(ranks, 1)
+        first.goodbye()
+        first.end_well()
+        first.kill()
+        end_agent(job.run, "a")
+        second.reconnect(job.version(1))
+        for rank in (second, third):
+            rank.goodbye()
+            rank.end_well()
+            rank.kill()
+        job.gone("a", "b")
 
     def test_on_sigterm(self, job: Job) -> None:
         job.rank("a", 0)

@@ -189,6 +189,31 @@ def test_an_upload_that_does_not_end_is_spoken_of(monkeypatch: pytest.MonkeyPatc
     asyncio.run(work())
 
 
+def test_a_host_that_keeps_its_own_shards_back_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader, "WITHHELD", 0.0)
+
+    async def work() -> None:
+        stream = Stream()
+        leader = new_leader(stream)
+        for iteration in (1, 2):
+            for host in ("a", "b"):  # the second one has a copy of the other's shard, and says nothing of its own
+                leader.take(Completed(owner=0, host=host, version=version(iteration), layout="l", digest="d", root="r"))
+            notice = await stream.until(Notice)
+            assert notice == Notice(
+                text="nothing has been committed for 0 s, as hosts have not reported their own shards: b. If that goes on, start the job "
+                "again without them"
+            )
+            await asyncio.sleep(0.6)  # two looks
+            assert stream.heard.count(notice) == 1
+            complete(leader, iteration)
+            stream.heard.clear()
+            await asyncio.sleep(0.3)
+            assert not [message for message in stream.heard if isinstance(message, Notice) and "own shards" in message.text]
+        leader.close()
+
+    asyncio.run(work())
+
+
 def test_an_agent_that_was_restarted_during_an_upload_ends_it() -> None:
     async def work() -> None:
         stream = Stream()

@@ -82,6 +82,12 @@ def test_no_secret_is_an_argument_or_a_variable() -> None:
         assert ("secret" in mounted) == (container["name"] == "secret")
 
 
+def test_pods_have_no_token_of_the_cluster() -> None:
+    """By default each has one, with which whoever gets into a training process speaks to the cluster."""
+    for name in ("jobset.yaml", "trainjob.yaml"):
+        assert replicated(name)["template"]["spec"]["template"]["spec"]["automountServiceAccountToken"] is False
+
+
 def test_the_figures_of_a_manifest_fit_each_other_and_the_exit_codes() -> None:
     job = replicated("jobset.yaml")["template"]["spec"]
     pod = job["template"]["spec"]

@@ -119,8 +119,9 @@ class TestSecrets:
         attempt = two.start(*run(), per_rank=[{"GEMINI_SECRET_FILE": str(p)} for p in (path, tmp_path / "none")])
         assert "rank 1: secret_file=" in same_error(attempt.results(), SecretError)
 
-    def test_that_differ_are_refused_without_being_shown(self, two: World) -> None:
-        attempt = two.start(*run(), per_rank=[{"GEMINI_SECRET": "one"}, {"GEMINI_SECRET": "other"}])
+    @pytest.mark.parametrize("first", [{"GEMINI_SECRET": "one"}, {}], ids=["another one", "none"])
+    def test_that_differ_are_refused_without_being_shown(self, two: World, first: dict[str, str]) -> None:
+        attempt = two.start(*run(), per_rank=[first, {"GEMINI_SECRET": "other"}])
         text = same_error(attempt.results(), SecretError)
         assert "the ranks were given different run secrets (fingerprints: rank 1 has " in text
         assert "other" not in text

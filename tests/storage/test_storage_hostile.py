@@ -7,6 +7,7 @@ import http.server
 import json
 import resource
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from forging import places, put_at
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gemini_ft.cli.main import main
 from gemini_ft.core.layout import Layout, TensorSpec, build_layout
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, GeminiError, RecoveryError, StorageError
@@ -34,11 +36,12 @@ from gemini_ft.storage.checkpoints import (
     shard_key,
     write_manifest,
 )
+from gemini_ft.storage.decisions import Descent, Sighting
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.lookout import newest_whole
 from gemini_ft.storage.marks import mark_key, read_mark
 from gemini_ft.storage.opening import open_storage
-from gemini_ft.storage.retention import held_by_readers
+from gemini_ft.storage.retention import Retention, held_by_readers
 from gemini_ft.storage.s3 import S3Storage
 from gemini_ft.storage.shard import StoredShard, write_shard
 
@@ -315,3 +318,51 @@ def test_an_incarnation_that_leaves_no_number_is_followed_by_none(storage: Local
     forge(storage, manifest, body)
     with pytest.raises(CorruptDataError, match="no job comes that far"):
         read_manifest(storage, manifest.folder)
+
+
+FORGED = "x\x1b[2J\u202e\r\n12:00:00 [main] resumed from iteration 9\u2028\x9b1A" + "y" * 20_000
+
+
+@pytest.mark.parametrize("part", ["fields of the manifest", "its format", "the mark", "the name of a run", "a shard's key"])
+def test_texts_of_a_hostile_bucket_reach_no_terminal_as_they_are(
+    storage: LocalStorage, part: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither by an error, nor by a warning, nor by `gemini checkpoints`: no escape, no second line, no text without an end."""
+    manifest = save(storage, 7)
+    body = manifest.model_dump(mode="json")
+    if part == "fields of the manifest":
+        forge(storage, manifest, body | {FORGED: FORGED} | {f"{FORGED}{number}": 1 for number in range(9)})
+    elif part == "its format":
+        forge(storage, manifest, body | {"format": FORGED, "versions": {FORGED: FORGED}})
+    elif part == "the mark":
+        mark = {"run": FORGED, "stream": FORGED, "version": [[1, "nonce"], 7], "url": "", "at": 1.0}
+        storage.put(mark_key("run", "main"), [json.dumps(mark | {"xxh3": body_checksum(mark)}).encode()])
+    elif part == "the name of a run":
+        named = Path(storage.root) / FORGED[:60] / "main" / manifest.folder.rpartition("/")[2]
+        named.mkdir(parents=True)
+        (named / MANIFEST).write_text("{}")
+    else:
+        body["shards"]["0"]["key"] = FORGED
+        forge(storage, manifest, body)
+    texts = []
+    for read in (lambda: read_all(storage, manifest.folder), lambda: newest_whole(storage, "run", "main")):
+        try:
+            read()
+        except GeminiError as error:
+            texts += [str(error), "".join(traceback.format_exception_only(error)).strip()]
+    main(["checkpoints", storage.url, "--verify"])
+    texts += [record.getMessage() for record in caplog.records] + capsys.readouterr().out.splitlines()
+    assert [text for text in texts if not text.isprintable() or len(text) > 10_000] == []
+
+
+def test_what_is_wrong_is_said_once_however_often_the_storage_is_looked_at(storage: LocalStorage, caplog: pytest.LogCaptureFixture) -> None:
+    """A job looks before and after each upload: what another job has left there stays as it is."""
+    lacking, damaged = save(storage, 3), save(storage, 5)
+    storage.delete(lacking.shards[0].key)
+    storage.put(f"{damaged.folder}/{MANIFEST}", [b"{}"])
+    retention = Retention(lambda: storage, "run", "main", 2)
+    this = Sighting("", Version(Incarnation(2, "this"), 9), "torn", Descent((), frozenset({lacking.incarnation})))
+    for _ in range(3):
+        retention.tidy(this)
+    assert len(caplog.messages) == len(set(caplog.messages))
+    assert [text for text in caplog.messages if lacking.shards[0].key in text]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import UnionType
 from typing import Any, get_args
 
@@ -10,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gemini_ft.agent.context import RunContext
 from gemini_ft.core.decisions import Commit, Holders
 from gemini_ft.core.effects import Completed, Skipped
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError
-from gemini_ft.wire.messages import PROTOCOL_VERSION, Channel, Chunk, kind_of, pack
+from gemini_ft.wire.messages import PROTOCOL_VERSION, Channel, Chunk, Failed, Notice, kind_of, pack
 from gemini_ft.wire.peer_messages import Claims, End, PeerMessage, Rejoin, peers
 from gemini_ft.wire.worker_messages import Goodbye, Opened, OpenSession, SessionSpec, ToAgent, ToWorker, to_agent, to_worker
 
@@ -54,6 +56,19 @@ def test_a_message_comes_back_as_it_was(message: Any) -> None:
     back = peers.unpack(frame[4:])
     assert back == message
     assert type(back) is type(message)
+
+
+@given(st.text(), st.sampled_from([lambda text: Failed(error="PeerError", text=text), lambda text: Notice(text=text)]))
+def test_a_text_of_another_process_is_one_printable_line(text: str, kind: Callable[[str], PeerMessage]) -> None:
+    heard = peers.unpack(pack(kind(f"{text}\x1b[2J\n12:00:00 committed"))[4:])
+    assert heard.text.isprintable()  # type: ignore[union-attr]
+
+
+def test_no_text_passes_for_another_line_of_an_agents_log(capsys: pytest.CaptureFixture[str]) -> None:
+    RunContext("run", "host").log("one\n12:00:00 [main] two\r12:00:00 three\u202802:00:00 four\x1b[2J")
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first.endswith(" one")
+    assert others == ["    12:00:00 [main] two", "    12:00:00 three", "    02:00:00 four\\x1b[2J"]
 
 
 @given(channels, st.binary(max_size=200))

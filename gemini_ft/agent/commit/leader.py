@@ -50,6 +50,7 @@ _AT_LEAST = 3.0  # seconds for which the last upload is tried, however little pa
 _SETTLING = 1.0  # seconds for what is under way at the end of a job to be decided, beyond the replicas' time
 _AGAIN = 5.0  # seconds between two attempts at the last upload of a job
 SLOW_UPLOAD = 600.0  # seconds
+WITHHELD = 60.0  # seconds without a commit while a version is under way: more than an agent that is slow takes to be replaced
 LOST_SECONDS = 20.0  # of silence, after which a host's part of an upload is not waited for any longer
 NO_COLLECTORS: Mapping[str, Sequence[str]] = MappingProxyType({})
 TIDY_AGAIN = 2.0  # seconds between two attempts to delete old checkpoints
@@ -98,6 +99,7 @@ class Leader:
         self._began = time.monotonic()
         self._newest = 0  # iteration that was spoken of
         self._upload: tuple[Version | None, float] = (None, 0.0)  # under way, since (or when that was last said)
+        self._committed: tuple[Version | None, float] = (None, self._began)  # that was, and since when the next one is under way
         self._gone: dict[str, float] = {}  # host of which nothing is heard while an upload is under way -> since when
         self._writing: Version | None = None  # the upload of which all shards are stored, and the manifest is being written
         self._drained: set[str] = set()  # hosts that were asked to leave; one that could not be told is when it joins again
@@ -211,8 +213,9 @@ class Leader:
                 self._tell(message)
         elif isinstance(message, ReportFinished):
             self._apply(self.book.finish(message.rank))
-            if member is None:
+            if member is None and message.rank in self._at_work:  # other hosts remember their own ranks
                 self._at_work.discard(message.rank)
+                self._tell_others(message)  # the next leader, perhaps with this host's next agent, hears it from them
             self._finish(message.rank)
         else:
             raise PeerError(f"{kind_of(message)!r} is not a report")
@@ -301,6 +304,7 @@ class Leader:
             now = time.monotonic()
             self._apply(self.book.tick(now, self._absent(now)))
             self._watch_upload(now)
+            self._watch_owners(now)
             self._end(now)
             for port in self._ports:
                 if now - port.spoke >= _TICK:
@@ -341,6 +345,15 @@ class Leader:
             self._upload = (version, now)
             self._tell(Notice(text=f"storage: the upload of {version} is not over after {SLOW_UPLOAD:g} s more; does the storage hang?"))
 
+    def _watch_owners(self, now: float) -> None:
+        """Names, once, the hosts whose own shards do not come: no commit can do without them, nor is anything known of them."""
+        if self._committed[0] != self.book.committed or not self.book.is_under_way:
+            self._committed = (self.book.committed, now)
+        elif now - self._committed[1] > WITHHELD and (hosts := self.book.withholding):
+            self._committed = (self.book.committed, math.inf)
+            text = f"nothing has been committed for {WITHHELD:g} s, as hosts have not reported their own shards: {', '.join(hosts[:8])}"
+            self._tell(Notice(text=f"{text}{' and others' * (len(hosts) > 8)}. If that goes on, start the job again without them"))
+
     def _apply(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, WriteManifest):
@@ -379,6 +392,10 @@ class Leader:
         if member is not None:
             member.send(message)
             return
+        self._tell_others(message)
+        self._on_decision(self.book.addressed(message, self._host) if isinstance(message, Commit) else message)
+
+    def _tell_others(self, message: PeerMessage) -> None:
         now = time.monotonic()
         general, apart = message, frozenset[str]()
         if isinstance(message, Commit):
@@ -392,7 +409,6 @@ class Leader:
                 Audience(hosts, port).send(self.book.addressed(message, next(iter(hosts))))
             else:
                 Audience(hosts, port).send(general)
-        self._on_decision(self.book.addressed(message, self._host) if isinstance(message, Commit) else message)
 
 
 @dataclass(frozen=True)

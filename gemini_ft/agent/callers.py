@@ -1,0 +1,59 @@
+"""Tells the process that is a host's agent from others that know the run secret and call themselves by that host's name.
+
+Each process has a certificate of its own (`gemini_ft.wire.trust`), which says nothing of its host. But the workers of a session have agreed
+on the address of each host: where two processes come under one name, whoever answers there is the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from gemini_ft.agent.tasks import Tasks
+from gemini_ft.errors import AgentError, GeminiError
+from gemini_ft.wire.tcp import Connection
+
+
+class Callers:
+    """The hosts that have dialled this one in a session, and by which certificate each is known.
+
+    Args:
+        certificate_of: calls a host back at its address, and returns the certificate that it shows there.
+        log: takes a line for the agent's log.
+    """
+
+    def __init__(self, certificate_of: Callable[[str], Awaitable[bytes]], log: Callable[[str], None]) -> None:
+        self._certificate_of, self._log = certificate_of, log
+        self._open: dict[str, list[Connection]] = {}  # by host; those of one host have one certificate
+        self._proved: dict[str, bytes] = {}  # by host: the certificate that it has shown when it was called back
+        self._asked: set[str] = set()  # hosts that are being called back
+        self._tasks = Tasks()
+
+    def close(self) -> None:
+        self._tasks.cancel()
+
+    def let_in(self, connection: Connection, host: str) -> None:
+        """Takes in a connection of a host, which is believed as long as no other process claims to be that host.
+
+        Raises:
+            AgentError: one does, and the host is called back; whichever of the two it is may dial again.
+        """
+        there = [each for each in self._open.get(host, ()) if not each.closed.is_set()]
+        known = self._proved.get(host) or (there[0].certificate if there else connection.certificate)
+        if connection.certificate != known:
+            if host not in self._asked:
+                self._asked.add(host)
+                self._tasks.spawn(self._call_back(host))
+            raise AgentError(f"another process is known here as host {host!r}, which is called back at its address; dial again")
+        self._open[host] = [*there, connection]
+
+    async def _call_back(self, host: str) -> None:
+        try:
+            self._proved[host] = found = await self._certificate_of(host)
+        except GeminiError:  # nobody answers there: the next to come is believed, once the one that is here is gone
+            self._proved.pop(host, None)
+        else:
+            if impostors := [each for each in self._open.get(host, ()) if each.certificate != found and not each.closed.is_set()]:
+                self._log(f"a process that is not at its address has called itself host {host!r}: its connections are closed")
+                for connection in impostors:
+                    connection.abort(f"it is not host {host}")
+        self._asked.discard(host)
