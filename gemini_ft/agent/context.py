@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
+from gemini_ft.agent.measures import Measures
 from gemini_ft.agent.memory.budget import Budget
 from gemini_ft.agent.memory.slot_files import SlotFiles
 from gemini_ft.agent.memory.slot_memory import SlotMemory
@@ -72,6 +73,7 @@ class RunContext:
         budget: bytes that the slots of all streams may take.
         files: where slots are made; None: in memory without a name.
         leaving: launchers (process id, beginning) of a drained host: the workers that they start meanwhile have to leave as well.
+        metrics: address at which figures are served; empty: none yet; None: they are not asked for.
     """
 
     def __init__(self, run_id: str, host: str, files: SlotFiles | None = None) -> None:
@@ -79,6 +81,7 @@ class RunContext:
         self.secret = b""
         self.budget = Budget(None)
         self.leaving: set[tuple[int, int]] = set()
+        self.metrics: str | None = None
 
     def log(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a full disk costs the log, and nothing else
@@ -102,6 +105,7 @@ class StreamContext:
         slot_store: the memory of all slots.
         custodians: the workers that keep replicas' memory safe.
         counters: figures for ``gemini status``.
+        measures: figures for metrics alone; None: they are not asked for.
     """
 
     def __init__(self, name: str, run: RunContext, perform: Callable[[list[Effect]], None], report: Callable[[PeerMessage], None]) -> None:
@@ -113,6 +117,7 @@ class StreamContext:
         self.custodians = Custodians(self.workers.values)
         self.slot_store = SlotStore(self.host, run.budget, self.log, self.custodians.take_back, run.files)
         self.counters = dict.fromkeys(_COUNTED, 0)
+        self.measures = Measures() if run.metrics is not None else None
 
     def log(self, text: str) -> None:
         self.run.log(f"[{self.name}] {text}")
