@@ -589,7 +589,8 @@ class Checkpointer:
 
     def _end_of_step(self) -> None:
         notes.step = self._iteration
-        self._joined.events.write("step", iteration=self._iteration)
+        blocked = self.stats.blocked[-1] if self.stats.blocked else 0.0
+        self._joined.events.write("step", iteration=self._iteration, blocked=blocked)
         faults.at_step(self._iteration)
 
     @property

@@ -9,6 +9,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from gemini_ft.agent.measures import Measures
 from gemini_ft.agent.memory.budget import Budget
@@ -160,13 +161,26 @@ class StreamContext:
         self.counters["leader_changes"] += 1
         self.log(f"host {leader!r} leads the commits, in epoch {epoch}")
         if leader == self.host.name:
-            try:
-                events = EventLog(host=self.host.name, rank=None, stream=self.name)
-            except ConfigError as error:
-                self.log(str(error))
-            else:
-                events.write("leader", epoch=epoch, leader=leader)
-                events.close()
+            self._write_event("leader", epoch=epoch, leader=leader)
+
+    def lost(self, worker: WorkerConnection) -> None:
+        """Takes note that a worker of the present incarnation has ended; of one that has left before, there is nothing to say."""
+        if worker.parting == "goodbye":
+            return
+        leaves = worker.launch is not None and (worker.launch.pid, worker.launch.ticks) in self.run.leaving
+        cause = worker.parting or ("drain" if leaves else "died")
+        if self.measures is not None:
+            self.measures.lost(cause)
+        self._write_event("lost", rank=worker.rank, cause=cause)
+
+    def _write_event(self, event: str, **facts: Any) -> None:
+        try:
+            events = EventLog(host=self.host.name, rank=None, stream=self.name)
+        except ConfigError as error:
+            self.log(str(error))
+        else:
+            events.write(event, **facts)
+            events.close()
 
     def note_damage(self, owner: int, version: Version) -> None:
         """Takes note of a copy here that had to be discarded."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gemini_ft
 from gemini_ft.agent.measures import Distribution, Measures
+from gemini_ft.core.goodput import Phase
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -64,6 +65,10 @@ def _lag(of: Account) -> Value:
     return None if step is None or committed is None else max(0, step - committed)
 
 
+def _seconds(of: Measures) -> Values:
+    return {phase.replace(" ", "_"): seconds for phase, seconds in of.time.seconds.items() if phase != Phase.STORAGE}
+
+
 def _slots(of: Account) -> Values:
     states = Counter(slot.partition(":")[0] for slots in of["shards"].values() for slot in slots)
     return {state: states[state] for state in ("empty", "writing", "torn", "complete")}
@@ -89,6 +94,7 @@ OF_STREAM = (
     Figure(
         "gemini_restarts_total", "Attempts after the first one, by what ended the one before.", _measured(lambda of: of.restarts), "cause"
     ),
+    Figure("gemini_time_seconds_total", "What the time of the run went into, as this host sees it.", _measured(_seconds), "phase"),
     Figure("gemini_leader_changes_total", "Times that another host has come to lead the commits.", _counted("leader_changes")),
     Figure("gemini_leader_reached", "Whether the leader of the commits hears this host at once.", lambda of: of["reaches_leader"]),
     Figure("gemini_job_hosts", "Hosts of the job, as its leader says.", _of_job("hosts")),
@@ -131,8 +137,12 @@ def families(account: Account, measures: Mapping[str, Measures | None], began: f
 def _family(figure: Figure, accounts: Mapping[str, Account], labels: list[str]) -> Metric:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    kind = CounterMetricFamily if figure.name.endswith("_total") else GaugeMetricFamily
-    family = kind(figure.name.removesuffix("_total"), figure.meaning, labels=[*labels, *([figure.label] if figure.label else [])])
+    family: CounterMetricFamily | GaugeMetricFamily
+    labelled = [*labels, *([figure.label] if figure.label else [])]
+    if figure.name.endswith("_total"):
+        family = CounterMetricFamily(figure.name, figure.meaning, labels=labelled)
+    else:
+        family = GaugeMetricFamily(figure.name, figure.meaning, labels=labelled)
     for stream, account in accounts.items():
         for part, value in _parts(figure.read(account)):
             if value is not None:

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 
+from gemini_ft.core.goodput import TimeLedger
+from gemini_ft.core.versions import Version
 from gemini_ft.wire.worker_messages import ENDING, LATE, WRITTEN
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -44,6 +46,7 @@ class Measures:
         waited_seconds: the part of that for which its update waited for the copy.
         skips: reason -> snapshots that a worker of this host gave up.
         restarts: cause -> incarnations that followed another one.
+        time: what the time went into, as far as it is known here: waiting for storage counts as rendezvous.
     """
 
     def __init__(self) -> None:
@@ -51,21 +54,31 @@ class Measures:
         self.commit_seconds, self.blocked_seconds, self.waited_seconds = Distribution(), Distribution(), Distribution()
         self.skips = Counter(dict.fromkeys(("late", "written", "ending", "other"), 0))
         self.restarts = Counter(dict.fromkeys(("died", "hang", "drain", "elsewhere"), 0))
+        self.time = TimeLedger(time.monotonic())
         self._ended: dict[int, float] = {}  # iteration -> when the first worker said that it has ended
+        self._is_restoring = False
         self._cause = ""  # of the restart that is to come
 
-    def opened(self, is_restart: bool) -> None:
-        """Takes note of a new incarnation."""
+    def opened(self, number: int, resumed: Version | None, is_restart: bool) -> None:
+        """Takes note of a new incarnation, of that number."""
+        self.time.joined(time.monotonic(), number, resumed.iteration if resumed is not None else 0)
+        self._is_restoring = resumed is not None
         if is_restart:
             self.restarts[self._cause or "elsewhere"] += 1
         self._cause = ""
         self._ended.clear()
         self.step = None
 
+    def reserved(self) -> None:
+        """Takes note that a worker has asked for its slots, as it does once it has its state back."""
+        if self._is_restoring:
+            self.time.restored(time.monotonic())
+
     def reached(self, iteration: int, held: Sequence[tuple[float, float]]) -> None:
         """Takes note that a worker has ended an iteration, and of what its last ones were held up."""
         if self.step is None or iteration > self.step:
-            self.step = iteration
+            self.step, self._is_restoring = iteration, False
+            self.time.stepped(time.monotonic(), iteration, held[-1][0] if held else 0.0)
             self._ended[iteration] = time.monotonic()
             if len(self._ended) > _UNDECIDED:
                 del self._ended[next(iter(self._ended))]
@@ -85,6 +98,6 @@ class Measures:
         self.skips[kind] += 1
 
     def lost(self, cause: str) -> None:
-        """Takes note that a worker has ended; the first one that fails is why the others are restarted."""
-        if cause != "goodbye":
-            self._cause = self._cause or cause
+        """Takes note that a worker has ended; the first one is why the others are restarted."""
+        self._cause = self._cause or cause
+        self.time.failed(time.monotonic(), cause, "")

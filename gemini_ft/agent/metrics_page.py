@@ -31,6 +31,7 @@ _SECONDS = 5.0  # for a request and its answer
 _READERS = 16  # at a time
 _REQUEST_BYTES = 8192
 _PATH = "/metrics"
+_OPEN_METRICS = "application/openmetrics-text; version=1.0.0"  # whatever version a reader asks for: there are two pages, and no more
 
 
 def check_metrics(config: GeminiConfig) -> None:
@@ -120,12 +121,12 @@ class MetricsPage:
     def _page(self, accepted: str) -> tuple[str, bytes]:
         from prometheus_client.exposition import choose_encoder
 
-        encode, kind = choose_encoder(accepted)
+        encode, kind = choose_encoder(_OPEN_METRICS if _OPEN_METRICS.partition(";")[0] in accepted else "text/plain")
         written, page = self._pages.get(kind, (0.0, b""))
         now = time.monotonic()
         if not page or now - written > _AGE:
-            page = encode(self)  # type: ignore[arg-type] # of a registry, too, only collect is called
-            self._pages = {kind: (now, page)}
+            page = encode(self)
+            self._pages[kind] = now, page
         return kind, page
 
     def collect(self) -> Iterator[Metric]:

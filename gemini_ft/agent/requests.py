@@ -285,8 +285,10 @@ class Requests:
     def _ended(self, pid: int, refused: str) -> None:
         if not refused:
             self.departure.ended(pid)
-        for worker in self._workers:
-            if refused and worker.pid == pid and worker.launch is not None:
+        for worker in [each for each in self._workers if each.pid == pid]:
+            if not refused:
+                worker.parting = "goodbye"
+            elif worker.launch is not None:
                 self._launches.note_refusal(worker.launch, refused)
 
     def _visited(self, visit: Visit) -> Visited:

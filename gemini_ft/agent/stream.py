@@ -35,6 +35,7 @@ from gemini_ft.wire.worker_messages import (
     Inject,
     Launch,
     Observed,
+    Reserve,
     Room,
     SessionSpec,
     StopAfterStep,
@@ -116,8 +117,9 @@ class Stream:
             context.slot_store.forget()
         context.spec = spec
         self._figures.clear()
-        if context.measures is not None and not readopt:
-            context.measures.opened(is_restart=before is not None or self.inherited is not None)
+        if context.measures is not None:
+            is_restart = not readopt and (before is not None or self.inherited is not None)
+            context.measures.opened(spec.incarnation.number, None if readopt else spec.resumed, is_restart)
         self._session = AgentSession(context, spec, self._on_decision, readopt)
         if readopt:
             self._repeat_reports()  # workers that are choosing go on, and the copies they were shown are kept
@@ -201,8 +203,11 @@ class Stream:
             case Excuse():  # the resumed version is not to blame for the failure of this session; every worker says so
                 self.attempts -= not self._excused
                 self._excused = True
-            case GiveUp(reason=reason) if self.context.measures is not None:
-                self.context.measures.skipped(reason)
+            case GiveUp() | Reserve() if self.context.measures is not None:
+                if isinstance(message, GiveUp):
+                    self.context.measures.skipped(message.reason)
+                else:
+                    self.context.measures.reserved()
                 self._own.on_message(worker, message)
             case Inject(owner=owner):
                 copies = self.context.slot_store.damage(owner)
@@ -261,9 +266,8 @@ class Stream:
 
     def worker_lost(self, worker: WorkerConnection) -> None:
         """Takes note that a worker is proven dead; what it said before counts, also if checksums are still being formed."""
-        if self.context.measures is not None and self.context.is_present(worker):
-            leaves = worker.launch is not None and (worker.launch.pid, worker.launch.ticks) in self.context.run.leaving
-            self.context.measures.lost(worker.parting or ("drain" if leaves else "died"))
+        if self.context.is_present(worker):
+            self.context.lost(worker)
         self._own.when_formed(worker.rank, partial(self._worker_lost, worker))
 
     def _worker_lost(self, worker: WorkerConnection) -> None:

@@ -201,6 +201,11 @@ def test_a_job_that_is_killed_once(tmp_path: Path) -> None:
         assert second["gemini_restarts_total", "main", "died"] == 1
         assert sum(value for name, value in second.items() if name[0] == "gemini_restarts_total") == 1
         assert first["gemini_agent_start_timestamp_seconds",] == second["gemini_agent_start_timestamp_seconds",]
+        for phase in ("training", "checkpoint_stall", "rendezvous"):
+            assert first["gemini_time_seconds_total", "main", phase] > 0
+        for phase in ("detection", "restore"):
+            assert first["gemini_time_seconds_total", "main", phase] == 0
+            assert second["gemini_time_seconds_total", "main", phase] > 0
         for name, value in first.items():
             if name[0].endswith(("_total", "_count", "_sum", "_bucket")):
                 assert value <= second[name], name
@@ -267,12 +272,11 @@ def test_reasons_and_causes_are_few() -> None:
     for reason in (LATE, ENDING, f"a, b {WRITTEN}", "the agent granted slot 3"):
         measures.skipped(reason)
     assert measures.skips == {"late": 1, "ending": 1, "written": 1, "other": 1}
-    measures.opened(is_restart=False)
-    measures.lost("goodbye")
+    measures.opened(1, None, is_restart=False)
     measures.lost("hang")
     measures.lost("died")  # as the launcher ends the others
-    measures.opened(is_restart=True)
-    measures.opened(is_restart=True)
+    measures.opened(2, None, is_restart=True)
+    measures.opened(3, None, is_restart=True)
     assert measures.restarts == {"hang": 1, "elsewhere": 1, "died": 0, "drain": 0}
 
 
