@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from gemini_ft.core.goodput import Failure, Phase, TimeLedger
+from gemini_ft.core.goodput import FailureCost, Phase, TimeLedger
 from gemini_ft.core.words import in_words, table
 from gemini_ft.errors import ConfigError
 from gemini_ft.events import read_events
@@ -98,7 +98,7 @@ def _shown(stream: str, ledger: TimeLedger) -> str:
     return "\n".join(lines)
 
 
-def _row(failure: Failure) -> tuple[str, ...]:
+def _row(failure: FailureCost) -> tuple[str, ...]:
     when = f"{datetime.fromtimestamp(failure.at).astimezone():%Y-%m-%d %H:%M:%S}"
     resumed = "-" if failure.resumed is None else str(failure.resumed)
     phases = (f"{failure.seconds.get(phase, 0.0):.1f} s" for phase in _LOST)

@@ -23,7 +23,7 @@ class Phase(StrEnum):
 
 
 @dataclass
-class Failure:
+class FailureCost:
     """One failure, and what it has cost.
 
     Attributes:
@@ -58,7 +58,7 @@ class TimeLedger:
 
     def __init__(self, began: float) -> None:
         self.seconds = dict.fromkeys(Phase, 0.0)
-        self.failures: list[Failure] = []
+        self.failures: list[FailureCost] = []
         self._at = began
         self._is_running = False  # all are believed to live and to have joined
         self._incarnation = 0
@@ -122,7 +122,7 @@ class TimeLedger:
     # -- inside
 
     def _begin_failure(self, at: float, cause: str, host: str) -> None:
-        self.failures.append(Failure(at, cause, host, self._step))
+        self.failures.append(FailureCost(at, cause, host, self._step))
         self._is_running, self._is_lost = False, True
 
     def _close(self, at: float, phase: Phase, begins: tuple[str, str] | None = None) -> None:

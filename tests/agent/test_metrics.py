@@ -54,10 +54,10 @@ def scrape(address: str) -> Samples:
     assert kind.startswith("application/openmetrics-text")
     families = list(parser.text_string_to_metric_families(text))
     assert {family.name for family in families} >= {figure.name.removesuffix("_total") for figure in (*OF_HOST, *OF_STREAM)}
-    return {(sample.name, *_values(sample.labels)): sample.value for family in families for sample in family.samples}
+    return {(sample.name, *values_of(sample.labels)): sample.value for family in families for sample in family.samples}
 
 
-def _values(labels: dict[str, str]) -> list[str]:
+def values_of(labels: dict[str, str]) -> list[str]:
     return [labels[name] for name in sorted(labels, key=lambda name: (name != "stream", name))]
 
 
