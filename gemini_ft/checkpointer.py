@@ -140,7 +140,7 @@ class Checkpointer:
         self._has_looked = False  # at how the loop steps
         self._watch = LoopWatch()
         self._updates = 0
-        self._blocked = 0.0
+        self._blocked = self._waited = 0.0  # seconds of this step
         self._steps = OptimizerSteps(self._wait_for_copy)
         self._hyperparameters = Hyperparameters(self._stateful)
         close_with(self)
@@ -227,9 +227,7 @@ class Checkpointer:
             self._save(self._iteration, extras)
         else:
             self.alive(self._iteration)
-        self._blocked += time.perf_counter() - begin
-        self.stats.note_blocked(self._blocked)
-        self._blocked = 0.0
+        self._note_blocked(time.perf_counter() - begin)
         self._joined.leave_if_drained(self._iteration)
 
     # -- finer grain
@@ -409,8 +407,7 @@ class Checkpointer:
         self._iteration = iteration
         self._end_of_step()
         self._save(iteration, extras)
-        self.stats.note_blocked(self._blocked + time.perf_counter() - begin)
-        self._blocked = 0.0
+        self._note_blocked(time.perf_counter() - begin)
         self._joined.leave_if_drained(iteration)
 
     def marks(self) -> dict[str, list[tuple[int, int]]]:
@@ -459,7 +456,12 @@ class Checkpointer:
         begin = time.perf_counter()
         if self._recorder is not None:
             self._recorder.before_update()
-        self._blocked += time.perf_counter() - begin
+        waited = time.perf_counter() - begin
+        self._blocked, self._waited = self._blocked + waited, self._waited + waited
+
+    def _note_blocked(self, seconds: float) -> None:
+        self.stats.note_blocked(self._blocked + seconds, self._waited)
+        self._blocked = self._waited = 0.0
 
     def flush(self) -> None:
         """Waits until the newest snapshot is committed, or given up; for at most ``timeout`` seconds."""
@@ -583,7 +585,8 @@ class Checkpointer:
 
     def _end_of_step(self) -> None:
         notes.step = self._iteration
-        self._joined.events.write("step", iteration=self._iteration)
+        blocked = self.stats.blocked[-1] if self.stats.blocked else 0.0
+        self._joined.events.write("step", iteration=self._iteration, blocked=blocked)
         faults.at_step(self._iteration)
 
     @property

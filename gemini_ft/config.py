@@ -21,6 +21,7 @@ from gemini_ft.errors import ConfigError
 LEADER_TIMEOUT = 1.25  # seconds
 _MOST_PROCESSORS = 2**16
 _MOST = 1e9  # of any number that is not whole; seconds beyond what the kernel's clocks count would end a wait with an error
+_MOST_PORT = 65535
 _LONGEST_NAME = 100  # of a host; with that of its run it makes the name of a file
 _SHOWN = 400  # characters of a value, or of the words about it, in an error
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12}
@@ -76,6 +77,16 @@ def _processors(value: object) -> object:
             raise ValueError("must be numbers of processors and ranges of them, separated by commas, for example 0-3,8")
         numbers.update(range(int(first), int(last) + 1))
     return tuple(sorted(numbers))
+
+
+def _endpoint(value: object) -> object:
+    """Turns a port alone into one of loopback; ``host:port`` is passed through if it is one."""
+    if value is None:
+        return None
+    host, _, port = (text if ":" in (text := str(value).strip()) else f"127.0.0.1:{text}").rpartition(":")
+    if not host or (":" in host and host[0] + host[-1] != "[]") or not port.isascii() or not port.isdecimal() or int(port) > _MOST_PORT:
+        raise ValueError(f"must be host:port, [address]:port for IPv6, or a port of 127.0.0.1, from 0 to {_MOST_PORT}")
+    return f"{host}:{int(port)}"
 
 
 class _Model(BaseModel):
@@ -166,6 +177,7 @@ class GeminiConfig(_Model):
     agent_cpus: Annotated[tuple[int, ...] | None, BeforeValidator(_processors)] = Field(None, description="Processors that agents run on, as taskset takes them (0-3,8), for example away from those that train; default: those of whatever starts them. Set it as a variable, where agents start.")
     interface: str | None = Field(None, description="Network for replicas: interface name or CIDR; default: the route to the master.")
     port_range: tuple[int, int] | None = Field(None, description="First and last TCP port agents may listen on; default: any.")
+    metrics: Annotated[str | None, BeforeValidator(_endpoint)] = Field(None, description="Address, host:port or a port of 127.0.0.1, at which the agent of this host serves its figures to Prometheus (/metrics), to whoever reaches it; port 0: any free one, which `gemini status` names. Needs `gemini-ft[metrics]`. Set it as a variable, where agents start.")
     domain: str | None = Field(None, description="Failure domain of this host, for example its rack.")
     secret_file: Path | None = Field(None, description="File (mode 0600) with the run secret.")
     encrypt: bool = Field(False, description="Encrypt replicas between hosts; without it they are sealed against changes and can be read on the wire.")

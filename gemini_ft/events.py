@@ -5,13 +5,15 @@ system's clock), ``pid``, ``host``, ``rank`` and ``stream``, and besides:
 
     joined     incarnation, hosts (of each rank), resuming ("nothing", "memory", "storage"), iteration
     resumed    iteration, sources ("own memory", "peer <host>", "storage" -> bytes this rank has read), seconds
-    step       iteration: it has ended
+    step       iteration: it has ended; blocked: seconds for which snapshots held up the step before it
     committed  iteration: all its copies are complete
     skipped    iteration: it will have no copies
     drained    iteration: this rank has left after it, as its host is drained
     fault      fault (as given), iteration, moment: injected by gemini_ft.faults.inject
     leader     epoch, leader: that host's agent leads the commits from now on, in place of another one; ``rank`` is null
     left       finished, interrupted; neither after a failure
+    waited     seconds: storage could not say for so long what there is to resume
+    lost       cause ("died", "hang", "drain"): the agent has seen the end of this rank's worker, which had not left
 """
 
 from __future__ import annotations

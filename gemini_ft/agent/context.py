@@ -9,7 +9,9 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
+from gemini_ft.agent.measures import Measures
 from gemini_ft.agent.memory.budget import Budget
 from gemini_ft.agent.memory.slot_files import SlotFiles
 from gemini_ft.agent.memory.slot_memory import SlotMemory
@@ -72,6 +74,7 @@ class RunContext:
         budget: bytes that the slots of all streams may take.
         files: where slots are made; None: in memory without a name.
         leaving: launchers (process id, beginning) of a drained host: the workers that they start meanwhile have to leave as well.
+        metrics: address at which figures are served; empty: none yet; None: they are not asked for.
     """
 
     def __init__(self, run_id: str, host: str, files: SlotFiles | None = None) -> None:
@@ -79,6 +82,7 @@ class RunContext:
         self.secret = b""
         self.budget = Budget(None)
         self.leaving: set[tuple[int, int]] = set()
+        self.metrics: str | None = None
 
     def log(self, text: str) -> None:
         lines = "\n    ".join(map(printable, text.splitlines()))  # no text passes for another line
@@ -103,6 +107,7 @@ class StreamContext:
         slot_store: the memory of all slots.
         custodians: the workers that keep replicas' memory safe.
         counters: figures for ``gemini status``.
+        measures: figures for metrics alone; None: they are not asked for.
     """
 
     def __init__(self, name: str, run: RunContext, perform: Callable[[list[Effect]], None], report: Callable[[PeerMessage], None]) -> None:
@@ -114,6 +119,7 @@ class StreamContext:
         self.custodians = Custodians(self.workers.values)
         self.slot_store = SlotStore(self.host, run.budget, self.log, self.custodians.take_back, run.files)
         self.counters = dict.fromkeys(_COUNTED, 0)
+        self.measures = Measures() if run.metrics is not None else None
 
     def log(self, text: str) -> None:
         self.run.log(f"[{self.name}] {text}")
@@ -156,13 +162,26 @@ class StreamContext:
         self.counters["leader_changes"] += 1
         self.log(f"host {leader!r} leads the commits, in epoch {epoch}")
         if leader == self.host.name:
-            try:
-                events = EventLog(host=self.host.name, rank=None, stream=self.name)
-            except ConfigError as error:
-                self.log(str(error))
-            else:
-                events.write("leader", epoch=epoch, leader=leader)
-                events.close()
+            self._write_event("leader", epoch=epoch, leader=leader)
+
+    def lost(self, worker: WorkerConnection) -> None:
+        """Takes note that a worker of the present incarnation has ended; of one that has left before, there is nothing to say."""
+        if worker.parting == "goodbye":
+            return
+        leaves = worker.launch is not None and (worker.launch.pid, worker.launch.ticks) in self.run.leaving
+        cause = worker.parting or ("drain" if leaves else "died")
+        if self.measures is not None:
+            self.measures.lost(cause)
+        self._write_event("lost", rank=worker.rank, cause=cause)
+
+    def _write_event(self, event: str, **facts: Any) -> None:
+        try:
+            events = EventLog(host=self.host.name, rank=None, stream=self.name)
+        except ConfigError as error:
+            self.log(str(error))
+        else:
+            events.write(event, **facts)
+            events.close()
 
     def note_damage(self, owner: int, version: Version) -> None:
         """Records a copy here that had to be discarded."""

@@ -80,6 +80,7 @@ class HangWatch:
 
     def __init__(self, log: Callable[[str], None]) -> None:
         self._log = log
+        self.killed = 0  # workers
         self._detectors: dict[WorkerConnection, HangDetector] = {}
         self._tasks = Tasks()
 
@@ -113,6 +114,8 @@ class HangWatch:
             if silent is not None and worker.alive and not (detector.starting and self._trains(worker.pid)):
                 self._log(f"rank {worker.rank} (pid {worker.pid}) made no progress for {silent:.1f} s ({detector.reason}): killing it")
                 del self._detectors[worker]
+                self.killed += 1
+                worker.parting = "hang"
                 self._tasks.spawn(_kill(worker))
 
     def _trains(self, pid: int) -> bool:

@@ -27,6 +27,7 @@ from gemini_ft.agent.lifecycle import (
     yield_to_training,
 )
 from gemini_ft.agent.memory.slot_files import SlotFiles, lock
+from gemini_ft.agent.metrics_page import MetricsPage
 from gemini_ft.agent.requests import Requests
 from gemini_ft.agent.streams import Streams
 from gemini_ft.agent.watchdog import mapped_by_others
@@ -43,6 +44,7 @@ async def _serve(run: RunContext, streams: Streams, listener: socket.socket) -> 
     requests, leaving = Requests(run, streams), asyncio.Event()
     worker_listener = WorkerListener(requests, listener)
     drains_by_sigterm = load_config().drain_signal == "SIGTERM"  # a file of options that has gone since must not keep the agent from ending
+    page = MetricsPage(run, requests.status, streams) if run.metrics is not None else None
     run.log(f"agent {os.getpid()} of run {run.run_id!r} on host {run.host!r}; may hold {run.budget.limit:,} bytes")
 
     def told_to_end() -> None:
@@ -62,6 +64,8 @@ async def _serve(run: RunContext, streams: Streams, listener: socket.socket) -> 
     requests.departure.tell_askers()
     makes_way = leaving.is_set() or requests.departure.follows or requests.departure.is_followed  # for another agent
     worker_listener.close()
+    if page is not None:
+        page.close()
     await asyncio.sleep(_TICK)  # the last messages, such as that all have finished, must get out before connections close
     for stream in streams.by_name.values():
         stream.close_session()
@@ -124,6 +128,8 @@ def main(argv: list[str] | None = None) -> int:
         folder = load_config().memory.folder
         files = SlotFiles(folder, options.run, options.host) if folder is not None else None
         host_run = RunContext(options.run, options.host, files)
+        if load_config().metrics is not None:
+            host_run.metrics = ""
         streams = Streams(host_run)
         if options.inherit or options.identity >= 0:
             streams.inherit(options.inherit, options.identity)

@@ -7,6 +7,7 @@ import os
 import secrets
 import time
 import traceback
+from typing import Any
 
 from gemini_ft.agent.context import RunContext
 from gemini_ft.agent.departure import Departure, Launches
@@ -84,7 +85,7 @@ class Requests:
             case Hello():
                 self._hello(worker, message)
             case GetStatus():
-                worker.send(Status(call=message.call, document=self._status()))
+                worker.send(Status(call=message.call, document=json.dumps(self.status())))
             case Visit():
                 worker.send(self._visited(message))
             case AskDrain():
@@ -129,7 +130,7 @@ class Requests:
                 stream = self._current(worker)
                 if isinstance(message, Request):
                     self.hangs.progress(worker)
-                    stream.reached(message.iteration)
+                    stream.reached(message.iteration, message.held)
                 stream.on_worker_message(worker, message)
 
     def _current(self, worker: WorkerConnection) -> Stream:
@@ -273,6 +274,7 @@ class Requests:
 
     def _goodbye(self, worker: WorkerConnection, message: Goodbye) -> None:
         self.hangs.end(worker)
+        worker.parting = "goodbye"
         if message.finished:
             if not message.last:
                 self.departure.finish(worker)
@@ -283,8 +285,10 @@ class Requests:
     def _ended(self, pid: int, refused: str) -> None:
         if not refused:
             self.departure.ended(pid)
-        for worker in self._workers:
-            if refused and worker.pid == pid and worker.launch is not None:
+        for worker in [each for each in self._workers if each.pid == pid]:
+            if not refused:
+                worker.parting = "goodbye"
+            elif worker.launch is not None:
                 self._launches.note_refusal(worker.launch, refused)
 
     def _visited(self, visit: Visit) -> Visited:
@@ -316,16 +320,18 @@ class Requests:
     def _at_work(self) -> list[tuple[int, Launch]]:
         return [(worker.pid, worker.launch) for worker in self._workers if worker.alive and worker.launch is not None]
 
-    def _status(self) -> str:
-        document = {
+    def status(self) -> dict[str, Any]:
+        """This agent's account of itself."""
+        return {
             "run": self._run.run_id,
             "host": self._run.host,
             "pid": os.getpid(),
             "launches": [launch.model_dump(exclude={"environ"}) for launch in self._launches.alive(self._at_work())],
             "memory": {"limit": self._run.budget.limit, "used": self._run.budget.used},
+            "metrics": self._run.metrics,
+            "hangs": self.hangs.killed,
             "linger": self.departure.linger,
             "idle": time.monotonic() - self.departure.idle_since,
             "workers": {w.rank: w.pid for w in self._workers if w.alive and w.rank >= 0},
             "streams": {name: stream.status() for name, stream in self._streams.by_name.items()},
         }
-        return json.dumps(document)

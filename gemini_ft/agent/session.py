@@ -87,6 +87,15 @@ class AgentSession:
         return self.succession.epoch if self.failover.leader is not None else None
 
     @property
+    def job(self) -> dict[str, int] | None:
+        """The figures of the whole job, on the host that leads."""
+        leader, spec = self.failover.leader, self._spec
+        if leader is None:
+            return None
+        absent = len(leader.missing(time.monotonic()))
+        return {"ranks": spec.world_size, "hosts": len(set(spec.hosts)), "absent": absent, "left_out": len(leader.book.excluded)}
+
+    @property
     def is_obeyed(self) -> bool:
         return self.failover.leader is not None and self.failover.leader.is_obeyed
 

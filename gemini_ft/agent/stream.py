@@ -5,6 +5,7 @@ Everything runs on the agent's event loop, so nothing here needs a lock.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from gemini_ft.agent.context import RunContext, StreamContext
@@ -28,11 +29,13 @@ from gemini_ft.wire.worker_messages import (
     Dispatched,
     Excuse,
     Figures,
+    GiveUp,
     Granted,
     HoldsBack,
     Inject,
     Launch,
     Observed,
+    Reserve,
     Room,
     SessionSpec,
     StopAfterStep,
@@ -114,6 +117,9 @@ class Stream:
             context.slot_store.forget()
         context.spec = spec
         self._figures.clear()
+        if context.measures is not None:
+            is_restart = not readopt and (before is not None or self.inherited is not None)
+            context.measures.opened(spec.incarnation.number, None if readopt else spec.resumed, is_restart)
         self._session = AgentSession(context, spec, self._on_decision, readopt)
         if readopt:
             self._repeat_reports()  # workers that are choosing go on, and the copies they were shown are kept
@@ -197,6 +203,12 @@ class Stream:
             case Excuse():  # the resumed version is not to blame for the failure of this session; every worker says so
                 self.attempts -= not self._excused
                 self._excused = True
+            case GiveUp() | Reserve() if self.context.measures is not None:
+                if isinstance(message, GiveUp):
+                    self.context.measures.skipped(message.reason)
+                else:
+                    self.context.measures.reserved()
+                self._own.on_message(worker, message)
             case Inject(owner=owner):
                 copies = self.context.slot_store.damage(owner)
                 self.context.log(f"fault injection: flipped a bit in {copies} copies of rank {owner}'s shard")
@@ -245,13 +257,17 @@ class Stream:
         self.report(DrainHost(host=host))
         return True
 
-    def reached(self, iteration: int) -> None:
-        """Records how far a worker of the present incarnation has come."""
+    def reached(self, iteration: int, held: Sequence[tuple[float, float]] = ()) -> None:
+        """Records how far a worker of the present incarnation has come; ``held``: see `Request`."""
+        if self.context.measures is not None:
+            self.context.measures.reached(iteration, held)
         if self._rebuilding is not None:
             self._rebuilding.reached(iteration)
 
     def worker_lost(self, worker: WorkerConnection) -> None:
         """Records that a worker is proven dead; what it said before counts, also if checksums are still being formed."""
+        if self.context.is_present(worker):
+            self.context.lost(worker)
         self._own.when_formed(worker.rank, partial(self._worker_lost, worker))
 
     def _worker_lost(self, worker: WorkerConnection) -> None:
@@ -319,6 +335,8 @@ class Stream:
         match message:
             case Commit(version, freeze, roots=roots, agreed=agreed):
                 context.counters["committed"] += 1
+                if context.measures is not None:
+                    context.measures.committed(version.iteration)
                 self._progressed = self._progressed or context.spec is None or version != context.spec.resumed  # which may be repeated
                 self.perform(host.on_commit(version, freeze, roots, agreed))
                 context.tell_workers(message)
@@ -399,6 +417,7 @@ class Stream:
             "leader": self.leader,
             "epoch": session.succession.epoch if session is not None else None,
             "reaches_leader": session is not None and session.reaches_leader,
+            "job": session.job if session is not None else None,
             "committed": host.committed.iteration if host.committed else None,
             "committed_age": min(ages, default=None),
             "command": self.launch.command if self.launch is not None else [],

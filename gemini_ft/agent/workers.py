@@ -60,6 +60,7 @@ class WorkerConnection:
         self.incarnation: Incarnation | None = None
         self.launch: Launch | None = None
         self.pid = pid
+        self.parting = ""  # why its end is not a failure of its own: "goodbye", or "hang" (this agent kills it)
         self._handler, self._socket = handler, sock
         self._loop = asyncio.get_running_loop()
         self._frames = FrameBuffer()

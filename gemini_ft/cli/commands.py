@@ -15,6 +15,7 @@ from typing import Any
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import as_error
 from gemini_ft.agent.memory import slot_files
+from gemini_ft.agent.metrics_page import check_metrics
 from gemini_ft.config import load_config
 from gemini_ft.core.versions import Version
 from gemini_ft.core.words import in_words, table
@@ -38,6 +39,7 @@ def agent(arguments: Sequence[str]) -> int:
     options = _with_run("agent", "Own the snapshot memory of this host until told to leave.").parse_args(arguments)
     from gemini_ft.agent import main
 
+    check_metrics(load_config())
     return main.main(["--run", _run(options), "--host", options.host])
 
 
@@ -266,6 +268,8 @@ def _describe(document: dict[str, Any]) -> str:
         f"run {document['run']} on host {document['host']}: agent {document['pid']}, "
         f"{memory['used']:,} of {memory['limit']:,} bytes, workers {document['workers'] or 'none'}{left}"
     ]
+    if document.get("metrics"):
+        lines.append(f"  metrics: http://{document['metrics']}/metrics")
     for name, stream in document["streams"].items():
         age = "" if stream["committed_age"] is None else f", {in_words(stream['committed_age'])} ago"
         state = "finished" if stream["finished"] else f"committed iteration {stream['committed']}{age}"

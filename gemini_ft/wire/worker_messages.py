@@ -155,6 +155,7 @@ class Request(Message):
     """Asks for a slot to write ``iteration`` into; a sign of life too. The agent answers at once: Granted, Queued, or an Abort."""
 
     iteration: int
+    held: list[tuple[float, float]] = []  # seconds, see gemini_ft.worker.outcomes.Stats.unsaid; none unless the agent serves metrics
 
 
 class Landed(Message):
@@ -178,6 +179,11 @@ class Copied(Message):
     extras_bytes: int
     digest: str = ""
     root: str  # of the copy, as its owner formed it (gemini_ft.core.roots); empty: the agent forms it
+
+
+ENDING = "the process ends"
+LATE = "the previous snapshot was still uncommitted at the next update"
+WRITTEN = "written during the copy (write inside `with checkpointer.mutate():`)"  # behind the names of tensors
 
 
 class GiveUp(Message):

@@ -14,6 +14,7 @@ from gemini_ft.agent.client import AgentClient
 from gemini_ft.config import GeminiConfig
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, ObjectGoneError, PeerError, StorageError, StorageUnclearError, WorldSizeError
+from gemini_ft.events import EventLog
 from gemini_ft.hosts import is_earlier_boot, uptime
 from gemini_ft.launch import notes
 from gemini_ft.recovery.plan import RecoveryPlan, genuine, plan_recovery, require
@@ -328,6 +329,7 @@ class Chooser:
         while True:
             stored, final = self._ask_once(refused, self._config.timeout if insist else _QUICK_LOOK_SECONDS)
             if not stored.unclear or not insist:
+                self._note_wait()
                 return stored
             self._since, first = self._since or time.monotonic(), self._since is None
             left = 0.0 if final else self._since + patience - time.monotonic()
@@ -459,6 +461,7 @@ class Chooser:
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 continue
             if all(done):
+                self._note_wait()
                 hosts, world_size = [about.welcome.info.host for about in self._everyone], len(self._everyone)
                 sources = {owner: (hosts[owner % world_size],) for owner in range(plan.world_size)}
                 age = (datetime.now(UTC) - manifest.created).total_seconds()
@@ -468,6 +471,13 @@ class Chooser:
             self._warn("%s in storage is damaged or gone; trying an older one", manifest.folder)
             self._damaged.add(manifest.folder)
             return None
+
+    def _note_wait(self) -> None:
+        """Writes down, on rank 0, for how long storage was waited for."""
+        if self._rank == 0 and self._since is not None:
+            events = EventLog(stream=self._stream, rank=0, host=self._everyone[0].welcome.info.host)
+            events.write("waited", seconds=time.monotonic() - self._since)
+            events.close()
 
     def _time_left(self) -> float:
         """Seconds for which storage is still waited for."""

@@ -24,6 +24,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.agent.departure import PARTING_SECONDS
 from gemini_ft.agent.memory.slot_files import SlotFiles
+from gemini_ft.agent.metrics_page import check_metrics
 from gemini_ft.config import GeminiConfig, load_config, unknown_variables
 from gemini_ft.core import placement
 from gemini_ft.core.versions import Incarnation
@@ -163,7 +164,7 @@ def _no_collections() -> Iterator[None]:
 
 
 def _check_for_agents(config: GeminiConfig, run: str) -> None:
-    """Refuses a folder for slots, or processors, that this host's agent cannot use, or does not hear of.
+    """Refuses a folder for slots, processors, or an address of metrics that this host's agent cannot use, or does not hear of.
 
     Raises:
         ConfigError: it is one.
@@ -172,12 +173,14 @@ def _check_for_agents(config: GeminiConfig, run: str) -> None:
     for name, variable, given, heard in (
         ("memory.folder", "GEMINI_MEMORY__FOLDER", config.memory.folder, theirs.memory.folder),
         ("agent_cpus", "GEMINI_AGENT_CPUS", config.agent_cpus, theirs.agent_cpus),
+        ("metrics", "GEMINI_METRICS", config.metrics, theirs.metrics),
     ):
         if given is not None and heard != given:
             raise ConfigError(
                 f"{name}={str(given)!r} was given as an argument; agents are processes of their own and read it elsewhere: give it as "
                 f"{variable}, or in the file that GEMINI_CONFIG names"
             )
+    check_metrics(config)
     if config.memory.folder is not None:
         SlotFiles(config.memory.folder, run, host_id())
     if (processors := config.agent_cpus) is not None:
@@ -232,7 +235,7 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: s
         welcome=welcome,
         inventory=inventory,
         configured_secret=configured_secret,
-        config=config.model_dump_json(exclude={"domain", "secret_file", "memory_limit", "interface", "agent_cpus"}),
+        config=config.model_dump_json(exclude={"domain", "secret_file", "memory_limit", "interface", "agent_cpus", "metrics"}),
         orders=Orders.read(run),
         stored=mark.version if mark is not None else None,
         launch=launch,

@@ -24,10 +24,9 @@ from gemini_ft.core.roots import checksum
 from gemini_ft.errors import AgentError, ConcurrentWriteError, GeminiError
 from gemini_ft.state.copy_plan import CopyPlan, MappedSlot, Marks, same_bytes
 from gemini_ft.wire.messages import Chunk
-from gemini_ft.wire.worker_messages import Copied, GiveUp, HoldsBack, Landed, Request, ToAgent
+from gemini_ft.wire.worker_messages import ENDING, LATE, WRITTEN, Copied, GiveUp, HoldsBack, Landed, Request, ToAgent
 from gemini_ft.worker.attempt import leave_if_over
 from gemini_ft.worker.copy_window import CopyWindow
-from gemini_ft.worker.outcomes import ENDING, LATE
 from gemini_ft.worker.supervision import Supervision
 
 _GRANT_POLL = 0.25  # seconds between looks at whether the agent still lives
@@ -66,6 +65,7 @@ class PendingSnapshot:
         cancelled: why there will be no snapshot.
         checksums: of the chunks in the slot that this process has formed.
         finished: with ``verify`` it is not declared copied before it was compared.
+        held: of the steps before it, see `Request`.
     """
 
     iteration: int
@@ -84,6 +84,7 @@ class PendingSnapshot:
     cancelled: str = ""
     checksums: list[int] = field(default_factory=list)
     finished: bool = False
+    held: list[tuple[float, float]] = field(default_factory=list)
 
 
 class Snapshotter:
@@ -397,7 +398,7 @@ class Snapshotter:
         self.newest = job.iteration
         if self._supervision is not None:
             self._supervision.asked()
-        self._tell(Request(iteration=job.iteration))
+        self._tell(Request(iteration=job.iteration, held=job.held))
         while not self._has_answer(job):
             self._look(job)
             self._give_up_if_late(job)
@@ -422,7 +423,7 @@ class Snapshotter:
         with self._condition:
             changed = self._judge(job)
         if changed:
-            self._discard(job, f"{', '.join(changed[:5])} written during the copy (write inside `with checkpointer.mutate():`)")
+            self._discard(job, f"{', '.join(changed[:5])} {WRITTEN}")
         elif not self._verify:
             self._declare(job)
 

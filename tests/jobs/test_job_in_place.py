@@ -69,7 +69,7 @@ def job(
     keeper: str = "gemini",
     restart: str = "in_place",
     workers: int = 2,
-    timeout: str = "20",
+    timeout: str = "60",
     late: str = "skip",
     wrapper: Sequence[str] = (),
 ) -> Outcome:

@@ -12,7 +12,10 @@ from rank_kit import World
 from test_job_storage import iterations, lose_all, run, told
 
 from gemini_ft.agent import lifecycle
+from gemini_ft.cli.goodput import ledgers
+from gemini_ft.core.goodput import Phase
 from gemini_ft.errors import StorageError, StorageUnclearError
+from gemini_ft.events import read_events
 from gemini_ft.storage.checkpoints import read_manifest
 from gemini_ft.storage.opening import open_storage
 
@@ -55,14 +58,17 @@ def test_a_folder_that_is_not_mounted_is_no_first_start(one: World, store: Path,
     assert one.outcome(*run(store, 1))[0]["start"] == 4
 
 
-def test_storage_that_comes_back_is_waited_for(one: World, store: Path) -> None:
+def test_storage_that_comes_back_is_waited_for_and_the_ledger_of_time_has_how_long(one: World, store: Path, tmp_path: Path) -> None:
     one.outcome(*run(store, 4))
     lose_all(one)
     away = store.rename(store.with_name("away"))
-    attempt = one.start(*run(store, 1, {"patience": 60.0}))
+    attempt = one.start(*run(store, 1, {"patience": 60.0}), GEMINI_EVENTS=str(tmp_path / "events"))
     attempt.processes[0].join(2)  # time to look once; were it too short, the job would find storage well at once
     away.rename(store)
-    assert attempt.results()[0]["start"] == 4
+    (result,) = attempt.results()
+    assert result["start"] == 4
+    waited = ledgers(read_events(tmp_path / "events"))["main"].seconds[Phase.STORAGE]
+    assert (waited > 0) == told(result, "asking again for up to 60 s (storage.patience)")
 
 
 def test_whole_memory_is_resumed_from_while_storage_is_away(one: World, store: Path) -> None:

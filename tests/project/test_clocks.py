@@ -10,6 +10,8 @@ import gemini_ft
 
 # Ages and moments that are shown, or written down for people and for the functions below.
 SHOWN = {
+    "agent/figures.py:_committed_at",
+    "agent/metrics_page.py:__init__",
     "agent/uploads.py:_insist",
     "agent/uploads.py:_outage",
     "agent/uploads.py:_stake",

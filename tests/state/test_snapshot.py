@@ -13,9 +13,9 @@ import pytest
 from agent_kit import eventually
 
 from gemini_ft.errors import AgentError
-from gemini_ft.wire.worker_messages import GiveUp, Request, ToAgent
+from gemini_ft.wire.worker_messages import ENDING, LATE, GiveUp, Request, ToAgent
 from gemini_ft.worker.copy_window import CopyWindow
-from gemini_ft.worker.outcomes import ENDING, LATE, Outcomes, Stats
+from gemini_ft.worker.outcomes import Outcomes, Stats
 from gemini_ft.worker.snapshot import PendingSnapshot, Snapshotter
 
 

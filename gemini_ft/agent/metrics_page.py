@@ -1,0 +1,140 @@
+"""``/metrics`` of an agent: its figures as Prometheus reads them, served from the agent's own event loop.
+
+Nothing waits for whoever reads them: they are taken at most once a second, an answer is as long as it is, and one that is not fetched
+within seconds is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from gemini_ft.agent.context import RunContext
+from gemini_ft.agent.figures import families
+from gemini_ft.agent.streams import Streams
+from gemini_ft.agent.tasks import Tasks
+from gemini_ft.config import GeminiConfig, load_config
+from gemini_ft.errors import ConfigError
+from gemini_ft.wire.network import bound
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+_AGE = 1.0  # seconds for which figures are as good as new
+_AGAIN = 2.0  # seconds until a port that was taken is tried again
+_SECONDS = 5.0  # for a request and its answer
+_READERS = 16  # at a time
+_REQUEST_BYTES = 8192
+_PATH = "/metrics"
+_OPEN_METRICS = "application/openmetrics-text; version=1.0.0"  # whatever version a reader asks for: there are two pages, and no more
+
+
+def check_metrics(config: GeminiConfig) -> None:
+    """Refuses metrics where the library that writes them is missing.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if config.metrics is not None and importlib.util.find_spec("prometheus_client") is None:
+        raise ConfigError(
+            f"metrics={config.metrics!r} needs prometheus-client, which is not installed for {os.path.realpath('/proc/self/exe')}: "
+            "pip install 'gemini-ft[metrics]', or leave the option out"
+        )
+
+
+class MetricsPage:
+    """The page of one agent; `RunContext.metrics` says where it is, as soon as it is there.
+
+    Args:
+        run: the agent's.
+        account: gives the agent's account of itself, as ``gemini status --json`` prints it.
+        streams: the agent's.
+    """
+
+    def __init__(self, run: RunContext, account: Callable[[], dict[str, Any]], streams: Streams) -> None:
+        self._run, self._account, self._streams = run, account, streams
+        self._pages: dict[str, tuple[float, bytes]] = {}  # content type -> when it was written, and the page
+        self._readers: dict[int, asyncio.StreamWriter] = {}  # those that are being answered
+        self._tasks = Tasks()
+        self._server: asyncio.Server | None = None
+        self._began = time.time()
+        self._tasks.spawn(self._listen())
+
+    def close(self) -> None:
+        self._tasks.cancel()
+        if self._server is not None:
+            self._server.close()
+
+    async def _listen(self) -> None:
+        """Listens, as soon as the port is free: another run's agent may have it, which leaves later than its job."""
+        try:
+            check_metrics(config := load_config())
+        except ConfigError as error:  # the option may have been set since this agent's worker was asked
+            self._run.log(str(error))
+            return
+        host, _, port = (config.metrics or "").rpartition(":")
+        is_told = False
+        while True:
+            try:
+                listener = bound(host.strip("[]"), int(port), socket.SOCK_STREAM)
+                break
+            except ConfigError as error:
+                if not is_told:
+                    is_told = True
+                    self._run.log(f"metrics are not served while this lasts, and all else goes on: {error}")
+            await asyncio.sleep(_AGAIN)
+        self._server = await asyncio.start_server(self._answer, sock=listener, limit=_REQUEST_BYTES)
+        self._run.metrics = f"{host}:{listener.getsockname()[1]}"
+        self._run.log(f"metrics are served at http://{self._run.metrics}{_PATH}")
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._readers) == _READERS:  # the oldest makes way: whoever holds connections open must not keep others out
+            self._readers.pop(next(iter(self._readers))).transport.abort()
+        self._readers[id(writer)] = writer
+        try:
+            async with asyncio.timeout(_SECONDS):
+                writer.write(self._response(await reader.readuntil(b"\r\n\r\n")))
+                writer.close()
+                await writer.wait_closed()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass  # it is slow, has gone, or is no client of HTTP
+        finally:
+            writer.transport.abort()
+            self._readers.pop(id(writer), None)
+
+    def _response(self, request: bytes) -> bytes:
+        first, *rest = request.decode("latin-1").split("\r\n")
+        method, target, *_ = [*first.split(" "), "", ""]
+        if method not in ("GET", "HEAD"):
+            return _response("405 Method Not Allowed", "text/plain", b"only GET and HEAD\n")
+        if target.partition("?")[0] != _PATH:
+            return _response("404 Not Found", "text/plain", f"figures are at {_PATH}\n".encode())
+        accepted = next((value for name, _, value in (line.partition(":") for line in rest) if name.strip().lower() == "accept"), "")
+        kind, page = self._page(accepted)
+        return _response("200 OK", kind, page, is_asked_for=method == "GET")
+
+    def _page(self, accepted: str) -> tuple[str, bytes]:
+        from prometheus_client.exposition import choose_encoder
+
+        encode, kind = choose_encoder(_OPEN_METRICS if _OPEN_METRICS.partition(";")[0] in accepted else "text/plain")
+        written, page = self._pages.get(kind, (0.0, b""))
+        now = time.monotonic()
+        if not page or now - written > _AGE:
+            page = encode(self)
+            self._pages[kind] = now, page
+        return kind, page
+
+    def collect(self) -> Iterator[Metric]:
+        """The figures, as the writers of prometheus-client take them, which call nothing else of a registry."""
+        measures = {name: stream.context.measures for name, stream in self._streams.by_name.items()}
+        return families(self._account(), measures, self._began)
+
+
+def _response(status: str, kind: str, body: bytes, is_asked_for: bool = True) -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    return head.encode() + (body if is_asked_for else b"")

@@ -1,0 +1,50 @@
+"""The ledger of time of a real job that is killed twice; its figures are compared with each other, and with the events."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+from rank_kit import World
+from session_case import loop
+
+from gemini_ft.cli import main as cli
+from gemini_ft.events import read_events
+
+
+def test_the_time_of_a_job_that_is_killed_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = tmp_path / "events"
+    faults = "step=8:rank=1:sigkill; step=14:rank=0:sigkill"
+    with World(tmp_path, 2, hosts=["a", "a"], GEMINI_EVENTS=str(events), GEMINI_FAULTS=faults) as world:
+        world.finish(partial(loop, close=True), 20)
+        assert world.restarts == 2
+    assert cli.main(["goodput", "--json", str(events)]) == 0
+    found = json.loads(capsys.readouterr().out)["main"]
+    told = read_events(events)
+    joined = [event for event in told if event["event"] == "joined"]
+    left = [event for event in told if event["event"] == "left" and event["finished"]]
+    assert found["total_seconds"] == pytest.approx(max(event["at"] for event in left) - joined[0]["at"], abs=1e-3)
+    assert sum(found["seconds"].values()) == pytest.approx(found["total_seconds"])
+    assert sum(found["shares"].values()) == pytest.approx(1)
+    assert found["seconds"]["training"] > 0
+    assert found["seconds"]["checkpoint stall"] > 0
+    assert found["seconds"]["waiting for storage"] == 0
+    assert [failure["cause"] for failure in found["failures"]] == ["died", "died"]
+    assert [failure["host"] for failure in found["failures"]] == ["a", "a"]
+    assert [failure["resumed"] for failure in found["failures"]] == [
+        event["iteration"] for event in joined if event["rank"] == 0 and event["incarnation"] > 1
+    ]
+    lost = [event for event in told if event["event"] == "lost"]
+    assert lost[0]["rank"] == 1
+    for failure, step in zip(found["failures"], (8, 14), strict=True):
+        assert failure["step"] == step
+        assert failure["at"] in [event["at"] for event in lost]
+        assert failure["lost_seconds"] == pytest.approx(sum(failure["seconds"].values()))
+        assert failure["seconds"]["detection"] > 0
+        assert failure["seconds"]["rendezvous"] > 0
+        assert failure["seconds"]["restore"] > 0
+        assert ("replay" in failure["seconds"]) == (failure["resumed"] < step)
+    for phase in ("detection", "restore", "replay"):  # only failures cost these
+        assert sum(failure["seconds"].get(phase, 0) for failure in found["failures"]) == pytest.approx(found["seconds"][phase])
