@@ -167,7 +167,8 @@ class Checkpointer:
         with self._script_to_blame():
             for model in self._wrapped.values():
                 refuse_hooks(model, self._is_replicated)
-        self._watch = LoopWatch(self._stateful.values(), has_resumed=found is not None)
+        named = found.extras.get("named", ()) if found is not None else ()  # older snapshots do not say
+        self._watch = LoopWatch(self._stateful.values(), has_resumed=found is not None, named=named)
         if found is None:
             if self._init_sync:
                 send_first(first_tensors(self._models, all(map(buffers_are_broadcast, self._wrapped.values()))), exchange)
@@ -225,6 +226,7 @@ class Checkpointer:
                 "scalars": self.scalars,
                 "rng": rng_state(),
                 "ddp": {name: ddp_state(model, self._is_replicated) for name, model in self._wrapped.items()},
+                "named": sorted(self._watch.named),
             }
             self._save(self._iteration, extras)
         else:

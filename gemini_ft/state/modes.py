@@ -10,12 +10,12 @@ kept, so that a script may change its constants between two runs.
 
 from __future__ import annotations
 
-import ast
+import dis
 import functools
 import inspect
 import logging
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -64,19 +64,23 @@ def _internals(kind: type) -> frozenset[str]:
 
 @functools.cache
 def set_by(kind: type) -> frozenset[str]:
-    """Names of the attributes that the methods of a class, as its source has them, set of their first argument."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    except (OSError, SyntaxError, TypeError):
-        return frozenset()
-    methods = [item for item in ast.walk(tree) if isinstance(item, ast.FunctionDef) and item.args.args]
+    """Names of the attributes that the methods of a class set of their first argument; by their code, as there may be no source."""
+    functions = [inspect.unwrap(getattr(item, "fget", None) or getattr(item, "__func__", item)) for item in vars(kind).values()]
     return frozenset(
-        part.attr
-        for method in methods
-        for part in ast.walk(method)
-        if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
-        if isinstance(part.value, ast.Name) and part.value.id == method.args.args[0].arg
+        name for each in functions if isinstance(each, FunctionType) for name in _stores(each.__code__, each.__code__.co_varnames[:1])
     )
+
+
+def _stores(code: CodeType, first: tuple[str, ...]) -> Iterator[str]:
+    last = before = None
+    for each in dis.get_instructions(code):
+        owner = before if each.opname == "LOAD_ATTR" and last is not None and last.opname == "COPY" else last  # `self.count += 1` reads it
+        if owner is not None and (each.opname == "STORE_ATTR" or owner is before):
+            names = owner.argval if isinstance(owner.argval, tuple) else (owner.argval,)
+            yield from (each.argval,) if names[-1:] == first else ()
+        if each.opname != "EXTENDED_ARG":
+            last, before = each, last
+    yield from (name for inner in code.co_consts if isinstance(inner, CodeType) for name in _stores(inner, first))
 
 
 class Modes:
