@@ -167,8 +167,7 @@ class Checkpointer:
         with self._script_to_blame():
             for model in self._wrapped.values():
                 refuse_hooks(model, self._is_replicated)
-        named = found.extras.get("named", ()) if found is not None else ()  # older snapshots do not say
-        self._watch = LoopWatch(self._stateful.values(), has_resumed=found is not None, named=named)
+        self._watch = LoopWatch(self._stateful.values(), has_resumed=found is not None)
         if found is None:
             if self._init_sync:
                 send_first(first_tensors(self._models, all(map(buffers_are_broadcast, self._wrapped.values()))), exchange)
@@ -213,6 +212,7 @@ class Checkpointer:
             self._has_looked = True
             self._look_for_uneven_steps()
         if self._joined.session.rank == 0:
+            self._watch.named = self.named
             self._watch.look(self._models.values(), self._stateful, self._optimizers, self.scalars | scalars, self._iteration)
         self._steps.refuse_stranger()
         self._end_of_step()
@@ -226,7 +226,6 @@ class Checkpointer:
                 "scalars": self.scalars,
                 "rng": rng_state(),
                 "ddp": {name: ddp_state(model, self._is_replicated) for name, model in self._wrapped.items()},
-                "named": sorted(self._watch.named),
             }
             self._save(self._iteration, extras)
         else:
@@ -235,6 +234,11 @@ class Checkpointer:
         self.stats.note_blocked(self._blocked)
         self._blocked = 0.0
         self._joined.leave_if_drained(self._iteration)
+
+    @property
+    def named(self) -> set[str]:
+        """What has been said in this job not to be in its snapshots, each once."""
+        return self._bound.named if isinstance(self._bound, PlainState) else self._watch.named
 
     # -- finer grain
 

@@ -127,7 +127,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
         state |= {
             name: value for name, value in inner.items() if not isinstance(value, nn.Module | Optimizer) and bookmark_of(value) is None
         }
-        self._gemini_state, self._gemini_watch = state, self._gemini_watch or LoopWatch()
+        self._gemini_state, self._gemini_watch = state, LoopWatch()
 
     def close(self) -> None:
         """Ends the run, which has finished on all ranks: the agents may forget it, and the next start begins anew."""
@@ -188,6 +188,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
         if state is not None and self._gemini_steps and any(bookmark_of(item) is mark for item in state.values()):
             inner = compat.unwrapped(self._gemini_package, state)
             if self.is_global_zero and self._gemini_watch is not None:
+                self._gemini_watch.named = self.checkpointer.named
                 self._gemini_watch.look_beside(state, inner, self._gemini_saves + 1)
             self._gemini_save(self.checkpointer, inner)
 
@@ -228,8 +229,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
         else:
             saved = {name: item.state_dict() if is_stateful(item) else item for name, item in others.items()}
             ddp = {name: ddp_state(item) for name, item in state.items() if isinstance(item, DistributedDataParallel)}
-            named = sorted(self._gemini_watch.named) if self._gemini_watch is not None else []
-            checkpointer.save(self._gemini_saves, {"state": saved, "ddp": ddp, "rng": rng_state(), "named": named})
+            checkpointer.save(self._gemini_saves, {"state": saved, "ddp": ddp, "rng": rng_state()})
 
     def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
         if not _is_ours(path):
@@ -253,7 +253,6 @@ class GeminiFabricMixin(Gemini, _Strategy):
     def _put_back(self, found: Snapshot, state: dict[str, Any], others: Mapping[str, Any], strict: bool) -> dict[str, Any]:
         """Fills what is neither model nor optimizer; returns what the state has no place for."""
         saved = dict(found.extras["state"])
-        self._gemini_watch = LoopWatch(named=found.extras.get("named", ()))
         if strict and (missing := others.keys() - saved.keys()):
             raise StateError(
                 f"fabric.load({LATEST!r}): the snapshot of step {found.iteration} has no {sorted(missing)}, only {sorted(saved)} beside "

@@ -107,7 +107,7 @@ class Carried:
                     found |= self._changes(name, value, variables)
                 except Exception as error:  # any object of the script's may raise anything when it is looked at
                     odd[name] = error
-        self._odd |= odd.keys()
+        self._odd.update(odd)
         is_added = {path: path.partition(".")[0] in variables.added and _is_number(leaf.value) for path, leaf in found.items()}
         by_place: dict[tuple[int, str], str] = {}  # one attribute of one object has many paths: that of a loop's own name is best
         for path in sorted(found, key=lambda path: (not is_added[path], path.count("."), path)):

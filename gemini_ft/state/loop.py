@@ -73,11 +73,13 @@ class LoopWatch:
     Args:
         state: what was given beside the models, as `resume` has left it.
         has_resumed: whether it was resumed: then the loop may go through what is left of an epoch without a step.
-        named: of what has been said before; belongs into snapshots.
+
+    Attributes:
+        named: what has been said; its owner may put a set that is part of snapshots here.
     """
 
-    def __init__(self, state: Collection[Any] = (), *, has_resumed: bool = True, named: Iterable[str] = ()) -> None:
-        self.named = set(named)
+    def __init__(self, state: Collection[Any] = (), *, has_resumed: bool = True) -> None:
+        self.named: set[str] = set()
         self._failed: set[str] = set()
         self._has_resumed, self._is_first = has_resumed, True
         self._source = BatchSource(state)
@@ -136,7 +138,7 @@ class LoopWatch:
         """Says of all names that have not been said what ``text`` has a place for; or itself, if that has none."""
         marks = {name or text.partition(":")[0]: name for name in names}
         fresh = {mark: name for mark, name in marks.items() if mark not in self.named}
-        self.named |= fresh.keys()
+        self.named.update(fresh)  # in place: it may be another's
         if fresh:
             more = f" and {len(fresh) - _SOME} more" if len(fresh) > _SOME else ""
             _log.log(level, text.replace("{}", between.join([*fresh.values()][:_SOME]) + more))

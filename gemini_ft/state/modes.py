@@ -90,6 +90,9 @@ class Modes:
         modules: name -> module.
         others: name -> another object whose attributes count, such as a callback.
         leave: names of attributes that are not the user's, for any object.
+
+    Attributes:
+        named: what has been said in this job not to be restored.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class Modes:
         self._generators = self._search(modules)
         self._seen: Modules | None = None
         self._trained = _trained(modules)
-        self._named: set[str] = set()
+        self.named: set[str] = set()
 
     def follow(self, others: Mapping[str, Any]) -> None:
         """Takes in objects beside the modules that came later: all of their plain attributes count as changed."""
@@ -133,7 +136,7 @@ class Modes:
         )
         return {
             "attributes": kept,
-            "named": sorted(self._named),
+            "named": sorted(self.named),
             "generators": generator_states(self._generators),
             "masked": {path: masked[path].detach() for path in lost if path in masked},
             "trained": {
@@ -154,7 +157,7 @@ class Modes:
         """
         self._follow(modules)
         self._attributes.give_back(state["attributes"], but=but)
-        self._named.update(state.get("named", ()))  # snapshots in storage may be older
+        self.named.update(state.get("named", ()))  # snapshots in storage may be older
         set_generator_states(self._generators, state["generators"])
         for path, value in state.get("masked", {}).items():
             name, _, key = path.rpartition(".")
@@ -185,8 +188,8 @@ class Modes:
 
     def _name(self, paths: list[str], level: int, text: str) -> None:
         """Says once in a job, on its first rank, what becomes of attributes."""
-        fresh = sorted(set(paths) - self._named)
-        self._named.update(fresh)
+        fresh = sorted(set(paths) - self.named)
+        self.named.update(fresh)
         if fresh and not (dist.is_initialized() and dist.get_rank()):
             names = ", ".join(path.removesuffix(" (at first)") for path in fresh[:8])
             _log.log(level, text, names, _LARGE.how.partition(": ")[2])

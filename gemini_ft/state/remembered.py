@@ -29,6 +29,7 @@ Values = dict[str, dict[str, Any]]  # path of an object -> attribute -> value; `
 
 _GONE = "(gone)"
 _DEPTH, _OBJECTS = 6, 2000
+_MANY = 1000  # entries of a namespace; one with more was none, and is lost
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)  # `randomness` keeps their states
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
 _CLOSED = (str, bytes, type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, nn.Module, *_GENERATORS)
@@ -131,6 +132,9 @@ class Attributes:
             if still is not None and path in still.paths:
                 continue
             now = self._fields(item)
+            if id(item) in self._namespaces and len(now) > _MANY:
+                lost.append(path)
+                continue
             if gone := [name for name, then in self._marked[path].items() if name not in now]:
                 kept.setdefault(_GONE, {})[path] = gone
             if not (differing := self._differing(path, item)) and not gone and path in self._watched:

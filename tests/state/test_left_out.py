@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from capture_kit import give, take
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
@@ -27,6 +28,7 @@ import gemini_ft
 from gemini_ft.errors import StateError
 from gemini_ft.launch import notes
 from gemini_ft.loaders.bookmark import resumptions
+from gemini_ft.state.base import PlainState
 from gemini_ft.state.iterators import check_epochs
 from gemini_ft.state.left_out import Generators, left_out
 from gemini_ft.state.loop import LoopWatch
@@ -426,14 +428,15 @@ def test_meters_are_told_of_and_data_is_named_as_such(caplog: pytest.LogCaptureF
 
 
 def test_each_thing_is_said_once_in_a_job(caplog: pytest.LogCaptureFixture) -> None:
-    named: set[str] = set()
-    for _ in range(2):
-        watched, hidden, more = LoopWatch(named=named), torch.zeros(1), torch.zeros(1)
+    states = [PlainState.of(nn.Linear(2, 1), [], None) for _ in range(2)]
+    for number, state in enumerate(states):
+        watched, hidden, more = LoopWatch(), torch.zeros(1), torch.zeros(1)
+        watched.named = state.named
         for _ in range(2):
             hidden = hidden + 1
-            more = more + len(named)
+            more = more + number
             watched.look([], {}, [])
-        named |= watched.named
+        give(take(state), states[1])
     assert [text.partition(" while")[0] for text in caplog.messages] == ["this script changes hidden", "this script changes more"]
 
 
