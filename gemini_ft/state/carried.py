@@ -155,9 +155,9 @@ class Carried:
             below: list[tuple[str, _Leaf, bool]] = []
             for path, leaf, is_attribute in level:
                 item = leaf.value
-                if self._is_known(item) or len(seen) > _OBJECTS:
+                if id(item) in seen or len(seen) > _OBJECTS or self._is_known(item):
                     continue
-                parts = None if id(item) in seen else _parts(item, variables)
+                parts = _parts(item, variables)
                 if is_attribute and (parts is None or isinstance(item, (*_CONTAINERS, nn.Module))):
                     leaves[path] = leaf if type(item) is not itertools.count else leaf._replace(value=_next_of(item))
                 elif parts is not None and not isinstance(item, _CONTAINERS):

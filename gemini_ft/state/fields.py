@@ -23,8 +23,8 @@ def fields_of(item: Any) -> Fields:
         own = item.__dict__
     except Exception:  # whatever a __getattr__ of the script's raises
         own = NO_FIELDS
-    slots = slots_of(type(item))
-    return _SlotFields(item, slots, own) if slots else own  # type: ignore[no-any-return]
+    kind: type = type(item)
+    return _SlotFields(item, slots, own) if (slots := slots_of(kind)) else own
 
 
 @functools.cache

@@ -27,6 +27,7 @@ from gemini_ft.state.remembered import HOOKS, MODULE_INTERNALS, Attributes
 from gemini_ft.state.rng import generator_states, private_generators, set_generator_states
 
 _log = logging.getLogger("gemini_ft")
+_SOME = 24  # names in a warning
 
 _FLAGS = declare(
     "`requires_grad` of parameters, `training` of modules", Fate.CAPTURED, "put back as they were, where the training had changed them"
@@ -72,7 +73,8 @@ def set_by(kind: type) -> frozenset[str]:
 
 
 def _stores(code: CodeType, first: tuple[str, ...]) -> Iterator[str]:
-    last = before = None
+    last: dis.Instruction | None = None
+    before: dis.Instruction | None = None
     for each in dis.get_instructions(code):
         owner = before if each.opname == "LOAD_ATTR" and last is not None and last.opname == "COPY" else last  # `self.count += 1` reads it
         if owner is not None and (each.opname == "STORE_ATTR" or owner is before):
@@ -191,7 +193,8 @@ class Modes:
         fresh = sorted(set(paths) - self.named)
         self.named.update(fresh)
         if fresh and not (dist.is_initialized() and dist.get_rank()):
-            names = ", ".join(path.removesuffix(" (at first)") for path in fresh[:8])
+            more = [f"and {len(fresh) - _SOME} more"] if len(fresh) > _SOME else []
+            names = ", ".join([*(path.removesuffix(" (at first)") for path in fresh[:_SOME]), *more])
             _log.log(level, text, names, _LARGE.how.partition(": ")[2])
 
     def _follow(self, modules: Modules) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import random
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from gemini_ft.state.fields import FEW, NO_FIELDS, Fields, fields_of, parts_of, slots_of
+from gemini_ft.state.rng import GENERATORS  # whose states are kept beside attributes
 from gemini_ft.state.tensors import version_of
 from gemini_ft.state.values import ATOMS, MAPPINGS, SEQUENCES, NotPlain, Opaque, copy_of, entries, is_same, is_shared, snapshot, wrote
 
@@ -30,9 +30,8 @@ Values = dict[str, dict[str, Any]]  # path of an object -> attribute -> value; `
 _GONE = "(gone)"
 _DEPTH, _OBJECTS = 6, 2000
 _MANY = 1000  # entries of a namespace; one with more was none, and is lost
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)  # `randomness` keeps their states
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
-_CLOSED = (str, bytes, type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, nn.Module, *_GENERATORS)
+_CLOSED = (str, bytes, type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, nn.Module, *GENERATORS)
 # Objects of these packages have ways of their own to keep their state, or none worth keeping (open files, loggers, locks).
 _FOREIGN = frozenset(
     {"PIL", "_io", "_thread", "deepspeed", "fsspec", "gemini_ft", "h5py", "io", "lightning", "lightning_fabric", "lmdb", "logging"}
@@ -324,7 +323,8 @@ def _has_fields(item: Any) -> bool:
     """Whether an object has attributes that a script may set: of Python's own classes with slots, fractions for example, none changes."""
     if isinstance(item, (functools.partial, MethodType)) or fields_of(item) is NO_FIELDS:
         return False
-    return type(item).__module__ not in sys.stdlib_module_names or not slots_of(type(item))
+    kind: type = type(item)
+    return kind.__module__ not in sys.stdlib_module_names or not slots_of(kind)
 
 
 def _is_closed(item: Any) -> bool:
@@ -362,7 +362,7 @@ def _is_harmless(value: Any, caches: bool) -> bool:
     A large mapping that grows cannot be told from a cache by looking at it, and in data caches are the rule. In modules and callbacks
     it is rather an average of the weights, or what was seen of each sample.
     """
-    if isinstance(value, _GENERATORS) or _is_iterator(value) or isinstance(value, (torch.Tensor, np.ndarray, *SEQUENCES)):
+    if isinstance(value, GENERATORS) or _is_iterator(value) or isinstance(value, (torch.Tensor, np.ndarray, *SEQUENCES)):
         return False
     if not caches and (isinstance(value, nn.Module) or not all(isinstance(part, (*_CODE, type, NoneType)) for part in entries(value))):
         return False

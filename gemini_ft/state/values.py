@@ -45,6 +45,7 @@ class Opaque:
 
     def __init__(self, value: Any, closely: bool) -> None:
         self._id, self._mark, self._closely = id(value), _mark(value, closely), closely
+        self._reference: weakref.ref[Any] | None
         try:
             self._reference = weakref.ref(value)
         except TypeError:  # lists and dicts: another one may have the place of one that is gone, and what is in it counts then
