@@ -39,7 +39,7 @@ _SECONDS = 60.0  # a float that is nearer than this to one of the clocks is take
 _HOUR = 3600.0  # a clock that reads less is like any small number
 
 
-class Changes(NamedTuple):
+class LoopChanges(NamedTuple):
     """The changes of a loop's variables that no snapshot has, each named once.
 
     Attributes:
@@ -86,7 +86,7 @@ class Carried:
         self._steps = 0
         self._named: set[str] = set()
 
-    def changed(self, scalars: Mapping[str, Any], iteration: int) -> Changes:
+    def changed(self, scalars: Mapping[str, Any], iteration: int) -> LoopChanges:
         """Names what has changed since it was first seen, each once.
 
         Call it at every step; it looks at the 1st, 2nd, 4th, 8th, ...
@@ -97,7 +97,7 @@ class Carried:
         """
         self._steps += 1
         if self._steps & (self._steps - 1):
-            return Changes()
+            return LoopChanges()
         variables = _Variables()
         found: dict[str, _Leaf] = {}
         odd: dict[str, Exception] = {}
@@ -125,7 +125,7 @@ class Carried:
             for path in names - added
             if path.partition(".")[0] in variables.iterated and ("." in path or not isinstance(found[path].value, Number))
         }
-        return Changes(sorted(names - added - data), sorted(added), sorted(data), odd)
+        return LoopChanges(sorted(names - added - data), sorted(added), sorted(data), odd)
 
     def _changes(self, name: str, value: Any, variables: _Variables) -> dict[str, _Leaf]:
         """Path -> what has changed in a variable since it was first seen, or since an outer loop has set it."""
