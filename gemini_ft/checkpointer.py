@@ -210,6 +210,7 @@ class Checkpointer:
             self._has_looked = True
             self._look_for_uneven_steps()
         if self._joined.session.rank == 0:
+            self._watch.named = self.named
             self._watch.look(self._models.values(), self._stateful, self._optimizers, self.scalars | scalars, self._iteration)
         self._steps.refuse_stranger()
         self._end_of_step()
@@ -229,6 +230,11 @@ class Checkpointer:
             self.alive(self._iteration)
         self._note_blocked(time.perf_counter() - begin)
         self._joined.leave_if_drained(self._iteration)
+
+    @property
+    def named(self) -> set[str]:
+        """What has been said in this job not to be in its snapshots, each once."""
+        return self._bound.named if isinstance(self._bound, PlainState) else self._watch.named
 
     # -- finer grain
 

@@ -184,6 +184,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
         if state is not None and self._gemini_steps and any(bookmark_of(item) is mark for item in state.values()):
             inner = compat.unwrapped(self._gemini_package, state)
             if self.is_global_zero and self._gemini_watch is not None:
+                self._gemini_watch.named = self.checkpointer.named
                 self._gemini_watch.look_beside(state, inner, self._gemini_saves + 1)
             self._gemini_save(self.checkpointer, inner)
 

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from gemini_ft.core.census import Fate, declare
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
 from gemini_ft.state import codec
+from gemini_ft.state.fields import NO_FIELDS, fields_of
 
 Saved = list[Any]  # [kind, parts]
 
@@ -126,7 +127,7 @@ class AttributeWalk:
         if isinstance(value, _PROCESS_TYPES):
             return True
         hidden = type(value).__module__.startswith(_PROCESS) and not isinstance(value, torch.Tensor | torch.Generator)
-        return hidden and not _is_stateful(value) and not _fields(value)
+        return hidden and not _is_stateful(value) and not fields_of(value)
 
     def _key(self, key: Any, where: str) -> Saved:
         if isinstance(key, torch.Tensor) and id(key) not in self._known:
@@ -162,11 +163,9 @@ class AttributeWalk:
             return ["state dict", self.take(value.state_dict(), f"{where}.state_dict()")]
         if codec.is_exact(value):
             return ["value", value]
-        fields = _fields(value)
-        if fields is None:
-            kind = type(value)
+        fields, kind = fields_of(value), type(value)
+        if fields is NO_FIELDS:
             raise UnsupportedStateError(f"{where} is a {kind.__module__}.{kind.__qualname__}, whose state cannot be seen; {_WAY_OUT}")
-        kind = type(value)
         known = None if "<locals>" in kind.__qualname__ or kind.__module__ == "__main__" else kind  # pickled by its name, and signed
         return ["object", [_name_of(kind), known, self.attributes(fields, where)]]
 
@@ -207,11 +206,14 @@ class AttributeReturn:
 
     def attributes(self, owner: Any, saved: Mapping[str, Saved], where: str) -> None:
         """Puts back attributes of one object; the caller removes those that have been added since."""
+        fields = fields_of(owner)
         for name, value in saved.items():
-            current = getattr(owner, name, None)
+            current = fields.get(name)
             given = self.give(current, value, f"{where}.{name}")
-            if value[0] != "kept" and given is not current:
-                object.__setattr__(owner, name, given) if not isinstance(owner, nn.Module) else setattr(owner, name, given)
+            if isinstance(owner, nn.Module) and value[0] != "kept" and given is not current:
+                setattr(owner, name, given)
+            elif value[0] != "kept" and given is not current:
+                fields[name] = given
 
     def _make(self, kind: str, current: Any, parts: Any, where: str) -> Any:
         if kind in ("tensor", "view"):
@@ -287,12 +289,12 @@ def held(value: Any, path: str, depth: int = 4) -> Iterator[tuple[str, Optimizer
         for index, item in enumerate(value):
             yield from held(item, f"{path}[{index}]", depth - 1)
     elif depth and _is_plain_object(value):
-        for name, item in (_fields(value) or {}).items():
+        for name, item in fields_of(value).items():
             yield from held(item, f"{path}.{name}", depth - 1)
 
 
 def _is_plain_object(value: Any) -> bool:
-    return not isinstance(value, (*_ATOMS, *_CODE, int, torch.Tensor, nn.Module)) and bool(_fields(value))
+    return not isinstance(value, (*_ATOMS, *_CODE, int, torch.Tensor, nn.Module)) and bool(fields_of(value))
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -327,20 +329,6 @@ def _filled(current: Any, saved: torch.Tensor) -> torch.Tensor:
 
 def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def _fields(value: Any) -> dict[str, Any] | None:
-    """All attributes of an object's own, those in slots too; None where they cannot be seen."""
-    slots = [name for kind in type(value).__mro__ for name in slots_of(kind)]
-    if not hasattr(value, "__dict__") and not slots:
-        return None
-    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | dict(getattr(value, "__dict__", {}))
-
-
-def slots_of(kind: type) -> list[str]:
-    """The attributes for which a class itself, without its bases, has slots."""
-    slots = kind.__dict__.get("__slots__", ())
-    return [name for name in ([slots] if isinstance(slots, str) else slots) if name not in ("__dict__", "__weakref__")]
 
 
 def _name_of(kind: type) -> str:

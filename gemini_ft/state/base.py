@@ -215,6 +215,11 @@ class PlainState:
         return structure(self.optimizers), [module.training for module in modules], [len(module._buffers) for module in modules], tree.walks
 
     @property
+    def named(self) -> set[str]:
+        """What has been said in this job not to be in its snapshots, each once; it is a part of these, and may be added to."""
+        return self._modes.named if self._modes is not None else set()
+
+    @property
     def is_replicated(self) -> bool:
         """Whether plain parameters hold the same bytes on all ranks."""
         if self.replicated is not None:

@@ -6,32 +6,68 @@ import argparse
 import ast
 import functools
 import inspect
-import linecache
+import itertools
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections import ChainMap, UserDict, UserList, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
-from types import CodeType, FrameType, ModuleType, SimpleNamespace
-from typing import Any
+from numbers import Number
+from queue import Queue
+from types import FrameType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from gemini_ft.state.left_out import SHARED, is_of_library, script_frames, variables_of, within
-from gemini_ft.state.remembered import Attributes
+from gemini_ft.state.fields import NO_FIELDS, fields_of, parts_of
+from gemini_ft.state.left_out import SHARED, is_library_file, is_of_library, script_frames, variables_of, within
+from gemini_ft.state.loop_turns import LoopTurn, begun_by, turns_at
+from gemini_ft.state.remembered import MODULE_INTERNALS
 from gemini_ft.state.tensors import local
+from gemini_ft.state.values import Opaque, is_same, snapshot
 
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _CLOCKS: tuple[Callable[[], float], ...] = (time.time, time.monotonic, time.perf_counter)
-_LOOKED_INTO = (argparse.Namespace, SimpleNamespace, np.ndarray, np.generic, list, tuple, set, frozenset, deque, dict)
+_CONTAINERS = (list, tuple, set, frozenset, deque, dict)
+_READ = (argparse.Namespace, SimpleNamespace, Queue, UserDict, UserList, ChainMap, MethodType, functools.partial)  # of libraries
+_LOOKED_INTO = (*_READ, *_CONTAINERS, np.ndarray, np.generic, Number, array, itertools.count)
+_DEPTH, _OBJECTS = 6, 500  # of the objects that one variable leads to
 _MANY = 1000  # parts of a container that are looked at
 _SECONDS = 60.0  # a float that is nearer than this to one of the clocks is taken for a time
 _HOUR = 3600.0  # a clock that reads less is like any small number
-_ADDS = {"add", "append", "extend", "update"}  # methods, as of lists and of meters
-_TELLS = {"add_scalar", "debug", "info", "log", "print", "set_description", "set_postfix", "warning", "write"}
+
+
+class LoopChanges(NamedTuple):
+    """The changes of a loop's variables that no snapshot has, each named once.
+
+    Attributes:
+        carried: what steps may depend on.
+        added: numbers that the loop only adds to.
+        data: attributes of objects that the loop iterates over.
+        odd: variables that cannot be looked at, with the error of each.
+    """
+
+    carried: Sequence[str] = ()
+    added: Sequence[str] = ()
+    data: Sequence[str] = ()
+    odd: Mapping[str, Exception] = {}
+
+
+class _Leaf(NamedTuple):
+    """A value that counts: of a variable, or of an attribute of an object in one."""
+
+    owner: int  # id of the object
+    value: Any
+
+
+class _Seen(NamedTuple):
+    """A variable as it was when it was first seen; nothing of it is kept alive."""
+
+    number: int  # its id
+    owners: frozenset[str]  # paths of the objects that it led to
+    marks: dict[str, Any]
 
 
 class Carried:
@@ -45,13 +81,13 @@ class Carried:
     def __init__(self, models: Collection[nn.Module], given: Iterable[Any]) -> None:
         self._known = within(given)
         self._memory = {_memory(tensor) for model in models for tensor in (*model.parameters(), *model.buffers())}
-        self._marks: list[_Marked] = []
-        self._names: set[str] = set()
+        self._seen: dict[str, _Seen] = {}
+        self._odd: set[str] = set()
         self._steps = 0
         self._named: set[str] = set()
 
-    def changed(self, scalars: Mapping[str, Any], iteration: int) -> tuple[list[str], list[str]]:
-        """Names what has changed since it was first seen, each once: what steps may depend on, and numbers that they only add to.
+    def changed(self, scalars: Mapping[str, Any], iteration: int) -> LoopChanges:
+        """Names what has changed since it was first seen, each once.
 
         Call it at every step; it looks at the 1st, 2nd, 4th, 8th, ...
 
@@ -61,62 +97,121 @@ class Carried:
         """
         self._steps += 1
         if self._steps & (self._steps - 1):
-            return [], []
+            return LoopChanges()
         variables = _Variables()
-        found = {path: value for mark in self._marks for path, value in mark.changes(variables)}
-        if fresh := variables.found.keys() - self._names:
-            self._names |= fresh
-            self._marks.append(_Marked({name: variables.found[name] for name in fresh}, self._is_known))
-        names = {path for path, value in found.items() if not _is_given(path, value, scalars, iteration)} - self._named
+        found: dict[str, _Leaf] = {}
+        odd: dict[str, Exception] = {}
+        for name, value in variables.found.items():
+            if name not in self._odd:
+                try:
+                    found |= self._changes(name, value, variables)
+                except Exception as error:  # any object of the script's may raise anything when it is looked at
+                    odd[name] = error
+        self._odd.update(odd)
+        is_added = {path: path.partition(".")[0] in variables.added and _is_number(leaf.value) for path, leaf in found.items()}
+        by_place: dict[tuple[int, str], str] = {}  # one attribute of one object has many paths: that of a loop's own name is best
+        for path in sorted(found, key=lambda path: (not is_added[path], path.count("."), path)):
+            by_place.setdefault((found[path].owner, path.rpartition(".")[2]), path)
+        names = {
+            path
+            for path in by_place.values()
+            if not _is_given(path, found[path].value, scalars, iteration, variables.begun) and not _is_below(path, found)
+        }
+        names -= self._named
         self._named |= names
-        added = {path for path in names if path in variables.added and _is_number(found[path])}
-        return sorted(names - added), sorted(added)
+        added = {path for path in names if is_added[path]}
+        data = {
+            path
+            for path in names - added
+            if path.partition(".")[0] in variables.iterated and ("." in path or not isinstance(found[path].value, Number))
+        }
+        return LoopChanges(sorted(names - added - data), sorted(added), sorted(data), odd)
+
+    def _changes(self, name: str, value: Any, variables: _Variables) -> dict[str, _Leaf]:
+        """Path -> what has changed in a variable since it was first seen, or since an outer loop has set it."""
+        owners, leaves = self._look_into(name, value, variables)
+        before = self._seen.get(name)
+        if before is None or (name in variables.held and before.number != id(value)):
+            before = _Seen(id(value), frozenset(owners), {})
+            changed: dict[str, _Leaf] = {}
+        else:
+            changed = {path: owners[path] for path in owners if path in before.marks}
+            for path, leaf in leaves.items():
+                if path in before.marks:
+                    mark = before.marks[path]
+                    is_now = mark.is_now(leaf.value) if type(mark) is Opaque else is_same(snapshot(leaf.value), mark)
+                    changed |= {} if is_now else {path: leaf}
+                elif path.rpartition(".")[0] in before.owners:
+                    changed[path] = leaf
+        marks = {path: snapshot(leaf.value, closely=True) for path, leaf in leaves.items() if path not in before.marks}
+        self._seen[name] = before._replace(owners=before.owners | owners.keys(), marks=before.marks | marks)
+        return changed
+
+    def _look_into(self, name: str, value: Any, variables: _Variables) -> tuple[dict[str, _Leaf], dict[str, _Leaf]]:
+        """The objects with attributes that a variable leads to, and the values of these attributes, or its own, by their paths."""
+        owners, leaves = dict[str, _Leaf](), dict[str, _Leaf]()
+        seen, level = set[int](), [(name, _Leaf(0, value), True)]
+        for _ in range(_DEPTH):
+            below: list[tuple[str, _Leaf, bool]] = []
+            for path, leaf, is_attribute in level:
+                item = leaf.value
+                if id(item) in seen or len(seen) > _OBJECTS or self._is_known(item):
+                    continue
+                parts = _parts(item, variables)
+                if is_attribute and (parts is None or isinstance(item, (*_CONTAINERS, nn.Module))):
+                    leaves[path] = leaf if type(item) is not itertools.count else leaf._replace(value=_next_of(item))
+                elif parts is not None and not isinstance(item, _CONTAINERS):
+                    owners[path] = leaf
+                if parts:
+                    seen.add(id(item))
+                    below += [(f"{path}.{key}", _Leaf(id(item), part), not isinstance(item, _CONTAINERS)) for key, part in parts]
+            level = below
+        return owners, leaves
 
     def _is_known(self, value: Any) -> bool:
+        """Whether a value is given, is the model's, or a library's own."""
         kind: type = type(value)
-        if isinstance(value, SHARED):
-            return False
         if id(value) in self._known:
             return True
+        if isinstance(value, type | FunctionType | ModuleType):
+            return is_of_library(value.__name__ if isinstance(value, ModuleType) else value.__module__)
+        if isinstance(value, SHARED):
+            return False
         if isinstance(value, torch.Tensor):
             return _memory(value) in self._memory
         if isinstance(value, dict | list | tuple):  # of the model's own tensors
             parts = [*islice(value.values() if isinstance(value, dict) else value, _MANY)]
             return bool(parts) and all(isinstance(part, torch.Tensor) and self._is_known(part) for part in parts)
-        if hasattr(kind, "__next__") or isinstance(value, AveragedModel):
+        if isinstance(value, AveragedModel):
             return True
         if isinstance(value, nn.Module):
             return any(_memory(tensor) in self._memory for tensor in value.parameters())
-        return not isinstance(value, _LOOKED_INTO) and is_of_library(kind)
+        if isinstance(value, GeneratorType):
+            return is_library_file(value.gi_code.co_filename)
+        is_pythons = kind.__module__ == "builtins" and (hasattr(kind, "__next__") or inspect.isroutine(value))
+        return not isinstance(value, _LOOKED_INTO) and (is_pythons or is_of_library(kind.__module__))
 
 
-class _Marked:
-    """Some variables as they were at a step."""
-
-    def __init__(self, variables: Mapping[str, Any], is_known: Callable[[Any], bool]) -> None:
-        self._ids = {name: id(value) for name, value in variables.items()}
-        self._view = SimpleNamespace()
-        self._fill(variables)
-        classes = {name: SimpleNamespace(**_numbers(value)) for name, value in variables.items() if isinstance(value, type)}
-        self._classes = {name: variables[name] for name in classes}
-        self._class_views = classes
-        self._attributes = Attributes({"": self._view, **classes}, caches=False, known=is_known, closely=True)
-        vars(self._view).clear()  # the script may forget them
-
-    def changes(self, variables: _Variables) -> Iterator[tuple[str, Any]]:
-        """The paths of what differs now, with the values of variables."""
-        same = {name: value for name, value in variables.found.items() if name in self._ids}
-        self._fill({name: value for name, value in same.items() if name not in variables.held or id(value) == self._ids[name]})
-        for name, kind in self._classes.items():
-            vars(self._class_views[name]).update(_numbers(kind))
-        kept, lost = self._attributes.changes()
-        vars(self._view).clear()
-        for path, values in kept.items():
-            yield from ((f"{path}.{name}".lstrip("."), value) for name, value in values.items())
-        yield from ((path.lstrip("."), None) for path in lost)
-
-    def _fill(self, variables: Mapping[str, Any]) -> None:
-        vars(self._view).update({name: value for name, value in variables.items() if not isinstance(value, type | ModuleType)})
+def _parts(item: Any, variables: _Variables) -> list[tuple[Any, Any]] | None:
+    """The parts of a value in which state may lie, each with its name; None: it has none."""
+    if isinstance(item, ModuleType):
+        parts = [] if id(vars(item)) in variables.tables else [*vars(item).items()]
+    elif isinstance(item, FunctionType):  # what a closure has, and defaults that are changed in place
+        code, defaults = item.__code__, item.__defaults__ or ()
+        cells = [(name, cell.cell_contents) for name, cell in zip(code.co_freevars, item.__closure__ or (), strict=True) if _is_full(cell)]
+        arguments = zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
+        parts = [(name, part) for name, part in cells if name not in variables.found] + [*arguments, *vars(item).items()]
+    elif isinstance(item, GeneratorType):
+        parts = [*_Variables.of(item.gi_frame).items()] if item.gi_frame is not None else []
+    elif isinstance(item, (*_CONTAINERS, MethodType, functools.partial)):
+        return parts_of(item)
+    else:
+        fields = fields_of(item)
+        if isinstance(item, torch.Tensor | np.ndarray | Number) or fields is NO_FIELDS:
+            return None
+        left = MODULE_INTERNALS | {"training"} if isinstance(item, nn.Module) else ()
+        parts = [(name, part) for name, part in fields.items() if name not in left]
+    return [(name, part) for name, part in parts if not str(name).startswith("__")]
 
 
 class _Variables:
@@ -126,12 +221,17 @@ class _Variables:
         found: name -> value.
         held: names of those that an outer loop's turn sets: they count as long as they stay the same objects.
         added: names of those that the loops only add to.
+        iterated: names in what the loops iterate over.
+        begun: names of those to which the loops' functions assign nothing but constants, and add.
+        tables: ids of the dicts of modules that are among them.
     """
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
         self.held: set[str] = set()
         self.added: set[str] = set()
+        self.iterated: set[str] = set()
+        self.begun: set[str] = set()
         modules: dict[int, Mapping[str, Any]] = {}
         for frame in script_frames():
             if (turns := turns_at(frame)) is None:
@@ -142,163 +242,62 @@ class _Variables:
                 modules[id(frame.f_globals)] = frame.f_globals
             if turns or is_module:
                 self._add(frame.f_globals if is_module else variables_of(frame), turns)
+                self.begun |= begun_by(frame.f_code) & self.found.keys()
         for variables in modules.values():
             self._add(variables, ())
+        self.tables = {id(frame.f_globals) for frame in script_frames()}
 
     def _add(self, variables: Mapping[str, Any], turns: Sequence[LoopTurn]) -> None:
         carried = {name for turn in turns for name in turn.carried}
         renewed = {name for turn in turns for name in turn.stored} - carried
         brief = turns[-1].stored - carried if turns else set[str]()
         self.added |= turns[0].added if turns else set()
+        self.iterated |= {name for turn in turns for name in turn.iterated}
         for name, value in variables.items():
-            if name not in brief and name not in self.found and not (name.startswith("__") or _is_code(value)):
+            if name not in brief and name not in self.found and not name.startswith("__"):
                 self.found[name] = value
                 if name in renewed:
                     self.held.add(name)
 
+    @staticmethod
+    def of(frame: FrameType) -> dict[str, Any]:
+        """The variables of a generator that rests in a loop of its own, but for those that each turn sets before it reads them."""
+        turns = turns_at(frame) or ()
+        renewed = {name for turn in turns for name in turn.stored - turn.carried}
+        return {name: value for name, value in variables_of(frame).items() if name not in renewed}
 
-class LoopTurn(ast.NodeVisitor):
-    """The names that one turn of a loop stores, and those of them that it reads before.
 
-    Branches are taken one by one, each as if the others had not been there.
+def _is_given(path: str, value: Any, scalars: Mapping[str, Any], iteration: int, begun: Collection[str]) -> bool:
+    """Whether a variable that has changed is known to snapshots under a name of theirs, counts steps, or tells the time.
 
-    Attributes:
-        stored: names that a turn stores.
-        carried: those of them that it reads before.
-        added: names that a turn adds to (``total += loss``, ``losses.append(loss)``), and reads only to tell of them.
+    A count of the steps may have begun with what `resume` returns, unless the script says by a constant that it has not.
     """
-
-    def __init__(self, loop: ast.AST) -> None:
-        self.stored: set[str] = set()
-        self._read: set[str] = set()
-        self._adds, self._used = set[str](), set[str]()
-        if isinstance(loop, ast.While):
-            self.visit(loop.test)
-        elif isinstance(loop, ast.For | ast.AsyncFor):
-            self.visit(loop.target)
-        for statement in getattr(loop, "body", ()):
-            self.visit(statement)
-        self.carried = self.stored & self._read
-        self.added = self._adds - self._used
-
-    def visit_Name(self, node: ast.Name) -> None:
-        if isinstance(node.ctx, ast.Store):
-            self.stored.add(node.id)
-        else:
-            self._use(node.id)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self._in_order(node.value, *node.targets)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        self._in_order(*([node.value, node.target] if node.value is not None else []))
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        if isinstance(node.target, ast.Name):
-            (self._add_to if isinstance(node.op, ast.Add) else self._use)(node.target.id)
-        self._in_order(node.value, node.target)
-
-    def visit_Expr(self, node: ast.Expr) -> None:
-        call = node.value
-        function = call.func if isinstance(call, ast.Call) else None
-        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-        if isinstance(call, ast.Call) and name in _ADDS and isinstance(owner := getattr(function, "value", None), ast.Name):
-            self._add_to(owner.id)
-            self._in_order(*call.args, *call.keywords)
-            return
-        used = set(self._used)
-        self.visit(call)
-        if name in _TELLS:
-            self._used = used
-
-    def _add_to(self, name: str) -> None:
-        self._adds.add(name)
-        self._read |= {name} - self.stored
-
-    def _use(self, name: str) -> None:
-        self._used.add(name)
-        self._read |= {name} - self.stored
-
-    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
-        self._in_order(node.value, node.target)
-
-    def visit_For(self, node: ast.For | ast.AsyncFor) -> None:
-        self._in_order(node.iter, node.target, *node.body, *node.orelse)
-
-    visit_AsyncFor = visit_For
-
-    def visit_If(self, node: ast.If) -> None:
-        self.visit(node.test)
-        before = set(self.stored)
-        self._in_order(*node.body)
-        after, self.stored = self.stored, before
-        self._in_order(*node.orelse)
-        self.stored |= after
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self.stored.add(node.name)
-
-    def visit_Lambda(self, node: ast.Lambda) -> None:
-        """Runs later."""
-
-    def generic_visit(self, node: ast.AST) -> None:
-        if isinstance(node, _COMPREHENSIONS):
-            before = set(self.stored)
-            self._in_order(*node.generators)
-            self._in_order(*([node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]))
-            self.stored = before
-        elif isinstance(node, ast.comprehension):
-            self._in_order(node.iter, node.target, *node.ifs)
-        else:
-            super().generic_visit(node)
-
-    def _in_order(self, *nodes: ast.AST) -> None:
-        for node in nodes:
-            self.visit(node)
-
-
-def turns_at(frame: FrameType) -> Sequence[LoopTurn] | None:
-    """The loops of a frame's code that its present line is in, the innermost last; None: its source cannot be read."""
-    if (loops := _loops(frame.f_code)) is None:
-        return None
-    return [turn for first, last, turn in loops if first <= frame.f_lineno <= last]
-
-
-@functools.cache
-def _loops(code: CodeType) -> list[tuple[int, int, LoopTurn]] | None:
-    """The loops in a code's source, each with its first and last line, outer ones first."""
-    is_module = code.co_name == "<module>"
-    if not (lines := linecache.getlines(code.co_filename)):
-        return None
-    first = 0 if is_module else code.co_firstlineno - 1
-    source = "".join(lines if is_module else inspect.getblock(lines[first:]))
-    try:
-        tree = ast.parse(f"if 1:\n{source}" if (is_inside := source[:1].isspace()) else source)
-    except SyntaxError:
-        return None
-    shift = first - is_inside
-    loops = [node for node in ast.walk(tree) if isinstance(node, _LOOPS)]
-    return [(node.lineno + shift, (node.end_lineno or node.lineno) + shift, LoopTurn(node)) for node in loops]
-
-
-def _is_given(path: str, value: Any, scalars: Mapping[str, Any], iteration: int) -> bool:
-    """Whether a variable that has changed is known to snapshots under a name of theirs, counts steps, or tells the time."""
     name = path.rpartition(".")[2]
     if name in scalars or (
         isinstance(value, int | float) and any(value == each for each in scalars.values() if isinstance(each, int | float))
     ):
         return True
     if type(value) is int:
-        return abs(value - iteration) <= 1
+        return abs(value - iteration) <= 1 and path not in begun
     return type(value) is float and any(abs(now - value) < _SECONDS for clock in _CLOCKS if (now := clock()) > _HOUR)
 
 
-def _is_code(value: Any) -> bool:
-    return isinstance(value, ModuleType) or (isinstance(value, type) and is_of_library(value)) or inspect.isroutine(value)
+def _is_below(path: str, found: Collection[str]) -> bool:
+    """Whether something that ``path`` leads through is among those found."""
+    steps = path.split(".")
+    return any(".".join(steps[:count]) in found for count in range(1, len(steps)))
 
 
-def _numbers(kind: type) -> dict[str, Any]:
-    return {name: value for name, value in vars(kind).items() if type(value) in (int, float) and not name.startswith("__")}
+def _is_full(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # its variable has not been set yet
+        return False
+
+
+def _next_of(counter: itertools.count[Any]) -> Any:
+    """The number that a counter gives next, without asking it."""
+    return ast.literal_eval(repr(counter)[len("count(") : -1].partition(",")[0])
 
 
 def _is_number(value: Any) -> bool:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
+from gemini_ft.state.fields import parts_of
 from gemini_ft.state.rng import generator_states, private_generators
 
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent))  # this package, and Python's, with what is installed there
@@ -88,27 +89,28 @@ def _variables() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for frame in script_frames():
         found = frame.f_globals | variables_of(frame) | found
-    return {name: value for name, value in found.items() if not isinstance(value, ModuleType | type)}
+    return {name: value for name, value in found.items() if not issubclass(type(value), ModuleType | type)}
 
 
 def script_frames() -> Iterator[FrameType]:
     """The frames of the script's own code that are under way, the innermost first."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if not _is_library(frame.f_code.co_filename):
+        if not is_library_file(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back
 
 
 @functools.cache
-def is_of_library(kind: type) -> bool:
-    """Whether a class is not of the script's own code."""
-    if kind.__module__ == "builtins":
+def is_of_library(module: str | None) -> bool:
+    """Whether what has been defined in a module, by its name, is not of the script's own code."""
+    if module is None or module == "builtins":
         return False
-    return kind.__module__ in sys.stdlib_module_names or _is_library(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+    return module.partition(".")[0] in sys.stdlib_module_names or is_library_file(getattr(sys.modules.get(module), "__file__", None) or "")
 
 
-def _is_library(file: str) -> bool:
+def is_library_file(file: str) -> bool:
+    """Whether a file of code is none of the script's own."""
     return "site-packages" in file or file.startswith(_LIBRARIES)
 
 
@@ -138,18 +140,16 @@ def within(items: Iterable[Any], depth: int = 6) -> set[int]:
     """The ids of ``items``, and of what they hold in attributes, dicts, and lists that are no data."""
     found, level = set[int](), [*items]
     for _ in range(depth):
-        level = [item for item in level if id(item) not in found and not isinstance(item, SHARED)]
+        level = [item for item in level if id(item) not in found and not issubclass(type(item), SHARED)]
         found |= {id(item) for item in level}
         level = [inner for item in level for inner in _held_by(item)]
     return found
 
 
 def _held_by(item: Any) -> list[Any]:
-    if isinstance(item, nn.Module):
-        return [*item.children()]
-    if isinstance(item, list | tuple):
-        return [*item[:_MANY]]
-    return [*(item if isinstance(item, dict) else getattr(item, "__dict__", {})).values()][:_MANY]
+    with contextlib.suppress(Exception):  # an object may raise anything when it is asked what it is
+        return [*item.children()] if isinstance(item, nn.Module) else [part for _, part in parts_of(item, _MANY)][:_MANY]
+    return []
 
 
 def not_saved(module: nn.Module) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +19,7 @@ from gemini_ft.state.tensors import every_optimizer
 
 _log = logging.getLogger("gemini_ft")
 _BEGINS = "after a failure it begins anew"
-_SOME = 8  # names in a warning
+_SOME = 24  # names in a warning
 _COUNTS = (
     "this loop numbers its batches by enumerate(loader), or zip(range(n), loader): after a failure it counts from 0 again, in the middle "
     "of the epoch. Where the numbers matter, give enumerate(loader, loader.batches_done), or a range from there"
@@ -68,16 +68,20 @@ def keepable(item: Any, given: str) -> Any:
 
 
 class LoopWatch:
-    """Looks at a loop at each of its steps, on one rank; says each thing once, and never ends the loop.
+    """Looks at a loop at each of its steps, on one rank; says each thing once in a job, and never ends the loop.
 
     Args:
         state: what was given beside the models, as `resume` has left it.
         has_resumed: whether it was resumed: then the loop may go through what is left of an epoch without a step.
+
+    Attributes:
+        named: what has been said; its owner may put a set that is part of snapshots here.
     """
 
     def __init__(self, state: Collection[Any] = (), *, has_resumed: bool = True) -> None:
-        self._has_failed, self._has_resumed = False, has_resumed
-        self._is_ahead = False
+        self.named: set[str] = set()
+        self._failed: set[str] = set()
+        self._has_resumed, self._is_first = has_resumed, True
         self._source = BatchSource(state)
         self._generators: Generators | None = None
         self._carried: Carried | None = None
@@ -99,7 +103,8 @@ class LoopWatch:
             scalars: the loop's values that snapshots have.
             iteration: the number of steps so far.
         """
-        self._safely(lambda: self._look(models, state.values(), optimizers, scalars, iteration))
+        self._safely("batches", self._look_at_batches, state.values())
+        self._look_at_rest(models, [*models, *state.values()], optimizers, scalars, iteration)
 
     def look_beside(self, state: Mapping[str, Any], inner: Mapping[str, Any], iteration: int) -> None:
         """Looks at what a loop of Fabric has beside its data.
@@ -111,94 +116,103 @@ class LoopWatch:
         """
         models = [item for item in inner.values() if isinstance(item, nn.Module)]
         optimizers = [item for item in inner.values() if isinstance(item, Optimizer)]
-        given = [state, *state.values(), *inner.values()]
-        is_first = self._carried is None
-        self._safely(lambda: self._look_beside(models, given, optimizers, state, iteration))
-        if is_first:
-            self._safely(
-                lambda: _look_around([*inner.values()], " (Fabric's loaders have no batches_done: count in the state that is protected)")
-            )
+        if self._is_first:
+            note = " (Fabric's loaders have no batches_done: count in the state that is protected)"
+            self._safely("batches", self._look_around, [*inner.values()], note)
+        self._look_at_rest(models, [state, *state.values(), *inner.values()], optimizers, state, iteration)
 
-    def _safely(self, look: Callable[[], None]) -> None:
-        if self._has_failed:
+    def _look_at_rest(self, models: Collection[nn.Module], given: list[Any], optimizers: Sequence[Any], *steps: Any) -> None:
+        self._safely("variables", self._look_at_variables, models, [*given, *optimizers], *steps)
+        self._safely("generators", self._look_at_generators, given)
+        if self._is_first and optimizers:
+            self._safely("schedulers", self._look_at_others, given, optimizers)
+        self._is_first = False
+
+    def _safely(self, what: str, look: Callable[..., None], *given: Any) -> None:
+        if what in self._failed:
             return
         try:
-            look()
+            look(*given)
         except Exception as error:  # any object of the script's may raise anything when it is looked at
-            self._has_failed = True
-            _log.warning("what this loop has that no snapshot has is not looked for any more, as an object cannot be looked at: %r", error)
+            self._failed.add(what)
+            self._say(f"{what} of this loop that no snapshot has are not looked for any more, as an object cannot be looked at: {error!r}")
 
-    def _look(
-        self,
-        models: Collection[nn.Module],
-        loaders: Collection[Any],
-        optimizers: Sequence[Any],
-        scalars: Mapping[str, Any],
-        iteration: int,
-    ) -> None:
+    def _say(self, text: str, names: Iterable[str] = ("",), *, level: int = logging.WARNING, between: str = ", ") -> None:
+        """Says of all names that have not been said what ``text`` has a place for; or itself, if that has none."""
+        marks = {name or text.partition(":")[0]: name for name in names}
+        fresh = {mark: name for mark, name in marks.items() if mark not in self.named}
+        self.named.update(fresh)  # in place: it may be another's
+        if fresh:
+            more = f" and {len(fresh) - _SOME} more" if len(fresh) > _SOME else ""
+            _log.log(level, text.replace("{}", between.join([*fresh.values()][:_SOME]) + more))
+
+    def _look_at_batches(self, loaders: Collection[Any]) -> None:
         is_ahead, is_elsewhere = self._source.is_ahead(loaders), self._source.has_changed(loaders)
-        if is_ahead and not self._is_ahead:
-            self._is_ahead = True
-            _log.warning(
+        if is_ahead:
+            self._say(
                 "this loop takes batches of a loader in `state` that later steps use (a list of batches, one fetched ahead), or makes "
                 "several steps with one: a batch that is at hand is in no snapshot, and after a failure the loop goes on with the one "
                 "behind it. Iterate the loader itself, and call step() once for what each turn takes, or keep such batches in an object in "
                 "`state`"
             )
-        is_first = self._carried is None
-        self._look_beside(models, [*models, *loaders], optimizers, scalars, iteration)
-        if is_first:
-            self._look_first(loaders)
-        elif is_elsewhere:
-            _log.warning(
+        if is_elsewhere and not self._is_first:
+            self._say(
                 "this loop no longer takes its batches from the loaders in `state`, which have come to their end: after a failure it goes "
                 "on with others. Give each loader that it iterates as state, made once, before resume()"
             )
-
-    def _look_beside(
-        self, models: Collection[nn.Module], given: list[Any], optimizers: Sequence[Any], scalars: Mapping[str, Any], iteration: int
-    ) -> None:
-        """Names what the script has beside its data; ``given`` are models and objects with a state of their own."""
-        if self._carried is None or self._generators is None:
-            self._carried, self._generators = Carried(models, [*given, *optimizers]), Generators(given)
-            if optimizers and (others := left_out(given, every_optimizer(optimizers).values())):
-                _log.warning(
-                    "this script has a %s that is in no snapshot: %s. Give it as state={'scheduler': scheduler}, a model beside the others",
-                    *(", a ".join(others), _BEGINS),
-                )
-        carried, added = self._carried.changed(scalars, iteration)
-        if carried:
-            _log.warning(
-                "this script changes %s while it trains, which no snapshot has: %s. If later steps depend on it, give numbers to "
-                "step(name=value), or to the state of Fabric's protect, averages of the weights as a model beside the others, and other "
-                "objects as `state`",
-                *(", ".join(carried[:_SOME]), _BEGINS),
-            )
-        if added:
-            _log.info("this script adds to %s, which no snapshot has: %s", ", ".join(added[:_SOME]), _BEGINS)
-        if drawn := self._generators.drawn_from():
-            _log.warning(
-                "this loop draws from the generator %s, which is in no snapshot: %s. Give it, state={'generator': generator}",
-                *(", ".join(drawn), _BEGINS),
-            )
-
-    def _look_first(self, loaders: Collection[Any]) -> None:
-        if found := unkept(loaders):
-            _log.warning(
-                "this loop iterates a DataLoader (of a %s) that is not in `state`: after a failure its epoch begins anew, and other random "
-                "numbers are drawn. Iterate loader = gemini_ft.resumable(loader), and give it as state={'loader': loader}",
-                ", ".join(found),
-            )
+        if not self._is_first:
+            return
+        self._say(
+            "this loop iterates a DataLoader (of a {}) that is not in `state`: after a failure its epoch begins anew, and other random "
+            "numbers are drawn. Iterate loader = gemini_ft.resumable(loader), and give it as state={'loader': loader}",
+            unkept(loaders),
+        )
         if not self._has_resumed and self._source.is_another(loaders):
-            _log.warning(
+            self._say(
                 "this loop's iteration of a loader in `state` is not the first one after resume(), which goes on where the loop was after "
                 "a failure. Look into the data before resume(), and make the loop's iterators after it"
             )
-        _look_around(loaders)
+        self._look_around(loaders)
 
+    def _look_around(self, loaders: Collection[Any], note: str = "") -> None:
+        """Names what the loop has put around the iterations of its loaders."""
+        around = wrappers(loaders)
+        for said in dict.fromkeys(text for name, text in _AROUND.items() if name in around):
+            self._say(said + note)
 
-def _look_around(loaders: Collection[Any], note: str = "") -> None:
-    """Names what the loop has put around the iterations of its loaders."""
-    around = wrappers(loaders)
-    for said in dict.fromkeys(text for name, text in _AROUND.items() if name in around):
-        _log.warning(said + note)
+    def _look_at_variables(
+        self, models: Collection[nn.Module], given: list[Any], scalars: Mapping[str, Any] = MappingProxyType({}), iteration: int = 0
+    ) -> None:
+        if self._carried is None:
+            self._carried = Carried(models, given)
+        changes = self._carried.changed(scalars, iteration)
+        self._say(
+            f"this script changes {{}} while it trains, which no snapshot has: {_BEGINS}. If later steps depend on it, give numbers to "
+            "step(name=value), or to the state of Fabric's protect, averages of the weights as a model beside the others, and other "
+            "objects as `state`",
+            changes.carried,
+        )
+        self._say(
+            f"this script iterates over an object that changes {{}}, and is not in `state`: {_BEGINS}. Iterate data = "
+            "gemini_ft.resumable(data), and give it as state={'data': data}",
+            changes.data,
+        )
+        self._say(f"this script adds to {{}}, which no snapshot has: {_BEGINS}", changes.added, level=logging.INFO)
+        for name, error in changes.odd.items():
+            self._say(f"it is not known whether {{}} changes while this script trains, as it cannot be looked at: {error!r}", [name])
+
+    def _look_at_generators(self, given: list[Any]) -> None:
+        if self._generators is None:
+            self._generators = Generators(given)
+        self._say(
+            f"this loop draws from the generator {{}}, which is in no snapshot: {_BEGINS}. Give it, state={{'generator': generator}}",
+            self._generators.drawn_from(),
+        )
+
+    def _look_at_others(self, given: list[Any], optimizers: Sequence[Any]) -> None:
+        self._say(
+            f"this script has a {{}} that is in no snapshot: {_BEGINS}. Give it as state={{'scheduler': scheduler}}, a model beside the "
+            "others",
+            left_out(given, every_optimizer(optimizers).values()),
+            between=", a ",
+        )

@@ -11,11 +11,13 @@ kept, so that a script may change its constants between two runs.
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import inspect
 import logging
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from gemini_ft.state.remembered import HOOKS, MODULE_INTERNALS, Attributes
 from gemini_ft.state.rng import generator_states, private_generators, set_generator_states
 
 _log = logging.getLogger("gemini_ft")
+_SOME = 24  # names in a warning
 
 _FLAGS = declare(
     "`requires_grad` of parameters, `training` of modules", Fate.CAPTURED, "put back as they were, where the training had changed them"
@@ -64,8 +67,11 @@ def _internals(kind: type) -> frozenset[str]:
 
 @functools.cache
 def set_by(kind: type) -> frozenset[str]:
-    """Names of the attributes that the methods of a class, as its source has them, set of their first argument."""
-    return frozenset(part.attr for method in _methods(kind) for part in _own(method) if isinstance(part.ctx, ast.Store))
+    """Names of the attributes that the methods of a class set of their first argument; by their code, as there may be no source."""
+    functions = [inspect.unwrap(getattr(item, "fget", None) or getattr(item, "__func__", item)) for item in vars(kind).values()]
+    return frozenset(
+        name for each in functions if isinstance(each, FunctionType) for name in _stores(each.__code__, each.__code__.co_varnames[:1])
+    )
 
 
 @functools.cache
@@ -96,6 +102,19 @@ def _own(method: ast.FunctionDef) -> list[ast.Attribute]:
     return [part for part in found if isinstance(part.value, ast.Name) and part.value.id == _first(method)]
 
 
+def _stores(code: CodeType, first: tuple[str, ...]) -> Iterator[str]:
+    last: dis.Instruction | None = None
+    before: dis.Instruction | None = None
+    for each in dis.get_instructions(code):
+        owner = before if each.opname == "LOAD_ATTR" and last is not None and last.opname == "COPY" else last  # `self.count += 1` reads it
+        if owner is not None and (each.opname == "STORE_ATTR" or owner is before):
+            names = owner.argval if isinstance(owner.argval, tuple) else (owner.argval,)
+            yield from (each.argval,) if names[-1:] == first else ()
+        if each.opname != "EXTENDED_ARG":
+            last, before = each, last
+    yield from (name for inner in code.co_consts if isinstance(inner, CodeType) for name in _stores(inner, first))
+
+
 class Modes:
     """Flags and attributes of modules and other objects, compared with those at the time this was made.
 
@@ -103,6 +122,9 @@ class Modes:
         modules: name -> module.
         others: name -> another object whose attributes count, such as a callback.
         leave: names of attributes that are not the user's, for any object.
+
+    Attributes:
+        named: what has been said in this job not to be restored.
     """
 
     def __init__(
@@ -113,7 +135,7 @@ class Modes:
         self._generators = self._search(modules)
         self._seen: Modules | None = None
         self._trained = _trained(modules)
-        self._named: set[str] = set()
+        self.named: set[str] = set()
 
     def follow(self, others: Mapping[str, Any]) -> None:
         """Takes in objects beside the modules that came later: all of their plain attributes count as changed."""
@@ -146,7 +168,7 @@ class Modes:
         )
         return {
             "attributes": kept,
-            "named": sorted(self._named),
+            "named": sorted(self.named),
             "generators": generator_states(self._generators),
             "masked": {path: masked[path].detach() for path in lost if path in masked},
             "trained": {
@@ -167,7 +189,7 @@ class Modes:
         """
         self._follow(modules)
         self._attributes.give_back(state["attributes"], but=but)
-        self._named.update(state.get("named", ()))  # snapshots in storage may be older
+        self.named.update(state.get("named", ()))  # snapshots in storage may be older
         set_generator_states(self._generators, state["generators"])
         for path, value in state.get("masked", {}).items():
             name, _, key = path.rpartition(".")
@@ -198,10 +220,11 @@ class Modes:
 
     def _name(self, paths: list[str], level: int, text: str) -> None:
         """Says once in a job, on its first rank, what becomes of attributes."""
-        fresh = sorted(set(paths) - self._named)
-        self._named.update(fresh)
+        fresh = sorted(set(paths) - self.named)
+        self.named.update(fresh)
         if fresh and not (dist.is_initialized() and dist.get_rank()):
-            names = ", ".join(path.removesuffix(" (at first)") for path in fresh[:8])
+            more = [f"and {len(fresh) - _SOME} more"] if len(fresh) > _SOME else []
+            names = ", ".join([*(path.removesuffix(" (at first)") for path in fresh[:_SOME]), *more])
             _log.log(level, text, names, _LARGE.how.partition(": ")[2])
 
     def _follow(self, modules: Modules) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from gemini_ft.core.census import Fate, Finding, declare
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
-from gemini_ft.state.tensors import local
+from gemini_ft.state.tensors import local, version_of
 
 WAITING = declare(
     "gradients that wait: an optimizer accumulates while another one steps", Fate.CAPTURED, "copied at once, as large as the parameters"
@@ -44,7 +44,7 @@ class PendingGradients:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if (grad := param.grad) is not None:
-                    self._used[id(param)] = (weakref.ref(grad), _version(grad))
+                    self._used[id(param)] = (weakref.ref(grad), version_of(grad))
                     if id(optimizer) not in self._sentries and param.requires_grad and param.is_leaf:
                         self._look_out(optimizer, param)
 
@@ -62,7 +62,7 @@ class PendingGradients:
     def _is_used(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
         """Whether nothing was written to a gradient since the optimizer of its parameter stepped."""
         mark = self._used.get(id(param))
-        return mark is not None and mark[0]() is grad and mark[1] == _version(grad)
+        return mark is not None and mark[0]() is grad and mark[1] == version_of(grad)
 
     def collect(self, params: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The gradients that wait, by the names of their parameters; which parameters have a gradient beside these, and which ones
@@ -112,10 +112,6 @@ class PendingGradients:
         """The gradients that wait now, for the census."""
         for name, grad in self.collect(params)["waiting"].items():
             yield WAITING.found(f"{name}.grad", grad.nbytes)
-
-
-def _version(grad: torch.Tensor) -> int:
-    return grad._version + (local(grad)._version if isinstance(grad, DTensor) else 0)
 
 
 def _is_zero(grad: torch.Tensor) -> bool:

@@ -6,22 +6,22 @@ There are those of the process, from which training draws, and those that a data
 from __future__ import annotations
 
 import array
-import functools
-import itertools
+import contextlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
 
 from gemini_ft import accelerator
+from gemini_ft.state.fields import parts_of
 
 # (torch's bytes, (version, words, gauss) of `random`, numpy's: (name, words, position, has_gauss, gauss) of its usual generator)
 Randomness = tuple[bytes, tuple[int, bytes, float | None], tuple[str, bytes, int, int, float] | dict[str, Any]]
 
+_CLOSED = (str, bytes, int, float, type, torch.Tensor, np.ndarray)
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -125,27 +125,13 @@ def private_generators(**roots: Any) -> dict[str, Any]:
             if id(item) in seen or len(seen) > 2000 + len(roots):
                 continue
             seen.add(id(item))
-            if is_generator(item):
-                found[path] = item
-            else:
-                below += [(f"{path}.{name}", inner) for name, inner in _parts(item)]
+            with contextlib.suppress(Exception):  # an object may raise anything when it is asked what it is
+                if is_generator(item):
+                    found[path] = item
+                elif not isinstance(item, _CLOSED):
+                    below += [(f"{path}.{name}", inner) for name, inner in parts_of(item)]
         level = below
     return found
-
-
-def _parts(item: Any) -> list[tuple[Any, Any]]:
-    """The parts of ``item``, as far as generators may be among them. The first 64 of a collection stand for all."""
-    if isinstance(item, (str, bytes, int, float, type, torch.Tensor, np.ndarray)):
-        return []
-    if isinstance(item, functools.partial):
-        return [*enumerate(item.args), *item.keywords.items(), ("func", item.func)]
-    if isinstance(item, dict):  # any other mapping may read a file for every item
-        return list(itertools.islice(item.items(), 64))
-    if isinstance(item, (list, tuple)):
-        return list(enumerate(item[:64]))
-    if isinstance(item, MethodType):  # for example a collate function of the dataset
-        return [("self", item.__self__)]
-    return list(getattr(item, "__dict__", {}).items())
 
 
 def generator_states(generators: Mapping[str, Any]) -> dict[str, Any]:

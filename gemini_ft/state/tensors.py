@@ -224,8 +224,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often torch has counted a write to a tensor; 0 of one that was made in inference mode, which has no count."""
-    return 0 if tensor.is_inference() else tensor._version
+    """How often torch has counted a write to a tensor, or to its part here; one that was made in inference mode has no count: 0."""
+    here = 0 if tensor.is_inference() else tensor._version
+    return here + version_of(tensor._local_tensor) if isinstance(tensor, DTensor) else here
 
 
 def captured(key: object, value: object) -> bool:

@@ -257,7 +257,7 @@ def test_what_only_the_script_can_build_is_built_by_it() -> None:
 @pytest.mark.parametrize("pruned", [("prune", "prune again"), ("prune", "prune bias")])
 def test_pruning_goes_on_right_after_a_resume(pruned: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks at what the last forward pass has used, which no tensor of the snapshot has, and leaves the parameters in another order."""
-    monkeypatch.setattr("gemini_ft.state.remembered.SMALL", 8)
+    monkeypatch.setattr("gemini_ft.state.values.SMALL", 8)
     assert outcome(Job(("linear",), ("sgd",), (1,), {2: pruned[0], 3: pruned[1], 5: "prune again"}), 4) == "equal"
 
 

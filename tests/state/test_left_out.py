@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import random
 import time
 import weakref
+from array import array
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from decimal import Decimal
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from capture_kit import give, take
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
@@ -20,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gemini_ft
 from gemini_ft.errors import StateError
 from gemini_ft.state import iterators
+from gemini_ft.state.base import PlainState
 from gemini_ft.state.iterators import check_epochs
 from gemini_ft.state.left_out import Generators, left_out
 from gemini_ft.state.loop import LoopWatch
@@ -154,7 +162,7 @@ class Rows(list[torch.Tensor]):
 
 def test_what_a_turn_sets_before_it_reads_it_is_not_carried(caplog: pytest.LogCaptureFixture) -> None:
     """Nor are data, counters of steps, clocks, comprehensions, caches of the model's own tensors, and what an outer loop sets anew."""
-    rows, watched, model, step = Rows([torch.ones(1, 2)] * 9999), LoopWatch(), nn.Linear(2, 1), 0
+    rows, watched, model, step = Rows([torch.ones(1, 2)] * 9999), LoopWatch(), nn.Linear(2, 1), int("0")  # as resume() gives it
     params, began, weights = list(model.parameters()), time.monotonic(), model.state_dict()
     for epoch in range(3):
         mean, seen = float(epoch), {"epoch": epoch}
@@ -235,19 +243,200 @@ def test_a_loop_goes_on_with_variables_that_cannot_be_looked_at(caplog: pytest.L
     assert [record.getMessage()[:44] for record in caplog.records] == ["this loop draws from the generator seen, whi"]
 
 
-def test_a_look_that_fails_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Odd:
-        @property
-        def __class__(self) -> Any:
-            raise RuntimeError("no class yet")
+class Odd:
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("no class yet")
 
-        @__class__.setter
-        def __class__(self, _: Any) -> None: ...
+    @__class__.setter
+    def __class__(self, _: Any) -> None: ...
 
-    odd, watched = Odd(), LoopWatch()
+
+def test_what_cannot_be_looked_at_is_named_once_and_the_rest_is_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+    odd, given, watched, hidden = Odd(), Odd(), LoopWatch(), torch.zeros(1)
     for _ in range(2):
-        watched.look([], {"odd": odd}, [])
-    assert ["no class yet" in record.getMessage() for record in caplog.records] == [True]
+        hidden = hidden + 1
+        watched.look([], {"given": given}, [])
+    assert ["no class yet" in record.getMessage() for record in caplog.records] == [True, False]
+    assert "whether odd changes while" in caplog.messages[0]
+    assert "changes hidden while" in caplog.messages[1]
+    del odd
+
+
+def test_a_look_keeps_nothing_of_the_scripts_alive() -> None:
+    """Nor does one at what is made anew in each epoch: lists, tensors, objects, classes."""
+    watched, lived = LoopWatch(), list[weakref.ref[Any]]()
+    for _ in range(3):
+        data, large = Stats(), torch.zeros(2**17)
+        rows, table = [Stats() for _ in range(99)], {"rows": [data], "large": large}
+        lived += [weakref.ref(each) for each in (data, large, rows[0])]
+        for _ in range(4):
+            watched.look([], {}, [])
+    del data, large, rows, table
+    assert [each() for each in lived] == [None] * 9
+
+
+class Stats:
+    """A meter as scripts write it."""
+
+    seen = 0
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+    def update(self, value: float) -> None:
+        self.total, self.count = self.total + value, self.count + 2
+
+    def reset(self) -> None:
+        self.total, self.count = 0.0, 0
+
+
+class Base:
+    __slots__ = ("__hidden", "__weakref__")
+
+    def __init__(self) -> None:
+        self.__hidden = 0.0
+
+    def bump(self) -> None:
+        self.__hidden += 3
+
+
+class Slotted(Base):
+    """Has a slot, a mangled one of its base, and a ``__dict__``."""
+
+
+class Clamped:
+    """A descriptor that keeps its values for itself."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, float] = {}
+
+    def __set__(self, owner: object, value: float) -> None:
+        self.values[id(owner)] = value
+
+    def __get__(self, owner: object, _: type) -> float:
+        return self.values.get(id(owner), 0.0)
+
+
+class Described:
+    rate = Clamped()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    best: float = 0.0
+
+
+class Pair(NamedTuple):
+    low: float
+    high: float
+
+
+def counting() -> Callable[[], int]:
+    calls = 0
+
+    def count() -> int:
+        nonlocal calls
+        calls += 7
+        return calls
+
+    return count
+
+
+def remembering(value: float, before: list[float] = []) -> None:  # noqa: B006
+    before.append(value)
+
+
+def rates() -> Iterator[float]:
+    rate = 1.0
+    while True:
+        rate *= 0.9
+        yield rate
+
+
+STATE: dict[str, float] = {}
+
+
+def test_however_a_loop_holds_what_it_carries_it_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    slotted, frozen, pair, count, schedule = Slotted(), Frozen(), Pair(0.0, 1.0), counting(), rates()
+    tally, sums, window = Counter[str](), defaultdict[str, float](float), deque([0.0], maxlen=3)
+    money, buffer, ids, described, entry = Decimal(0), bytearray(8), itertools.count(), Described(), SimpleNamespace(best=None)
+    table, worked, since, outer = [0] * 100, array("d", [0.0]), Fraction(1), {"inner": {"best": 0.0}}
+    watched = LoopWatch()
+    for step in range(4):
+        slotted.bump()
+        frozen = dataclasses.replace(frozen, best=frozen.best - 1)
+        pair = Pair(pair.low - 1, pair.high)
+        count(), next(schedule), remembering(0.5), [next(ids) for _ in range(9)]
+        tally["seen"] += 9
+        sums["loss"] += 0.5
+        window.append(step / 3)
+        money, since = money + 1, since / 2
+        buffer[0] = table[3] = step + 50
+        worked[0] += 0.1
+        described.rate = described.rate + 0.3
+        entry.best = frozen if step > 2 and sum(window) else None
+        outer["inner"]["best"] -= 0.5
+        STATE["global"] = step * 0.7
+        Stats.seen += 7
+        watched.look([], {}, [], {}, 1000 + step)
+    carried = {name for text in caplog.messages for name in text.partition("changes ")[2].partition(" while")[0].split(", ")}
+    assert {"slotted._Base__hidden", "frozen.best", "pair", "count.calls", "schedule.rate", "remembering.before"} <= carried
+    assert {"Stats.seen", "Described.rate.values", "STATE"} <= carried
+    assert {"tally", "sums", "window", "money", "since", "buffer", "table", "worked", "ids", "entry.best", "outer"} <= carried
+
+
+def test_a_count_that_begins_with_a_constant_is_named_though_it_equals_the_steps(caplog: pytest.LogCaptureFixture) -> None:
+    watched, begun, resumed = LoopWatch(), 0, int("0")
+    for step in range(1, 5):
+        begun += 1
+        resumed += 1
+        if begun % 3 == resumed % 3 == 0:
+            continue
+        watched.look([], {}, [], {}, step)
+    assert ["changes begun while" in text for text in caplog.messages] == [True]
+
+
+def test_meters_are_told_of_and_data_is_named_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    meter, meters, watched = Stats(), list[Stats](), LoopWatch()
+    meters.append(meter)
+
+    class Data:
+        at = 0.0
+
+        def __init__(self) -> None:
+            self.at = 0.0
+
+        def __iter__(self) -> Iterator[float]:
+            for _ in range(3):
+                self.at += 0.3
+                yield self.at
+
+    data = Data()
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            for loss in data:
+                meter.update(loss)
+                watched.look([], {}, [])
+            meter.reset()
+    said = [(record.levelname, record.getMessage().partition(",")[0]) for record in caplog.records]
+    assert said == [
+        ("WARNING", "this script iterates over an object that changes data.at"),
+        ("INFO", "this script adds to meter.count"),
+    ]
+
+
+def test_each_thing_is_said_once_in_a_job(caplog: pytest.LogCaptureFixture) -> None:
+    states = [PlainState.of(nn.Linear(2, 1), [], None) for _ in range(2)]
+    for number, state in enumerate(states):
+        watched, hidden, more = LoopWatch(), torch.zeros(1), torch.zeros(1)
+        watched.named = state.named
+        for _ in range(2):
+            hidden = hidden + 1
+            more = more + number
+            watched.look([], {}, [])
+        give(take(state), states[1])
+    assert [text.partition(" while")[0] for text in caplog.messages] == ["this script changes hidden", "this script changes more"]
 
 
 def test_batches_done_of_what_can_be_iterated_once_are_those_of_the_iteration() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 import weakref
+from decimal import Decimal
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ from torch import nn
 
 from gemini_ft.state import codec
 from gemini_ft.state.base import PlainState
-from gemini_ft.state.modes import Modes
+from gemini_ft.state.modes import Modes, set_by
 
 
 class Scaling:
@@ -196,6 +200,105 @@ def test_what_a_training_lets_go_of_is_not_kept_alive() -> None:
     holder.teacher = None
     assert gone() is None
     assert modes.collect({})["attributes"] == {"callback": {"teacher": None}}
+
+
+class Slots:
+    __slots__ = ("__private", "plain")
+
+    def __init__(self) -> None:
+        self.__private, self.plain = 0, 0
+
+    def count(self) -> list[int]:
+        self.__private += 1
+        self.plain += 2
+        return [self.__private, self.plain]
+
+
+class Below(Slots):
+    """Has a ``__dict__`` beside the slots of its base, and hands on what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = 0
+
+    def count(self) -> list[int]:
+        self.own += 3
+        return [*super().count(), self.own]
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+class Namespace(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
+def holding() -> nn.Module:
+    model = nn.Module()
+    model.slots, model.below, model.stats = Slots(), Below(), Namespace(first=1, count=0)  # type: ignore[assignment]
+    model.warm, model.since, model.folder = True, None, None  # type: ignore[assignment]
+    return model
+
+
+def test_wherever_a_class_keeps_its_attributes_they_are_captured(caplog: pytest.LogCaptureFixture) -> None:
+    models: list[Any] = [holding(), holding()]
+    state, fresh = (PlainState.of(model, [], None) for model in models)
+    for _ in range(2):
+        models[0].slots.count(), models[0].below.count()
+    models[0].since, models[0].folder = datetime.timedelta(days=3), Path("best")
+    give(take(state), fresh)
+    assert caplog.messages == []
+    assert [model.slots.count() + model.below.count() for model in models] == [[3, 6, 3, 6, 9]] * 2
+    assert (models[1].since, models[1].folder) == (datetime.timedelta(days=3), Path("best"))
+
+
+def test_a_namespace_stays_one_and_what_is_deleted_is_gone_after_a_resume(caplog: pytest.LogCaptureFixture) -> None:
+    models: list[Any] = [holding(), holding()]
+    state, fresh = (PlainState.of(model, [], None) for model in models)
+    take(state)
+    models[0].stats |= {f"key {index}": index for index in range(100)}
+    del models[0].stats["first"], models[0].warm
+    for _ in range(2):  # what it says does not depend on the number of looks
+        give(take(state), fresh)
+    assert models[1].stats == models[0].stats
+    assert not hasattr(models[1], "warm")
+    assert caplog.messages == []
+    models[0].stats |= {f"many {index}": index for index in range(2000)}
+    take(state)
+    assert [text.partition(" changed")[0] for text in caplog.messages] == ["model.stats"]
+
+
+def test_what_cannot_be_kept_is_named_when_it_changes_in_place(caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = nn.Module()
+    model.table, model.money, model.teacher = [[0] * 100, [0.5]], Decimal(0), nn.Linear(2, 2)
+    state = PlainState.of(nn.ModuleDict({"inner": model}), [], None)
+    model.rows = nn.Module()
+    take(state)
+    model.table[0][7] = 1
+    model.money += 1
+    model.money_before = None
+    take(state)
+    assert [text.partition(" changed")[0] for text in caplog.messages] == ["model.inner.money, model.inner.table"]
+
+
+def test_attributes_are_found_in_classes_without_source() -> None:
+    text = """
+class Made:
+    def run(self, other):
+        self.plain = 1
+        self.added += other
+        (self.a, self.b), other.not_mine = other, 2
+        def inner():
+            self.deep = 3
+        self.plain.of_another = 4
+    @property
+    def value(self): return 1
+    @value.setter
+    def value(self, value): self._value = value
+"""
+    made: dict[str, Any] = {}
+    exec(text, made)
+    assert set_by(made["Made"]) == {"plain", "added", "a", "b", "deep"}
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from torch import nn
 
 from gemini_ft.state import codec
 from gemini_ft.state.base import PlainState
+from gemini_ft.state.pending import PendingGradients
 
 
 class Fading(torch.optim.SGD):
@@ -93,3 +94,18 @@ def test_a_loop_that_never_zeroes_keeps_its_gradients_from_the_first_step_after_
         model(torch.ones(4, 3)).sum().backward()
         optimizer.step()
         assert _waiting(state) == ({"model.weight", "model.bias"} if not is_older or step else set())
+
+
+def test_a_gradient_of_inference_mode_stops_nothing() -> None:
+    """Torch counts no writes to it."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pending = PendingGradients()
+    handles = pending.watch([optimizer])
+    with torch.inference_mode():
+        gradient = torch.ones(1, 2)
+    model.weight.grad = gradient
+    optimizer.step()
+    assert pending.collect({"weight": model.weight})["waiting"] == {}
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,182 @@
+"""Small plain values, which snapshots can have: copied, compared, written where processes share them; and marks of all other values."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import itertools
+import math
+import operator
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Collection
+from enum import Enum
+from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from gemini_ft.state import codec
+from gemini_ft.state.fields import FEW
+from gemini_ft.state.tensors import version_of
+
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+SEQUENCES = (list, tuple, set, frozenset, deque)
+MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+SMALL = 2**18  # bytes of a value that is kept
+_SAMPLED = 4096  # elements of a larger array that are looked at, or up to twice as many
+_Number = (Synchronized, ctypes._SimpleCData)  # of multiprocessing.Value and RawValue
+_Numbers = (SynchronizedArray, ctypes.Array)
+
+
+class NotPlain(Exception):
+    """The value cannot be kept."""
+
+
+class Opaque:
+    """A value that is not plain, as far as a change of it shows. It is not kept alive.
+
+    Args:
+        value: anything.
+        closely: whether what is in containers and arrays counts, which data may fill as a cache.
+    """
+
+    def __init__(self, value: Any, closely: bool) -> None:
+        self._id, self._mark, self._closely = id(value), _mark(value, closely), closely
+        self._reference: weakref.ref[Any] | None
+        try:
+            self._reference = weakref.ref(value)
+        except TypeError:  # lists and dicts: another one may have the place of one that is gone, and what is in it counts then
+            self._reference = None
+
+    def is_of(self, value: Any) -> bool:
+        """Whether this is of the very object."""
+        return id(value) == self._id if self._reference is None else self._reference() is value
+
+    def is_now(self, value: Any) -> bool:
+        """Whether this is of the very object, and nothing in it has changed, as far as that shows."""
+        return self.is_of(value) and _mark(value, self._closely) == self._mark
+
+
+def snapshot(value: Any, closely: bool = False) -> Any:
+    """A copy of a plain value; numbers and texts are their own. Else an `Opaque` of it."""
+    try:
+        return copy_of(value)
+    except NotPlain:
+        return Opaque(value, closely)
+
+
+def copy_of(value: Any) -> Any:
+    """A copy of a plain value.
+
+    Raises:
+        NotPlain: it is another one, or too large.
+    """
+    kind = type(value)
+    if kind in ATOMS:
+        if kind in (str, bytes) and len(value) > SMALL:
+            raise NotPlain
+        return value
+    if kind is torch.Tensor:
+        if value.layout is not torch.strided or value.is_meta or value.numel() * value.element_size() > SMALL:
+            raise NotPlain
+        return value.detach().clone()
+    if kind in (np.ndarray, bytearray):
+        if (kind is bytearray and len(value) > SMALL) or (kind is np.ndarray and (value.dtype.hasobject or value.nbytes > SMALL)):
+            raise NotPlain
+        return value.copy()
+    if kind in SEQUENCES and len(value) <= FEW:
+        parts = [copy_of(part) for part in value]
+        if kind is tuple and all(map(operator.is_, parts, value)):
+            return value  # of values that never change: found to be the same at once
+        return deque(parts, value.maxlen) if kind is deque else kind(parts)
+    if kind in MAPPINGS and len(value) <= FEW:
+        pairs = {copy_of(key): copy_of(part) for key, part in value.items()}
+        made: Any = kind
+        return made(value.default_factory, pairs) if kind is defaultdict else made(pairs)
+    if isinstance(value, (np.generic, Enum)) and not isinstance(value, np.void):
+        return value
+    if isinstance(value, _Number):
+        return copy_of(value.value)
+    if isinstance(value, _Numbers):
+        return copy_of(value[:])
+    if kind not in (*SEQUENCES, *MAPPINGS) and not isinstance(value, torch.Tensor | np.void) and codec.is_exact(value):
+        return value  # dates, paths, ranges, dtypes, devices
+    raise NotPlain
+
+
+def is_shared(value: Any) -> bool:
+    """Whether a value lies in memory that worker processes see too. A tensor that is a part of another one may not stay so."""
+    if isinstance(value, torch.Tensor):
+        return value.device.type == "cpu" and value.untyped_storage().is_shared() and value.untyped_storage().nbytes() == value.nbytes
+    return isinstance(value, (*_Number, *_Numbers))
+
+
+def wrote(shared: Any, value: Any) -> bool:
+    """Writes ``value`` where processes share it, if it fits."""
+    if isinstance(shared, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or (shared.shape, shared.dtype) != (value.shape, value.dtype):
+            return False
+        with torch.no_grad():
+            shared.copy_(value)
+    elif isinstance(shared, _Number):
+        shared.value = value
+    elif len(shared) != len(value):
+        return False
+    else:
+        shared[:] = value
+    return True
+
+
+def is_same(value: Any, then: Any) -> bool:
+    """Whether two plain values are the same, bit for bit."""
+    if type(value) is not type(then):
+        return False
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.dtype, value.device) == (then.shape, then.dtype, then.device) and torch.equal(value, then)
+    if isinstance(value, np.ndarray):
+        return (value.shape, value.dtype) == (then.shape, then.dtype) and value.tobytes() == then.tobytes()
+    if isinstance(value, (list, tuple, deque)):
+        return len(value) == len(then) and all(map(is_same, value, then))
+    if isinstance(value, dict):
+        return list(value) == list(then) and all(is_same(part, then[key]) for key, part in value.items())
+    if isinstance(value, float):
+        return value == then and math.copysign(1, value) == math.copysign(1, then)
+    return bool(value == then)
+
+
+def _mark(value: Any, closely: bool, most: int = _SAMPLED) -> int:
+    """A number that shows whether a value that is no plain one was changed in place.
+
+    Looks at tensors by their versions and, as ``tensor.data`` is written past these, closely at one element.
+
+    Args:
+        value: anything.
+        closely: see `Opaque`.
+        most: entries of a container that are looked at.
+    """
+    if isinstance(value, torch.Tensor):
+        is_seen = closely and value.device.type == "cpu" and value.layout is torch.strided and value.numel() > 0
+        first = repr(value[(0,) * value.ndim].item()) if is_seen and not hasattr(value, "placements") else ""
+        return hash((version_of(value), first))
+    if isinstance(value, nn.Module):
+        tensors = [*value.parameters(), *value.buffers()]
+        updates = getattr(value, "_update_count", 0) if closely else 0  # of a metric of torchmetrics
+        return int(updates) + sum(map(version_of, tensors)) + sum(_mark(tensor, closely) for tensor in tensors[:1])
+    if closely and isinstance(value, (bytearray, array.array)):
+        return hash(bytes(value))
+    if closely and type(value) is np.ndarray and not value.dtype.hasobject:  # np.memmap is another type: no file is read
+        return hash(value.flat[:: max(1, value.size // _SAMPLED)].tobytes())  # no copy of all of it, however its elements lie
+    parts = list(itertools.islice(entries(value), most))  # more are data
+    count = len(entries(value)) + sum(_mark(part, closely) for part in parts if isinstance(part, (torch.Tensor, nn.Module)))
+    if not closely:
+        return count
+    inner = [_mark(part, closely, most // FEW) for part in parts if isinstance(part, (*SEQUENCES, dict, np.ndarray))] if most > 1 else []
+    return hash((count, *inner, *(part for part in parts if type(part) in ATOMS)))
+
+
+def entries(value: Any) -> Collection[Any]:
+    """The values of a container."""
+    return value.values() if isinstance(value, dict) else value if isinstance(value, SEQUENCES) else ()
