@@ -30,7 +30,6 @@ from .switch_client import Client, SwitchRefusedError, SwitchSilentError, Switch
 from .switch_packets import MOST_RANKS
 from .switch_worker import PacketStream, TensorStream
 
-_WAIT = 2.0  # seconds for a switch's answers at the first call, and when a job is joined
 _RETRY = 2.0  # seconds from a failure to the next attempt
 _JOB_BYTES = 16
 _log = logging.getLogger("gemini_ft")
@@ -46,14 +45,15 @@ class SwitchLink:
     Args:
         speaks: whether this rank writes to the log.
         make: makes a client, for one attempt.
+        patience: seconds for a switch's answers at the first call, and when a job is joined.
 
     Attributes:
         ready: whether it is up; the same on all ranks.
     """
 
-    def __init__(self, speaks: bool, make: Callable[[], Client], name: str) -> None:
+    def __init__(self, speaks: bool, make: Callable[[], Client], name: str, patience: float) -> None:
         self.ready = False
-        self._speaks, self._make, self._name = speaks, make, name
+        self._speaks, self._make, self._name, self._patience = speaks, make, name, patience
         self._client: Client | None = None
         self._said: bool | None = None  # what the log has of it: up, or down
         self._not_before = 0.0  # time of the next attempt
@@ -114,14 +114,14 @@ class SwitchLink:
             return f"switch {self._name} is asked again later"
         try:
             self._client = self._client or self._make()
-            return self._client.reaches(_WAIT if self._said is None else 0.0) or ""
+            return self._client.reaches(self._patience if self._said is None else 0.0) or ""
         except SwitchSilentError as error:
             self._not_before = time.monotonic() + _RETRY
             return str(error)
 
     def _join(self, job: str) -> str:
         try:
-            self._connected.join(job, _WAIT)
+            self._connected.join(job, self._patience)
         except (SwitchSilentError, SwitchRefusedError) as error:
             return str(error)
         return ""
@@ -229,7 +229,8 @@ class SwitchScheme(Scheme, Generic[Gradient]):
                 raise GradientError(f"{self.name} takes up to {MOST_RANKS} ranks, and there are {group.size()}; take another scheme")
             key = self._read_key()
             rank, size = group.rank(), group.size()
-            links[terms.adder] = link = SwitchLink(rank == 0, lambda: Client(self._places, key, rank, size, terms), ", ".join(self._places))
+            name = ", ".join(self._places)
+            links[terms.adder] = link = SwitchLink(rank == 0, lambda: Client(self._places, key, rank, size, terms), name, self._patience)
             weakref.finalize(group, link.close)
         return links[terms.adder]
 

@@ -565,6 +565,17 @@ class Crowd:
         self.links[name].take(Completed(owner, name, version(iteration), "l", "d", f"root {owner}"))
 
 
+def test_a_leader_that_has_nothing_to_say_gives_signs_of_life() -> None:
+    async def work() -> None:
+        async with Crowd(2) as crowd:
+            link, heard = crowd.links["m0"], list[PeerMessage]()
+            hear = link.hear
+            link.hear = lambda message, way: (heard.append(message), hear(message, way))[1]  # type: ignore[method-assign]
+            await crowd.until(lambda: heard.count(Heartbeat()) > 4)
+
+    asyncio.run(work())
+
+
 def test_a_step_is_one_message_of_each_host_and_one_to_it() -> None:
     """And a commit does not repeat what the host has reported."""
 

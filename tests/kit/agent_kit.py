@@ -11,12 +11,11 @@ import os
 import signal
 import socket
 import struct
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
@@ -87,22 +86,8 @@ def forked(function: Callable[..., object], *arguments: object) -> ForkServerPro
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        patch.setattr(util, "spawnv_passfds", _spawn_warm)
         forkserver.ensure_running()
     return context.Process(target=function, args=arguments)
-
-
-def _spawn_warm(path: str, args: Sequence[str], descriptors: Sequence[int]) -> int:
-    """Starts multiprocessing's server as it does, but forked from one that has torch loaded, where launchers are (warm_python).
-
-    That one takes few descriptors: the listener, which has the lower number, comes as standard input.
-    """
-    listener, alive = descriptors
-    *options, command = map(os.fsdecode, args)
-    command = f"import os; os.dup2(0, {listener}); os.dup2(os.open(os.devnull, os.O_RDONLY), 0); {command}"
-    process = subprocess.Popen([options[0], "-X", "warm", *options[1:], command], stdin=listener, pass_fds=[alive])
-    process.returncode = 0  # multiprocessing sees to its end
-    return process.pid
 
 
 def eventually(condition: Callable[[], Any], what: str = "it") -> Any:

@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 from unittest.mock import DEFAULT, patch
 
@@ -135,10 +136,15 @@ def measured(exchange: Exchange) -> tuple[Bundle, int]:
 def called() -> Iterator[list[str]]:
     """The collectives that exchanges call meanwhile, by name."""
     names: list[str] = []
+
+    def note(name: str, *_: Any, **__: Any) -> Any:
+        names.append(name)
+        return DEFAULT
+
     with contextlib.ExitStack() as patches:
         for module, name in ((dist, "all_reduce"), (dist, "all_to_all_single"), (collective, "all_gather_single")):
             spy = patches.enter_context(patch.object(module, name, wraps=getattr(module, name)))
-            spy.side_effect = lambda *_, name=name, **__: names.append(name) or DEFAULT
+            spy.side_effect = partial(note, name)
         yield names
 
 

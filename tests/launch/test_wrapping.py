@@ -109,3 +109,5 @@ def test_an_installed_finder_stays_out_of_other_imports() -> None:
     finder = autoprotect.Finder(("deepspeed",), pytest.fail)
     assert finder.find_spec("deepspeed.comm", None) is None
     assert finder.find_spec("json", None) is None
+    spec = autoprotect.Finder(("wave",), pytest.fail).find_spec("wave", None)
+    assert "class Wave_read" in spec.loader.get_source("wave")  # as debuggers ask for it
