@@ -52,7 +52,7 @@ _STUCK = 10.0  # seconds after which hosts that go on without a lost one are cal
 _STEPS = (_Action.ADD_TO_PARTICIPANTS, _Action.MARK_RENDEZVOUS_COMPLETE, _Action.REMOVE_FROM_REDUNDANCY_LIST)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LaunchingHost:
     """The facts that this host's launcher knows of itself."""
 
@@ -293,7 +293,7 @@ def better_rendezvous(hosts: int, **facts: Any) -> Iterator[None]:
     join, delay, state = theirs._RendezvousJoinOp, theirs._delay, theirs._BackendRendezvousStateHolder
     handler = torch_rendezvous.DynamicRendezvousHandler
     waiting, interval = handler.num_nodes_waiting, pause(hosts)
-    this = LaunchingHost(interval + _GRACE, **facts)
+    this = LaunchingHost(patience=interval + _GRACE, **facts)
     changes = {
         "_RendezvousJoinOp": lambda: PatientJoin(join(), this),
         "_delay": lambda seconds: delay(interval if seconds == 1 else seconds),

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _END = object()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Resumption:
     """The iterations of all loaders that one Checkpointer has resumed.
 

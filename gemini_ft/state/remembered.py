@@ -412,9 +412,9 @@ def _snapshot(value: Any, depth: int = 0) -> Any:
         return _copy(value)
     except _NotPlain:
         try:
-            return _Opaque(weakref.ref(value), _size(value, depth), depth)
+            return _Opaque(weakref.ref(value), size=_size(value, depth), depth=depth)
         except TypeError:
-            return _Opaque(lambda: value, _size(value, depth), depth)
+            return _Opaque(lambda: value, size=_size(value, depth), depth=depth)
 
 
 def _copy(value: Any) -> Any:

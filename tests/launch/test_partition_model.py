@@ -145,7 +145,7 @@ class Job:
         self.places = [*names, *(f"store{number}" for number in range(len(self.network.stores)))]
 
     def _launcher(self, name: str) -> Launcher:
-        host = spares.LaunchingHost(spares.pause(self.size) + 1.0, name=name)
+        host = spares.LaunchingHost(patience=spares.pause(self.size) + 1.0, name=name)
         one = Launcher(name, _NodeDesc(name, self.starts, 0), host)
         self.starts += 1
         host.lacks, host.keeps, host.kept = lambda: one.lacks, lambda: one.keeps, lambda: {"stream": one.last} if one.last else {}
