@@ -120,7 +120,10 @@ def _deeds(rounds: int) -> dict[str, tuple[float, float]]:
     slot = MappedSlot(fd, 0, SIZE)
     slot.prefault()
     tensors = {f"layer {i}": torch.randn(CHUNK // 8) for i in range(2 * SIZE // CHUNK)}
-    sources = [Source(TensorSpec(name, "float32", tuple(value.shape), (0,)), value, False) for name, value in tensors.items()]
+    sources = [
+        Source(TensorSpec(name=name, dtype="float32", shape=tuple(value.shape), group=(0,)), value, False)
+        for name, value in tensors.items()
+    ]
     plan = CopyPlan(sources, build_layout([source.spec for source in sources], 0, 1), CHUNK)
     target = memoryview(mmap.mmap(-1, SIZE))
     target[:] = slot.view

@@ -153,7 +153,7 @@ class Workers:
     def step(self, model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
         exchanges = []
         for rank, (method, source) in enumerate(zip(self._methods, self._sources, strict=True)):
-            turn = Turn(step, rank, len(self._methods), optimizer.param_groups[0]["lr"])
+            turn = Turn(step=step, rank=rank, world=len(self._methods), lr=optimizer.param_groups[0]["lr"])
             exchange = method.exchange(Bundle.of(gradients(model, source), method.align), turn)
             exchanges.append(exchange if rank else self._counted(exchange))
         means = simulate(exchanges)[0].tensors()

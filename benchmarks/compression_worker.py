@@ -168,7 +168,7 @@ def _codec(name: str, tensors: dict[str, Tensor], rounds: int) -> Columns:
             break
         row: dict[str, float] = {}
         for timing in random.Random(number).sample(timings, len(timings)):
-            row |= timing(Turn(number))
+            row |= timing(Turn(step=number))
         for key, value in row.items():
             columns.setdefault(key, []).append(value)
     return {key: values[settle(name) :] for key, values in columns.items()}

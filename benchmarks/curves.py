@@ -27,9 +27,16 @@ def on_paper(hosts: int, rows: int, width: int) -> Traffic:
         return float(max(part.mean() for part in np.array_split(present[count], hosts)))
 
     densities = {count: float(each.mean()) for count, each in present.items()}
-    skews = fullest(1) / densities[1], fullest(hosts) / densities[hosts]
-    blocks = fullest(1), fullest(hosts)  # a block is a row of 256 values
-    return Traffic(hosts, 4 * rows * width, 4 * width, densities, *skews, *blocks)
+    return Traffic(
+        ranks=hosts,
+        nbytes=4 * rows * width,
+        unit=4 * width,
+        densities=densities,
+        push_skew=fullest(1) / densities[1],
+        pull_skew=fullest(hosts) / densities[hosts],
+        push_blocks=fullest(1),  # a block is a row of 256 values
+        pull_blocks=fullest(hosts),
+    )
 
 
 def draw(points: Sequence[dict[str, Any]]) -> str:
@@ -54,7 +61,7 @@ def _panel(rate: str, points: Sequence[dict[str, Any]], about: dict[str, Any]) -
     ]
     parts += [_text(_x(hosts) - 8, HEIGHT + 16, str(hosts), "#000") for hosts in HOSTS]
     parts += [_text(-45, _y(10.0**power) + 4, f"{10.0**power:g} s", "#000") for power in range(-2, 4)]
-    link = Link(0.0, _beta(points))
+    link = Link(alpha=0.0, beta=_beta(points))
     traffic = {hosts: on_paper(hosts, about["rows"], about["width"]) for hosts in HOSTS}
     for name, colour in zip(FORMULAS, COLOURS, strict=True):
         line = " ".join(f"{_x(hosts):.1f},{_y(seconds(name, traffic[hosts], link)):.1f}" for hosts in HOSTS)

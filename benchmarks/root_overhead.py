@@ -54,7 +54,17 @@ def interval(values: Sequence[float], chance: random.Random, draws: int = 2000) 
 
 
 def measure(size: int, rounds: int, chance: random.Random) -> dict[str, float]:
-    shape = slots.SlotShape("run", "main", 0, 1, "hash", LAYOUT, size, EXTRAS, CHUNK)
+    shape = slots.SlotShape(
+        run="run",
+        stream="main",
+        owner=0,
+        world_size=1,
+        layout_hash="hash",
+        layout=LAYOUT,
+        data_bytes=size,
+        extras_capacity=EXTRAS,
+        chunk_bytes=CHUNK,
+    )
     slot, source = slots.SlotMemory.create(shape), memoryview(random.Random(1).randbytes(MIB) * (size // MIB) + bytes(EXTRAS))
     differences, plain = [], []
     for number in range(SETTLED + rounds):

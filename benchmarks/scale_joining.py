@@ -198,7 +198,7 @@ def opened(frame: bytes, name: str) -> tuple[SessionSpec, Host]:
     """The session that an agent keeps, and its part in the protocol."""
     message = unpack_long(frame[4:])
     assert isinstance(message, OpenSession)
-    spec, host = message.spec, Host(name)
+    spec, host = message.spec, Host(name=name)
     host.open(spec.holders, spec.resumed, spec.roots, spec.incarnation)
     return spec, host
 
@@ -229,7 +229,15 @@ async def memory(frame: bytes) -> dict[str, float]:
             gathering = Gathering(host.name, host.holders)
             copies = held(host.holders)
             for host_below in sorted(copies)[: spec.fan_in]:
-                gathering.add(Copies(host_below, version(1), "l" * 16, "", {owner: root(owner, 1) for owner in copies[host_below]}))
+                gathering.add(
+                    Copies(
+                        host=host_below,
+                        version=version(1),
+                        layout="l" * 16,
+                        digest="",
+                        roots={owner: root(owner, 1) for owner in copies[host_below]},
+                    )
+                )
             parts.append(gathering)
         if who == "leader":
             leader = Leader(host.name, Ledger(host.holders, host.committed, spec.replica_timeout), spec.world_size, None, _nothing)
@@ -249,7 +257,7 @@ def _gathered(copies: Mapping[str, Sequence[int]], step: int, but_one: bool) -> 
     names = sorted(copies)[: len(copies) - but_one]
     for at in range(0, len(names), FAN_IN):
         roots = {name: "".join(root(owner, step) for owner in copies[name]) for name in names[at : at + FAN_IN]}
-        yield Gathered(version(step, BEFORE.number + 1), "l" * 16, "", roots)
+        yield Gathered(version=version(step, BEFORE.number + 1), layout="l" * 16, digest="", roots=roots)
 
 
 def one_of_each_group(hosts: int, count: int) -> list[str]:

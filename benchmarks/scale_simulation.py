@@ -76,7 +76,7 @@ def root(owner: int, step: int) -> str:
 
 
 def report(owner: int, host: str, step: int) -> Completed:
-    return Completed(owner, host, version(step), "l" * 16, "", root(owner, step))
+    return Completed(owner=owner, host=host, version=version(step), layout="l" * 16, digest="", root=root(owner, step))
 
 
 _MOST = 120.0  # simulated seconds after which a decision that has not come to all never will

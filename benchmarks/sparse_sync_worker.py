@@ -94,7 +94,7 @@ def _schemes(names: list[str]) -> dict[str, Row]:
 def _measure(trace: str, gradient: torch.Tensor, traffic: costs.Traffic, job: dict[str, Any]) -> list[Point]:
     """In turns, in another order in each round, so that what disturbs the machine disturbs all. A short call comes after one of its own
     kind, as in training: the scheme before has left caches, and connections that had lost packets, to it."""
-    link = costs.Link(0.0, 8 / job["bits"])
+    link = costs.Link(alpha=0.0, beta=8 / job["bits"])
     schemes = _schemes(job["schemes"])
     names = {name: FORMULAS.get(name, name.partition(",")[0]) for name in schemes if name != "auto"}
     names["auto"] = min(names.values(), key=lambda name: costs.seconds(name, traffic, link))
@@ -197,7 +197,7 @@ def _hashing(sets: list[torch.Tensor], rows: int) -> dict[str, dict[str, float]]
 
 
 def _imbalance(partition: Partition, indices: torch.Tensor) -> float:
-    parts = partition.split(SparseRows(partition.rows, indices, torch.zeros(len(indices), 0)))
+    parts = partition.split(SparseRows(rows=partition.rows, indices=indices, values=torch.zeros(len(indices), 0)))
     return max(len(part.indices) for part in parts) * partition.parts / len(indices)
 
 

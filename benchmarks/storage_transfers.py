@@ -46,7 +46,7 @@ class Transfers:
 
     def __init__(self, megabytes: int, endpoint: str, folder: Path) -> None:
         self._url, self.endpoint, self._folder = f"s3://{BUCKET}/bench", endpoint, folder
-        self._layout = build_layout([TensorSpec("weights", "uint8", (megabytes * 10**6,), (0,))], 0, 1)
+        self._layout = build_layout([TensorSpec(name="weights", dtype="uint8", shape=(megabytes * 10**6,), group=(0,))], 0, 1)
         self._slot = SlotMemory.create(_shape(self._layout))
         data = self._slot.data(0, self._layout.nbytes)
         block = os.urandom(2**20)
@@ -82,7 +82,17 @@ class Transfers:
 
 def _shape(layout: Layout) -> SlotShape:
     blob = layout.to_bytes()
-    return SlotShape("bench", "main", 0, 1, layout.logical_hash, blob, layout.nbytes, EXTRAS_ROOM, CHUNK)
+    return SlotShape(
+        run="bench",
+        stream="main",
+        owner=0,
+        world_size=1,
+        layout_hash=layout.logical_hash,
+        layout=blob,
+        data_bytes=layout.nbytes,
+        extras_capacity=EXTRAS_ROOM,
+        chunk_bytes=CHUNK,
+    )
 
 
 def measure(transfers: Transfers, rounds: int) -> dict[str, list[float]]:

@@ -114,7 +114,7 @@ def _agreed(more: bool) -> bool:
 
 
 def _rows(job: dict[str, Any]) -> Iterator[Row]:
-    link = costs.Link(0.0, 8 / job["bits"])
+    link = costs.Link(alpha=0.0, beta=8 / job["bits"])
     for density in job["densities"]:
         gradient = _gradient(density, job["rows"])
         traffic = _traffic(gradient)

@@ -44,7 +44,7 @@ class Primitive(enum.Enum):
     SCOPED = "collectives within machines and between them"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Turn:
     """One synchronisation: which step, of which rank among how many. ``step`` and ``world`` are the same on all ranks.
 
@@ -220,7 +220,7 @@ class Bundle:
         return {name: view.view(shape).to(dtype) for name, view, shape, dtype in kept}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Payload:
     """The data that one rank sends for a bundle.
 
@@ -364,7 +364,7 @@ class Compressor(Reducer):
     def share(self, payload: Payload, turn: Turn) -> Exchange:
         """The collective part of ``exchange``."""
         answers = yield CollectiveRequest("gather" if self.primitive is Primitive.ALL_GATHER else "gather_v", payload.data)
-        return self.aggregate([Payload(payload.layout, data, payload.shared) for data in answers])
+        return self.aggregate([Payload(layout=payload.layout, data=data, shared=payload.shared) for data in answers])
 
     def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
         return (yield from self.share(self.compress(bundle, turn), turn))
@@ -377,7 +377,7 @@ class Summed(Compressor):
 
     def share(self, payload: Payload, turn: Turn) -> Exchange:
         (total,) = yield CollectiveRequest("sum", payload.data)
-        return divided(self.decompress(Payload(payload.layout, total, payload.shared)), turn.world)
+        return divided(self.decompress(Payload(layout=payload.layout, data=total, shared=payload.shared)), turn.world)
 
 
 def divided(bundle: Bundle, world: int) -> Bundle:

@@ -32,7 +32,7 @@ class Identity(Summed):
     unbiased = True
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
-        return Payload(bundle.layout, BUFFERS.empty(bundle.layout.total, self.dtype, bundle.flat.device).copy_(bundle.flat))
+        return Payload(layout=bundle.layout, data=BUFFERS.empty(bundle.layout.total, self.dtype, bundle.flat.device).copy_(bundle.flat))
 
     def decompress(self, payload: Payload) -> Bundle:
         return Bundle(payload.layout, BUFFERS.empty(payload.layout.total, device=payload.data.device).copy_(payload.data))
@@ -70,7 +70,7 @@ class Natural(Compressor):
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         exponents = kernels.natural(bundle.flat, bundle.layout, self.seed, turn)
-        return Payload(bundle.layout, join(exponents, kernels.pack_signs(bundle.flat)))
+        return Payload(layout=bundle.layout, data=join(exponents, kernels.pack_signs(bundle.flat)))
 
     def decompress(self, payload: Payload) -> Bundle:
         total = payload.layout.total
@@ -88,7 +88,7 @@ class Natural8(Natural):
         exponents = kernels.natural(bundle.flat, bundle.layout, self.seed, turn)
         codes = exponents.clamp(_LOW, _LOW + _INFINITE - 1).sub_(_LOW)
         codes.add_(kernels.equal(exponents, 255).view(torch.uint8))  # one above the largest that is finite
-        return Payload(bundle.layout, codes.add_(kernels.negative(bundle.flat).view(torch.uint8), alpha=128))
+        return Payload(layout=bundle.layout, data=codes.add_(kernels.negative(bundle.flat).view(torch.uint8), alpha=128))
 
     def decompress(self, payload: Payload) -> Bundle:
         return Bundle(payload.layout, kernels.look_up(payload.data, _table(payload.data.device).unsqueeze(1)))
@@ -116,7 +116,7 @@ class Dynamic8(Compressor):
         codes = BUFFERS.empty(bundle.layout.total, torch.uint8, scales.device)
         for part, relative in kernels.scaled_blocks(bundle.flat, bundle.layout, inverse(scales)):
             codes[part] = nearest(relative)
-        return Payload(bundle.layout, join(scales, codes))
+        return Payload(layout=bundle.layout, data=join(scales, codes))
 
     def decompress(self, payload: Payload) -> Bundle:
         layout = payload.layout
@@ -177,7 +177,7 @@ class Inceptionn(Compressor):
         self.bound = bound
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
-        return Payload(bundle.layout, join(*truncation.encode(bundle.flat, self.bound)))
+        return Payload(layout=bundle.layout, data=join(*truncation.encode(bundle.flat, self.bound)))
 
     def decompress(self, payload: Payload) -> Bundle:
         flat = BUFFERS.empty(payload.layout.total, device=payload.data.device)

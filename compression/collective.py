@@ -34,7 +34,7 @@ _LARGEST = 8  # bytes of an element that payloads are made of
 _SMALL = 16 * 1024  # bytes; below, a sum gathers everything: one round in place of two
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ScopedGroups:
     """The process groups of one rank, by scope."""
 
@@ -59,7 +59,7 @@ class ScopedGroups:
             dist.new_group([ranks[member] for member in topology.group(rank, scope)], timeout, use_local_synchronization=True)
             for scope in (Scope.INTRA, Scope.INTER)
         )
-        return cls(topology, group, intra, inter)
+        return cls(topology=topology, flat=group, intra=intra, inter=inter)
 
     def at(self, scope: Scope) -> ProcessGroup | None:
         """The group of a scope."""
@@ -87,9 +87,9 @@ def reduce(method: Reducer, gradients: Mapping[str, Tensor], step: int, group: A
 def turn(step: int, group: Among = None, lr: float | None = None) -> Turn:
     """The turn of this rank in ``group`` at ``step``."""
     if not dist.is_initialized():
-        return Turn(step, lr=lr)
+        return Turn(step=step, lr=lr)
     flat = _group_of(Scope.FLAT, group)
-    return Turn(step, dist.get_rank(flat), dist.get_world_size(flat), lr)
+    return Turn(step=step, rank=dist.get_rank(flat), world=dist.get_world_size(flat), lr=lr)
 
 
 def slowest(seconds: float, group: ProcessGroup | None = None) -> float:

@@ -27,7 +27,7 @@ _BAND = 2.0  # how far feedback may move from the model's ratio
 _CLIMB = 1.2  # of a higher rung that must be affordable before it is taken
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LinkEstimate:
     """The network as it is measured: ``seconds = alpha + beta nbytes``, by regression with exponentially fading weights.
 

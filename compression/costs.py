@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Affine:
     """``alpha`` seconds, and ``beta`` seconds per byte.
 
@@ -50,15 +50,15 @@ class Affine:
     def __add__(self, other: Cost) -> Cost:
         """The cost of one after the other, for the same bytes."""
         if isinstance(other, Affine):
-            return Affine(self.alpha + other.alpha, self.beta + other.beta)
+            return Affine(alpha=self.alpha + other.alpha, beta=self.beta + other.beta)
         return other + self
 
     def scaled(self, size: float = 1.0, times: float = 1.0) -> Affine:
         """``times`` repetitions, each for ``size`` times the bytes."""
-        return Affine(self.alpha * times, self.beta * size * times)
+        return Affine(alpha=self.alpha * times, beta=self.beta * size * times)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Measured:
     """Straight pieces between measured points; the first and the last piece go on beyond them, but never below 0.
 
@@ -98,20 +98,20 @@ class Measured:
     def __add__(self, other: Cost) -> Measured:
         """The cost of one after the other, for the same bytes."""
         points = sorted({*self.nbytes, *(other.nbytes if isinstance(other, Measured) else ())})
-        return Measured(tuple(points), tuple(self(point) + other(point) for point in points))
+        return Measured(nbytes=tuple(points), seconds=tuple(self(point) + other(point) for point in points))
 
     def scaled(self, size: float = 1.0, times: float = 1.0) -> Measured:
         """``times`` repetitions, each for ``size`` times the bytes (``size`` > 0)."""
         if not size > 0:
             raise ValueError(f"size={size}: must be above 0")
-        return Measured(tuple(point / size for point in self.nbytes), tuple(second * times for second in self.seconds))
+        return Measured(nbytes=tuple(point / size for point in self.nbytes), seconds=tuple(second * times for second in self.seconds))
 
 
 Cost = Affine | Measured
-FREE = Affine(0.0, 0.0)
+FREE = Affine(alpha=0.0, beta=0.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sample:
     """One measurement: ``nbytes`` took ``seconds``."""
 
@@ -123,7 +123,7 @@ class Sample:
             raise ValueError(f"{self.nbytes} bytes in {self.seconds} s: bytes must be finite and at least 0, seconds above 0")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FittedCost:
     """A cost model, and how far it is from the samples it was made of.
 
@@ -157,7 +157,7 @@ def fit_line(samples: Iterable[Sample]) -> FittedCost:
     if (alpha := y0 - beta * x0) < 0:
         wxy = math.fsum(w * p.nbytes * p.seconds for w, p in zip(weights, points, strict=True))
         alpha, beta = 0.0, wxy / math.fsum(w * p.nbytes**2 for w, p in zip(weights, points, strict=True))
-    cost = Affine(alpha, beta)
+    cost = Affine(alpha=alpha, beta=beta)
     return _fit(cost, [abs(cost(p.nbytes) - p.seconds) / p.seconds for p in points])
 
 
@@ -173,17 +173,17 @@ def interpolate(samples: Iterable[Sample]) -> FittedCost:
     points = _at_least_two_sizes(samples)
     sizes = sorted({point.nbytes for point in points})
     medians = [statistics.median(p.seconds for p in points if p.nbytes == size) for size in sizes]
-    cost = Measured(tuple(sizes), tuple(medians))
+    cost = Measured(nbytes=tuple(sizes), seconds=tuple(medians))
 
     def without(index: int) -> Measured:
-        return Measured(cost.nbytes[:index] + cost.nbytes[index + 1 :], cost.seconds[:index] + cost.seconds[index + 1 :])
+        return Measured(nbytes=cost.nbytes[:index] + cost.nbytes[index + 1 :], seconds=cost.seconds[:index] + cost.seconds[index + 1 :])
 
     models = {size: without(index) if len(sizes) > 2 else cost for index, size in enumerate(sizes)}
     return _fit(cost, [abs(models[p.nbytes](p.nbytes) - p.seconds) / p.seconds for p in points])
 
 
 def _fit(cost: Cost, errors: Sequence[float]) -> FittedCost:
-    return FittedCost(cost, statistics.fmean(errors), max(errors))
+    return FittedCost(cost=cost, mean=statistics.fmean(errors), worst=max(errors))
 
 
 def _at_least_two_sizes(samples: Iterable[Sample]) -> list[Sample]:

@@ -24,7 +24,7 @@ from .timeline import Backward, GroupCosts, Grouping, even, layer_wise, simulate
 _ROUNDING = 1 + 1e-9  # a bound and the plan that it bounds are added up in different orders
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GroupingPlan:
     """A grouping, and the seconds of one iteration that the timeline predicts for it.
 
@@ -58,7 +58,7 @@ def plan(backward: Backward, costs: GroupCosts, most: int = 64) -> GroupingPlan:
     else:
         grouping, bound = _by_labels(backward, costs, most)
     seconds = simulate(backward, costs, grouping).seconds
-    return GroupingPlan(grouping, seconds, min(seconds, bound))
+    return GroupingPlan(grouping=grouping, seconds=seconds, bound=min(seconds, bound))
 
 
 def _group_bytes(backward: Backward) -> Floats:
@@ -98,7 +98,7 @@ def _by_number_of_groups(backward: Backward, encode: Affine, communicate: Affine
     return Grouping(tuple(reversed(ends_of_groups)))
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Labels:
     """Ways to have exchanged the first tensors. One column each, never changed: later ones refer to earlier ones by number.
 

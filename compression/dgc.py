@@ -116,7 +116,7 @@ class MomentumCorrection(Reducer):
         """The elements to send, which leave the memories."""
         whole, picked = self._pick(bundle, turn)
         indices = torch.cat([whole, picked])
-        payload = Payload(bundle.layout, join(bundle.flat.index_select(0, indices), indices))
+        payload = Payload(layout=bundle.layout, data=join(bundle.flat.index_select(0, indices), indices))
         bundle.flat.index_fill_(0, indices.long(), 0)
         velocity.index_fill_(0, picked.long(), 0)
         return payload

@@ -36,7 +36,7 @@ Cells: TypeAlias = list[list[Tensor]]  # of each part that is held: payloads, or
 Steps: TypeAlias = Generator[CollectiveRequest, list[Tensor], None]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Held:
     """The shape of what one rank holds.
 
@@ -206,7 +206,7 @@ class OptionExecutor(Reducer):
         shared = None
         if self._shares:  # the same on all ranks, but this one may have compressed other parts only
             shared = self.inner.compress(Bundle(layout, torch.zeros(layout.total, device=payloads[0].device)), turn).shared
-        found = [Payload(layout, data.view(self._dtype), shared) for data in payloads]
+        found = [Payload(layout=layout, data=data.view(self._dtype), shared=shared) for data in payloads]
         total = self.inner.decompress(found[0]).flat
         for payload in found[1:]:
             total.add_(self.inner.decompress(payload).flat)
@@ -216,7 +216,7 @@ class OptionExecutor(Reducer):
         """Bytes that rank 0 hands over, which are the most; ``world`` is the topology's."""
         total = 0
         for option, numbers in self._by_option(layout).items():
-            held = Held(self.inner.wire_bytes, [selection(layout, numbers).layout], self.topology, 0)
+            held = Held(wire_bytes=self.inner.wire_bytes, layouts=[selection(layout, numbers).layout], topology=self.topology, rank=0)
             for number, operation in enumerate(option.operations):
                 total += held.handed(operation) if isinstance(operation, PlannedCollective) else 0
                 held.follow(operation, held.divisions(option.operations[number:]))
@@ -229,7 +229,7 @@ class _Course:
     def __init__(self, executor: OptionExecutor, option: Option, bundle: Bundle, turn: Turn) -> None:
         self.executor, self.option, self.turn = executor, option, turn
         self.device = bundle.flat.device
-        self.held = Held(executor.inner.wire_bytes, [bundle.layout], executor.topology, turn.rank)
+        self.held = Held(wire_bytes=executor.inner.wire_bytes, layouts=[bundle.layout], topology=executor.topology, rank=turn.rank)
         self.cells: Cells = [[bundle.flat]]
 
     def sum(self) -> Generator[CollectiveRequest, list[Tensor], Tensor]:

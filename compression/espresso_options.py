@@ -236,11 +236,11 @@ def alpha_beta(topology: Topology, intra: Affine, inter: Affine) -> dict[tuple[R
             (Routine.ALL_TO_ALL, p - 1, near * (p - near) / p),
             (Routine.GATHER, p - 1, p - near),
         ):
-            found[routine, scope] = Affine(link.alpha * messages, link.beta * share)
+            found[routine, scope] = Affine(alpha=link.alpha * messages, beta=link.beta * share)
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TensorCosts:
     """The costs of exchanging one tensor.
 
@@ -285,7 +285,7 @@ class TensorCosts:
         return self.network[key](load.groups * (load.payloads * self.wire_bytes(held) if operation.compressed else held * self.itemsize))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Load:
     """The work of one operation on each rank that takes part.
 
@@ -306,7 +306,7 @@ def loads(option: Option, topology: Topology) -> Iterator[Load]:
     splits = payloads = groups = 1
     for operation in option.operations:
         between = isinstance(operation, PlannedCollective) and operation.scope is Scope.INTER
-        yield Load(operation, splits, payloads, groups if between else 1)
+        yield Load(operation=operation, splits=splits, payloads=payloads, groups=groups if between else 1)
         if isinstance(operation, Codec):
             payloads = 1
             continue

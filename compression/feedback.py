@@ -167,7 +167,7 @@ class TwoPhase(Reducer):
             padded[: lengths[turn.rank]] = self._mean(mine, received, turn)
         gathered = yield CollectiveRequest("gather", padded)
         means = [
-            None if part is None else self.inner.decompress(Payload(renamed(part, _MEAN), data[:length]))
+            None if part is None else self.inner.decompress(Payload(layout=renamed(part, _MEAN), data=data[:length]))
             for part, data, length in zip(parts, gathered, lengths, strict=True)
         ]
         result = unite(bundle.layout, means, (turn.world,))
@@ -176,7 +176,7 @@ class TwoPhase(Reducer):
 
     def _mean(self, part: FlatLayout, received: Sequence[Tensor], turn: Turn) -> Tensor:
         """The payload of the owner's mean, with the owner's own residual."""
-        mean = self.inner.aggregate([Payload(part, data) for data in received])
+        mean = self.inner.aggregate([Payload(layout=part, data=data) for data in received])
         owner = self.owner if self.error_feedback else None
         (payload,) = compress_parts(self.inner, owner, Bundle(part, mean.flat, own=True), (), turn, _MEAN)
         assert payload is not None

@@ -144,7 +144,7 @@ class PowerSGD(Reducer):
         return 4 * (factors + sum(layout.sizes[number] for number in whole))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """Tensors that follow each other in a layout and are matrices of one shape, so that they can be handled together.
 
@@ -182,7 +182,7 @@ def split(layout: FlatLayout, rank: int, least_rate: float) -> tuple[tuple[Run, 
         if low * (rows + columns) * least_rate >= size:
             whole.append(number)
             continue
-        run = Run((number,), rows, columns, low, layout.starts[number], layout.spans[number])
+        run = Run(numbers=(number,), rows=rows, columns=columns, rank=low, start=layout.starts[number], span=layout.spans[number])
         if runs and runs[-1].numbers[-1] == number - 1 and (runs[-1].rows, runs[-1].columns) == (rows, columns):
             last = runs.pop()
             run = replace(last, numbers=(*last.numbers, number))
@@ -276,7 +276,8 @@ class Atomo(Compressor):
                 stream = generator(bundle.layout.names[number], self.seed, turn, turn.rank)
                 parts += self._drawn(matrix, float(stream.random()))
         return Payload(
-            bundle.layout, torch.cat([*(part.reshape(-1) for part in parts), *(bundle.views[n] for n in whole)]).view(torch.uint8)
+            layout=bundle.layout,
+            data=torch.cat([*(part.reshape(-1) for part in parts), *(bundle.views[n] for n in whole)]).view(torch.uint8),
         )
 
     def _drawn(self, matrix: Tensor, offset: float) -> tuple[Tensor, Tensor]:

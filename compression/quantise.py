@@ -70,7 +70,7 @@ class QSGD(Compressor):
             bundle.flat, bundle.layout, inverse(lengths, self.levels), self.levels, self.seed, turn, bucket=self.align
         )
         packed = codes if self.bits == 8 else kernels.pack_small((codes + 8).view(torch.uint8), 4)
-        return Payload(bundle.layout, join(lengths, packed))
+        return Payload(layout=bundle.layout, data=join(lengths, packed))
 
     def decompress(self, payload: Payload) -> Bundle:
         layout = payload.layout
@@ -113,7 +113,7 @@ class TernGrad(Compressor):
             scales = torch.minimum(scales, self.clip * norms(bundle.views) / sizes.sqrt())
         scales = divisible(scales)
         codes = kernels.stochastic_round(bundle.flat, bundle.layout, inverse(scales), 1, self.seed, turn)
-        return Payload(bundle.layout, join(scales, kernels.pack_small((codes + 1).view(torch.uint8), 2)))
+        return Payload(layout=bundle.layout, data=join(scales, kernels.pack_small((codes + 1).view(torch.uint8), 2)))
 
     def decompress(self, payload: Payload) -> Bundle:
         layout = payload.layout
@@ -182,7 +182,7 @@ class AdaQ(WithRatio, Compressor):
         indices = [part[0] for part in parts]
         means = torch.stack([part[1] for part in parts])
         counts = torch.tensor([part.numel() for part in indices], dtype=torch.int32, device=means.device)
-        return Payload(layout, join(means, counts, torch.cat(indices).int()))
+        return Payload(layout=layout, data=join(means, counts, torch.cat(indices).int()))
 
     def _sides(self, view: Tensor, at: int) -> list[tuple[Tensor, Tensor]]:
         sides = [self._largest(view), self._largest(-view)]
@@ -230,7 +230,7 @@ class Sketch(Compressor):
             codes[part] = _bins(keys[part], values[part])
             sums = np.bincount(codes[part], weights=values[part], minlength=_BINS)
             row[:] = sums / np.maximum(np.bincount(codes[part], minlength=_BINS), 1)
-        return Payload(layout, join(torch.from_numpy(means), torch.from_numpy(_pack6(codes))).to(device))
+        return Payload(layout=layout, data=join(torch.from_numpy(means), torch.from_numpy(_pack6(codes))).to(device))
 
     def decompress(self, payload: Payload) -> Bundle:
         layout, count = payload.layout, len(payload.layout.names)
@@ -306,7 +306,7 @@ class ThreeLC(Compressor):
         for part, scaled in kernels.scaled_blocks(bundle.flat, bundle.layout, inverse(scales)):
             digits = torch.mv(scaled.round_().view(-1, 5), weights)
             quartic[part.start // 5 : part.stop // 5] = digits.nan_to_num_(0.0).add_(_ZEROS)
-        return Payload(bundle.layout, join(scales, shorten(quartic)))
+        return Payload(layout=bundle.layout, data=join(scales, shorten(quartic)))
 
     def decompress(self, payload: Payload) -> Bundle:
         layout = payload.layout

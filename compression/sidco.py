@@ -87,7 +87,7 @@ _FITS: dict[str, tuple[Fit, Fit]] = {  # of the first stage, and of the later on
 }
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Stages:
     """The controller of one tensor: the number of stages, and the shares they have selected since the last decision.
 

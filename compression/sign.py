@@ -30,7 +30,7 @@ class ScaledSign(Compressor):
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         sums = torch.stack([view.sum() for view in bundle.magnitudes()])
         sizes = torch.tensor(bundle.layout.sizes, device=sums.device).clamp_(min=1)
-        return Payload(bundle.layout, join(sums / sizes, kernels.pack_signs(bundle.flat)))
+        return Payload(layout=bundle.layout, data=join(sums / sizes, kernels.pack_signs(bundle.flat)))
 
     def decompress(self, payload: Payload) -> Bundle:
         layout = payload.layout
@@ -57,7 +57,7 @@ class OneBit(Compressor):
         low = torch.stack([view.sum() for view in layout.views(side)]) / below.clamp(min=1)
         torch.clamp(bundle.flat, min=0, out=side)
         high = torch.stack([view.sum() for view in layout.views(side)]) / (sizes - below).clamp(min=1)
-        return Payload(layout, join(low, high, bits))
+        return Payload(layout=layout, data=join(low, high, bits))
 
     def decompress(self, payload: Payload) -> Bundle:
         layout, count = payload.layout, len(payload.layout.names)

@@ -39,7 +39,7 @@ class Sparsifier(Compressor):
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         indices = self.pick(bundle, turn)
-        return Payload(bundle.layout, join(bundle.flat.index_select(0, indices), indices))
+        return Payload(layout=bundle.layout, data=join(bundle.flat.index_select(0, indices), indices))
 
     def decompress(self, payload: Payload) -> Bundle:
         return self._summed([payload])
@@ -193,7 +193,7 @@ class RandomK(WithRatio, Summed):
         if self.scaled:
             for part, size, count in zip(values.split_with_sizes(counts), layout.sizes, counts, strict=True):
                 part.mul_(size / max(1, count))
-        return Payload(layout, values, shared=indices)
+        return Payload(layout=layout, data=values, shared=indices)
 
     def _drawn(self, layout: FlatLayout, turn: Turn) -> Tensor:
         drawn = []

@@ -22,7 +22,7 @@ from typing import Literal
 from .costs import FREE, Cost
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Backward:
     """The tensors of a model, in the order in which the backward pass makes their gradients.
 
@@ -50,7 +50,7 @@ class Backward:
         return len(self.nbytes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GroupCosts:
     """The costs of one group, each as a function of its dense bytes.
 
@@ -120,7 +120,7 @@ def buckets(nbytes: Sequence[int], capacity: int) -> Grouping:
     return Grouping(tuple(ends))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GroupTimes:
     """The ends of one group's stages, in seconds since the backward pass began."""
 
@@ -162,5 +162,5 @@ def simulate(backward: Backward, costs: GroupCosts, grouping: Grouping) -> Timel
         delay += encode if costs.encode_on == "compute" else 0.0
         communicated = max(encoded, communicated) + costs.communicate(nbytes)
         decoded = max(communicated, decoded) + costs.decode(nbytes)
-        times.append(GroupTimes(start, encoded, communicated, decoded))
+        times.append(GroupTimes(ready=start, encoded=encoded, communicated=communicated, decoded=decoded))
     return Timeline(tuple(times), backward.forward + decoded)

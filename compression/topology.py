@@ -17,7 +17,7 @@ class Scope(Enum):
     INTER = "inter"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Topology:
     """``machines`` with ``ranks`` each."""
 
@@ -40,7 +40,7 @@ class Topology:
         """
         if ranks_per_machine < 1 or world % ranks_per_machine:
             raise ValueError(f"ranks_per_machine={ranks_per_machine}: must divide the number of ranks, {world}")
-        return cls(world // ranks_per_machine, ranks_per_machine)
+        return cls(machines=world // ranks_per_machine, ranks=ranks_per_machine)
 
     @property
     def world(self) -> int:

@@ -61,7 +61,7 @@ declare("random generators of Python, numpy and torch", Fate.CAPTURED, "with the
 _log = logging.getLogger("gemini_ft")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """The snapshot that ``open`` found."""
 
@@ -270,7 +270,7 @@ class Checkpointer:
             own = extras[session.rank % plan.world_size]
             self._state_extras = {owner: value["tensors"] for owner, value in extras.items()}
             self._hyperparameters.then = own.get("given", {})  # snapshots in storage may be older
-            return Snapshot(self._iteration, own["extras"], plan.kind, plan.world_size)
+            return Snapshot(iteration=self._iteration, extras=own["extras"], source=plan.kind, world_size=plan.world_size)
 
     @contextlib.contextmanager
     def putting_back(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 _UNKNOWN = 1e9  # seconds of a way whose every step has been interrupted
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrialRules:
     """The rules by which a trial goes on.
 
@@ -24,7 +24,7 @@ class TrialRules:
     slower: Mapping[int, float]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Trial:
     """The ways, by number, and the time that each has taken so far.
 
@@ -45,7 +45,7 @@ class Trial:
     @classmethod
     def of(cls, ways: int) -> Trial:
         """Makes a trial of ways 0 to ``ways`` - 1."""
-        return cls(list(range(ways)), [[] for _ in range(ways)])
+        return cls(left=list(range(ways)), seconds=[[] for _ in range(ways)])
 
     @property
     def current(self) -> int:

@@ -25,7 +25,7 @@ _DRIFT = 0.25  # of the units of the sum, by which it is another regime
 _PATIENCE = 3  # calls in a row of another regime
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Findings:
     """All that is known about gradients of one shape.
 
@@ -118,7 +118,7 @@ class Auto(SparseScheme):
             (rows, width, getattr(torch, dtype.removeprefix("torch."))): Findings.unpack(plan)
             for rows, width, dtype, plan in state.get("plans", ())
         }
-        self._links = {name: Link(alpha, beta) for name, alpha, beta in state.get("links", ())}
+        self._links = {name: Link(alpha=alpha, beta=beta) for name, alpha, beta in state.get("links", ())}
 
     def _explore(self, plan: Findings, gradient: SparseRows, exchange: Exchange) -> SparseRows:
         exchange.agree()
@@ -138,7 +138,7 @@ class Auto(SparseScheme):
         plan.traffic = profiling.traffic(gradient, exchange)
         link = self._links[group]
         plan.predicted = {name: seconds(name, plan.traffic, link) for name in self._schemes}
-        plan.least = {name: seconds(name, plan.traffic, Link(0.0, link.beta)) for name in self._schemes}
+        plan.least = {name: seconds(name, plan.traffic, Link(alpha=0.0, beta=link.beta)) for name in self._schemes}
         plan.tried = candidates(self._schemes, plan.traffic, link)
         plan.trial = Trial.of(len(plan.tried))
 
@@ -156,7 +156,7 @@ def _settle(plan: Findings, best: str, took: float) -> None:
 def candidates(names: Iterable[str], traffic: Traffic, link: Link) -> list[str]:
     """The schemes that come close to the best by the formulas, with latency or without it, as messages may overlap."""
     near: set[str] = set()
-    for each in (link, Link(0.0, link.beta)):
+    for each in (link, Link(alpha=0.0, beta=link.beta)):
         predicted = {name: seconds(name, traffic, each) for name in names}
         near |= {name for name, time in predicted.items() if time <= _CLOSE * min(predicted.values())}
     return [name for name in names if name in near]

@@ -191,7 +191,7 @@ class SparseScheme(Scheme):
         """The sum over all ranks, indices ascending; begins with an `Exchange.all_to_all` or `Exchange.share`."""
 
     def _sum(self, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        nothing = SparseRows(0, torch.zeros(0, dtype=torch.int64), torch.zeros(0, 0))
+        nothing = SparseRows(rows=0, indices=torch.zeros(0, dtype=torch.int64), values=torch.zeros(0, 0))
         gradient, exchange = _admitted(tensor, group, self._describe(tensor), to_rows, nothing)
         return to_tensor(self.reduce(gradient.to(exchange.device), exchange), tensor)
 

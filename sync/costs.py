@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Link:
     """The cost of a message for a rank: ``alpha`` seconds, and ``beta`` seconds per byte in each direction."""
 
@@ -23,7 +23,7 @@ class Link:
             raise ValueError(f"alpha={self.alpha} s, beta={self.beta} s/byte: must be finite, alpha >= 0, beta > 0")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Traffic:
     """A gradient as it is spread over the ranks (section 2.1).
 
@@ -156,7 +156,7 @@ def textbook(ranks: int, nbytes: int, link: Link) -> dict[str, float]:
     }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pool:
     """A switch as its ranks use it. Its link is as fast as those of all ranks together.
 
@@ -212,7 +212,7 @@ def omnireduce_streaming(nbytes: int, density: float, link: Link, pool: Pool = _
             the other ranks' shares need, so that each has 2 (p - 1) / p times the bytes, as a ring has.
     """
     if colocated > 1:
-        link = Link(link.alpha, link.beta * 2 * (colocated - 1) / colocated)
+        link = Link(alpha=link.alpha, beta=link.beta * 2 * (colocated - 1) / colocated)
     return replace(pool, packet=_BLOCK).stream(math.ceil(round(density * -(-nbytes // _BLOCK), 6)), link)
 
 

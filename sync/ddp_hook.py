@@ -15,7 +15,7 @@ from .builtin import Dense
 from .zen import Zen
 
 
-@dataclass
+@dataclass(kw_only=True)
 class HookState:
     """The schemes that the hook applies to the two kinds of buckets.
 

@@ -27,7 +27,7 @@ _SPREAD = 2654435761  # makes successive samples come from all over a gradient
 _log = logging.getLogger("gemini_ft")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Accuracy:
     """Errors of the values that were compared with their exact sums, as parts of the sum of the ranks' magnitudes.
 

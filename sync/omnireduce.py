@@ -50,7 +50,7 @@ def to_blocks(gradient: SparseRows) -> SparseRows:
 def from_blocks(blocks: SparseRows, rows: int, width: int) -> SparseRows:
     """The inverse of `to_blocks`, but for units that are all zero."""
     if width == 0:
-        return SparseRows(rows, blocks.indices.new_zeros(0), blocks.values.new_zeros(0, 0))
+        return SparseRows(rows=rows, indices=blocks.indices.new_zeros(0), values=blocks.values.new_zeros(0, 0))
     return regrouped(blocks, rows, width)
 
 
@@ -67,11 +67,11 @@ def regrouped(units: SparseRows, rows: int, width: int) -> SparseRows:
     if len(present) < len(values):
         values = values[present]
     if after == 1:
-        return SparseRows(rows, numbers, values)
+        return SparseRows(rows=rows, indices=numbers, values=values)
     indices, (places,) = union([numbers // after], rows)
     matrix = values.new_zeros(len(indices), after, piece)
     matrix[places, numbers % after] = values
-    return SparseRows(rows, indices, matrix.view(-1, width))
+    return SparseRows(rows=rows, indices=indices, values=matrix.view(-1, width))
 
 
 class OmniReduceStreaming(SwitchScheme[SparseRows]):
@@ -90,7 +90,13 @@ class OmniReduceStreaming(SwitchScheme[SparseRows]):
         super().__init__(switch, key, slots, 4 * BLOCK, patience)
 
     def _terms(self, dtype: torch.dtype) -> SwitchTerms:
-        return SwitchTerms(str(dtype).removeprefix("torch."), False, self._slots, BLOCK * dtype.itemsize, self._patience)
+        return SwitchTerms(
+            adder=str(dtype).removeprefix("torch."),
+            largest=False,
+            slots=self._slots,
+            nbytes=BLOCK * dtype.itemsize,
+            patience=self._patience,
+        )
 
     def _admit(self, tensor: torch.Tensor) -> SparseRows:
         return to_rows(tensor).to(torch.device("cpu"))
@@ -105,8 +111,10 @@ class OmniReduceStreaming(SwitchScheme[SparseRows]):
             return None
         indices, sums = stream.sums()
         if not len(indices):
-            return SparseRows(gradient.rows, gradient.indices[:0], gradient.values[:0])
-        total = SparseRows(blocks.rows, torch.from_numpy(indices), torch.from_numpy(sums).view(gradient.values.dtype).view(-1, BLOCK))
+            return SparseRows(rows=gradient.rows, indices=gradient.indices[:0], values=gradient.values[:0])
+        total = SparseRows(
+            rows=blocks.rows, indices=torch.from_numpy(indices), values=torch.from_numpy(sums).view(gradient.values.dtype).view(-1, BLOCK)
+        )
         return from_blocks(total, gradient.rows, gradient.width)
 
     def _without(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:

@@ -56,7 +56,7 @@ def group_by_part(parts: torch.Tensor, count: int) -> tuple[torch.Tensor, list[i
     return torch.argsort(keys, stable=True), torch.bincount(parts, minlength=count).tolist()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PartitionedIndices:
     """Indices grouped by part.
 
@@ -99,7 +99,9 @@ def hierarchical_hash(
         memory, serial = fill(indices, parts, count, seed, slots, slots // SERIAL)
         if int(serial.max()) <= slots // SERIAL:
             used = memory != 0
-            return PartitionedIndices(memory[used] - 1, used.sum(1).tolist(), int(serial.sum()), memory.numel(), attempts)
+            return PartitionedIndices(
+                order=memory[used] - 1, counts=used.sum(1).tolist(), serial=int(serial.sum()), slots=memory.numel(), attempts=attempts
+            )
         slots, attempts = 2 * slots, attempts + 1
 
 
@@ -162,7 +164,7 @@ class HashPartition(Partition):
 
     def _pieces(self, positions: torch.Tensor, values: torch.Tensor, counts: list[int]) -> list[SparseRows]:
         pieces = zip(torch.split(positions, counts), torch.split(values, counts), strict=True)
-        return [SparseRows(self.size(part), *piece) for part, piece in enumerate(pieces)]
+        return [SparseRows(rows=self.size(part), indices=own, values=theirs) for part, (own, theirs) in enumerate(pieces)]
 
 
 class EvenPartition(Partition):
@@ -177,7 +179,7 @@ class EvenPartition(Partition):
         begins = [self._begin(part) for part in range(self.parts + 1)]
         cuts = torch.searchsorted(gradient.indices, torch.tensor(begins, device=gradient.indices.device)).tolist()
         return [
-            SparseRows(self.size(part), gradient.indices[start:end] - begins[part], gradient.values[start:end])
+            SparseRows(rows=self.size(part), indices=gradient.indices[start:end] - begins[part], values=gradient.values[start:end])
             for part, (start, end) in enumerate(pairwise(cuts))
         ]
 
@@ -185,7 +187,7 @@ class EvenPartition(Partition):
         """The whole, of the encoded parts in order; its units are as those of ``like``."""
         parts = [wire.decode(message, self.size(part), like.width, like.values.dtype) for part, message in enumerate(messages)]
         indices = [each.indices + self._begin(part) for part, each in enumerate(parts)]
-        return SparseRows(self.rows, torch.cat(indices), torch.cat([each.values for each in parts]))
+        return SparseRows(rows=self.rows, indices=torch.cat(indices), values=torch.cat([each.values for each in parts]))
 
     def _begin(self, part: int) -> int:
         return self.rows * part // self.parts

@@ -20,7 +20,7 @@ _TRIES = 5
 
 def traffic(gradient: SparseRows, exchange: Exchange) -> Traffic:
     """Measures density, densification and skew by an all-gather of all ranks' indices, without values."""
-    bare = wire.encode(SparseRows(gradient.rows, gradient.indices, gradient.values[:, :0]), ("coo", "bitmap"))
+    bare = wire.encode(SparseRows(rows=gradient.rows, indices=gradient.indices, values=gradient.values[:, :0]), ("coo", "bitmap"))
     dtype = gradient.values.dtype
     sets = [wire.decode(each, gradient.rows, 0, dtype).indices for each in exchange.all_gather(bare)]
     return describe(sets, gradient.rows, gradient.width, dtype.itemsize)
@@ -39,10 +39,10 @@ def describe(sets: Sequence[torch.Tensor], rows: int, width: int, itemsize: int)
     block = BLOCK * itemsize
     blocks = -(-rows * width // BLOCK)
     return Traffic(
-        ranks,
-        rows * unit,
-        unit,
-        densities,
+        ranks=ranks,
+        nbytes=rows * unit,
+        unit=unit,
+        densities=densities,
         push_skew=_ratio(int(pushed.sum(0).max()), max(map(len, sets))),
         pull_skew=_ratio(ranks * int(pulled.max()), len(groups[0])),
         push_blocks=max(_fullest(_blocks(each, width, blocks), blocks, ranks) for each in sets),
@@ -64,14 +64,14 @@ def link(exchange: Exchange) -> Link:
     buffers) passes at any speed.
     """
     if exchange.size == 1:
-        return Link(0.0, 1.0)  # nothing will travel
+        return Link(alpha=0.0, beta=1.0)  # nothing will travel
     neighbours = (exchange.rank + 1) % exchange.size, (exchange.rank - 1) % exchange.size
 
     def shift(message: torch.Tensor) -> Callable[[], object]:
         return lambda: exchange.shift(message, *neighbours)
 
     latency, short, long = (_seconds(shift(wire.new(size, exchange.device)), exchange) for size in (0, *_PROBES))
-    return Link(latency, max(long - short, 1e-12) / (_PROBES[1] - _PROBES[0]))
+    return Link(alpha=latency, beta=max(long - short, 1e-12) / (_PROBES[1] - _PROBES[0]))
 
 
 def slowest(seconds: Sequence[float], exchange: Exchange) -> list[float]:
@@ -93,7 +93,7 @@ def _seconds(call: Callable[[], object], exchange: Exchange) -> float:
 
 
 def _bare(indices: torch.Tensor, rows: int) -> SparseRows:
-    return SparseRows(rows, indices, indices.new_zeros(len(indices), 0))
+    return SparseRows(rows=rows, indices=indices, values=indices.new_zeros(len(indices), 0))
 
 
 def _blocks(indices: torch.Tensor, width: int, rows: int) -> torch.Tensor:

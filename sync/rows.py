@@ -19,7 +19,7 @@ class GradientError(ValueError):
     """The gradients of a group cannot be summed. Every rank raises it, with the same text."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SparseRows:
     """Part of a matrix of ``rows`` units.
 
@@ -39,11 +39,11 @@ class SparseRows:
         return self.values.shape[1]
 
     def to(self, device: torch.device) -> SparseRows:
-        return SparseRows(self.rows, self.indices.to(device), self.values.to(device))
+        return SparseRows(rows=self.rows, indices=self.indices.to(device), values=self.values.to(device))
 
     def of(self, dtype: torch.dtype) -> SparseRows:
         """The same units with values of another dtype."""
-        return SparseRows(self.rows, self.indices, self.values.to(dtype))
+        return SparseRows(rows=self.rows, indices=self.indices, values=self.values.to(dtype))
 
     def dense(self) -> torch.Tensor:
         """The matrix, [rows, width], with zeros where units are absent."""
@@ -54,7 +54,7 @@ class SparseRows:
 def from_dense(matrix: torch.Tensor) -> SparseRows:
     """The rows of a [rows, width] matrix that hold anything but zeros (NaN is no zero)."""
     present = matrix.ne(0).any(1).nonzero().flatten()
-    return SparseRows(matrix.shape[0], present, matrix[present])
+    return SparseRows(rows=matrix.shape[0], indices=present, values=matrix[present])
 
 
 def to_rows(tensor: torch.Tensor) -> SparseRows:
@@ -67,7 +67,7 @@ def to_rows(tensor: torch.Tensor) -> SparseRows:
     if tensor.layout == torch.strided:
         flat = tensor.detach().reshape(-1)
         present = flat.nonzero().flatten()
-        return SparseRows(flat.numel(), present, flat[present].unsqueeze(1))
+        return SparseRows(rows=flat.numel(), indices=present, values=flat[present].unsqueeze(1))
     return _from_coo(tensor.detach())
 
 
@@ -114,7 +114,7 @@ def add_up(terms: Sequence[SparseRows]) -> SparseRows:
     total = torch.zeros(len(indices), terms[0].width, dtype=wide, device=indices.device)
     for place, term in zip(places, terms, strict=True):
         total.index_add_(0, place, term.values.to(wide))
-    return SparseRows(terms[0].rows, indices, total.to(dtype))
+    return SparseRows(rows=terms[0].rows, indices=indices, values=total.to(dtype))
 
 
 def union(sets: Sequence[torch.Tensor], rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -150,9 +150,9 @@ def _from_coo(tensor: torch.Tensor) -> SparseRows:
         flat = flat * size + each
     values = values.reshape(len(flat), width)
     if tensor.is_coalesced():
-        return SparseRows(rows, flat, values)
+        return SparseRows(rows=rows, indices=flat, values=values)
     merged = torch.sparse_coo_tensor(flat.unsqueeze(0), values, (rows, width), check_invariants=False).coalesce()
-    return SparseRows(rows, merged.indices()[0], merged.values())
+    return SparseRows(rows=rows, indices=merged.indices()[0], values=merged.values())
 
 
 def _check_bounds(indices: torch.Tensor, sizes: Sequence[int]) -> None:

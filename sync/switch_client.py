@@ -29,7 +29,7 @@ class SwitchRefusedError(Exception):
     """A switch does not take the job; the text says why."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SwitchTerms:
     """The demands of a job on a switch; the same on all ranks.
 
@@ -220,7 +220,7 @@ class Client:
             for array, _ in part.socket.receive():
                 sums, _ = decode(array, SUMMED, SWITCH, number, part.key)
                 if sums.values is None or sums.values.shape[1] == self._terms.nbytes:
-                    whole = Packets(sums.slots * len(self.parts) + number, sums.rounds, sums.sides, sums.values)
+                    whole = Packets(slots=sums.slots * len(self.parts) + number, rounds=sums.rounds, sides=sums.sides, values=sums.values)
                     given += self._worker.take(whole, time.monotonic())
         self._send(Packets.join(given))
         return self._worker.completed > before
@@ -231,7 +231,7 @@ class Client:
                 assert part.key is not None
                 own = each if len(self.parts) == 1 else each.pick(each.slots % len(self.parts) == number)
                 if len(own):
-                    local = Packets(own.slots // len(self.parts), own.rounds, own.sides, own.values)
+                    local = Packets(slots=own.slots // len(self.parts), rounds=own.rounds, sides=own.sides, values=own.values)
                     part.socket.send(encode(local, GIVEN, self._rank, number, part.key))
 
     def _until(

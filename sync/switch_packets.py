@@ -28,7 +28,7 @@ _NONE: Array = np.zeros(0, np.int64)
 _NONCE, _TAGGED = 12, 28  # where the nonce ends, and where begins what follows the tag
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Packets:
     """Packets of one sender.
 
@@ -50,7 +50,7 @@ class Packets:
     def pick(self, chosen: Array) -> Packets:
         """Selects the packets at the given places, or where a mask is set."""
         values = self.values[chosen] if self.values is not None else None
-        return Packets(self.slots[chosen], self.rounds[chosen], self.sides[chosen], values)
+        return Packets(slots=self.slots[chosen], rounds=self.rounds[chosen], sides=self.sides[chosen], values=values)
 
     def apart(self) -> Iterator[Packets]:
         """The same in portions in which no slot occurs twice."""
@@ -72,7 +72,7 @@ class Packets:
 def _concatenate(parts: Sequence[Packets]) -> Packets:
     slots, rounds, sides = (np.concatenate([getattr(part, name) for part in parts]) for name in ("slots", "rounds", "sides"))
     values = [part.values for part in parts if part.values is not None]
-    return Packets(slots, rounds, sides, np.concatenate(values) if values else None)
+    return Packets(slots=slots, rounds=rounds, sides=sides, values=np.concatenate(values) if values else None)
 
 
 def span(places: Array) -> Array | slice:
@@ -102,7 +102,7 @@ def decode(datagrams: Array, kind: int, rank: int, part: int, key: AESGCM) -> tu
     """The packets in datagrams of equal length that are from this sender and sealed by it, and how many are not."""
     length, unseal = datagrams.shape[1], key.decrypt
     if length < HEADER.itemsize:
-        return Packets(_NONE, _NONE, _NONE, None), len(datagrams)
+        return Packets(slots=_NONE, rounds=_NONE, sides=_NONE, values=None), len(datagrams)
     header = datagrams[:, : HEADER.itemsize].view(HEADER)[:, 0]
     good = (header["kind"] == kind) & (header["rank"] == rank) & (header["part"] == part)
     lines = np.ascontiguousarray(datagrams).reshape(-1).data
@@ -115,5 +115,7 @@ def decode(datagrams: Array, kind: int, rank: int, part: int, key: AESGCM) -> tu
     if not good.all():
         datagrams, header = datagrams[good], header[good]
     values = datagrams[:, HEADER.itemsize :] if length > HEADER.itemsize else None
-    packets = Packets(header["slot"].astype(np.int64), header["round"].astype(np.int64), header["side"].astype(np.int64), values)
+    packets = Packets(
+        slots=header["slot"].astype(np.int64), rounds=header["round"].astype(np.int64), sides=header["side"].astype(np.int64), values=values
+    )
     return packets, len(good) - len(packets)

@@ -266,7 +266,7 @@ class DenseSwitchScheme(SwitchScheme[torch.Tensor]):
         return
 
     def _terms(self, dtype: torch.dtype) -> SwitchTerms:
-        return SwitchTerms(self._adder(dtype), True, self._slots, self._packet, self._patience)
+        return SwitchTerms(adder=self._adder(dtype), largest=True, slots=self._slots, nbytes=self._packet, patience=self._patience)
 
     def _admit(self, tensor: torch.Tensor) -> torch.Tensor:
         return to_matrix(tensor).cpu()

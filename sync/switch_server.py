@@ -30,7 +30,7 @@ _COOKIE_SECONDS = 60.0  # a cookie is good for one to two times as long
 _PER_ROW = 40  # bytes beside the registers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Limits:
     """Attributes:
     memory: bytes for the slots of all jobs.
@@ -43,7 +43,7 @@ class Limits:
     idle: float = 120.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class SwitchJob:
     """Attributes:
     wanted: how its first worker joined, but for cookie and rank.
@@ -105,7 +105,9 @@ class Jobs:
         if job is None:
             adder = ADDERS[join.adder](2 * join.slots, join.nbytes)
             slots = Slots(join.world, join.slots, adder, largest=join.largest)
-            job = self._jobs[join.job] = SwitchJob(join, slots, job_key(self._key, self._boot, join.job), join.nbytes, now)
+            job = self._jobs[join.job] = SwitchJob(
+                wanted=join, slots=slots, key=job_key(self._key, self._boot, join.job), nbytes=join.nbytes, heard=now
+            )
         self._move(address, job, join.rank)
         return Joined(job=join.job, rank=join.rank)
 

@@ -21,7 +21,7 @@ from .switch_adders import Adder
 from .switch_packets import Array, Packets
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PacketEffects:
     """Effects of packets that have come: ``everybody`` gets the sums that they completed, their sender those that it asked for again."""
 
@@ -126,4 +126,4 @@ class Slots:
                 sums = self._adder.read(some) if values else None
                 if copied and sums is not None:
                     sums = sums.copy()
-                yield Packets(packets.slots[mask], packets.rounds[mask], self._side[some], sums)
+                yield Packets(slots=packets.slots[mask], rounds=packets.rounds[mask], sides=self._side[some], values=sums)

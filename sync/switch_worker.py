@@ -181,11 +181,13 @@ class Worker:
         self._due[slots] = now + np.minimum(self._timer.seconds * 2.0 ** np.minimum(self._tries[slots] - 1, 10), _MOST_TIMEOUT)
         full, bare = slots[self._has_values[slots]], slots[~self._has_values[slots]]
         kinds = ((full, self._values[full]), (bare, None))
-        return [Packets(some, self._rounds[some], self._sides[some], values) for some, values in kinds if len(some)]
+        return [
+            Packets(slots=some, rounds=self._rounds[some], sides=self._sides[some], values=values) for some, values in kinds if len(some)
+        ]
 
     def _send(self, slots: Array, sides: Array, values: Array | None, now: float) -> Packets:
         self._open[slots], self._tries[slots], self._sent[slots], self._due[slots] = True, 1, now, now + self._timer.seconds
         self._sides[slots], self._has_values[slots] = sides, values is not None
         if values is not None:
             self._values[slots] = values
-        return Packets(slots, self._rounds[slots], sides, values)
+        return Packets(slots=slots, rounds=self._rounds[slots], sides=sides, values=values)

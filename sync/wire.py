@@ -97,10 +97,10 @@ def decode(message: torch.Tensor, rows: int, width: int, dtype: torch.dtype) -> 
     values = matrix(message[_values_at(chosen, rows, count) :], dtype, count, width)
     at = message[HEADER : HEADER + _index_size(chosen, rows, count)]
     if chosen == "bitmap":
-        return SparseRows(rows, unpack(at, rows), values)
+        return SparseRows(rows=rows, indices=unpack(at, rows), values=values)
     if chosen == "dense":
-        return SparseRows(rows, torch.arange(rows, device=message.device), values)
-    return SparseRows(rows, at.view(torch.int32 if index_bytes(rows) == 4 else torch.int64).long(), values)
+        return SparseRows(rows=rows, indices=torch.arange(rows, device=message.device), values=values)
+    return SparseRows(rows=rows, indices=at.view(torch.int32 if index_bytes(rows) == 4 else torch.int64).long(), values=values)
 
 
 def decode_like(message: torch.Tensor, gradient: SparseRows) -> SparseRows:

@@ -57,7 +57,7 @@ def _pull(own: SparseRows, partition: HashPartition, exchange: Exchange) -> Spar
     """Bitmaps go ahead of the values: where each unit lies in the result is known before the last values come."""
     width, dtype = own.width, own.values.dtype
     sizes = [partition.size(part) for part in range(partition.parts)]
-    head = wire.encode(SparseRows(own.rows, own.indices, own.values[:, :0]), ("bitmap", "coo"))
+    head = wire.encode(SparseRows(rows=own.rows, indices=own.indices, values=own.values[:, :0]), ("bitmap", "coo"))
     positions: dict[int, torch.Tensor] = {}
     waiting: dict[int, torch.Tensor] = {}
     unit = width * dtype.itemsize
@@ -74,4 +74,4 @@ def _pull(own: SparseRows, partition: HashPartition, exchange: Exchange) -> Spar
             values = torch.empty(len(indices), width, dtype=dtype, device=own.values.device)
         for arrived in list(waiting):
             values.index_copy_(0, places[arrived], waiting.pop(arrived))
-    return SparseRows(partition.rows, indices, values)
+    return SparseRows(rows=partition.rows, indices=indices, values=values)

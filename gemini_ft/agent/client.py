@@ -51,7 +51,7 @@ class AgentClient:
     def __init__(self, run: str, host: str, hello: Hello, on_event: Callable[[ToWorker], None], timeout: float) -> None:
         self._run, self._host, self.on_event, self._timeout = run, host, on_event, timeout
         self.sock = watchdog.connect(run, host, hello.agent_timeout)
-        self._agent, self._pulse = lifecycle.AgentProcess.of(self.sock), watchdog.Pulse(hello.agent_timeout)
+        self._agent, self._pulse = lifecycle.AgentProcess.of(self.sock), watchdog.Pulse(timeout=hello.agent_timeout)
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, lifecycle.timeval(timeout))
         self._calls: dict[int, queue.SimpleQueue[tuple[Answer, list[int]] | None]] = {}  # number -> where its answer is waited for
         self._numbers = itertools.count(1)

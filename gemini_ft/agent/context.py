@@ -114,7 +114,7 @@ class StreamContext:
         self.name, self.run, self.perform, self.report = name, run, perform, report
         self.spec: SessionSpec | None = None
         self.encrypt = True
-        self.host = Host(run.host)
+        self.host = Host(name=run.host)
         self.workers: dict[int, WorkerConnection] = {}
         self.custodians = Custodians(self.workers.values)
         self.slot_store = SlotStore(self.host, run.budget, self.log, self.custodians.take_back, run.files)

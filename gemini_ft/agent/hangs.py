@@ -17,7 +17,7 @@ _DEFAULT = 300.0  # seconds
 _MEDIANS = 10
 
 
-@dataclass
+@dataclass(kw_only=True)
 class HangDetector:
     """Judges one worker. Times in seconds on any one clock; a limit of 0 is never reached.
 

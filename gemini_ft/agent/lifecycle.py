@@ -103,7 +103,7 @@ def timeval(seconds: float) -> bytes:
     return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
-@dataclass
+@dataclass(kw_only=True)
 class AgentProcess:
     """The process at the other end of a connection to the agent's socket."""
 
@@ -115,8 +115,8 @@ class AgentProcess:
     def of(cls, sock: socket.socket) -> AgentProcess:
         pid, _ = credentials(sock)
         with contextlib.suppress(OSError):  # it has just died, or its namespace hides it
-            return cls(pid, os.pidfd_open(pid))
-        return cls(pid)
+            return cls(pid=pid, pidfd=os.pidfd_open(pid))
+        return cls(pid=pid)
 
     def ended(self, seconds: float = 0.0) -> bool:
         """Whether the process is dead, or dies within that time."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from gemini_ft.agent.callers import Callers
 from gemini_ft.agent.commit.collector import CollectorPort
@@ -154,8 +155,8 @@ def _book(context: StreamContext, spec: SessionSpec, storing: Storing | None, be
     start, last = spec.resumed.iteration if spec.resumed else 0, began
     if (stored := storing.uploader.stored) is not None and stored[0].incarnation == spec.incarnation:
         start, last = max(start, stored[0].iteration), max(began, time.monotonic() - max(0.0, time.time() - stored[1]))
-    every_steps, every_seconds = spec.storage.get("every_steps"), spec.storage.get("every_seconds")
-    cadence = Cadence(every_steps, every_seconds, start, last, storing.uploader.config.at_end)  # type: ignore[arg-type]
+    due: dict[str, Any] = {name: spec.storage.get(name) for name in ("every_steps", "every_seconds")}
+    cadence = Cadence(**due, last_iteration=start, last_time=last, at_end=storing.uploader.config.at_end)
     book = Ledger(context.host.holders, context.host.committed, spec.replica_timeout, cadence)
     book.obstacle = "storage has not been looked through yet"
     return book

@@ -284,11 +284,11 @@ class Stream:
         context.slot_store.sync_headers()
         for effect in effects:
             match effect:
-                case Grant(owner, slot, version):
+                case Grant(owner=owner, slot=slot, version=version):
                     context.slot_store.memory[owner, slot].clear()
                     if owner in context.workers:
                         context.workers[owner].send(Granted(iteration=version.iteration, slot=slot))
-                case Send(owner, slot, version, peer):
+                case Send(owner=owner, slot=slot, version=version, peer=peer):
                     self.session.outbound.send(owner, version, slot, context.slot_store.memory[owner, slot], peer)
                 case CancelSend(owner, version, peer):
                     self.session.outbound.cancel(owner, version, peer)
@@ -297,13 +297,13 @@ class Stream:
                 case Withdraw(owner, version):
                     if owner in context.workers:
                         context.workers[owner].send(Abort(version, "withdrawn"))
-                case Upload(owner, slot, version):
+                case Upload(owner=owner, slot=slot, version=version):
                     assert self.session.storing is not None
                     self.session.storing.upload(owner, slot, version)
                 case Lacking(owner, version):
                     assert self.session.storing is not None
                     self.session.storing.lacks(owner, version)
-                case Free(owner, slot):
+                case Free(owner=owner, slot=slot):
                     context.slot_store.free(owner, slot)
                 case Damaged(owner, version):
                     context.note_damage(owner, version)
@@ -333,7 +333,7 @@ class Stream:
         """Carries out a decision of the leader."""
         context, host = self.context, self.context.host
         match message:
-            case Commit(version, freeze, roots=roots, agreed=agreed):
+            case Commit(version=version, freeze=freeze, roots=roots, agreed=agreed):
                 context.counters["committed"] += 1
                 if context.measures is not None:
                     context.measures.committed(version.iteration)
@@ -344,7 +344,7 @@ class Stream:
                 context.counters["aborted"] += version not in host.aborted  # it is repeated for workers that may not have heard it
                 self.perform(host.on_abort(version))
                 context.tell_workers(message)
-            case Holders(epoch, excluded, newly):
+            case Holders(epoch=epoch, excluded=excluded, newly=newly):
                 self._holders_changed(epoch, sorted(excluded), sorted(newly))
             case Thaw(version, error, unclear):
                 context.counters["failed_uploads" if error else "uploads"] += 1
@@ -354,7 +354,7 @@ class Stream:
                 self.session.outbound.pacing.paced(interval)
                 context.log(f"a snapshot every {interval} steps: {why}")
                 context.tell_workers(message)
-            case Fatal(error, text):
+            case Fatal(error=error, text=text):
                 context.log(text)
                 context.tell_workers(Failed(error=error, text=text, fatal=True))
             case Notice(text=text):

@@ -369,7 +369,9 @@ class Uploader:
         """
         spec = self._spec
         newest = Version(spec.incarnation, sys.maxsize)
-        this = Sighting("", newest, "torn", Descent(tuple(spec.lineage), frozenset(spec.overtaken), frozenset(spec.aside)))
+        this = Sighting(
+            "", newest, "torn", Descent(lineage=tuple(spec.lineage), overtaken=frozenset(spec.overtaken), aside=frozenset(spec.aside))
+        )
         try:
             await asyncio.to_thread(self._retention.tidy, this)
         except Exception as error:  # a fault of ours must not leave storage unused for ever without a word

@@ -36,7 +36,7 @@ _BATCH = 100  # descriptors beside one message; the kernel takes 253
 _SLOT, _IDENTITY = re.compile(f"/memfd:gemini:|{slot_files.SLOT}"), re.compile(f"/memfd:gemini-agent|{slot_files.IDENTITY}")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LeftMemory:
     """The memory that an agent leaves behind: descriptors of this process, to be closed."""
 
@@ -145,7 +145,7 @@ def connect(run: str, host: str, patience: float = 0.0) -> socket.socket:
     deadline = time.monotonic() + START_TIMEOUT + patience
     while time.monotonic() < deadline:
         if (sock := lifecycle.try_connect(run, host)) is not None:
-            answer = _asked(sock, Pulse(patience)) if patience else True
+            answer = _asked(sock, Pulse(timeout=patience)) if patience else True
             if answer:
                 return sock
             if answer is None:
@@ -221,7 +221,7 @@ def _hand_over(sock: socket.socket, estate: LeftMemory) -> None:
         fds, shared = estate.slots[at : at + _BATCH], estate.shared[at : at + _BATCH]
         socket.send_fds(sock, [pack(Adopt(count=len(fds), shared=shared))], fds)
     if estate.slots:
-        _asked(sock, Pulse(START_TIMEOUT))
+        _asked(sock, Pulse(timeout=START_TIMEOUT))
 
 
 def replace(run: str, host: str, listener: lifecycle.AgentProcess, why: str) -> bool:
@@ -249,7 +249,7 @@ def replace(run: str, host: str, listener: lifecycle.AgentProcess, why: str) -> 
 # -- noticing
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Pulse:
     """Counts looks without a sign of life from an agent, rather than time: the process that looks may have been stopped itself."""
 
@@ -283,7 +283,7 @@ class AgentWatch(threading.Thread):
 
     def __init__(self, run: str, host: str, timeout: float) -> None:
         super().__init__(name="gemini-agent-watch", daemon=True)
-        self._run_id, self._host, self.pulse = run, host, Pulse(timeout)
+        self._run_id, self._host, self.pulse = run, host, Pulse(timeout=timeout)
         self._over = threading.Event()
 
     def stop(self) -> None:

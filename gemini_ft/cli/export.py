@@ -45,7 +45,7 @@ def command(arguments: Sequence[str]) -> int:
     endpoint = options.endpoint_url or (config.storage.endpoint_url if config.storage is not None else None)
     with contextlib.closing(_find(step, options, config)) as checkpoint:
         name = {"lightning": f"step-{checkpoint.step}.ckpt", "safetensors": "model.safetensors"}.get(options.format)
-        target = {"dcp": DCP, "deepspeed": DEEPSPEED}.get(options.format, Target(name))
+        target = {"dcp": DCP, "deepspeed": DEEPSPEED}.get(options.format, Target(name=name))
         with staged(options.to, target, options.overwrite, endpoint) as folder:
             with _refusing_nonsense(checkpoint):
                 write = {"dcp": formats.write_dcp, "lightning": formats.write_lightning, "safetensors": formats.write_safetensors}

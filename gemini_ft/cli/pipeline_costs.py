@@ -33,7 +33,7 @@ _SWITCHED: dict[str, tuple[int, Callable[[int, Link], float]]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cost:
     """The cost of one rule in one step.
 
@@ -55,7 +55,7 @@ class Cost:
     bf16_seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One parameter, and how its gradient is synchronised."""
 
@@ -68,7 +68,7 @@ class Row:
     group: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CostScenario:
     """A pipeline applied to a model: ``ranks`` of them, ``rate`` in bits per second and direction.
 
@@ -109,14 +109,29 @@ def describe(model: nn.Module, rules: Rules, ranks: int, rate: float, latency: f
         groups = [[by_name[name] for name in group.names] for group in plan.groups if group.rule == number]
         costs.append(_cost(number, rule_at(rules, number), groups, dtypes, ranks, rate))
     rows = [_row(tensor, rule_at(rules, tensor.rule), group_of[tensor.name]) for tensor in tensors]
-    elements, link = sum(tensor.nbytes // tensor.itemsize for tensor in tensors), Link(latency, 8 / rate)
-    patterns = textbook(ranks, 4 * elements, link), switched(ranks, elements, link)
-    return CostScenario(ranks, rate, latency, tuple(rows), tuple(costs), *patterns)
+    elements, link = sum(tensor.nbytes // tensor.itemsize for tensor in tensors), Link(alpha=latency, beta=8 / rate)
+    return CostScenario(
+        ranks=ranks,
+        rate=rate,
+        latency=latency,
+        parameters=tuple(rows),
+        rules=tuple(costs),
+        dense=textbook(ranks, 4 * elements, link),
+        switched=switched(ranks, elements, link),
+    )
 
 
 def _row(tensor: Tensor, rule: Rule, group: int) -> Row:
     number = None if tensor.rule == NO_RULE else tensor.rule + 1
-    return Row(tensor.name, tensor.shape, number, rule.sync.scheme, _method(rule.compress), _feedback(rule.compress), group)
+    return Row(
+        parameter=tensor.name,
+        shape=tensor.shape,
+        rule=number,
+        sync=rule.sync.scheme,
+        compression=_method(rule.compress),
+        error_feedback=_feedback(rule.compress),
+        group=group,
+    )
 
 
 def _method(compress: Compression | None) -> str:
@@ -146,11 +161,11 @@ def _cost(number: int, rule: Rule, groups: Sequence[Sequence[Tensor]], dtypes: M
     through = _SWITCHED.get(rule.sync.scheme) if ranks > 1 and rule.compress is None else None
     if through is not None:  # each rank sends once and receives once, at the same time
         wire = through[0] * elements or dense
-        seconds: float | None = through[1](wire, Link(0.0, 8 / rate))
+        seconds: float | None = through[1](wire, Link(alpha=0.0, beta=8 / rate))
     else:
         seconds = None if wire is None else _seconds(primitive, wire, ranks, rate)
-    plain = [_seconds(Primitive.ALL_REDUCE, size * elements, ranks, rate) for size in (4, 2)]
-    return Cost(name, dense, wire, by, seconds, *plain)
+    fp32, bf16 = (_seconds(Primitive.ALL_REDUCE, size * elements, ranks, rate) for size in (4, 2))
+    return Cost(rule=name, dense_bytes=dense, wire_bytes=wire, by=by, seconds=seconds, fp32_seconds=fp32, bf16_seconds=bf16)
 
 
 def _wire(

@@ -9,7 +9,7 @@ from gemini_ft.core.rounds import Pair
 from gemini_ft.core.versions import Version
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Commit:
     """A decision: ``version`` is complete at every holder that counts. ``freeze``: upload it."""
 
@@ -28,7 +28,7 @@ class Abort:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Holders:
     """A decision: the holder set has changed; these pairs do not count until they have caught up."""
 
@@ -57,7 +57,7 @@ class Thaw:
     unclear: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fatal:
     """A decision: the job must not go on; ``text`` is the error that every rank raises."""
 
@@ -68,7 +68,7 @@ class Fatal:
 Decision = Commit | Abort | Holders | WriteManifest | Thaw | Fatal
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Cadence:
     """The rhythm of uploads: every few iterations, or every few seconds. Never two at once."""
 

@@ -21,7 +21,7 @@ _MOST = 8  # times the first patience, where agents are replaced one after the o
 _CALM = 60  # times the first patience without a replacement, after which patience is what it was
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Trial:
     """The looks since the first one that counted against the agent.
 
@@ -99,7 +99,7 @@ class Diligence:
                 trial.others, trial.looked = trial.others + 1, now
             return False
         if trial is None:
-            self._trial = _Trial(now, work(), now)
+            self._trial = _Trial(began=now, work=work(), looked=now)
             return False
         trial.late, trial.owed, trial.looked = trial.late + 1, trial.owed + now - max(asked, trial.looked), now
         if now - trial.began < self.patience:
@@ -109,5 +109,5 @@ class Diligence:
             return False
         if (worked := work()) is None or worked - trial.work >= trial.owed / 2:
             return False
-        self._trial = _Trial(now, worked, now)  # of the same agent, where it cannot be replaced
+        self._trial = _Trial(began=now, work=worked, looked=now)  # of the same agent, where it cannot be replaced
         return True

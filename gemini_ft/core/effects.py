@@ -9,7 +9,7 @@ from gemini_ft.core.versions import Version
 from gemini_ft.errors import PeerError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Completed:
     """A report: ``host`` holds every byte of ``owner``'s shard of ``version``, verified."""
 
@@ -21,7 +21,7 @@ class Completed:
     root: str = ""  # of the copy, formed by its host (gemini_ft.core.roots)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Copies:
     """Several `Completed` of one host in one message, alike in all but owner and root."""
 
@@ -33,10 +33,13 @@ class Copies:
 
     def each(self) -> list[Completed]:
         """The reports one by one."""
-        return [Completed(owner, self.host, self.version, self.layout, self.digest, root) for owner, root in self.roots.items()]
+        return [
+            Completed(owner=owner, host=self.host, version=self.version, layout=self.layout, digest=self.digest, root=root)
+            for owner, root in self.roots.items()
+        ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Gathered:
     """`Copies` of several hosts that have all they are to hold, alike in version, layout, digest and the length of their roots."""
 
@@ -66,7 +69,7 @@ class Gathered:
             if rest or not size:
                 raise PeerError(f"{len(text)} characters are not the roots of the {len(held.get(host, ()))} copies on host {host!r}")
             roots = {owner: text[at * size : (at + 1) * size] for at, owner in enumerate(held[host])}
-            out.append(Copies(host, self.version, self.layout, self.digest, roots))
+            out.append(Copies(host=host, version=self.version, layout=self.layout, digest=self.digest, roots=roots))
         return out
 
 
@@ -106,7 +109,7 @@ class _OfVersion:
     version: Version
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _OfSlot:
     owner: int
     slot: int
@@ -150,7 +153,7 @@ class Lacking(_OfVersion):
     """An effect: the version is to be uploaded, and its owner's host has no copy; the upload cannot become whole."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Free:
     """An effect: the slot's memory is not needed any more."""
 

@@ -46,7 +46,7 @@ def daly_interval(cost: float, between_failures: float) -> float:
     return sqrt(2 * cost * between_failures) * (1 + sqrt(part) / 3 + part / 9) - cost
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """A job, the machines under it, and what befalls them. Bytes, bits per second, seconds."""
 
@@ -133,7 +133,7 @@ class RunOutcome:
     from_storage: int = 0  # failures that memory did not survive
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Forecast:
     """Many runs of both ways; seconds."""
 
@@ -168,7 +168,7 @@ def quantile(ordered: Sequence[float], q: float) -> float:
 def forecast(cluster: Cluster, days: float = 30.0, runs: int = 20, seed: int = 1) -> Forecast:
     """Lets both ways of checkpointing meet the same failures, ``runs`` times."""
     holders = _holders(cluster)
-    out = Forecast(days, [], [])
+    out = Forecast(days=days, memory=[], storage=[])
     for run in range(runs):
         failures = list(draw(cluster, days * DAY, Random(f"{seed}/{run}")))
         out.memory.append(in_memory(cluster, failures, days * DAY, holders))

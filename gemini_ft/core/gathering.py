@@ -56,7 +56,10 @@ class Bundles:
             for report in self._waiting[version]:
                 out.setdefault((version, report.layout, report.digest), {})[report.owner] = report.root
         self._waiting.clear()
-        return [Copies(self._host, version, layout, digest, roots) for (version, layout, digest), roots in out.items()]
+        return [
+            Copies(host=self._host, version=version, layout=layout, digest=digest, roots=roots)
+            for (version, layout, digest), roots in out.items()
+        ]
 
     @property
     def waiting(self) -> bool:
@@ -177,7 +180,7 @@ class Gathering:
                 continue
             key = (copies.version, copies.layout, copies.digest, sizes.pop())
             if key not in together:
-                out.append(Gathered(*key[:3], together.setdefault(key, {})))
+                out.append(Gathered(version=copies.version, layout=copies.layout, digest=copies.digest, roots=together.setdefault(key, {})))
             together[key][copies.host] = "".join([copies.roots[owner] for owner in sorted(copies.roots)])
         self._waiting.clear()
         return out

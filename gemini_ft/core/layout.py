@@ -38,7 +38,7 @@ ITEMSIZES: Mapping[str, int] = {
 _NAMED = 5  # differences spelled out in an error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TensorSpec:
     """One tensor as one rank sees it.
 
@@ -71,7 +71,7 @@ class TensorSpec:
         return self.numel * ITEMSIZES[self.dtype]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Piece:
     """Elements ``start:stop`` of one flattened tensor, at byte ``offset`` of its owner's shard.
 
@@ -155,7 +155,7 @@ class Layout:
         return layout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Read:
     """Bytes ``offset:offset + nbytes`` of ``owner``'s shard are elements ``start:stop`` of the local tensor ``name``."""
 
@@ -186,7 +186,19 @@ def build_layout(specs: Sequence[TensorSpec], rank: int, world_size: int) -> Lay
     for changing, group in sorted(lines):
         for spec, start, stop in _share(lines[changing, group], group.index(rank), len(group)):
             nbytes = (stop - start) * ITEMSIZES[spec.dtype]
-            pieces.append(Piece(spec.name, spec.dtype, spec.shape, start, stop, offset, nbytes, group, spec.logical))
+            pieces.append(
+                Piece(
+                    name=spec.name,
+                    dtype=spec.dtype,
+                    shape=spec.shape,
+                    start=start,
+                    stop=stop,
+                    offset=offset,
+                    nbytes=nbytes,
+                    group=group,
+                    logical=spec.logical,
+                )
+            )
             offset += _aligned(nbytes)
     return Layout(tuple(pieces), offset, logical_hash(specs), world_size, tuple(group for _, group in lines))
 
@@ -212,7 +224,7 @@ def stored_specs(rank: int, layouts: Mapping[int, Layout]) -> list[TensorSpec]:
     ``layouts`` must have those of all the `Layout.owners` of the rank's own layout.
     """
     firsts = (held[0][1] for _, held in sorted(_stored(rank, layouts).items()))
-    return [TensorSpec(piece.name, piece.dtype, piece.shape, piece.group, piece.logical) for piece in firsts]
+    return [TensorSpec(name=piece.name, dtype=piece.dtype, shape=piece.shape, group=piece.group, logical=piece.logical) for piece in firsts]
 
 
 def plan_reads(specs: Sequence[TensorSpec], rank: int, layouts: Mapping[int, Layout]) -> list[Read]:
@@ -234,7 +246,12 @@ def plan_reads(specs: Sequence[TensorSpec], rank: int, layouts: Mapping[int, Lay
     stored = _stored(rank, layouts)
     if differing := list(_differences(specs, stored)):
         raise LayoutMismatchError(_explain(differing))
-    reads = [Read(owner, p.offset, p.nbytes, p.name, p.start, p.stop) for held in stored.values() for owner, p in held if p.nbytes]
+    reads = [
+        Read(owner=owner, offset=p.offset, nbytes=p.nbytes, name=p.name, start=p.start, stop=p.stop)
+        for held in stored.values()
+        for owner, p in held
+        if p.nbytes
+    ]
     return sorted(reads, key=lambda read: (read.owner, read.offset))
 
 
@@ -281,7 +298,17 @@ def _check_specs(specs: Sequence[TensorSpec], rank: int, world_size: int) -> Non
 def _piece(groups: Sequence[tuple[int, ...]], row: tuple[Any, ...]) -> Piece:
     name, dtype, shape, start, stop, offset, group, logical = row
     _require(_whole((group,)), "groups")
-    return Piece(name, dtype, shape, start, stop, offset, (stop - start) * ITEMSIZES[dtype], groups[group], logical)
+    return Piece(
+        name=name,
+        dtype=dtype,
+        shape=shape,
+        start=start,
+        stop=stop,
+        offset=offset,
+        nbytes=(stop - start) * ITEMSIZES[dtype],
+        group=groups[group],
+        logical=logical,
+    )
 
 
 def _check_layout(layout: Layout) -> None:

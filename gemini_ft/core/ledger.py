@@ -200,7 +200,7 @@ class Ledger:
                 if root:
                     self.roots.setdefault(owner, root)
         if newest is not None and (lacks or not committed == before == newest):
-            commits.append(Commit(newest, False, self._digest_at(newest, now), self.roots))
+            commits.append(Commit(version=newest, freeze=False, digest_at=self._digest_at(newest, now), roots=self.roots))
         return [*commits, *(Abort(version, reason) for version, reason in sorted(self.aborted.items()))]
 
     def addressed(self, commit: Commit, host: str) -> Commit:
@@ -253,14 +253,18 @@ class Ledger:
         if version is None or version != self.committed or self.uploading is not None:
             return []
         self._begin(version, now)
-        return [Commit(version, True, self._digest_at(version, now), self.roots)]
+        return [Commit(version=version, freeze=True, digest_at=self._digest_at(version, now), roots=self.roots)]
 
     def upload_soon(self, now: float) -> list[Decision]:
         """Makes the next version due for storage; the ranks hear that from now on they must add digests."""
         if self._cadence is None:
             return []
         self._cadence.hurried = True
-        return [Commit(self.committed, False, self._digest_at(self.committed, now), self.roots)] if self.committed is not None else []
+        return (
+            [Commit(version=self.committed, freeze=False, digest_at=self._digest_at(self.committed, now), roots=self.roots)]
+            if self.committed is not None
+            else []
+        )
 
     @property
     def unstored(self) -> str:
@@ -275,7 +279,7 @@ class Ledger:
         if self.committed is None or self.uploading is not None or not self.unstored or self.obstacle:
             return []
         self.uploading, self._records, self._has_uploaded = self.committed, {}, True
-        return [Commit(self.committed, freeze=True)]
+        return [Commit(version=self.committed, freeze=True)]
 
     def note_unstored(self, error: str) -> None:
         """Records that the last upload under the ledger before this one has failed."""
@@ -308,17 +312,17 @@ class Ledger:
 
     def _epoch(self, newly: frozenset[Pair]) -> Holders:
         self.epoch += 1
-        return Holders(self.epoch, frozenset(self.excluded), newly)
+        return Holders(epoch=self.epoch, excluded=frozenset(self.excluded), newly=newly)
 
     def _conflict(self, current: Round) -> Fatal:
         if len(by_layout := current.by_label(0)) > 1:
             text = "; ".join(f"ranks {ranks} have layout {layout}" for layout, ranks in by_layout.items())
             problem = f"ranks disagree on names, dtypes, shapes or frozenness of the state: {text}; build the same model on every rank"
-            return Fatal("LayoutMismatchError", problem)
+            return Fatal(error="LayoutMismatchError", text=problem)
         text = "; ".join(f"ranks {ranks} have {digest}" for digest, ranks in current.by_label(1).items())
         return Fatal(
-            "ReplicaDivergedError",
-            f"state that must be the same on all ranks differs: {text}; a restored state would be one that no rank ever had. "
+            error="ReplicaDivergedError",
+            text=f"state that must be the same on all ranks differs: {text}; a restored state would be one that no rank ever had. "
             "Look for updates that depend on the rank, or for gradients that were not reduced.",
         )
 
@@ -330,7 +334,7 @@ class Ledger:
         self._judged, self._doubtful = version, {host for _, host in self.excluded}
         self._joined_at = {host: newest for host, newest in self._joined_at.items() if newest >= version}
         self.roots = roots
-        return [Commit(version, self._freeze(version, compared, now), self._digest_at(version, now), roots)]
+        return [Commit(version=version, freeze=self._freeze(version, compared, now), digest_at=self._digest_at(version, now), roots=roots)]
 
     def _digest_at(self, version: Version, now: float) -> int | None:
         return self._cadence.next_iteration(version.iteration, now) if self._cadence else None

@@ -43,7 +43,7 @@ from gemini_ft.core.versions import Incarnation, Version
 NO_ROOTS: Mapping[int, str] = MappingProxyType({})
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Host:
     """The part of one host in one stream: the shards its ranks own, and the replicas it holds for others."""
 
@@ -200,7 +200,7 @@ class Host:
         if damaged := self._discard_damaged():  # it was committed meanwhile without this copy
             return damaged
         self.details[owner, version] = (layout, digest)
-        return [Tell(Completed(owner, self.name, version, layout, digest, root))]
+        return [Tell(Completed(owner=owner, host=self.name, version=version, layout=layout, digest=digest, root=root))]
 
     def send_again(self, owner: int) -> list[Effect]:
         """Sends what a local worker had copied with the agent before this one: it may not have reached all peers.
@@ -330,7 +330,7 @@ class Host:
         for owner, slots in self.shards.items():
             still = [s for s in slots.slots.values() if s.state in (SlotState.EMPTY, SlotState.COMPLETE) and not s.readers and not s.frozen]
             spare = [slot for slot in still if slot.version is None or slot.version != slots.committed]
-            effects += [Free(owner, slot.index) for slot in spare]
+            effects += [Free(owner=owner, slot=slot.index) for slot in spare]
             for slot in spare:
                 del slots.slots[slot.index]
         return effects
@@ -357,7 +357,9 @@ class Host:
         out: list[Report] = [Skipped(owner, version, "repeated") for owner, version in self.skipped.items()]
         for owner, slots in self.shards.items():
             above = [(slot.version, slot.root) for slot in slots.undecided() if slot.version and slot.state is SlotState.COMPLETE]
-            out += [Completed(owner, self.name, version, *self.details.get((owner, version), ("", "")), root) for version, root in above]
+            for version, root in above:
+                layout, digest = self.details.get((owner, version), ("", ""))
+                out.append(Completed(owner=owner, host=self.name, version=version, layout=layout, digest=digest, root=root))
         return sorted(out, key=lambda report: report.version)
 
     # -- inside
@@ -396,13 +398,13 @@ class Host:
         if (slot := slots.begin(version)) is None:
             return []
         del self.waiting[owner]
-        return [Grant(owner, slot.index, version), *self._sends(owner, slot, version)]
+        return [Grant(owner=owner, slot=slot.index, version=version), *self._sends(owner, slot, version)]
 
     def _sends(self, owner: int, slot: Slot, version: Version) -> list[Effect]:
         """Sends a slot to the peers to which it is not on its way yet."""
         peers = [peer for peer in self.holders.get(owner, ()) if peer != self.name and f"send:{peer}" not in slot.readers]
         slot.readers.update(f"send:{peer}" for peer in peers)
-        return [Send(owner, slot.index, version, peer) for peer in peers]
+        return [Send(owner=owner, slot=slot.index, version=version, peer=peer) for peer in peers]
 
     def _settle_torn(self, owner: int) -> None:
         """Records that the local worker does not write into the slots of aborted versions any more."""
@@ -424,7 +426,7 @@ class Host:
         if chosen is None:
             return []
         chosen.frozen = True
-        return [Upload(owner, chosen.index, version)]
+        return [Upload(owner=owner, slot=chosen.index, version=version)]
 
     def _cancel_sends(self, owner: int, version: Version) -> list[Effect]:
         slot = self.slots(owner).find(version)
@@ -432,4 +434,4 @@ class Host:
         return [CancelSend(owner, version, peer) for peer in self.holders.get(owner, ()) if f"send:{peer}" in readers]
 
     def _reap(self, owner: int) -> list[Effect]:
-        return [Free(owner, slot.index) for slot in self.slots(owner).reap()]
+        return [Free(owner=owner, slot=slot.index) for slot in self.slots(owner).reap()]

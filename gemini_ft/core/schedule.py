@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 OVERFLOW = -1  # the span of chunks for which there is no room
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LinkCost:
     """The cost of one message: ``alpha`` seconds, and its bytes at ``bandwidth`` bytes per second."""
 
@@ -38,7 +38,7 @@ class LinkCost:
         return max(0, math.floor((seconds - self.alpha) * self.bandwidth))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Transfer:
     """The data that has to travel once per snapshot.
 
@@ -70,7 +70,7 @@ class Transfer:
         return self.buffer_bytes // self.parts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ScheduledChunk:
     """Bytes ``offset:offset + nbytes`` of the shard, to peer number ``copy``, in span number ``span`` (or `OVERFLOW`)."""
 
@@ -80,7 +80,7 @@ class ScheduledChunk:
     nbytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """All chunks of one snapshot, in the order in which they travel.
 
@@ -119,16 +119,20 @@ def schedule(spans: Sequence[float], transfer: Transfer, link: LinkCost) -> Sche
     for index, seconds in enumerate(spans):
         left = budget = transfer.gamma * seconds
         while (size := rest(link.carries(left))) > 0:
-            chunks.append(ScheduledChunk(index, *divmod(at, transfer.nbytes), size))
+            copy, offset = divmod(at, transfer.nbytes)
+            chunks.append(ScheduledChunk(span=index, copy=copy, offset=offset, nbytes=size))
             at += size
             left -= link.seconds(size)
         used.append(budget - left)
     overflow = list[ScheduledChunk]()
     while size := rest(total):
-        overflow.append(ScheduledChunk(OVERFLOW, *divmod(at, transfer.nbytes), size))
+        copy, offset = divmod(at, transfer.nbytes)
+        overflow.append(ScheduledChunk(span=OVERFLOW, copy=copy, offset=offset, nbytes=size))
         at += size
     late = sum(link.seconds(chunk.nbytes) for chunk in overflow)
-    return Schedule((*chunks, *overflow), tuple(used), sum(chunk.nbytes for chunk in overflow), late)
+    return Schedule(
+        chunks=(*chunks, *overflow), used=tuple(used), overflow_bytes=sum(chunk.nbytes for chunk in overflow), overflow_seconds=late
+    )
 
 
 def steps_per_snapshot(spans: Sequence[float], transfer: Transfer, link: LinkCost, most: int = 1000) -> int:

@@ -27,7 +27,7 @@ class SlotState(StrEnum):
     COMPLETE = "complete"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Slot:
     """Memory for one iteration of one shard."""
 
@@ -55,13 +55,13 @@ class SlotSet:
     def add(self, count: int) -> list[Slot]:
         """Puts ``count`` fresh slots into the rotation."""
         first = max(self.slots, default=-1) + 1
-        fresh = [Slot(index) for index in range(first, first + count)]
+        fresh = [Slot(index=index) for index in range(first, first + count)]
         self.slots.update((slot.index, slot) for slot in fresh)
         return fresh
 
     def adopt(self, index: int, version: Version | None, root: str = "") -> Slot:
         """Takes over a slot found in memory: COMPLETE with ``version``, or EMPTY."""
-        slot = Slot(index, SlotState.COMPLETE if version else SlotState.EMPTY, version, root=root)
+        slot = Slot(index=index, state=SlotState.COMPLETE if version else SlotState.EMPTY, version=version, root=root)
         self.slots[index] = slot
         return slot
 

@@ -26,7 +26,7 @@ _OVERDUE = 0.05  # seconds by which a span may exceed its profile before the pro
 _FALLS = 2  # reports in a row after which an interval that is longer than needed is shortened
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Moment:
     """A worker's present use of the network.
 
@@ -45,7 +45,7 @@ class Moment:
     waiting: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Collective:
     """One operation of the training. Times in seconds since its step began; ``end`` is that of the step where it went on."""
 
@@ -55,7 +55,7 @@ class Collective:
     end: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ObservedStep:
     """One step of the training, on one rank.
 
@@ -85,7 +85,7 @@ class ObservedStep:
         return spans
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Profile:
     """Steps whose collectives come in the same order.
 

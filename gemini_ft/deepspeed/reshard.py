@@ -55,7 +55,8 @@ class Cut:
         return cls(shapes, [Fragment(*fragment) for fragment in fragments])
 
 
-class Found(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
     """Elements ``start:stop`` of a parameter, or of state of its shape, at byte ``offset`` of an old rank's shard."""
 
     start: int
@@ -85,11 +86,11 @@ class OldShards:
                     self._add(owner, fragment, key, piece, shared=piece.shape != cuts[owner].shapes[fragment.master])
         for of_param in self._found.values():
             for places in of_param.values():
-                places.sort(key=lambda found: found[:4])
+                places.sort(key=lambda found: (found.start, found.stop, found.owner, found.offset))
 
     def _add(self, owner: int, fragment: Fragment, key: str, piece: Piece, shared: bool) -> None:
         if shared:
-            place = Found(piece.start, piece.stop, owner, piece.offset, piece)
+            place = Found(start=piece.start, stop=piece.stop, owner=owner, offset=piece.offset, piece=piece)
             places = self._scalars.setdefault(fragment.param, {}).setdefault(key, [])
             if not places or (
                 (places[0].piece.name, places[0].piece.group) == (piece.name, piece.group) and owner not in {p.owner for p in places}
@@ -101,7 +102,7 @@ class OldShards:
         if low < high:
             start, offset = fragment.start + low - fragment.offset, piece.offset + (low - piece.start) * ITEMSIZES[piece.dtype]
             places = self._found.setdefault(fragment.param, {}).setdefault(key, [])
-            places.append(Found(start, start + high - low, owner, offset, piece))
+            places.append(Found(start=start, stop=start + high - low, owner=owner, offset=offset, piece=piece))
 
     def state_of(self, param: str) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
         """Key -> kind of its tensor: state of the master's shape, or state that every fragment of a master shares."""
@@ -121,7 +122,10 @@ class OldShards:
 
     def shared(self, param: str, key: str, name: str) -> list[Read]:
         """The reads that fill the tensor ``name`` with state that every fragment of a master shares."""
-        return [Read(f.owner, f.offset, f.piece.nbytes, name, f.start, f.stop) for f in self._scalars[param][key]]
+        return [
+            Read(owner=f.owner, offset=f.offset, nbytes=f.piece.nbytes, name=name, start=f.start, stop=f.stop)
+            for f in self._scalars[param][key]
+        ]
 
     def reads(self, fragment: Fragment, key: str, name: str) -> list[Read]:
         """The reads that fill a new fragment.
@@ -140,7 +144,14 @@ class OldShards:
             if found.start <= at < high:
                 size, start = ITEMSIZES[found.piece.dtype], fragment.offset + at - fragment.start
                 reads.append(
-                    Read(found.owner, found.offset + (at - found.start) * size, (high - at) * size, name, start, start + high - at)
+                    Read(
+                        owner=found.owner,
+                        offset=found.offset + (at - found.start) * size,
+                        nbytes=(high - at) * size,
+                        name=name,
+                        start=start,
+                        stop=start + high - at,
+                    )
                 )
                 at = high
         if at < fragment.stop:
@@ -153,7 +164,7 @@ class OldShards:
 
 
 def _spec(piece: Piece) -> TensorSpec:
-    return TensorSpec(piece.name, piece.dtype, piece.shape, piece.group, piece.logical)
+    return TensorSpec(name=piece.name, dtype=piece.dtype, shape=piece.shape, group=piece.group, logical=piece.logical)
 
 
 def _by_master(layout: Layout, cut: Cut) -> dict[str, dict[str, Piece]]:

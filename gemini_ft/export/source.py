@@ -47,7 +47,7 @@ class StorageShard:
         """Does nothing: no resources are held open."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Checkpoint:
     """A checkpoint that can be read. Close it soon: in memory it takes a slot from the job until then.
 
@@ -130,7 +130,15 @@ def from_memory(
             "Take `latest`, or --from URL for what lies in storage"
         )
     version, shards = open_newest(memory, step)
-    return Checkpoint(memory.run, memory.stream, version, f"memory of run {memory.run}", shards, memory.secret, trust_pickle)
+    return Checkpoint(
+        run=memory.run,
+        stream=memory.stream,
+        version=version,
+        where=f"memory of run {memory.run}",
+        shards=shards,
+        secret=memory.secret,
+        trust_pickle=trust_pickle,
+    )
 
 
 def from_storage(
@@ -152,7 +160,16 @@ def from_storage(
         stack.enter_context(reading(storage, manifest.run, manifest.stream, manifest.version))
         shards = [StorageShard(storage, manifest, owner) for owner in range(manifest.world_size)]
         held = stack.pop_all()
-    return Checkpoint(manifest.run, manifest.stream, manifest.version, storage.url, shards, secret, trust_pickle, held)
+    return Checkpoint(
+        run=manifest.run,
+        stream=manifest.stream,
+        version=manifest.version,
+        where=storage.url,
+        shards=shards,
+        secret=secret,
+        trust_pickle=trust_pickle,
+        held=held,
+    )
 
 
 def _of_step(found: Sequence[CheckpointInfo], step: int | None, where: str) -> CheckpointInfo:

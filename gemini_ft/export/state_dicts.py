@@ -71,7 +71,10 @@ def _key(piece: Piece) -> str:
 
 def _reads(owner: int, layout: Layout, wanted: Mapping[str, torch.Tensor]) -> list[Read]:
     pieces = [piece for piece in layout.pieces if piece.nbytes and _key(piece) in wanted]
-    return [Read(owner, piece.offset, piece.nbytes, _key(piece), piece.start, piece.stop) for piece in pieces]
+    return [
+        Read(owner=owner, offset=piece.offset, nbytes=piece.nbytes, name=_key(piece), start=piece.start, stop=piece.stop)
+        for piece in pieces
+    ]
 
 
 def check_covered(pieces: Sequence[Piece]) -> None:
@@ -168,7 +171,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten().view(torch.uint8)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimizerState:
     """The state of one optimizer.
 
@@ -268,7 +271,13 @@ class State:
             state[label] |= {key: self._tensors[name] for key, name in shared.items()}
         names = {label: self._parameter(index, label) for label in labels}
         filled = {names[label]: values for label, values in state.items() if values}
-        return OptimizerState([names[label] for label in labels], saved["parameters per group"], saved["groups"], filled, saved["other"])
+        return OptimizerState(
+            names=[names[label] for label in labels],
+            sizes=saved["parameters per group"],
+            groups=saved["groups"],
+            state=filled,
+            other=saved["other"],
+        )
 
     def _parameter(self, index: int, label: str) -> str:
         """The parameter that a label stands for, as the model's state dict has it; one of no model keeps the label."""

@@ -75,7 +75,13 @@ class Engine:
         """Every tensor that one rank had for itself, unchanged."""
         pieces = [piece for piece in self._shards[owner].layout.pieces if len(piece.group) == 1]
         tensors = {piece.name: torch.empty(piece.shape, dtype=getattr(torch, piece.dtype)) for piece in pieces}
-        self._fill([Read(owner, piece.offset, piece.nbytes, piece.name, piece.start, piece.stop) for piece in pieces], tensors)
+        self._fill(
+            [
+                Read(owner=owner, offset=piece.offset, nbytes=piece.nbytes, name=piece.name, start=piece.start, stop=piece.stop)
+                for piece in pieces
+            ],
+            tensors,
+        )
         return tensors
 
     def _fill(self, reads: Iterable[Read], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -128,7 +134,7 @@ class EngineStates:
         groups, extras = self._engine.about["groups"], self._engine.extras[0]
         names = [name for group in groups for name in group]
         state = {name: {key: tensor for key, tensor in self._params[name].items() if key} | self._values(name) for name in names}
-        return [OptimizerState(names, [len(group) for group in groups], extras["groups"], state)]
+        return [OptimizerState(names=names, sizes=[len(group) for group in groups], groups=extras["groups"], state=state)]
 
     def _values(self, name: str) -> dict[str, Any]:
         for cut, extras in zip(self._engine.cuts, self._engine.extras, strict=True):

@@ -120,7 +120,7 @@ class Orders:
         return cls(everyone[0].text, happened, any(orders.restarted for orders in everyone))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Scene:
     """The job that the faults happen to, as one worker sees it."""
 

@@ -60,7 +60,7 @@ class World:
         return sorted(sorted(group) for group in {frozenset(hosts) for hosts in self.holders.values()})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fault:
     """One entry of GEMINI_FAULTS. Steps are counts of finished iterations."""
 
@@ -184,7 +184,7 @@ def _entry(number: int, text: str) -> Fault:
         del given["rank"]
         given["everyone"] = True
     name = f"{number}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    fault = Fault(kinds[0], text, name, **given)
+    fault = Fault(kind=kinds[0], text=text, name=name, **given)
     _check_relations(fault)
     return fault
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
 _FIRST_PORT, _PORTS = 20000, 10000  # below the ports that the kernel gives to connections
 
 
-class Rendezvous(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
     """The place where the hosts of a step meet, as torchrun's options have it."""
 
     hosts: int
@@ -63,7 +64,7 @@ def rendezvous(environ: Mapping[str, str], resolves: Callable[[str], bool] = _re
     port = _FIRST_PORT + (job * 16 + step) % _PORTS
     first = first_node(environ["SLURM_STEP_NODELIST"])
     address = first if resolves(first) else environ.get("SLURM_LAUNCH_NODE_IPADDR", first)
-    return Rendezvous(nodes, f"{address}:{port}", f"{job}.{step}", environ.get("SLURM_NODEID") == "0")
+    return Rendezvous(hosts=nodes, endpoint=f"{address}:{port}", name=f"{job}.{step}", is_host=environ.get("SLURM_NODEID") == "0")
 
 
 def first_node(nodes: str) -> str:

@@ -53,7 +53,7 @@ _STUCK = 10.0  # seconds after which hosts that go on without a lost one are cal
 _STEPS = (_Action.ADD_TO_PARTICIPANTS, _Action.MARK_RENDEZVOUS_COMPLETE, _Action.REMOVE_FROM_REDUNDANCY_LIST)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LaunchingHost:
     """The facts that this host's launcher knows of itself."""
 
@@ -291,7 +291,7 @@ def better_rendezvous(hosts: int, notes: Notes) -> Iterator[None]:
     join, delay, state = theirs._RendezvousJoinOp, theirs._delay, theirs._BackendRendezvousStateHolder
     handler = torch_rendezvous.DynamicRendezvousHandler
     waiting, interval = handler.num_nodes_waiting, pause(hosts)
-    this = LaunchingHost(interval + _GRACE, notes)
+    this = LaunchingHost(patience=interval + _GRACE, notes=notes)
     changes = {
         "_RendezvousJoinOp": lambda: PatientJoin(join(), this),
         "_delay": lambda seconds: delay(interval if seconds == 1 else seconds),

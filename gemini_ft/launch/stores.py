@@ -25,9 +25,10 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -59,7 +60,8 @@ _THREAD = "gemini-store"  # the name of threads that torch's code may keep
 _PARTING_SECONDS = 2.0  # for which a store is served after the end, so that others, which look once a second, learn of it
 
 
-class ReachedStore(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class ReachedStore:
     """A store that could be reached."""
 
     generation: int  # -1: it has not been used
@@ -295,7 +297,7 @@ class Standby:
         store = _within(_NAMING_SECONDS, partial(TCPStore, host, port, is_master=False, timeout=_REACH))
         store.set_timeout(timedelta(seconds=self._read_seconds))
         said = _within(ANSWER_SECONDS, partial(store.compare_set, _GENERATION + self._run, "?", "?"))
-        return ReachedStore(int(said) if said.lstrip(b"-").isdigit() else -1, number, store)
+        return ReachedStore(generation=int(said) if said.lstrip(b"-").isdigit() else -1, number=number, store=store)
 
     def _named(self, without: Collection[int] = ()) -> str:
         return ", ".join(f"{host}:{port}" for number, (host, port) in enumerate(self.endpoints) if number not in without)

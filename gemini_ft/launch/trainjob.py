@@ -15,9 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from gemini_ft.launch.drain import account_of
@@ -30,7 +31,8 @@ _LOOK_SECONDS, _LEAST_SECONDS = 1.0, 5.0  # between two looks at the job; betwee
 PATIENCE = 5.0  # seconds for an endpoint to answer
 
 
-class Endpoint(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
     """The place that takes reports.
 
     Attributes:
@@ -64,11 +66,11 @@ class Endpoint(NamedTuple):
 def endpoint_of(environ: Mapping[str, str]) -> Endpoint | None:
     """The endpoint that the environment names, if it names one that a token may be sent to."""
     for prefix in _PREFIXES:
-        found = Endpoint(*(environ.get(f"{prefix}_{part}", "") for part in ("URL", "CA_CERT", "TOKEN")))
-        if all(found) and found.url.startswith("https://"):
-            return found
-        if found.url:
-            _log.warning("no progress is reported to %s: that takes https, and %s_CA_CERT and %s_TOKEN", found.url, prefix, prefix)
+        url, ca, token = (environ.get(f"{prefix}_{part}", "") for part in ("URL", "CA_CERT", "TOKEN"))
+        if url.startswith("https://") and ca and token:
+            return Endpoint(url=url, ca=ca, token=token)
+        if url:
+            _log.warning("no progress is reported to %s: that takes https, and %s_CA_CERT and %s_TOKEN", url, prefix, prefix)
     return None
 
 

@@ -286,7 +286,7 @@ class Averager:
         route = self.routes.of(group)
         if (control := self.controls.of(group.rule)) is not None and isinstance(route, Compressed):
             route.steer(control)
-        turn = Turn(self.rounds, self.rank, self.world, update=self.step)
+        turn = Turn(step=self.rounds, rank=self.rank, world=self.world, update=self.step)
         job = GroupInFlight(route.average(gradients, turn, self.group, self._scale), route.single and self.world > 1, take)
         job.figures.dense = sum(gradient.numel() * gradient.element_size() for gradient in gradients.values())
         if self._directly:

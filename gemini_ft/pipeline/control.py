@@ -23,7 +23,7 @@ _WINDOW = 16  # steps whose computing is looked at
 _FIRST_DEADLINE = 1.0  # seconds; replaced before it is used
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Steered:
     """One rule under control.
 
@@ -48,7 +48,7 @@ class Controls:
         for number, rule in enumerate(rules):
             elements = sum(math.prod(tensor.shape) for tensor in tensors if tensor.rule == number and not tensor.sparse)
             if rule.control is not None and elements and world > 1:
-                self._steered[number] = _Steered(_delay_control(rule, elements, world), rule.control.deadline)
+                self._steered[number] = _Steered(delay=_delay_control(rule, elements, world), deadline=rule.control.deadline)
 
     def of(self, rule: int) -> DelayControl | None:
         """The control of a rule; None: it has none, or there is one rank only."""

@@ -29,7 +29,7 @@ from gemini_ft.ordered import Ordered
 _LOOK = 1.0  # seconds between two looks at whether others have failed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PendingCollective:
     """A collective that is to be carried out on the network's thread.
 
@@ -50,7 +50,7 @@ Work: TypeAlias = Generator[PendingCollective, Any, dict[str, Tensor]]
 """Computes, asks for collectives, is given what they return, and comes to the averages of named gradients."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class GroupCost:
     """The cost of one group: seconds, bytes of its gradients, and bytes handed to collectives."""
 

@@ -23,7 +23,7 @@ _LARGEST = 16 * 2**20  # dense bytes of the groups that are tried; larger ones a
 _LINE = 0.1  # worst relative error up to which a line is good enough
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Costs:
     """The costs of groups of one rule, by dense bytes, each with its error; the same figures on all ranks."""
 
@@ -33,7 +33,12 @@ class Costs:
 
     def group(self, device: torch.device) -> GroupCosts:
         """The costs for the timeline. On CPUs compressing takes processors and interpreter from the backward pass, on a stream not."""
-        return GroupCosts(self.encode.cost, self.communicate.cost, self.decode.cost, "compute" if device.type == "cpu" else "beside")
+        return GroupCosts(
+            encode=self.encode.cost,
+            communicate=self.communicate.cost,
+            decode=self.decode.cost,
+            encode_on="compute" if device.type == "cpu" else "beside",
+        )
 
     @property
     def worst(self) -> float:
@@ -54,14 +59,14 @@ def measure(make: Callable[[], Route], tensors: Sequence[Tensor], group: Any, de
         times = [_timed(make(), gradients, group, device) for _ in range(1 + _ROUNDS)][1:]
         typical = [statistics.median(each) for each in zip(*times, strict=True)]
         found.append((_nbytes(run), slowest([max(each, 1e-9) for each in typical], group)))
-    encode, communicate, decode = ([Sample(nbytes, times[stage]) for nbytes, times in found] for stage in range(3))
-    return Costs(fitted(encode), fitted(communicate), fitted(decode))
+    encode, communicate, decode = ([Sample(nbytes=nbytes, seconds=times[stage]) for nbytes, times in found] for stage in range(3))
+    return Costs(encode=fitted(encode), communicate=fitted(communicate), decode=fitted(decode))
 
 
 def fitted(samples: Sequence[Sample]) -> FittedCost:
     """A line where one fits, else straight pieces."""
     if len({sample.nbytes for sample in samples}) < 2:
-        return FittedCost(Affine(statistics.median(sample.seconds for sample in samples), 0.0), 0.0, 0.0)
+        return FittedCost(cost=Affine(alpha=statistics.median(sample.seconds for sample in samples), beta=0.0), mean=0.0, worst=0.0)
     line = fit_line(samples)
     return line if line.worst <= _LINE else interpolate(samples)
 
@@ -96,7 +101,7 @@ def _gradients(run: Sequence[Tensor], device: torch.device) -> Gradients:
 def _timed(route: Route, gradients: Gradients, group: Any, device: torch.device) -> tuple[float, float, float]:
     """Seconds of encoding, communicating and decoding."""
     world, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
-    work, answer = route.average(gradients, Turn(0, rank, world), group, 1.0), None
+    work, answer = route.average(gradients, Turn(step=0, rank=rank, world=world), group, 1.0), None
     encode = communicate = 0.0
     begin = now_on(device)
     while True:

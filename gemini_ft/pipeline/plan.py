@@ -28,7 +28,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _ADDED = (*_FLOATS, torch.float64, torch.complex32, torch.complex64, torch.complex128)  # dtypes that backends can add up
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tensor:
     """A parameter whose gradient travels.
 
@@ -168,7 +168,7 @@ def assign(model: nn.Module, rules: Rules) -> list[Tensor]:
             )
         number = next((number for number, rule in enumerate(rules) if rule.matches(name)), NO_RULE)
         shape = tuple(getattr(param, "ds_shape", param.shape))  # ZeRO 3 has taken the whole away
-        found.append(Tensor(name, shape, param.element_size(), number, name in sparse))
+        found.append(Tensor(name=name, shape=shape, itemsize=param.element_size(), rule=number, sparse=name in sparse))
         if number != NO_RULE:
             _check_parameter(number, rules[number], name, param, name in sparse)
     if not found:

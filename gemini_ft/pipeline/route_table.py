@@ -98,8 +98,8 @@ class Routes:
         hosts = of_all_ranks(host_id(), self._group)
         runs = [len(list(run)) for _, run in groupby(hosts)]
         if len(set(runs)) == 1 and len(runs) == len(set(hosts)):
-            return Topology(len(runs), runs[0])
-        return Topology(len(hosts), 1)
+            return Topology(machines=len(runs), ranks=runs[0])
+        return Topology(machines=len(hosts), ranks=1)
 
     @cached_property
     def scoped(self) -> ScopedGroups | None:

@@ -109,9 +109,11 @@ class Plain(Route):
         if turn.world > 1:
             nbytes = sum(flat.nbytes for flat in flats)
             if self._scheme is None:
-                yield PendingCollective(partial(_all_reduce, flats, group), nbytes, begin=partial(_begin_all_reduce, flats, group))
+                yield PendingCollective(
+                    run=partial(_all_reduce, flats, group), nbytes=nbytes, begin=partial(_begin_all_reduce, flats, group)
+                )
             else:
-                flats = yield PendingCollective(partial(_sums, self._scheme, flats, group), nbytes)
+                flats = yield PendingCollective(run=partial(_sums, self._scheme, flats, group), nbytes=nbytes)
         means: dict[str, Tensor] = {}
         for flat, kind in zip(flats, by_dtype.values(), strict=True):
             parts = flat.split_with_sizes([gradient.numel() for gradient in kind.values()])
@@ -169,7 +171,7 @@ class Sparse(Route):
                 units = max(1, gradient.shape[: sparse.sparse_dim()].numel())
                 found = sparse._indices().shape[1]
                 nbytes = gradient.numel() * gradient.element_size() if isinstance(scheme, Dense) else sparse._values().nbytes + 4 * found
-                sparse = yield PendingCollective(partial(scheme.all_reduce, sparse, group), nbytes, found / units)
+                sparse = yield PendingCollective(run=partial(scheme.all_reduce, sparse, group), nbytes=nbytes, density=found / units)
             means[name] = as_given(sparse if gradient.is_sparse else sparse.to_dense().reshape(as_real(gradient).shape), gradient)
         return means
 
@@ -259,7 +261,7 @@ class Compressed(Route):
             except StopIteration as end:
                 mean: Bundle = end.value
                 return (mean if scale == 1 else Bundle(mean.layout, mean.flat * scale, own=True)).tensors()
-            answers = yield PendingCollective(partial(self._answer, request, bundle.layout, turn, group), request.tensor.nbytes)
+            answers = yield PendingCollective(run=partial(self._answer, request, bundle.layout, turn, group), nbytes=request.tensor.nbytes)
 
     def _answer(self, request: CollectiveRequest, layout: FlatLayout, turn: Turn, group: Any) -> list[Tensor]:
         if turn.world == 1:
@@ -267,7 +269,7 @@ class Compressed(Route):
         if self.scheme is None or request.kind == "sum":  # a sparsifier that is steered sends everything now and then
             return answer(request, self._scoped if self._scoped is not None else group)
         # The sum is given in one rank's place, and nothing in the others': adding up what all have sent comes to the same.
-        values, indices = entries(Payload(layout, request.tensor))
+        values, indices = entries(Payload(layout=layout, data=request.tensor))
         picked = torch.sparse_coo_tensor(indices.long().unsqueeze(0), values, (layout.total,), check_invariants=False)
         total = self.scheme.all_reduce(picked, group).coalesce()
         data = join(total.values(), total.indices()[0].int())

@@ -11,7 +11,7 @@ from gemini_ft.pipeline.plan import NO_RULE, Group
 from gemini_ft.pipeline.rules import Rules
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RuleTraffic:
     """The figures of one rule in one step, on this rank.
 
@@ -30,7 +30,7 @@ class RuleTraffic:
     density: float | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """The figures of one step on this rank.
 
@@ -64,18 +64,23 @@ class Telemetry:
         by_rule: dict[int, list[GroupCost]] = {}
         for group, figures in groups:
             by_rule.setdefault(group.rule, []).append(figures)
-        self.last = Step(number, seconds, blocked, {self._names[rule]: self._traffic(found) for rule, found in sorted(by_rule.items())})
+        self.last = Step(
+            number=number,
+            seconds=seconds,
+            blocked=blocked,
+            rules={self._names[rule]: self._traffic(found) for rule, found in sorted(by_rule.items())},
+        )
 
     @staticmethod
     def _traffic(groups: Sequence[GroupCost]) -> RuleTraffic:
         densities = [density for figures in groups for density in figures.densities]
         return RuleTraffic(
-            sum(figures.dense for figures in groups),
-            sum(figures.nbytes for figures in groups),
-            sum(figures.encode for figures in groups),
-            sum(figures.communicate for figures in groups),
-            sum(figures.decode for figures in groups),
-            statistics.fmean(densities) if densities else None,
+            dense_bytes=sum(figures.dense for figures in groups),
+            sent_bytes=sum(figures.nbytes for figures in groups),
+            encode=sum(figures.encode for figures in groups),
+            communicate=sum(figures.communicate for figures in groups),
+            decode=sum(figures.decode for figures in groups),
+            density=statistics.fmean(densities) if densities else None,
         )
 
     def summary(self) -> dict[str, dict[str, float]]:

@@ -125,12 +125,12 @@ class Candidates:
 
         codecs = {processor: self._costs(number, option_way(_gathered(processor)), own) for processor in processors(self._device)}
         tensor_costs = TensorCosts(
-            topology,
-            alpha_beta(topology, *self.links(topology, own)),
-            {processor: costs.encode.cost for processor, costs in codecs.items()},
-            {processor: costs.decode.cost.scaled(times=1 / topology.world) for processor, costs in codecs.items()},
-            wire_bytes,
-            itemsize,
+            topology=topology,
+            network=alpha_beta(topology, *self.links(topology, own)),
+            compress={processor: costs.encode.cost for processor, costs in codecs.items()},
+            decompress={processor: costs.decode.cost.scaled(times=1 / topology.world) for processor, costs in codecs.items()},
+            wire_bytes=wire_bytes,
+            itemsize=itemsize,
         )
         best = espresso.plan(self._backward(own), tensor_costs)
         groups = tuple(Group(number, (t.name,), option_way(option)) for t, option in zip(own, best.options, strict=True))
@@ -153,7 +153,7 @@ class Candidates:
     def _backward(self, tensors: Sequence[Tensor]) -> Backward:
         at = [0.0, *(self._ready[tensor.name] for tensor in tensors)]
         seconds = tuple(max(0.0, after - before) for before, after in pairwise(at))
-        return Backward(tuple(tensor.nbytes for tensor in tensors), seconds, self._forward)
+        return Backward(nbytes=tuple(tensor.nbytes for tensor in tensors), seconds=seconds, forward=self._forward)
 
     def _shared(self, candidates: list[Candidate]) -> list[Candidate]:
         """The candidates of rank 0, so that not even rounding can part the ranks. Collective."""
@@ -179,9 +179,9 @@ def _gathered(processor: Processor) -> Option:
 def _message(all_reduce: FittedCost, ranks: int) -> Affine:
     """The cost of a message between two ranks, if an all-reduce is a ring of 2 (n - 1) messages of a n-th each."""
     if ranks == 1:
-        return Affine(0.0, 0.0)
+        return Affine(alpha=0.0, beta=0.0)
     start, slope = all_reduce.cost(0), max(0.0, (all_reduce.cost(2**24) - all_reduce.cost(2**20)) / (2**24 - 2**20))
-    return Affine(start / (2 * (ranks - 1)), slope * ranks / (2 * (ranks - 1)))
+    return Affine(alpha=start / (2 * (ranks - 1)), beta=slope * ranks / (2 * (ranks - 1)))
 
 
 @dataclass

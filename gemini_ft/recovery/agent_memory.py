@@ -29,7 +29,7 @@ _LOOK = 0.05  # seconds between two looks
 _PATIENCE = 30.0  # seconds for which a job is followed that replaces its slots faster than they can be pinned
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Remembered:
     """A stream of one run, as the agents of this machine have it.
 
@@ -110,7 +110,7 @@ def remembered(run: str | None = None) -> list[Remembered]:
         if isinstance(answer, Visited) and run in (None, answer.run):
             for name in answer.streams:
                 streams.setdefault((answer.run, name), {})[answer.host] = answer
-    return [Remembered(*key, hosts) for key, hosts in sorted(streams.items())]
+    return [Remembered(run=run, stream=stream, hosts=hosts) for (run, stream), hosts in sorted(streams.items())]
 
 
 class RememberedShard:

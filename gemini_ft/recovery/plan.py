@@ -15,7 +15,7 @@ from gemini_ft.errors import RecoveryError, WorldSizeError
 from gemini_ft.wire.worker_messages import SlotInfo
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RecoveryPlan:
     """The version to resume, and its sources.
 
@@ -75,11 +75,11 @@ def plan_recovery(
             raise _wrong_size(stored_world_size, world_size, "the checkpoint in storage")
         newest = max((v.iteration for v in copies), default=None)
         lost = max(0, newest - stored.iteration) if newest is not None else None
-        return RecoveryPlan("storage", stored, lost=lost, incomplete=_incomplete(copies), world_size=stored_world_size)
+        return RecoveryPlan(kind="storage", version=stored, lost=lost, incomplete=_incomplete(copies), world_size=stored_world_size)
     sizes = {info.world_size for each in copies.values() for _, info in each}
     if sizes and world_size not in sizes and not resizable:
         raise _wrong_size(max(sizes), world_size, "the snapshot in memory")
-    return RecoveryPlan("nothing", incomplete=_incomplete(copies))
+    return RecoveryPlan(kind="nothing", incomplete=_incomplete(copies))
 
 
 def _wrong_size(then: int, now: int, what: str) -> WorldSizeError:
@@ -95,7 +95,7 @@ def _from_memory(version: Version, copies: Sequence[tuple[str, SlotInfo]]) -> Re
         sources.setdefault(info.owner, []).append(host)
     by_owner = {owner: tuple(sorted(hosts)) for owner, hosts in sorted(sources.items())}
     age, roots = min(info.age for _, info in copies), {info.owner: info.root for _, info in copies}
-    return RecoveryPlan("memory", version, by_owner, age, world_size=len(by_owner), roots=roots)
+    return RecoveryPlan(kind="memory", version=version, sources=by_owner, age=age, world_size=len(by_owner), roots=roots)
 
 
 def by_version(holdings: Mapping[str, Sequence[SlotInfo]], refused: Sequence[Version] = ()) -> dict[Version, list[tuple[str, SlotInfo]]]:

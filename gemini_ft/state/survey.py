@@ -35,7 +35,7 @@ Labelled = tuple[str, Optimizer, torch.Tensor]  # label of its state, optimizer,
 _RESERVED = re.compile(r"(optim\d+|group\d+|gradients)$")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Survey:
     """Modules and optimizers between two steps.
 
@@ -200,7 +200,7 @@ class Surveyor:
         outline = [self._walks, *_outline_of_parts(self._parts), *_outline_of_optimizers(optimizers)]
         if self._found is None or outline != self._outline or self._memory is None or not self._memory.holds():
             live, ties = _live(self._parts, list(optimizers.values()))
-            self._found = Survey(live, ties, self._models, modules, optimizers, self._walks)
+            self._found = Survey(live=live, ties=ties, models=self._models, modules=modules, optimizers=optimizers, walks=self._walks)
             self._outline, self._memory = outline, None
             with contextlib.suppress(UnsupportedStateError, RuntimeError, ValueError):  # it is named where it is to be captured
                 self._memory = Fingerprint(live)

@@ -306,7 +306,9 @@ def _source(item: Live, rank: int, everyone: tuple[int, ...]) -> Source:
     elif item.param is not None:
         words = _state_words(item, words)
     frozen = item.role is Role.PARAMETER and not tensor.requires_grad
-    spec = TensorSpec(item.name, str(tensor.dtype).removeprefix("torch."), tuple(part.shape), group, words, frozen)
+    spec = TensorSpec(
+        name=item.name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(part.shape), group=group, logical=words, frozen=frozen
+    )
     return Source(spec, part.detach(), item.role is Role.BUFFER)
 
 

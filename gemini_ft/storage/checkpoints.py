@@ -82,7 +82,7 @@ class Manifest(BaseModel):
     @property
     def descent(self) -> Descent:
         """The descent of the state's incarnation."""
-        return Descent(self.lineage, frozenset(self.overtaken), frozenset(self.aside))
+        return Descent(lineage=self.lineage, overtaken=frozenset(self.overtaken), aside=frozenset(self.aside))
 
     @model_validator(mode="after")
     def _complete(self) -> Manifest:
@@ -98,7 +98,7 @@ class Manifest(BaseModel):
         return self
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
     """A checkpoint as far as its keys tell."""
 
@@ -196,7 +196,7 @@ def scan(storage: Storage, run: str | None, stream: str | None) -> dict[Checkpoi
     for key in storage.list(prefix):
         if match := _KEY.fullmatch(key):
             version = Version(Incarnation(int(match["number"]), match["nonce"]), int(match["step"]))
-            info = CheckpointInfo(match["folder"], match["run"], match["stream"], version)
+            info = CheckpointInfo(folder=match["folder"], run=match["run"], stream=match["stream"], version=version)
             if stream in (None, info.stream):
                 found.setdefault(info, set()).add(match["file"])
     newest_first = sorted(found, key=lambda info: info.version, reverse=True)

@@ -23,7 +23,7 @@ from gemini_ft.core.versions import Incarnation, Version
 Condition = Literal["listed", "whole", "lacking", "damaged", "gone", "torn"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Descent:
     """The origin of an incarnation.
 
@@ -89,7 +89,7 @@ class Sighting:
         return self.knows(version.incarnation)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Look:
     """Findings of a look at one run and stream in storage.
 
@@ -108,7 +108,7 @@ class Look:
     trouble: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CanResume:
     """An answer: there is something to resume. Every checkpoint that may be, the one to take first, then the nearest ancestors.
 
@@ -166,7 +166,7 @@ def decide(look: Look, history: str | None = None, found: bool = False) -> Answe
             f"{unlisted.folder} is {condition}, and the listing leaves it out; others newer than {describe(tips[0])} may be left out too"
         )
     aside = tuple(one for one in newest_of_each(whole) if one is not tips[0])
-    return CanResume(tuple(_in_order(tips[0], _behind(tips[0], whole))), aside)
+    return CanResume(order=tuple(_in_order(tips[0], _behind(tips[0], whole))), aside=aside)
 
 
 def gives_way(memory: Version, told: Iterable[tuple[Incarnation, Descent]], found: Sighting, history: str | None) -> bool | Unclear:
@@ -299,7 +299,7 @@ def continued(version: Version, told: Iterable[tuple[Incarnation, Descent]]) -> 
             lineage = found
     lineage = lineage or (version,)
     ancestors = {ancestor.incarnation for ancestor in lineage}
-    return Descent(lineage, frozenset(known - ancestors), aside - ancestors)
+    return Descent(lineage=lineage, overtaken=frozenset(known - ancestors), aside=aside - ancestors)
 
 
 def left_aside(look: Look, history: str | None) -> frozenset[Incarnation]:

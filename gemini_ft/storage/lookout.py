@@ -99,7 +99,7 @@ class Lookout:
             listed = {}
         unlisted = ""
         if mark is not None:
-            info = CheckpointInfo(checkpoint_folder(self._run, self._stream, mark), self._run, self._stream, mark)
+            info = CheckpointInfo(folder=checkpoint_folder(self._run, self._stream, mark), run=self._run, stream=self._stream, version=mark)
             if MANIFEST not in listed.setdefault(info, set()):
                 unlisted = info.folder
             listed[info].add(MANIFEST)
@@ -108,7 +108,7 @@ class Lookout:
         sightings = [self._sight(storage, info, listed[info], known, passed) for info in newest_first]
         marks = tuple(version for version in (mark, *self._remembered) if version is not None)
         left_out = next((one.folder for one in sightings if one.folder == unlisted and one.condition != "gone"), "")
-        return Look(tuple(sightings), marks, damaged_mark, left_out)
+        return Look(sightings=tuple(sightings), marks=marks, damaged_mark=damaged_mark, left_out=left_out)
 
     def _opened(self) -> Storage:
         if self._storage is None:
@@ -180,7 +180,7 @@ def newest_whole(storage: Storage, run: str, stream: str) -> Manifest | None:
     """
     lookout = Lookout(lambda: storage, run, stream)
     match decide(lookout.look()):
-        case CanResume(order):
+        case CanResume(order=order):
             return lookout.manifests[order[0].folder]
         case NothingStored():
             return None

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cache, partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import boto3
 import botocore.session
@@ -309,7 +310,8 @@ class S3Storage:
         checksum = {"ChecksumCRC32": encoded(crc := body.crc32())}
         answer = self._call("upload_part", checksum, **where, PartNumber=number, Body=body)
         sent(body.nbytes)
-        return _Sent({"PartNumber": number, "ETag": str(answer["ETag"]), **(checksum if self._checksums else {})}, body.nbytes, crc)
+        line = {"PartNumber": number, "ETag": str(answer["ETag"]), **(checksum if self._checksums else {})}
+        return _Sent(answer=line, nbytes=body.nbytes, crc=crc)
 
     # -- errors
 
@@ -326,7 +328,8 @@ class S3Storage:
             raise _BrokenError(str(error)) from None
 
 
-class _Sent(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class _Sent:
     """A part that the store has taken: its line in the list of parts, and its bytes and their CRC-32."""
 
     answer: dict[str, Any]

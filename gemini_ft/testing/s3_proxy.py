@@ -59,7 +59,7 @@ _HTML = b"<!DOCTYPE html><html><head><title>Sign in</title></head><body>Please s
 _FORMS = re.compile(r"reset|lost|torn|hold|delay [\d.]+|cut( \d+)?|hang|flip|half|whole|empty|html|nothing|stale|(but )?[2-5]\d\d \w+")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class S3Request:
     """A request that came in.
 
@@ -244,7 +244,7 @@ class _ProxyHandler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         nbytes = int(self.headers.get("Content-Length", 0))
-        request = S3Request(self.command, self.path, nbytes)
+        request = S3Request(method=self.command, path=self.path, nbytes=nbytes)
         self._released = self.server.released  # before the fault is known: a release in between is not missed
         kind, _, argument = (self.server.take_fault(request) or "").partition(" ")
         if kind == "hold":

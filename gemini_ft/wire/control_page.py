@@ -85,7 +85,8 @@ class ControlPage:
         for _ in range(_TRIES):
             record, check = self._memory[: _MOMENT.size], self._memory[_MOMENT.size : _MOMENT.size + _CHECK.size]
             if _CHECK.unpack(check) == (zlib.crc32(record),):
-                return Moment(*_MOMENT.unpack(record))
+                in_flight, begun, step, since, waiting = _MOMENT.unpack(record)
+                return Moment(in_flight=in_flight, begun=begun, step=step, since=since, waiting=waiting)
         return Moment(in_flight=1)
 
     def listen(self, wanted: bool) -> None:

@@ -29,7 +29,7 @@ _TCP_INFO = struct.Struct("=68xI48xQ40xQ")  # of linux/tcp.h: tcpi_rtt, tcpi_byt
 PATIENCE = 5.0  # seconds that a thread which was told to stop is waited for in silence
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Meter:
     """The kernel's counts for one way to a peer."""
 
@@ -42,7 +42,7 @@ def metered(sock: socket.socket) -> Meter:
     """The kernel's counts for a socket. Raises OSError: it is closed."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     rtt, acked, busy = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0"))
-    return Meter(acked, busy / 1e6, rtt / 1e6)
+    return Meter(acked=acked, busy=busy / 1e6, rtt=rtt / 1e6)
 
 
 class BusyTime:

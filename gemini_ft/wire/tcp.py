@@ -60,7 +60,7 @@ class Connection(asyncio.BufferedProtocol):
         self.closed = asyncio.Event()
         self.transport: asyncio.Transport | None = None
         self._tls_socket: Any = None  # kept: asyncio's TLS forgets it a moment before it says that the connection is lost
-        self._metered = Meter(0, 0.0, 0.0)
+        self._metered = Meter(acked=0, busy=0.0, rtt=0.0)
         self._target = memoryview(bytearray(4))
         self._filled = 0
         self._state = "head"
@@ -259,7 +259,7 @@ class Connection(asyncio.BufferedProtocol):
         with contextlib.suppress(OSError):
             found = [metered(sock) for sock in self.payload_sockets]
             acked, busy, rtt = sum(each.acked for each in found), max(each.busy for each in found), max(each.rtt for each in found)
-            self._metered = Meter(acked, max(busy, self._busy.seconds), rtt)
+            self._metered = Meter(acked=acked, busy=max(busy, self._busy.seconds), rtt=rtt)
         return self._metered
 
     @property

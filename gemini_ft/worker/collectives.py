@@ -84,9 +84,12 @@ class Observer:
         with self._traffic.lock:
             now = time.monotonic()
             done = tuple(
-                Collective(f.name, f.nbytes, f.begin - self._began, (now if f.end is None else f.end) - self._began) for f in self._step
+                Collective(name=f.name, nbytes=f.nbytes, begin=f.begin - self._began, end=(now if f.end is None else f.end) - self._began)
+                for f in self._step
             )
-            self.newest = ObservedStep(done, now - self._began, max(0.0, self._carried - self._began), self._began)
+            self.newest = ObservedStep(
+                collectives=done, seconds=now - self._began, carried=max(0.0, self._carried - self._began), began=self._began
+            )
             self._began, self._carried, self._step = now, 0.0, []
             self._steps += 1
             if not self._traffic.in_flight:
@@ -136,7 +139,15 @@ class Observer:
 
     def _publish(self) -> None:
         if not self._closed:
-            self.page.write(Moment(len(self._traffic.in_flight), len(self._step), self._steps, self._idle_since, self._waiting))
+            self.page.write(
+                Moment(
+                    in_flight=len(self._traffic.in_flight),
+                    begun=len(self._step),
+                    step=self._steps,
+                    since=self._idle_since,
+                    waiting=self._waiting,
+                )
+            )
 
 
 class CollectiveTraffic:

@@ -17,7 +17,7 @@ _SILENCE = 60.0  # seconds before the same warning is given again
 _log = logging.getLogger("gemini_ft")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Stats:
     """Counts of this process since it started, and what it remembers of its last steps. Seconds are of the training thread."""
 

@@ -330,7 +330,15 @@ class Recorder:
         if session.orders.text:
             world = World(session.spec.hosts, session.spec.holders)
             url = self._config.storage.url if self._config.storage is not None else None
-            scene = faults.Scene(session.run, self.has_past, session.rank, world, url, lambda: self.client, self.events)
+            scene = faults.Scene(
+                run=session.run,
+                has_past=self.has_past,
+                rank=session.rank,
+                world=world,
+                storage=url,
+                client=lambda: self.client,
+                events=self.events,
+            )
             exchange_or_raise(lambda: faults.arm(session.orders, scene), self._config.timeout)
 
     def _note_commit(self) -> None:
@@ -391,7 +399,7 @@ class Recorder:
             case StopAfterStep():
                 self.drain.announced = True
                 self.drain.begin()
-            case Commit(Version(iteration=iteration), freeze=freeze, digest_at=digest_at):
+            case Commit(version=Version(iteration=iteration), freeze=freeze, digest_at=digest_at):
                 self._stats.committed = iteration
                 self._note_commit()
                 self._supervision.committed()

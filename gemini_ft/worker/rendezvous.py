@@ -62,7 +62,7 @@ def init_process_group(backend: str | None = None, timeout: timedelta | None = N
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = _fresh_store(rank, world_size, timeout or default_pg_timeout)
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size, **kwargs)
-        _use_board(_Board(dist.group.WORLD, store))
+        _use_board(_Board(group=dist.group.WORLD, store=store))
     else:
         if not (is_told or backend == "mpi"):
             await_store(os.environ, (timeout or default_pg_timeout).total_seconds())
@@ -174,7 +174,7 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' * (len(names) > 1)} {', '.join(map(str, names))}"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Board:
     """The board on which ranks of one process group note that they have arrived, before they enter a collective together.
 
@@ -227,7 +227,7 @@ def _board() -> _Board:
     # Another library's group, perhaps on a store with keys of an earlier attempt: agree on a name that was never used.
     name = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, src=0)
-    return _use_board(_Board(group, PrefixStore(f"gemini/{name[0]}", dist.distributed_c10d._get_default_store())))
+    return _use_board(_Board(group=group, store=PrefixStore(f"gemini/{name[0]}", dist.distributed_c10d._get_default_store())))
 
 
 def exchange(obj: T, timeout: float = 60.0) -> list[T]:

@@ -33,7 +33,17 @@ def slot_bytes(session: WorkerSession, layout: Layout, room: int) -> int:
     """Bytes that one slot of this rank takes of an agent's budget."""
     spec, blob = session.spec, layout.to_bytes()
     size, chunk = layout.nbytes, spec.chunk_bytes
-    return SlotShape(session.run, spec.stream, session.rank, session.world_size, layout.logical_hash, blob, size, room, chunk).total
+    return SlotShape(
+        run=session.run,
+        stream=spec.stream,
+        owner=session.rank,
+        world_size=session.world_size,
+        layout_hash=layout.logical_hash,
+        layout=blob,
+        data_bytes=size,
+        extras_capacity=room,
+        chunk_bytes=chunk,
+    ).total
 
 
 def check_memory(session: WorkerSession, slot_bytes: Sequence[int]) -> None:

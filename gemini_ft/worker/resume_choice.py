@@ -50,7 +50,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0  # seconds between two looks at storage
 Told = tuple[tuple[Incarnation, Descent], ...]  # incarnations, and where they come from
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Choice:
     """The decision of the ranks on what to resume."""
 
@@ -135,7 +135,7 @@ class Chooser:
         given_up = frozenset(version for about in self._everyone for version in about.inventory.given_up) | stuck.keys()
         if self._resume == "never":
             self._stored = self._look(frozenset(), insist=self._config.storage is not None and self._config.storage.required)
-            return self._chosen(RecoveryPlan("nothing"), given_up)
+            return self._chosen(RecoveryPlan(kind="nothing"), given_up)
         plan = self._find(given_up)
         if plan.version is None and given_up:
             plan = self._find(frozenset())  # one more failure is better than starting over after weeks of work
@@ -256,7 +256,7 @@ class Chooser:
         descent = self._descent(plan.version)
         this = about_to_begin(descent)
         present = frozenset(folder for folder, version in self._stored.present if not this.descends_from(version))
-        return Choice(plan, given_up, descent, frozenset(self._damaged), present)
+        return Choice(plan=plan, given_up=given_up, descent=descent, damaged=frozenset(self._damaged), present=present)
 
     def _stuck(self) -> dict[Version, int]:
         """Versions that every attempt since has failed to get beyond, and the number of attempts."""
@@ -412,7 +412,7 @@ class Chooser:
 
     def _told_by_sessions(self) -> Told:
         told = (
-            (w.incarnation, Descent(tuple(w.lineage), frozenset(w.overtaken), frozenset(w.aside)))
+            (w.incarnation, Descent(lineage=tuple(w.lineage), overtaken=frozenset(w.overtaken), aside=frozenset(w.aside)))
             for w in self._welcomes
             if w.incarnation is not None
         )
@@ -431,7 +431,7 @@ class Chooser:
         known = {incarnation for incarnation, _ in told}
         for _, descent in told:
             known |= {*descent.overtaken, *(version.incarnation for version in descent.lineage or ())}
-        return Descent((), frozenset(known))
+        return Descent(lineage=(), overtaken=frozenset(known))
 
     def _staged(self, plan: RecoveryPlan, manifest: Manifest) -> RecoveryPlan | None:
         """Stages as `_stage_all` does, and keeps other jobs of this run from deleting the checkpoint meanwhile."""

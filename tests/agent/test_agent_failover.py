@@ -211,12 +211,12 @@ def test_holders_that_were_left_out_under_the_lost_leader_count_under_the_next_o
         async with Crew(3, patience=0.0) as crew:
             late, *others = crew[2], crew[0], crew[1]
             crew.report(1, others)
-            late.failover.take(Completed(2, "h2", version(1), "l", "d", "root 2"))
+            late.failover.take(Completed(owner=2, host="h2", version=version(1), layout="l", digest="d", root="root 2"))
             await crew.until(lambda: any(isinstance(message, Holders) and message.excluded for message in crew[1].heard))
             crew[0].end()
             await crew.until(lambda: crew.leaders == ["h1"] and crew[2].failover.reaches_leader)
             for host in (crew[1], crew[2]):
-                await crew.until(lambda host=host: Holders(0, frozenset(), frozenset()) in host.heard)  # type: ignore[misc]
+                await crew.until(lambda host=host: Holders(epoch=0, excluded=frozenset(), newly=frozenset()) in host.heard)  # type: ignore[misc]
 
     asyncio.run(work())
 

@@ -20,8 +20,8 @@ from gemini_ft.core.schedule import LinkCost
 from gemini_ft.core.traffic import Moment, Profile
 from gemini_ft.wire.control_page import ControlPage
 
-LINK = LinkCost(0.0, 1e6)  # 4 ms of it are 4,000 bytes: less than the least slice
-FAST = LinkCost(0.0, 100e6)  # 4 ms of it are 400,000 bytes
+LINK = LinkCost(alpha=0.0, bandwidth=1e6)  # 4 ms of it are 4,000 bytes: less than the least slice
+FAST = LinkCost(alpha=0.0, bandwidth=100e6)  # 4 ms of it are 400,000 bytes
 
 
 class Sender:
@@ -36,7 +36,7 @@ def traffic(**options: Any) -> TrafficConfig:
 
 
 def profile(*gaps: float, seconds: float = 100.0) -> Profile:
-    return Profile(gaps, gaps, gaps, seconds, 20)
+    return Profile(gaps=gaps, begins=gaps, spread=gaps, seconds=seconds, steps=20)
 
 
 def now(**fields: Any) -> Moment:
@@ -103,7 +103,7 @@ class TestFastLink:
         async def work() -> None:
             async with host() as here:
                 here.worker()
-                here.gate.link = LinkCost(1e-5, rate)
+                here.gate.link = LinkCost(alpha=1e-5, bandwidth=rate)
                 here.gate.register("lanes", sender := Sender())
 
                 async def lane() -> None:
@@ -157,7 +157,7 @@ class TestOpen:
         [
             (FAST, "tcp", 400_000),
             (FAST, "collective", 2_000_000),
-            (LinkCost(0.0, 50e9), "tcp", 200_000_000),
+            (LinkCost(alpha=0.0, bandwidth=50e9), "tcp", 200_000_000),
             (LINK, "tcp", module.SLICE),
         ],
     )
@@ -176,7 +176,7 @@ class TestOpen:
         async def work() -> None:
             async with host(gamma=0.5) as here:
                 here.worker(moment=Moment(begun=1, since=999.999))
-                here.gate.link, here.gate.profiles[0] = LinkCost(0.0, 1e9), profile(0.0, 0.004)
+                here.gate.link, here.gate.profiles[0] = LinkCost(alpha=0.0, bandwidth=1e9), profile(0.0, 0.004)
                 assert (await here.leave()).nbytes == pytest.approx(1_000_000, abs=1)  # 2 ms are used; of these, 1 ms is over
 
         run(work())
@@ -245,7 +245,7 @@ class TestClosed:
         async def work() -> None:
             async with host(gamma=1.0) as here:
                 page = here.worker()
-                here.gate.link, here.gate.profiles[0] = LinkCost(0.0, 1.0), profile(1000.0)  # a thousand bytes
+                here.gate.link, here.gate.profiles[0] = LinkCost(alpha=0.0, bandwidth=1.0), profile(1000.0)  # a thousand bytes
                 task = asyncio.create_task(here.leave())
                 assert await here.still_waits(task)
                 page.write(now())

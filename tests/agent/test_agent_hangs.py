@@ -88,7 +88,7 @@ def test_an_agent_is_watched_and_killed_from_a_process_with_thousands_of_open_fi
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
     low = os.pidfd_open(hung.pid)
-    listener = lifecycle.AgentProcess(hung.pid, fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 2000))
+    listener = lifecycle.AgentProcess(pid=hung.pid, pidfd=fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 2000))
     os.close(low)
     try:
         assert not listener.ended()

@@ -48,7 +48,7 @@ from gemini_ft.wire.worker_messages import GetInventory
 
 INCARNATION = Incarnation(1, "a")
 HOLDERS = {0: ("a", "b"), 1: ("b", "a")}
-NOBODY_IS_LEFT_OUT = Holders(0, frozenset(), frozenset())
+NOBODY_IS_LEFT_OUT = Holders(epoch=0, excluded=frozenset(), newly=frozenset())
 
 
 class Stream:
@@ -300,7 +300,7 @@ def test_an_upload_of_the_leader_before_is_over_and_what_was_uploaded_stays_and_
         for rank in (0, 1):
             leader.take(ReportFinished(rank=rank))
         await stream.until(Commit)
-        assert stream.heard[2:] == [Commit(version(2), freeze=True)]
+        assert stream.heard[2:] == [Commit(version=version(2), freeze=True)]
         for owner in (0, 1):
             leader.take(ReportUploaded(owner=owner, version=version(2), record="record"))
         await stream.until(AllFinished)
@@ -336,7 +336,7 @@ def test_a_job_that_ends_after_a_change_of_leaders_stores_what_was_due() -> None
         for rank in (0, 1):
             leader.take(ReportFinished(rank=rank))
         await stream.until(Commit)
-        assert stream.heard == [Commit(version(5), freeze=True)]
+        assert stream.heard == [Commit(version=version(5), freeze=True)]
         leader.close()
 
     asyncio.run(work())
@@ -562,7 +562,7 @@ class Crowd:
                 await asyncio.sleep(0.001)
 
     def complete(self, name: str, owner: int, iteration: int) -> None:
-        self.links[name].take(Completed(owner, name, version(iteration), "l", "d", f"root {owner}"))
+        self.links[name].take(Completed(owner=owner, host=name, version=version(iteration), layout="l", digest="d", root=f"root {owner}"))
 
 
 def test_a_leader_that_has_nothing_to_say_gives_signs_of_life() -> None:
@@ -588,7 +588,7 @@ def test_a_step_is_one_message_of_each_host_and_one_to_it() -> None:
             await crowd.until(lambda: all(crowd.heard.values()))
             assert sorted(message.host for message in crowd.taken if isinstance(message, Copies)) == crowd.names
             assert [kind_of(message) for message in crowd.taken if not isinstance(message, Heartbeat)] == ["copies"] * 4
-            assert all(heard == [Commit(version(1), freeze=False, agreed=True)] for heard in crowd.heard.values())
+            assert all(heard == [Commit(version=version(1), freeze=False, agreed=True)] for heard in crowd.heard.values())
             assert crowd.leader.book.roots == {owner: f"root {owner}" for owner in crowd.holders}
 
     asyncio.run(work())
@@ -618,7 +618,7 @@ def test_a_host_that_joins_is_answered_alone() -> None:
             assert connection is not None
             connection.abort("cut")
             await crowd.until(lambda: len(crowd.heard["m1"]) == 2)
-            assert crowd.heard["m1"][1] == Commit(version(1), freeze=False, roots={1: "root 1", 2: "root 2"})
+            assert crowd.heard["m1"][1] == Commit(version=version(1), freeze=False, roots={1: "root 1", 2: "root 2"})
             assert len(crowd.heard["m0"]) == len(crowd.heard["m2"]) == 1
 
     asyncio.run(work())
@@ -671,7 +671,7 @@ class TestCollectors:
                 crowd.complete_all(1)
                 await crowd.until(lambda: all(crowd.heard.values()))
                 assert [kind_of(message) for message in crowd.taken if not isinstance(message, Heartbeat)] == ["gathered"] * 2
-                assert all(heard == [Commit(version(1), freeze=False, agreed=True)] for heard in crowd.heard.values())
+                assert all(heard == [Commit(version=version(1), freeze=False, agreed=True)] for heard in crowd.heard.values())
                 assert crowd.leader.book.roots == {owner: f"root {owner}" for owner in crowd.holders}
 
         asyncio.run(work())
@@ -685,10 +685,10 @@ class TestCollectors:
                 crowd.complete("m1", 1, 1)
                 await crowd.until(lambda: all(isinstance(heard[-1] if heard else None, Commit) for heard in crowd.heard.values()))
                 late = frozenset({(2, "m1")})
-                alike = Commit(version(1), freeze=False, agreed=True)
-                apart = Commit(version(1), freeze=False, roots={1: "root 1", 2: "root 2"})
+                alike = Commit(version=version(1), freeze=False, agreed=True)
+                apart = Commit(version=version(1), freeze=False, roots={1: "root 1", 2: "root 2"})
                 for name, heard in crowd.heard.items():
-                    assert heard == [Holders(1, late, late), apart if name == "m1" else alike], name
+                    assert heard == [Holders(epoch=1, excluded=late, newly=late), apart if name == "m1" else alike], name
 
         asyncio.run(work())
 
@@ -777,7 +777,9 @@ class TestCollectors:
                 greeted = [host for message in crowd.taken if isinstance(message, Relayed) for host in message.hosts]
                 assert sorted(greeted) == ["m1", "m2", "m4", "m5"]
                 crowd.complete_all(2)
-                await crowd.until(lambda: all(heard[-1] == Commit(version(2), freeze=False, agreed=True) for heard in crowd.heard.values()))
+                await crowd.until(
+                    lambda: all(heard[-1] == Commit(version=version(2), freeze=False, agreed=True) for heard in crowd.heard.values())
+                )
 
         asyncio.run(work())
 
@@ -802,8 +804,8 @@ class TestCollectors:
                 assert liar is not None
                 crowd.taken.clear()
                 for message in (
-                    Copies("m2", version(1), "l", "d", {2: "root 2", 3: "root 3"}),
-                    Gathered(version(1), "l", "d", {"m2": "root 2root 3"}),
+                    Copies(host="m2", version=version(1), layout="l", digest="d", roots={2: "root 2", 3: "root 3"}),
+                    Gathered(version=version(1), layout="l", digest="d", roots={"m2": "root 2root 3"}),
                     Relayed(hosts=["m2"], body=pack(ReportFinished(rank=2))[4:]),
                 ):
                     liar.send(message)
@@ -819,8 +821,10 @@ class TestCollectors:
     @pytest.mark.parametrize(
         "lie",
         [
-            Relayed(hosts=["m0"], body=pack(Copies("m4", version(1), "l", "d", {4: "root 4", 5: "root 5"}))[4:]),
-            Relayed(hosts=["m0"], body=pack(Gathered(version(1), "l", "d", {"m4": "root 4root 5"}))[4:]),
+            Relayed(
+                hosts=["m0"], body=pack(Copies(host="m4", version=version(1), layout="l", digest="d", roots={4: "root 4", 5: "root 5"}))[4:]
+            ),
+            Relayed(hosts=["m0"], body=pack(Gathered(version=version(1), layout="l", digest="d", roots={"m4": "root 4root 5"}))[4:]),
             Relayed(hosts=["m0"], body=pack(Relayed(hosts=["m0"], body=b""))[4:]),
             Relayed(hosts=["m3"], body=pack(Rejoin(attempt=2**62, committed=None, uploading=None))[4:]),
             Relayed(hosts=["leader"], body=pack(Rejoin(attempt=1, committed=None, uploading=None))[4:]),
@@ -858,8 +862,13 @@ class TestCollectors:
                 await crowd.until(lambda: [set(told.roots) for told in crowd.taken if isinstance(told, Gathered)] == [*gathered])
                 liar = crowd.links["m0"].connection
                 assert liar is not None
-                liar.send(Gathered(version(1), "l", "d", {"m4": "root 4root 5"}))
-                liar.send(Relayed(hosts=["m4"], body=pack(Copies("m4", version(1), "l", "d", {4: "root 4", 5: "root 5"}))[4:]))
+                liar.send(Gathered(version=version(1), layout="l", digest="d", roots={"m4": "root 4root 5"}))
+                liar.send(
+                    Relayed(
+                        hosts=["m4"],
+                        body=pack(Copies(host="m4", version=version(1), layout="l", digest="d", roots={4: "root 4", 5: "root 5"}))[4:],
+                    )
+                )
                 liar.send(Relayed(hosts=["m0"], body=pack(Skipped(0, version(3), "last"))[4:]))
                 await crowd.until(lambda: version(3) in crowd.leader.book.aborted)
                 assert crowd.leader.book.committed is None
@@ -969,7 +978,7 @@ def test_a_host_that_speaks_for_another_is_put_out() -> None:
         async with Crowd(3) as crowd:
             liar = crowd.links["m1"].connection
             assert liar is not None
-            liar.send(Copies("m2", version(1), "l", "d", {2: "root 2", 0: "root 0"}))
+            liar.send(Copies(host="m2", version=version(1), layout="l", digest="d", roots={2: "root 2", 0: "root 0"}))
             await crowd.until(liar.closed.is_set)
 
     asyncio.run(work())

@@ -32,7 +32,17 @@ V = Version(Incarnation(3, "abcd"), 41)
 
 
 def shape(data: int = 300, extras: int = 50, chunk: int = 64, layout: bytes = b"layout") -> SlotShape:
-    return SlotShape("run", "main", 2, 4, "0" * 16, layout, data, extras, chunk)
+    return SlotShape(
+        run="run",
+        stream="main",
+        owner=2,
+        world_size=4,
+        layout_hash="0" * 16,
+        layout=layout,
+        data_bytes=data,
+        extras_capacity=extras,
+        chunk_bytes=chunk,
+    )
 
 
 @pytest.fixture
@@ -260,19 +270,19 @@ class TestHangDetector:
         return count * seconds
 
     def test_waits_for_the_first_steps(self) -> None:
-        detector = HangDetector(5.0)
+        detector = HangDetector(limit=5.0)
         now = self.steps(detector, 2)
         assert detector.hangs(now + 1000) is None
-        now = self.steps(HangDetector(5.0), 3)
+        now = self.steps(HangDetector(limit=5.0), 3)
 
     def test_finds_a_worker_that_makes_no_progress(self) -> None:
-        detector = HangDetector(5.0)
+        detector = HangDetector(limit=5.0)
         now = self.steps(detector, 3)
         assert detector.hangs(now + 5.0) is None
         assert detector.hangs(now + 5.5) == 5.5
 
     def test_is_off_while_no_progress_is_expected(self) -> None:
-        detector = HangDetector(5.0)
+        detector = HangDetector(limit=5.0)
         now = self.steps(detector, 3)
         detector.progress(now, True)
         assert detector.hangs(now + 1000) is None
@@ -281,18 +291,18 @@ class TestHangDetector:
         assert detector.hangs(now + 1006) == 6
 
     def test_can_be_off_altogether(self) -> None:
-        detector = HangDetector(0)
+        detector = HangDetector(limit=0)
         assert detector.hangs(self.steps(detector, 10) + 1e9) is None
 
     def test_is_patient_by_default(self) -> None:
-        quick, slow = HangDetector(None), HangDetector(None)
+        quick, slow = HangDetector(limit=None), HangDetector(limit=None)
         now = self.steps(quick, 10)
         assert (quick.hangs(now + 300), quick.hangs(now + 301)) == (None, 301)
         now = self.steps(slow, 10, 60.0)
         assert (slow.hangs(now + 600), slow.hangs(now + 601)) == (None, 601)
 
     def test_does_not_take_validation_for_a_slow_step(self) -> None:
-        detector = HangDetector(None)
+        detector = HangDetector(limit=None)
         now = self.steps(detector, 10)
         detector.progress(now, True)
         detector.progress(now + 5000, False)

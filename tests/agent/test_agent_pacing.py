@@ -40,16 +40,37 @@ class Host:
     def arrives(self, nbytes: int, owner: int = 0, peer: str = "there", rate: float = RATE) -> Travelled:
         """A snapshot gets to a peer at this rate; what the workers are told of it."""
         self._iteration += 1
-        memory = SlotMemory.create(SlotShape("run", "main", owner, 2, "0" * 16, b"", 8, 8, 8))
-        out = Outgoing(owner, Version(Incarnation(1, "a"), self._iteration), 0, memory, sent_bytes=nbytes, busy_before=Meter(0, 0.0, 0.0))
-        self.pacing.arrived(out, peer, Meter(nbytes, nbytes / rate, 0.0), 1.0)
+        memory = SlotMemory.create(
+            SlotShape(
+                run="run",
+                stream="main",
+                owner=owner,
+                world_size=2,
+                layout_hash="0" * 16,
+                layout=b"",
+                data_bytes=8,
+                extras_capacity=8,
+                chunk_bytes=8,
+            )
+        )
+        out = Outgoing(
+            owner=owner,
+            version=Version(Incarnation(1, "a"), self._iteration),
+            slot=0,
+            memory=memory,
+            sent_bytes=nbytes,
+            busy_before=Meter(acked=0, busy=0.0, rtt=0.0),
+        )
+        self.pacing.arrived(out, peer, Meter(acked=nbytes, busy=nbytes / rate, rtt=0.0), 1.0)
         memory.close()
         travelled = self.told[-1]
         assert isinstance(travelled, Travelled)
         return travelled
 
     def steps_are(self, *gaps: float, rank: int = 0) -> None:
-        self.pacing.observed(rank, Profile(gaps, tuple(float(n) for n in range(len(gaps))), gaps, 10.0, 20))
+        self.pacing.observed(
+            rank, Profile(gaps=gaps, begins=tuple(float(n) for n in range(len(gaps))), spread=gaps, seconds=10.0, steps=20)
+        )
 
 
 def test_the_copies_of_a_device_have_a_say_where_nothing_travels_and_where_it_does() -> None:

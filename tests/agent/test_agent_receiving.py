@@ -36,7 +36,21 @@ class Room:
     def begin_receive(self, owner: int, iteration: int, committed: Version | None) -> SlotMemory | None:
         if self.full:
             return None
-        self.memories.append(SlotMemory.create(SlotShape("run", "main", owner, 1, "0" * 16, b"layout", NBYTES, 8, NBYTES // 2)))
+        self.memories.append(
+            SlotMemory.create(
+                SlotShape(
+                    run="run",
+                    stream="main",
+                    owner=owner,
+                    world_size=1,
+                    layout_hash="0" * 16,
+                    layout=b"layout",
+                    data_bytes=NBYTES,
+                    extras_capacity=8,
+                    chunk_bytes=NBYTES // 2,
+                )
+            )
+        )
         return self.memories[-1]
 
     def end_receive(self, end: End) -> bool:

@@ -55,12 +55,22 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 def shape(owner: int = 0, extras: int = 4096) -> SlotShape:
-    return SlotShape("run", "main", owner, 1, "hash", b"layout", 2**16, extras, CHUNK)
+    return SlotShape(
+        run="run",
+        stream="main",
+        owner=owner,
+        world_size=1,
+        layout_hash="hash",
+        layout=b"layout",
+        data_bytes=2**16,
+        extras_capacity=extras,
+        chunk_bytes=CHUNK,
+    )
 
 
 def vault(limit: int) -> tuple[SlotStore, list[str]]:
     said: list[str] = []
-    return SlotStore(Host("a", {0: ("a",)}), Budget(limit), said.append, lambda memory: None), said
+    return SlotStore(Host(name="a", holders={0: ("a",)}), Budget(limit), said.append, lambda memory: None), said
 
 
 def settled_descriptors(pid: int) -> int:
@@ -110,7 +120,7 @@ class TestMemory:
         assert left.finish(version, 0, None)
         with monkeypatch.context() as full:
             full.setattr("gemini_ft.agent.memory.budget.available_memory", lambda: 0)
-            place = SlotStore(Host("a", {0: ("a",)}), budget := Budget(None), print, lambda memory: None)
+            place = SlotStore(Host(name="a", holders={0: ("a",)}), budget := Budget(None), print, lambda memory: None)
             assert budget.limit == 0
             place.adopt(SlotMemory.adopt(os.dup(left.fd)))
         assert [info.version for info in place.inventory()] == [version]
@@ -123,7 +133,7 @@ class TestMemory:
     @pytest.mark.parametrize("call", ["memfd_create", "ftruncate"])
     @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
     def test_what_the_kernel_refuses_leaves_no_slot_without_memory(self, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
-        host, budget = Host("a", {0: ("a",)}), Budget(2**30)
+        host, budget = Host(name="a", holders={0: ("a",)}), Budget(2**30)
         place = SlotStore(host, budget, pytest.fail, lambda memory: None)
         calls = 0
         genuine = getattr(os, call)
@@ -378,7 +388,7 @@ class TestReaders:
         for index, (offset, nbytes) in enumerate(slot.cuts(0)):
             slot.put_chunk(index, offset, nbytes, 0)
         assert slot.finish(version, 0, None)
-        host = Host("a", {0: ("a",)})
+        host = Host(name="a", holders={0: ("a",)})
         place = SlotStore(host, Budget(2**30), pytest.fail, lambda memory: None)
         place.adopt(slot)
         sent: list[memoryview] = []

@@ -444,12 +444,15 @@ class TestRecovery:
         ranks = job.start()
         job.commit(ranks, 1)
         ranks[1].corrupt(0)
-        plan = RecoveryPlan("memory", job.version(1), {0: ("b", "a")})
+        plan = RecoveryPlan(kind="memory", version=job.version(1), sources={0: ("b", "a")})
         addresses = {rank.host: rank.address for rank in ranks}
         sources = ShardReaders(ranks[0].client, "another", plan, addresses, job.claims(), b"s" * 16, 10.0)
         cut, end = CHUNK + 192, 4 * CHUNK
         tensors = {"head": torch.zeros(cut, dtype=torch.uint8), "tail": torch.zeros(end - cut, dtype=torch.uint8)}
-        reads = [Read(0, 0, cut, "head", 0, cut), Read(0, cut, end - cut, "tail", 0, end - cut)]
+        reads = [
+            Read(owner=0, offset=0, nbytes=cut, name="head", start=0, stop=cut),
+            Read(owner=0, offset=cut, nbytes=end - cut, name="tail", start=0, stop=end - cut),
+        ]
         seen: list[bytes] = []
 
         def use(shard: LocalShard | PeerShard) -> tuple[str, int]:

@@ -43,7 +43,7 @@ def storage(tmp_path: Path) -> LocalStorage:
 
 
 def store(storage: LocalStorage, owner: int = 0, chunk: int = CHUNK) -> ShardRecord:
-    layout = build_layout([TensorSpec("weight", "uint8", (2 * NBYTES,), (0, 1))], owner, 2)
+    layout = build_layout([TensorSpec(name="weight", dtype="uint8", shape=(2 * NBYTES,), group=(0, 1))], owner, 2)
     data = content(owner, 7, NBYTES)
     parts = [data[at : at + chunk] for at in range(0, NBYTES, chunk)]
     extras = [EXTRAS[at : at + chunk] for at in range(0, len(EXTRAS), chunk)]
@@ -122,7 +122,17 @@ class Copy:
     """In the place of a `StoredCopy`."""
 
     def __init__(self, extras_capacity: int = 4096) -> None:
-        self.shape = SlotShape("run", "main", 0, 1, "0" * 16, b"", NBYTES, extras_capacity, CHUNK)
+        self.shape = SlotShape(
+            run="run",
+            stream="main",
+            owner=0,
+            world_size=1,
+            layout_hash="0" * 16,
+            layout=b"",
+            data_bytes=NBYTES,
+            extras_capacity=extras_capacity,
+            chunk_bytes=CHUNK,
+        )
 
     def fill(self, memory: SlotMemory) -> None:
         for index, cut in enumerate(memory.cuts(0)):
@@ -132,7 +142,7 @@ class Copy:
 
 def new_vault(limit: int) -> tuple[SlotStore, Budget]:
     budget = Budget(limit)
-    return SlotStore(Host("a"), budget, print, lambda memory: None), budget
+    return SlotStore(Host(name="a"), budget, print, lambda memory: None), budget
 
 
 def test_one_that_comes_too_late_is_dropped() -> None:

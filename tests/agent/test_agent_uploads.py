@@ -57,8 +57,18 @@ class Host:
         monkeypatch.setattr("gemini_ft.agent.uploads.BACKOFF", 0.0)
         monkeypatch.setattr("gemini_ft.agent.uploads.open_storage", lambda *_: self.storage)
         self.storage, self.log = Naughty(folder), list[str]()
-        layout = build_layout([TensorSpec("w", "int64", (64,), (0,))], 0, 1)
-        shape = SlotShape("run", "main", 0, 1, layout.logical_hash, layout.to_bytes(), layout.nbytes, 64, 2**20)
+        layout = build_layout([TensorSpec(name="w", dtype="int64", shape=(64,), group=(0,))], 0, 1)
+        shape = SlotShape(
+            run="run",
+            stream="main",
+            owner=0,
+            world_size=1,
+            layout_hash=layout.logical_hash,
+            layout=layout.to_bytes(),
+            data_bytes=layout.nbytes,
+            extras_capacity=64,
+            chunk_bytes=2**20,
+        )
         self.memory = SlotMemory.create(shape)
         self.spec = SessionSpec(
             stream="main",

@@ -176,7 +176,7 @@ class _Context:
 
     def __init__(self) -> None:
         self.counters = {"late_answers": 0, "replica_bytes": 0}
-        self.host = Host("a")
+        self.host = Host(name="a")
 
     def perform(self, effects: list[Effect]) -> None:
         """Nothing but slots that become free."""
@@ -189,8 +189,20 @@ def test_room_for_a_former_layout_is_not_taken_for_room_for_the_present_one() ->
     """The shape of a shard changes while its holder still makes room for the former one."""
 
     def outgoing(iteration: int, layout: bytes) -> Outgoing:
-        memory = SlotMemory.create(SlotShape("run", "main", 0, 1, "0" * 16, layout, 64, 8, 32))
-        return Outgoing(0, Version(Incarnation(1, "x"), iteration), 0, memory)
+        memory = SlotMemory.create(
+            SlotShape(
+                run="run",
+                stream="main",
+                owner=0,
+                world_size=1,
+                layout_hash="0" * 16,
+                layout=layout,
+                data_bytes=64,
+                extras_capacity=8,
+                chunk_bytes=32,
+            )
+        )
+        return Outgoing(owner=0, version=Version(Incarnation(1, "x"), iteration), slot=0, memory=memory)
 
     async def work() -> None:
         peer, context = _Replies(), _Context()
@@ -313,7 +325,7 @@ class TestRoots:
         with pytest.raises(CorruptDataError, match="in this host's memory is not what was committed: its root is"):
             LocalShard(ranks[0].client, 0, job.version(2), root=root)
         assert ranks[0].verify(job.version(2)) == [1]  # the agent knows which root it has reported
-        plan = RecoveryPlan("memory", job.version(2), {0: ("a", "b")}, roots={0: root})
+        plan = RecoveryPlan(kind="memory", version=job.version(2), sources={0: ("a", "b")}, roots={0: root})
         addresses = {"a": ranks[0].address, "b": ranks[1].address}
         sources = ShardReaders(ranks[0].client, "a", plan, addresses, job.claims(), SECRET, 10.0)
         assert sources.read(0, 0, bytes_of) == content(0, 2, 4 * CHUNK)
@@ -339,7 +351,7 @@ class TestRoots:
         ranks = job.start()
         job.commit(ranks, 1)
         with Proxy(ranks[1].address) as to_b:
-            plan = RecoveryPlan("memory", job.version(1), {0: ("b",)})
+            plan = RecoveryPlan(kind="memory", version=job.version(1), sources={0: ("b",)})
             sources = ShardReaders(ranks[0].client, "a", plan, {"b": to_b.address}, job.claims(), SECRET, 10.0)
             with contextlib.closing(sources):
                 for dialled in (1, 3):
@@ -353,7 +365,7 @@ class TestRoots:
         ranks = job.start()
         job.commit(ranks, 1)
         with Proxy(ranks[1].address) as to_b:
-            plan = RecoveryPlan("memory", job.version(1), {0: ("b",), 1: ("b",)}, world_size=2)
+            plan = RecoveryPlan(kind="memory", version=job.version(1), sources={0: ("b",), 1: ("b",)}, world_size=2)
             sources = ShardReaders(ranks[0].client, "a", plan, {"b": to_b.address}, job.claims(), SECRET, 10.0)
             with contextlib.closing(sources):
                 for owner in (0, 1):

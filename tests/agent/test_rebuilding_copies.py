@@ -121,7 +121,17 @@ class Source:
 
     def __init__(self) -> None:
         layout = build_layout([], 0, 1)
-        shape = SlotShape("run", "main", 0, 1, layout.logical_hash, layout.to_bytes(), self.NBYTES, 2**20, self.NBYTES)
+        shape = SlotShape(
+            run="run",
+            stream="main",
+            owner=0,
+            world_size=1,
+            layout_hash=layout.logical_hash,
+            layout=layout.to_bytes(),
+            data_bytes=self.NBYTES,
+            extras_capacity=2**20,
+            chunk_bytes=self.NBYTES,
+        )
         self.version = Version(Incarnation(1, "a"), 1)
         self.memory, self.copy = SlotMemory.create(shape), SlotMemory.create(shape)
         self.memory.data(0, self.NBYTES)[:] = b"s" * self.NBYTES

@@ -38,7 +38,17 @@ from gemini_ft.errors import ConfigError, CorruptDataError, MemoryBudgetError, S
 from gemini_ft.hosts import host_id
 from gemini_ft.wire.worker_messages import SessionSpec
 
-SHAPE = SlotShape("run", "main", 0, 1, "0" * 16, b"layout", 64, 8, 32)
+SHAPE = SlotShape(
+    run="run",
+    stream="main",
+    owner=0,
+    world_size=1,
+    layout_hash="0" * 16,
+    layout=b"layout",
+    data_bytes=64,
+    extras_capacity=8,
+    chunk_bytes=32,
+)
 VERSION = Version(Incarnation(1, "nonce"), 7)
 
 
@@ -158,7 +168,7 @@ def test_a_file_that_is_no_slot_is_given_back_unless_another_release_can_read_it
 
 def test_memory_that_is_given_back_has_no_file_any_more(root: Path) -> None:
     files = SlotFiles(root, "run", "a")
-    vault = SlotStore(Host("a", {0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
+    vault = SlotStore(Host(name="a", holders={0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
     made = vault.ensure(0, SHAPE, 2, reuse=True)
     assert len(slots(files)) == 2
     for index in made:
@@ -228,7 +238,7 @@ def test_a_folder_without_any_room_is_refused_before_an_agent_begins(tmp_path: P
 
 def test_a_full_folder_is_an_error_with_the_numbers_and_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = SlotFiles(root, "run", "a")
-    vault = SlotStore(Host("a", {0: ("a",)}), budget := Budget(2**60), print, lambda memory: None, files)
+    vault = SlotStore(Host(name="a", holders={0: ("a",)}), budget := Budget(2**60), print, lambda memory: None, files)
 
     def full(fd: int, at: int, nbytes: int) -> None:
         raise OSError(28, "No space left on device")
@@ -257,7 +267,7 @@ def at_ease(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_an_agent_answers_others_while_slots_get_their_memory(root: Path, at_ease: threading.Event) -> None:
     """The memory comes only when the agent has done something else."""
     files = SlotFiles(root, "run", "a")
-    vault = SlotStore(Host("a", {0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
+    vault = SlotStore(Host(name="a", holders={0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
 
     async def answer() -> None:
         at_ease.set()
@@ -271,7 +281,7 @@ def test_an_agent_answers_others_while_slots_get_their_memory(root: Path, at_eas
 
 def test_memory_that_comes_when_nobody_wants_it_any_more_is_given_back(root: Path, at_ease: threading.Event) -> None:
     files = SlotFiles(root, "run", "a")
-    vault = SlotStore(host := Host("a", {0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
+    vault = SlotStore(host := Host(name="a", holders={0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
 
     async def serve() -> None:
         hung_up = asyncio.create_task(vault.ensure_beside(0, SHAPE, 2, lambda: True))
@@ -291,7 +301,9 @@ def test_memory_that_comes_when_nobody_wants_it_any_more_is_given_back(root: Pat
 def test_a_slot_that_was_missing_has_the_shape_that_is_wanted_when_its_turn_comes(root: Path, at_ease: threading.Event) -> None:
     """Another session with other tensors may have asked for memory in between, and has been given it."""
     files, wider = SlotFiles(root, "run", "a"), replace(SHAPE, data_bytes=2 * SHAPE.data_bytes)
-    vault = SlotStore(host := Host("a", {0: ("a",), 1: ("a",)}), budget := Budget(2 * SHAPE.total), print, lambda memory: None, files)
+    vault = SlotStore(
+        host := Host(name="a", holders={0: ("a",), 1: ("a",)}), budget := Budget(2 * SHAPE.total), print, lambda memory: None, files
+    )
     at_ease.set()
     assert len(vault.ensure(0, SHAPE, 3, reuse=True)) == 2
     budget.limit = 2**30
@@ -313,7 +325,7 @@ def test_a_slot_that_was_missing_has_the_shape_that_is_wanted_when_its_turn_come
 
 def test_slots_whose_writer_comes_while_others_get_memory_are_not_used_again(root: Path, at_ease: threading.Event) -> None:
     files = SlotFiles(root, "run", "a")
-    vault = SlotStore(Host("a", {0: ("a",), 1: ("a",)}), Budget(2**30), print, lambda memory: None, files)
+    vault = SlotStore(Host(name="a", holders={0: ("a",), 1: ("a",)}), Budget(2**30), print, lambda memory: None, files)
     at_ease.set()
     free_again = vault.ensure(0, SHAPE, 2, reuse=True)
     at_ease.clear()
@@ -335,7 +347,7 @@ def test_slots_whose_writer_comes_while_others_get_memory_are_not_used_again(roo
 
 def test_where_no_thread_can_be_started_slots_get_their_memory_all_the_same(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = SlotFiles(root, "run", "a")
-    vault = SlotStore(Host("a", {0: ("a",)}), Budget(2**30), print, lambda memory: None, files)
+    vault = SlotStore(Host(name="a", holders={0: ("a",)}), Budget(2**30), print, lambda memory: None, files)
 
     def no_thread(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -46,7 +46,7 @@ def busy() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_process_gets_its_share_and_is_left_running(busy: subprocess.Popen[bytes]) -> None:
-    listener = AgentProcess(busy.pid)
+    listener = AgentProcess(pid=busy.pid)
     slow = slow_down(busy.pid, 0.1, 2.5, period=0.2)
     eventually(lambda: state_of(busy.pid) == "T")
     before = work_of(listener)
@@ -66,7 +66,7 @@ def test_a_process_gets_its_share_and_is_left_running(busy: subprocess.Popen[byt
 
 def test_to_wait_for_a_processor_is_work_and_to_be_stopped_is_none(busy: subprocess.Popen[bytes]) -> None:
     """So that an agent on a host whose processors are all taken is not replaced: another one would be no faster."""
-    listener, processor = AgentProcess(busy.pid), {min(os.sched_getaffinity(0))}
+    listener, processor = AgentProcess(pid=busy.pid), {min(os.sched_getaffinity(0))}
     with running("while True: pass") as other:
         for process in (busy, other):
             os.sched_setaffinity(process.pid, processor)
@@ -98,7 +98,7 @@ while True:
 def test_what_threads_have_worked_and_waited_counts_when_they_have_ended() -> None:
     """An agent's uploads are made by threads of their own, which end."""
     with running(POOLS) as process:
-        listener, works, threads = AgentProcess(process.pid), list[float](), set[int]()
+        listener, works, threads = AgentProcess(pid=process.pid), list[float](), set[int]()
         while len(works) < 60:
             works.append(work_of(listener))
             threads.add(len(os.listdir(f"/proc/{process.pid}/task")))
@@ -110,15 +110,15 @@ def test_what_threads_have_worked_and_waited_counts_when_they_have_ended() -> No
 
 def test_work_out_of_reach_is_unknown(busy: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In another pid namespace, dead, or on a kernel that does not say how long threads wait for a processor."""
-    assert AgentProcess(0).work() is None
+    assert AgentProcess(pid=0).work() is None
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
-    assert AgentProcess(ended.pid).work() is None
+    assert AgentProcess(pid=ended.pid).work() is None
     thread = proc_without_pressure(busy.pid, tmp_path, monkeypatch) / "task" / str(busy.pid)
     (thread / "schedstat").unlink()
-    assert AgentProcess(busy.pid).work() is None
+    assert AgentProcess(pid=busy.pid).work() is None
     (thread / "schedstat").write_text("0 0 0\n")  # what it is made of is switched off
-    assert AgentProcess(busy.pid).work() is None
+    assert AgentProcess(pid=busy.pid).work() is None
 
 
 def proc_without_pressure(pid: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -149,7 +149,7 @@ def test_to_wait_for_memory_is_work_where_the_kernel_does_not_count_the_time(tmp
     """It counts the pages that had to be read then, be it from a disk or from swap."""
     with running(FAULTS, str(tmp_path / "pages")) as process:
         proc_without_pressure(process.pid, tmp_path / "proc", monkeypatch)
-        listener = AgentProcess(process.pid)
+        listener = AgentProcess(pid=process.pid)
         eventually(lambda: faults_of(process.pid) > 100)
         before, count = work_of(listener), faults_of(process.pid)
         eventually(lambda: faults_of(process.pid) > count + 200)

@@ -25,9 +25,21 @@ INCARNATION = Incarnation(1, "a")
 
 
 def _copy(owner: int, version: Version) -> SlotMemory:
-    layout = build_layout([TensorSpec("weight", "uint8", (128,), (0, 1))], owner, 2)
+    layout = build_layout([TensorSpec(name="weight", dtype="uint8", shape=(128,), group=(0, 1))], owner, 2)
     size = layout.nbytes
-    memory = SlotMemory.create(SlotShape("run", "main", owner, 2, layout.logical_hash, layout.to_bytes(), size, 64, size))
+    memory = SlotMemory.create(
+        SlotShape(
+            run="run",
+            stream="main",
+            owner=owner,
+            world_size=2,
+            layout_hash=layout.logical_hash,
+            layout=layout.to_bytes(),
+            data_bytes=size,
+            extras_capacity=64,
+            chunk_bytes=size,
+        )
+    )
     memory.put_chunk(0, 0, size, checksum(memory.data(0, size)))
     assert memory.finish(version, 0, None)
     return memory

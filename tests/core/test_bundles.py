@@ -14,11 +14,14 @@ def version(iteration: int) -> Version:
 
 
 def report(bundles: Bundles, iteration: int, *owners: int, digest: str = "") -> list[bool]:
-    return [bundles.add(Completed(owner, "b", version(iteration), "layout", digest, f"root {owner}")) for owner in owners]
+    return [
+        bundles.add(Completed(owner=owner, host="b", version=version(iteration), layout="layout", digest=digest, root=f"root {owner}"))
+        for owner in owners
+    ]
 
 
 def copies(iteration: int, *owners: int, digest: str = "") -> Copies:
-    return Copies("b", version(iteration), "layout", digest, {owner: f"root {owner}" for owner in owners})
+    return Copies(host="b", version=version(iteration), layout="layout", digest=digest, roots={owner: f"root {owner}" for owner in owners})
 
 
 def test_a_host_has_said_all_when_it_has_every_copy_that_it_is_to_hold() -> None:

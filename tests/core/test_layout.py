@@ -51,7 +51,11 @@ def jobs(draw: st.DrawFn) -> Job:
         for group in every[kind]:
             shape = draw(shapes)
             for rank in group:
-                job[rank].append(TensorSpec(f"t{index}", dtype, shape, group, "" if kind == "replicated" else kind, frozen))
+                job[rank].append(
+                    TensorSpec(
+                        name=f"t{index}", dtype=dtype, shape=shape, group=group, logical="" if kind == "replicated" else kind, frozen=frozen
+                    )
+                )
     return job
 
 
@@ -186,10 +190,10 @@ def sample(world: int = 2) -> Job:
     everyone = tuple(range(world))
     return [
         [
-            TensorSpec("model.w", "float32", (5, 3), everyone),
-            TensorSpec("model.b", "bfloat16", (3,), everyone),
-            TensorSpec("model.part", "float32", (2 + rank, 3), (rank,), "(5, 3) S(0)"),
-            TensorSpec("model.buffer", "int64", (), (rank,), "per rank"),
+            TensorSpec(name="model.w", dtype="float32", shape=(5, 3), group=everyone),
+            TensorSpec(name="model.b", dtype="bfloat16", shape=(3,), group=everyone),
+            TensorSpec(name="model.part", dtype="float32", shape=(2 + rank, 3), group=(rank,), logical="(5, 3) S(0)"),
+            TensorSpec(name="model.buffer", dtype="int64", shape=(), group=(rank,), logical="per rank"),
         ]
         for rank in range(world)
     ]
@@ -216,7 +220,10 @@ def replaced(specs: list[TensorSpec], **changed: object) -> list[TensorSpec]:
     ("specs", "says"),
     [
         (sample()[0][1:], r"model\.w \(float32 \(5, 3\)\) is in the snapshot and not in this model or its optimizers"),
-        ([*sample()[0], TensorSpec("model.new", "int8", (2,), (0, 1))], r"model\.new \(int8 \(2,\)\) is missing from the snapshot"),
+        (
+            [*sample()[0], TensorSpec(name="model.new", dtype="int8", shape=(2,), group=(0, 1))],
+            r"model\.new \(int8 \(2,\)\) is missing from the snapshot",
+        ),
         (replaced(sample()[0], dtype="float64"), r"model\.w has dtype float64 now and float32 in the snapshot"),
         (replaced(sample()[0], shape=(3, 5)), r"model\.w has shape \(3, 5\) now and \(5, 3\) in the snapshot"),
         (replaced(sample()[0], group=(0,)), r"model\.w has group of ranks \(0,\) now and \(0, 1\) in the snapshot"),
@@ -232,7 +239,7 @@ def test_a_mismatch_names_the_tensor_and_what_differs(specs: list[TensorSpec], s
 
 
 def test_a_mismatch_names_only_the_first_few() -> None:
-    specs = [TensorSpec(f"layer{index}", "int8", (1,), (0,)) for index in range(40)]
+    specs = [TensorSpec(name=f"layer{index}", dtype="int8", shape=(1,), group=(0,)) for index in range(40)]
     with pytest.raises(LayoutMismatchError, match=r"40 tensors differ: .*; and 35 more\.") as caught:
         plan_reads(specs, 0, {0: build_layout([], 0, 1)})
     assert len(str(caught.value)) < 700
@@ -258,11 +265,19 @@ def test_layouts_of_jobs_of_different_size_are_not_mixed() -> None:
 @pytest.mark.parametrize(
     ("spec", "error", "says"),
     [
-        (TensorSpec("a", "quint8", (1,), (0,)), UnsupportedStateError, "a: dtype 'quint8' is unknown; supported: bfloat16, bool,"),
-        (TensorSpec("a", "int8", (1,), (1,)), StateError, r"a: group \(1,\) must be sorted ranks of 0\.\.1 that include 0"),
-        (TensorSpec("a", "int8", (1,), (1, 0)), StateError, "must be sorted"),
-        (TensorSpec("a", "int8", (1,), (0, 2)), StateError, "must be sorted"),
-        (TensorSpec("a", "int8", (1,), ()), StateError, "must be sorted"),
+        (
+            TensorSpec(name="a", dtype="quint8", shape=(1,), group=(0,)),
+            UnsupportedStateError,
+            "a: dtype 'quint8' is unknown; supported: bfloat16, bool,",
+        ),
+        (
+            TensorSpec(name="a", dtype="int8", shape=(1,), group=(1,)),
+            StateError,
+            r"a: group \(1,\) must be sorted ranks of 0\.\.1 that include 0",
+        ),
+        (TensorSpec(name="a", dtype="int8", shape=(1,), group=(1, 0)), StateError, "must be sorted"),
+        (TensorSpec(name="a", dtype="int8", shape=(1,), group=(0, 2)), StateError, "must be sorted"),
+        (TensorSpec(name="a", dtype="int8", shape=(1,), group=()), StateError, "must be sorted"),
     ],
 )
 def test_a_wrong_declaration_is_refused(spec: TensorSpec, error: type[Exception], says: str) -> None:
@@ -272,7 +287,9 @@ def test_a_wrong_declaration_is_refused(spec: TensorSpec, error: type[Exception]
 
 def test_two_tensors_of_one_name_are_refused() -> None:
     with pytest.raises(StateError, match="two tensors are named 'a'"):
-        build_layout([TensorSpec("a", "int8", (1,), (0,)), TensorSpec("a", "int8", (1,), (0, 1))], 0, 2)
+        build_layout(
+            [TensorSpec(name="a", dtype="int8", shape=(1,), group=(0,)), TensorSpec(name="a", dtype="int8", shape=(1,), group=(0, 1))], 0, 2
+        )
 
 
 def test_an_unknown_format_version_is_refused_by_number() -> None:

@@ -34,12 +34,18 @@ def ledger(committed: Version | None = None, cadence: Cadence | None = None) -> 
 
 def report(book: Ledger, what: Version, *pairs: tuple[int, str], now: float = 0.0, digest: str = "same") -> list[Decision]:
     """The holders say that they have it."""
-    return [decision for owner, host in pairs for decision in book.report(Completed(owner, host, what, "layout", digest), now)]
+    return [
+        decision
+        for owner, host in pairs
+        for decision in book.report(Completed(owner=owner, host=host, version=what, layout="layout", digest=digest), now)
+    ]
 
 
 def with_root(book: Ledger, iteration: int, root: str, *pairs: tuple[int, str]) -> list[Decision]:
     """The holders say that their copies come to this root."""
-    reports = [Completed(owner, host, version(iteration), "layout", "same", root) for owner, host in pairs]
+    reports = [
+        Completed(owner=owner, host=host, version=version(iteration), layout="layout", digest="same", root=root) for owner, host in pairs
+    ]
     return [decision for each in reports for decision in book.report(each, 0.0)]
 
 
@@ -66,7 +72,7 @@ def test_an_iteration_is_committed_when_the_last_holder_has_reported() -> None:
     book = ledger()
     assert report(book, version(1), *PAIRS[:3]) == []
     assert book.committed is None
-    assert report(book, version(1), PAIRS[3]) == [Commit(version(1), freeze=False)]
+    assert report(book, version(1), PAIRS[3]) == [Commit(version=version(1), freeze=False)]
     assert book.committed == version(1)
 
 
@@ -77,22 +83,22 @@ def test_a_report_of_another_iteration_does_not_complete_this_one() -> None:
     for older in (version(1), version(2), version(3, incarnation=0)):
         report(book, older, PAIRS[3])
     assert book.committed == version(1)
-    assert report(book, version(3), PAIRS[3]) == [Commit(version(3), freeze=False)]
+    assert report(book, version(3), PAIRS[3]) == [Commit(version=version(3), freeze=False)]
 
 
 def test_a_host_that_holds_no_copy_has_no_voice() -> None:
     """Section 7: what counts is that "all holders have reported"."""
     book = Ledger({0: ("a", "b")}, None, TIMEOUT)
     assert report(book, version(1), (0, "a"), (0, "c"), (7, "a")) == []
-    assert report(book, version(1), (0, "b")) == [Commit(version(1), freeze=False)]
+    assert report(book, version(1), (0, "b")) == [Commit(version=version(1), freeze=False)]
 
 
 def test_a_report_of_no_copy_changes_nothing() -> None:
     book = ledger()
     assert with_root(book, 1, "root", *PAIRS[:3]) == []
     for host in ("c", "b"):
-        assert book.report(Copies(host, version(1), "layout", "same", {}), 0.0) == []
-    assert with_root(book, 1, "root", PAIRS[3]) == [Commit(version(1), freeze=False, roots={0: "root", 1: "root"})]
+        assert book.report(Copies(host=host, version=version(1), layout="layout", digest="same", roots={}), 0.0) == []
+    assert with_root(book, 1, "root", PAIRS[3]) == [Commit(version=version(1), freeze=False, roots={0: "root", 1: "root"})]
 
 
 def test_reports_may_be_repeated_or_late() -> None:
@@ -108,10 +114,10 @@ def test_reports_may_be_repeated_or_late() -> None:
 def test_a_leader_that_was_restarted_hears_everything_again() -> None:
     """Section 7: "if the leader restarts, the others repeat theirs" - the newest commit first."""
     book = ledger(committed=version(1))
-    assert book.rejoin(version(2), 0.0) == [Commit(version(2), freeze=False)]  # our host may not know
-    assert book.rejoin(version(1), 0.0) == [Commit(version(2), freeze=False)]  # that one did not
+    assert book.rejoin(version(2), 0.0) == [Commit(version=version(2), freeze=False)]  # our host may not know
+    assert book.rejoin(version(1), 0.0) == [Commit(version=version(2), freeze=False)]  # that one did not
     assert book.rejoin(version(2), 0.0) == []
-    assert report(book, version(3), *PAIRS) == [Commit(version(3), freeze=False)]
+    assert report(book, version(3), *PAIRS) == [Commit(version=version(3), freeze=False)]
 
 
 # -- abort
@@ -124,8 +130,8 @@ def test_a_host_that_was_away_hears_again_what_was_aborted_and_may_still_matter(
     book.report(Skipped(0, version(2), "late"), 0.0)
     aborted = [Abort(version(2), "rank 0: late"), Abort(version(3), "rank 0: late")]
     assert book.rejoin(version(1), 0.0) == aborted
-    assert book.rejoin(None, 0.0) == [Commit(version(1), freeze=False), *aborted]
-    assert book.rejoin(version(2), 0.0) == [Commit(version(2), freeze=False), aborted[1]]
+    assert book.rejoin(None, 0.0) == [Commit(version=version(1), freeze=False), *aborted]
+    assert book.rejoin(version(2), 0.0) == [Commit(version=version(2), freeze=False), aborted[1]]
 
 
 def test_a_skipped_iteration_is_aborted_once_and_never_committed() -> None:
@@ -136,7 +142,7 @@ def test_a_skipped_iteration_is_aborted_once_and_never_committed() -> None:
     assert book.report(Skipped(0, version(1), "late"), 0.0) == []
     assert report(book, version(1), PAIRS[1], PAIRS[3]) == []
     assert report(book, version(1), (0, "a")) == [Abort(version(1), "rank 1: late")]  # its host was away: it is told again
-    assert report(book, version(2), *PAIRS) == [Commit(version(2), freeze=False)]
+    assert report(book, version(2), *PAIRS) == [Commit(version=version(2), freeze=False)]
 
 
 def test_an_owner_that_has_gone_on_will_not_complete_what_it_left() -> None:
@@ -156,14 +162,14 @@ def test_whoever_has_finished_completes_nothing_more() -> None:
     assert book.finish(0) == [Abort(version(2), gone)]
     assert book.finish(0) == []
     assert report(book, version(3), (1, "b")) == [Abort(version(3), gone)]
-    assert report(book, version(1), (1, "a")) == [Commit(version(1), freeze=False)]
+    assert report(book, version(1), (1, "a")) == [Commit(version=version(1), freeze=False)]
 
 
 def test_ranks_that_disagree_on_the_layout_stop_the_job() -> None:
     """Section 3: "An iteration counts only if all ranks agree on the hash of the layout." """
     book = ledger()
     report(book, version(1), (0, "a"))
-    abort, fatal = book.report(Completed(1, "b", version(1), "another layout"), 0.0)
+    abort, fatal = book.report(Completed(owner=1, host="b", version=version(1), layout="another layout"), 0.0)
     assert isinstance(abort, Abort)
     assert isinstance(fatal, Fatal)
     assert (fatal.error, "ranks [1] have layout another layout" in fatal.text) == ("LayoutMismatchError", True)
@@ -188,8 +194,8 @@ def test_after_the_timeout_the_set_of_holders_shrinks_and_commits_go_on() -> Non
     report(book, version(1), (1, "b"), now=10.0)  # the last owner's own copy: the waiting begins
     assert book.tick(10.0 + TIMEOUT - 1.0) == []
     late = frozenset({(0, "b")})
-    assert book.tick(10.0 + TIMEOUT) == [Holders(1, late, late), Commit(version(1), freeze=False)]
-    assert report(book, version(2), (0, "a"), (1, "b"), (1, "a")) == [Commit(version(2), freeze=False)]
+    assert book.tick(10.0 + TIMEOUT) == [Holders(epoch=1, excluded=late, newly=late), Commit(version=version(1), freeze=False)]
+    assert report(book, version(2), (0, "a"), (1, "b"), (1, "a")) == [Commit(version=version(2), freeze=False)]
 
 
 def test_the_owners_own_copy_is_never_left_out() -> None:
@@ -198,7 +204,7 @@ def test_the_owners_own_copy_is_never_left_out() -> None:
     report(book, version(1), (0, "a"), (0, "b"), (1, "a"))  # rank 1's own is missing
     assert book.tick(1000.0 * TIMEOUT) == []
     assert book.committed is None
-    assert report(book, version(1), (1, "b"), now=1000.0 * TIMEOUT) == [Commit(version(1), freeze=False)]
+    assert report(book, version(1), (1, "b"), now=1000.0 * TIMEOUT) == [Commit(version=version(1), freeze=False)]
 
 
 def test_a_replica_is_not_given_up_while_the_owner_itself_may_be_lost() -> None:
@@ -210,25 +216,28 @@ def test_a_replica_is_not_given_up_while_the_owner_itself_may_be_lost() -> None:
     assert book.tick(10.0 + TIMEOUT, absent=[home]) == []
     assert book.committed is None
     late = frozenset({(owner, other)})
-    assert book.tick(11.0 + TIMEOUT) == [Holders(1, late, late), Commit(version(1), freeze=False)]  # it is there after all
+    assert book.tick(11.0 + TIMEOUT) == [
+        Holders(epoch=1, excluded=late, newly=late),
+        Commit(version=version(1), freeze=False),
+    ]  # it is there after all
 
 
 def test_the_set_grows_back_when_the_late_one_has_caught_up() -> None:
     """Section 7: "and grows back when the late one has caught up"; from then on it is waited for again."""
     book = without_peer()
-    assert report(book, version(1), (0, "b")) == [Holders(2, frozenset(), frozenset())]  # it has what is committed
+    assert report(book, version(1), (0, "b")) == [Holders(epoch=2, excluded=frozenset(), newly=frozenset())]  # it has what is committed
     assert report(book, version(2), *(pair for pair in PAIRS if pair != (0, "b"))) == []
-    assert report(book, version(2), (0, "b")) == [Commit(version(2), freeze=False)]
+    assert report(book, version(2), (0, "b")) == [Commit(version=version(2), freeze=False)]
 
 
 def test_a_straggler_with_an_older_copy_has_not_caught_up() -> None:
     """Section 7: it has caught up when it has what is committed, not what was committed once."""
     book = without_peer()
-    assert report(book, version(2), (0, "a"), (1, "b"), (1, "a")) == [Commit(version(2), freeze=False)]
+    assert report(book, version(2), (0, "a"), (1, "b"), (1, "a")) == [Commit(version=version(2), freeze=False)]
     assert report(book, version(1), (0, "b")) == []
     assert book.excluded == {(0, "b")}
     assert report(book, version(3), (0, "b")) == []  # whether this is what the owner has is not known yet
-    assert report(book, version(3), (0, "a")) == [Holders(2, frozenset(), frozenset())]
+    assert report(book, version(3), (0, "a")) == [Holders(epoch=2, excluded=frozenset(), newly=frozenset())]
 
 
 def test_a_copy_with_another_root_than_its_owners_counts_for_nothing() -> None:
@@ -237,8 +246,8 @@ def test_a_copy_with_another_root_than_its_owners_counts_for_nothing() -> None:
     assert with_root(book, 1, "damaged", (0, "b")) == []
     assert with_root(book, 1, "right", (0, "a"), (1, "b"), (1, "a")) == []
     holders, commit = book.tick(TIMEOUT)
-    assert holders == Holders(1, frozenset({(0, "b")}), frozenset({(0, "b")}))
-    assert commit == Commit(version(1), freeze=False, roots={0: "right", 1: "right"})
+    assert holders == Holders(epoch=1, excluded=frozenset({(0, "b")}), newly=frozenset({(0, "b")}))
+    assert commit == Commit(version=version(1), freeze=False, roots={0: "right", 1: "right"})
 
 
 def test_a_holder_of_damaged_copies_is_not_waited_for_again_and_again() -> None:
@@ -249,14 +258,14 @@ def test_a_holder_of_damaged_copies_is_not_waited_for_again_and_again() -> None:
         (commit,) = with_root(book, iteration, "right", (0, "a"), (1, "b"), (1, "a"))
         assert isinstance(commit, Commit)
         assert with_root(book, iteration, "damaged", (0, "b")) == []
-    assert with_root(book, 3, "right", (0, "b")) == [Holders(2, frozenset(), frozenset())]
+    assert with_root(book, 3, "right", (0, "b")) == [Holders(epoch=2, excluded=frozenset(), newly=frozenset())]
 
 
 def test_who_has_not_heard_of_a_commit_hears_its_roots() -> None:
     """Section 7: "the commit carries them"."""
     book = ledger()
     with_root(book, 1, "right", *PAIRS)
-    assert book.rejoin(None) == [Commit(version(1), freeze=False, roots={0: "right", 1: "right"})]
+    assert book.rejoin(None) == [Commit(version=version(1), freeze=False, roots={0: "right", 1: "right"})]
 
 
 def test_a_restarted_ledger_learns_the_roots_of_the_commit() -> None:
@@ -265,14 +274,14 @@ def test_a_restarted_ledger_learns_the_roots_of_the_commit() -> None:
     book.rejoin(version(1), 0.0, {0: "right", 1: "right"})
     book.excluded.add((0, "b"))
     assert with_root(book, 1, "damaged", (0, "b")) == []
-    assert with_root(book, 1, "right", (0, "b")) == [Holders(1, frozenset(), frozenset())]
+    assert with_root(book, 1, "right", (0, "b")) == [Holders(epoch=1, excluded=frozenset(), newly=frozenset())]
 
 
 def test_a_host_whose_agent_was_restarted_hears_the_roots_again() -> None:
     book = ledger()
     with_root(book, 1, "right", *PAIRS)
     assert book.rejoin(version(1), 0.0, {0: "right", 1: "right"}) == []
-    assert book.rejoin(version(1), 0.0, {0: "", 1: "right"}) == [Commit(version(1), freeze=False, roots={0: "right", 1: "right"})]
+    assert book.rejoin(version(1), 0.0, {0: "", 1: "right"}) == [Commit(version=version(1), freeze=False, roots={0: "right", 1: "right"})]
 
 
 def test_a_host_whose_copies_agreed_does_not_hear_their_roots_again() -> None:
@@ -281,7 +290,7 @@ def test_a_host_whose_copies_agreed_does_not_hear_their_roots_again() -> None:
     book.rejoin(None, host="b")
     (commit,) = with_root(book, 1, "right", *PAIRS)
     assert isinstance(commit, Commit)
-    assert book.addressed(commit, "b") == Commit(version(1), freeze=False, agreed=True)
+    assert book.addressed(commit, "b") == Commit(version=version(1), freeze=False, agreed=True)
     assert book.addressed(commit, "a") == commit  # it has not joined: this ledger does not know what its agent remembers
 
 
@@ -317,7 +326,7 @@ def test_a_host_with_a_copy_that_did_not_count_hears_the_roots_of_what_it_holds(
 def test_when_a_host_leaves_the_next_version_of_which_all_ranks_add_digests_is_uploaded() -> None:
     book = ledger(cadence=Cadence(every_steps=1000))
     assert not uploads(book, version(1))
-    assert book.upload_soon(0.0) == [Commit(version(1), False, digest_at=2)]
+    assert book.upload_soon(0.0) == [Commit(version=version(1), freeze=False, digest_at=2)]
     report(book, version(2), *PAIRS, digest="")  # it was under way before the ranks heard of it
     assert book.uploading is None
     assert uploads(book, version(3))
@@ -351,8 +360,8 @@ def test_ranks_learn_in_time_that_an_upload_needs_their_digests() -> None:
     """Section 3: replicated tensors "are compared by hash across ranks at the start and before every upload"."""
     book = ledger(cadence=Cadence(every_seconds=60.0))
     first = report(book, version(1), *PAIRS, now=60.0, digest="")
-    assert first == [Commit(version(1), freeze=False, digest_at=2)]  # due, but not compared
-    assert report(book, version(2), *PAIRS, now=61.0) == [Commit(version(2), freeze=True, digest_at=None)]
+    assert first == [Commit(version=version(1), freeze=False, digest_at=2)]  # due, but not compared
+    assert report(book, version(2), *PAIRS, now=61.0) == [Commit(version=version(2), freeze=True, digest_at=None)]
 
 
 def test_a_manifest_names_every_shard_and_is_written_last() -> None:
@@ -405,7 +414,7 @@ def test_a_version_is_under_way_from_its_first_report_until_it_is_decided() -> N
 
 
 def gathered(**roots: str) -> Gathered:
-    return Gathered(version(1), "layout", "same", roots)
+    return Gathered(version=version(1), layout="layout", digest="same", roots=roots)
 
 
 def test_a_copy_that_is_reported_anew_counts_with_its_later_root_even_if_it_was_gathered_before() -> None:
@@ -414,8 +423,8 @@ def test_a_copy_that_is_reported_anew_counts_with_its_later_root_even_if_it_was_
     assert with_root(book, 1, "xx", (1, "a")) == []
     assert book.report(gathered(b="rrss"), 0.0) == []
     assert book.tick(TIMEOUT) == [
-        Holders(1, frozenset({(1, "a")}), frozenset({(1, "a")})),
-        Commit(version(1), False, None, {0: "rr", 1: "ss"}),
+        Holders(epoch=1, excluded=frozenset({(1, "a")}), newly=frozenset({(1, "a")})),
+        Commit(version=version(1), freeze=False, digest_at=None, roots={0: "rr", 1: "ss"}),
     ]
 
 
@@ -425,7 +434,7 @@ def test_roots_that_are_not_of_what_a_host_holds_are_refused(told: dict[str, str
     with pytest.raises(PeerError, match="are not the roots of the"):
         book.report(gathered(**told), 0.0)
     book.report(gathered(a="rrss"), 0.0)
-    assert book.report(gathered(b="rrss"), 0.0) == [Commit(version(1), False, None, {0: "rr", 1: "ss"})]
+    assert book.report(gathered(b="rrss"), 0.0) == [Commit(version=version(1), freeze=False, digest_at=None, roots={0: "rr", 1: "ss"})]
 
 
 # -- cost
@@ -441,7 +450,7 @@ def effort(hosts: int, *, late: bool) -> int:
     holders = {owner: (f"h{owner // 8}", f"h{(owner // 8) ^ 1}") for owner in range(8 * hosts)}
     book, count = Ledger(holders, None, TIMEOUT), 0
     if late:
-        book.report(Completed(0, "h1", version(2), "layout", "same", "f" * 32), 0.0)
+        book.report(Completed(owner=0, host="h1", version=version(2), layout="layout", digest="same", root="f" * 32), 0.0)
 
     def count_one(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal count
@@ -452,7 +461,7 @@ def effort(hosts: int, *, late: bool) -> int:
     for at in range(hosts // 2 + 1):
         bundles = Bundles(f"h{at}", holders)
         for owner in [owner for owner, both in holders.items() if f"h{at}" in both]:
-            bundles.add(Completed(owner, f"h{at}", version(1), "layout", "same", f"{owner:032x}"))
+            bundles.add(Completed(owner=owner, host=f"h{at}", version=version(1), layout="layout", digest="same", root=f"{owner:032x}"))
         (copies,) = bundles.take()
         before = sys.gettrace()
         sys.settrace(count_one if at == hosts // 2 else before)

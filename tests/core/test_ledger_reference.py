@@ -46,7 +46,9 @@ class History:
         self.troubled: dict[tuple[int, str], str] = {}  # these, and the roots of their copies; empty: none comes
         start = rng.choice([None, Version(Incarnation(1, "n"), 1)])
         every, seconds = rng.choice([None, 1, 2]), rng.choice([None, 3.0])
-        self.both: list[EITHER] = [kind(self.holders, start, TIMEOUT, Cadence(every, seconds)) for kind in (Ledger, ReferenceLedger)]
+        self.both: list[EITHER] = [
+            kind(self.holders, start, TIMEOUT, Cadence(every_steps=every, every_seconds=seconds)) for kind in (Ledger, ReferenceLedger)
+        ]
 
     def step(self) -> list[list[Decision]]:
         """One event; the decisions of both."""
@@ -68,7 +70,7 @@ class History:
         root = rng.choice(["bad  0", ""]) if rng.random() < (0.3 if self.sick else 0.03) else f"root {owner}"
         odd = rng.random() < 0.02
         layout, digest = (rng.choice(["", "m"]), rng.choice(["", "e"])) if odd else ("l", "d")
-        report = Completed(owner, host, what or version(rng, self.newest), layout, digest, root)
+        report = Completed(owner=owner, host=host, version=what or version(rng, self.newest), layout=layout, digest=digest, root=root)
         return self._tell(report, self.now, call="report")
 
     def _round(self) -> list[list[Decision]]:
@@ -82,7 +84,9 @@ class History:
         rng.shuffle(pairs)
         for owner, host in pairs:
             if self.is_calm and (root := self.troubled.get((owner, host), f"root {owner}")):
-                told = self._tell(Completed(owner, host, what, "l", "d", root), self.now, call="report")
+                told = self._tell(
+                    Completed(owner=owner, host=host, version=what, layout="l", digest="d", root=root), self.now, call="report"
+                )
             elif not self.is_calm and rng.random() < 0.95:
                 told = self._report(what, owner, host)
             else:
@@ -97,7 +101,7 @@ class History:
         rng = self.rng
         host, what = rng.choice(self.hosts), version(rng, self.newest)
         roots = {owner: "bad  0" if rng.random() < 0.05 else f"root {owner}" for owner in self.holders if rng.random() < 0.8}
-        copies = Copies(host, what, "m" if rng.random() < 0.02 else "l", "d", roots)
+        copies = Copies(host=host, version=what, layout="m" if rng.random() < 0.02 else "l", digest="d", roots=roots)
         ours, reference = self.both
         one_by_one = [decision for each in copies.each() for decision in reference.report(each, self.now)]
         return [deepcopy(ours.report(copies, self.now)), deepcopy(one_by_one)]
@@ -113,7 +117,9 @@ class History:
             roots = {owner: "bad  0" if rng.random() < 0.02 else f"root {owner}" for owner in self.holders}
             held = {host: sorted(owner for owner, hosts in self.holders.items() if host in hosts) for host in together}
             told = {host: "".join(roots[owner] for owner in owners) for host, owners in held.items() if owners}
-            gathered = Gathered(what, "m" if rng.random() < 0.02 else "l", rng.choice(["", "d", "d", "d"]), told)
+            gathered = Gathered(
+                version=what, layout="m" if rng.random() < 0.02 else "l", digest=rng.choice(["", "d", "d", "d"]), roots=told
+            )
             outcome[0] += deepcopy(self.both[0].report(gathered, self.now)) if told else []
             for copies in gathered.each(held):
                 for each in copies.each():

@@ -20,7 +20,7 @@ def version(iteration: int, incarnation: int = 1) -> Version:
 
 def begun(resumed: Version | None = None, slots: int = 2) -> Host:
     """Host ``a`` at the start of an incarnation."""
-    host = Host("a")
+    host = Host(name="a")
     host.open(HOLDERS, resumed)
     for owner in HOLDERS:
         host.renew(owner, slots)
@@ -50,8 +50,8 @@ def committed(host: Host, what: Version, freeze: bool = False) -> None:
 def test_a_snapshot_is_granted_copied_sent_and_reported() -> None:
     """Section 6: a chunk "travels as soon as it is copied": the sending begins together with the copying."""
     host = begun()
-    assert host.request(0, version(1)) == [Grant(0, 0, version(1)), Send(0, 0, version(1), "b")]
-    report = Completed(0, "a", version(1), "a layout", "a digest")
+    assert host.request(0, version(1)) == [Grant(owner=0, slot=0, version=version(1)), Send(owner=0, slot=0, version=version(1), peer="b")]
+    report = Completed(owner=0, host="a", version=version(1), layout="a layout", digest="a digest")
     assert host.completed(0, version(1), "a layout", "a digest") == [Tell(report)]
     assert host.reports() == [report]
 
@@ -73,21 +73,21 @@ def test_a_replica_is_reported_by_the_host_that_holds_it() -> None:
     host = begun()
     assert host.receive(1, version(1), None) is not None
     assert host.reports() == []
-    assert host.completed(1, version(1)) == [Tell(Completed(1, "a", version(1)))]
+    assert host.completed(1, version(1)) == [Tell(Completed(owner=1, host="a", version=version(1)))]
 
 
 def test_a_replica_that_was_committed_with_another_root_is_damaged() -> None:
     """Section 7: this host was left out of the commit; what it has is not what was committed."""
     host = begun()
     assert host.receive(1, version(1), None) is not None
-    assert host.completed(1, version(1), root="mine") == [Tell(Completed(1, "a", version(1), root="mine"))]
-    assert host.reports() == [Completed(1, "a", version(1), root="mine")]
+    assert host.completed(1, version(1), root="mine") == [Tell(Completed(owner=1, host="a", version=version(1), root="mine"))]
+    assert host.reports() == [Completed(owner=1, host="a", version=version(1), root="mine")]
     assert host.on_commit(version(1), False, {1: "theirs"}) == [Damaged(1, version(1))]
     assert host.slots(1).complete_version(version(1)) is None
     assert host.receive(1, version(1), None) is not None
     assert host.completed(1, version(1), root="mine") == [Damaged(1, version(1))]  # as late as that
     assert host.receive(1, version(1), None) is not None
-    assert host.completed(1, version(1), root="theirs") == [Tell(Completed(1, "a", version(1), root="theirs"))]
+    assert host.completed(1, version(1), root="theirs") == [Tell(Completed(owner=1, host="a", version=version(1), root="theirs"))]
 
 
 def test_a_copy_that_the_plan_does_not_know_is_given_up_before_it_is_served() -> None:
@@ -101,12 +101,12 @@ def test_a_copy_that_the_plan_does_not_know_is_given_up_before_it_is_served() ->
 
 def test_a_copy_of_the_past_that_is_handed_back_late_does_not_wait_for_its_commit() -> None:
     """Section 4: workers hand memory back one by one; the first has let the incarnation go on, and the second has a newer left-over."""
-    host = Host("a")
+    host = Host(name="a")
     host.adopt(0, 0, version(2), "")
     host.reopen(HOLDERS, version(2), Incarnation(2, "nonce"))
     host.adopt(0, 1, version(3), "")
     assert host.slots(0).complete_version(version(3)) is not None
-    assert host.request(0, version(3, incarnation=2))[0] == Grant(0, 1, version(3, incarnation=2))
+    assert host.request(0, version(3, incarnation=2))[0] == Grant(owner=0, slot=1, version=version(3, incarnation=2))
 
 
 def test_the_next_iteration_waits_for_the_commit_of_the_last_but_one() -> None:
@@ -115,7 +115,10 @@ def test_the_next_iteration_waits_for_the_commit_of_the_last_but_one() -> None:
     committed(host, version(1))
     snapshot(host, version(2))
     assert host.request(0, version(3)) == []
-    assert host.on_commit(version(2), freeze=False) == [Grant(0, 0, version(3)), Send(0, 0, version(3), "b")]
+    assert host.on_commit(version(2), freeze=False) == [
+        Grant(owner=0, slot=0, version=version(3)),
+        Send(owner=0, slot=0, version=version(3), peer="b"),
+    ]
 
 
 def test_the_slot_waits_for_the_peer_even_after_the_commit() -> None:
@@ -127,7 +130,7 @@ def test_the_slot_waits_for_the_peer_even_after_the_commit() -> None:
     snapshot(host, version(2))
     assert host.on_commit(version(2), freeze=False) == [CancelSend(0, version(1), "b")]
     assert host.request(0, version(3)) == []
-    assert host.sent(0, 0, "b")[0] == Grant(0, 0, version(3))
+    assert host.sent(0, 0, "b")[0] == Grant(owner=0, slot=0, version=version(3))
 
 
 def test_a_replica_is_refused_while_the_committed_one_would_have_to_go() -> None:
@@ -160,7 +163,7 @@ def test_a_late_iteration_is_skipped_and_the_next_takes_its_slot() -> None:
     skipped = Skipped(0, version(1), "late")
     assert host.give_up(0, version(1), "late") == [CancelSend(0, version(1), "b"), Tell(skipped)]
     host.sent(0, 0, "b")
-    assert host.request(0, version(2))[0] == Grant(0, 0, version(2))
+    assert host.request(0, version(2))[0] == Grant(owner=0, slot=0, version=version(2))
     assert host.completed(0, version(1)) == []
 
 
@@ -211,7 +214,7 @@ def test_a_restart_resumes_the_older_version_and_computes_the_newer_again() -> N
     host.open(HOLDERS, version(1))
     assert host.reports() == []
     assert host.completed(0, version(2)) == []
-    assert host.request(0, version(2, incarnation=2))[0] == Grant(0, 1, version(2, incarnation=2))
+    assert host.request(0, version(2, incarnation=2))[0] == Grant(owner=0, slot=1, version=version(2, incarnation=2))
     assert host.slots(0).newest == version(1)
 
 
@@ -279,8 +282,8 @@ def rebuilding() -> Host:
 
 def test_when_a_lost_copy_is_rebuilt_the_waiting_worker_gets_its_slot() -> None:
     """Section 8: "Lost copies are rebuilt in the background afterwards", while the worker goes on."""
-    assert rebuilding().rebuilt(0, version(2))[0] == Grant(0, 0, version(3, incarnation=2))
-    assert rebuilding().receive_failed(0, version(2))[0] == Grant(0, 1, version(3, incarnation=2))
+    assert rebuilding().rebuilt(0, version(2))[0] == Grant(owner=0, slot=0, version=version(3, incarnation=2))
+    assert rebuilding().receive_failed(0, version(2))[0] == Grant(owner=0, slot=1, version=version(3, incarnation=2))
 
 
 def test_a_lost_copy_is_rebuilt_even_if_the_worker_dies_meanwhile() -> None:
@@ -293,7 +296,7 @@ def test_a_lost_copy_is_rebuilt_even_if_the_worker_dies_meanwhile() -> None:
 
 def test_only_an_agent_that_was_restarted_can_have_lost_what_was_committed() -> None:
     """A claim before the first step would be believed else, and nothing would be committed any more."""
-    host = Host("a")
+    host = Host(name="a")
     host.open(HOLDERS, None, incarnation=Incarnation(1, "nonce"))
     assert not host.may_be_committed(version(10**6))
     host.reopen(HOLDERS, None, Incarnation(1, "nonce"))
@@ -304,7 +307,7 @@ def test_only_an_agent_that_was_restarted_can_have_lost_what_was_committed() -> 
 
 def test_an_agent_that_was_restarted_repeats_what_it_had_reported() -> None:
     """Section 7: "if the leader restarts, the others repeat theirs"; in the order of versions."""
-    host = Host("a")
+    host = Host(name="a")
     host.slots(0).adopt(0, version(3))
     host.slots(0).adopt(1, version(2))
     host.slots(1).adopt(0, version(2))
@@ -314,13 +317,13 @@ def test_an_agent_that_was_restarted_repeats_what_it_had_reported() -> None:
 
 def test_an_agent_that_was_restarted_does_not_report_what_its_incarnation_has_left_behind() -> None:
     """Section 7: a version that was given up must not be committed, and stays until somebody trains."""
-    host = Host("a")
+    host = Host(name="a")
     for index, iteration in enumerate((1, 2)):
         host.slots(0).adopt(index, version(iteration))
     host.reopen(HOLDERS, version(1), Incarnation(2, "nonce"))
     assert host.reports() == []
     assert host.slots(0).complete_version(version(2)) is not None
-    assert host.request(0, version(2, incarnation=2))[0] == Grant(0, 1, version(2, incarnation=2))
+    assert host.request(0, version(2, incarnation=2))[0] == Grant(owner=0, slot=1, version=version(2, incarnation=2))
 
 
 def test_what_was_committed_stays_until_all_hosts_have_opened_an_incarnation_that_goes_back() -> None:
@@ -344,7 +347,7 @@ def test_the_committed_slot_is_uploaded_and_a_third_one_takes_its_place() -> Non
     host = begun(slots=3)
     snapshot(host, version(1))
     replicate(host, version(1))
-    assert host.on_commit(version(1), freeze=True) == [Upload(0, 0, version(1))]  # each owner's own copy, once
+    assert host.on_commit(version(1), freeze=True) == [Upload(owner=0, slot=0, version=version(1))]  # each owner's own copy, once
     for iteration in range(2, 6):
         committed(host, version(iteration))
     assert host.slots(0).complete_version(version(1)) is not None
@@ -365,7 +368,7 @@ def test_an_upload_whose_end_was_not_heard_of_gives_way_to_the_next() -> None:
 
 def test_a_host_without_its_own_copy_of_what_is_to_be_uploaded_says_so() -> None:
     """It has been started anew. The upload would wait for it for ever."""
-    host = Host("a")
+    host = Host(name="a")
     host.open(HOLDERS, None)
     assert host.on_commit(version(1), freeze=True) == [Lacking(0, version(1))]
     assert host.on_commit(version(1), freeze=False) == []
@@ -393,7 +396,7 @@ def test_after_the_job_only_the_committed_version_keeps_its_memory() -> None:
     host = begun()
     committed(host, version(1))
     committed(host, version(2))
-    assert host.finish() == [Free(0, 0), Free(1, 0)]
+    assert host.finish() == [Free(owner=0, slot=0), Free(owner=1, slot=0)]
     assert host.slots(0).newest == host.slots(1).newest == version(2)
 
 
@@ -405,4 +408,4 @@ def test_a_shard_that_has_moved_away_is_freed_only_after_the_next_commit() -> No
     assert host.hold(1, version(1), "fetch:c") is not None
     host.release(1, 0, "fetch:c")
     assert host.slots(1).newest == version(1)
-    assert Free(1, 0) in host.on_commit(version(2, incarnation=2), freeze=False)
+    assert Free(owner=1, slot=0) in host.on_commit(version(2, incarnation=2), freeze=False)

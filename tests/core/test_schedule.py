@@ -10,54 +10,56 @@ from gemini_ft.core.schedule import OVERFLOW, LinkCost, Schedule, ScheduledChunk
 
 seconds = st.floats(0, 5, allow_nan=False)
 transfers = st.builds(
-    lambda nbytes, copies, part, parts, gamma: Transfer(nbytes, copies, part * parts, parts, gamma),
+    lambda nbytes, copies, part, parts, gamma: Transfer(nbytes=nbytes, copies=copies, buffer_bytes=part * parts, parts=parts, gamma=gamma),
     st.integers(0, 5000),
     st.integers(0, 3),
     st.integers(1, 700),
     st.integers(1, 6),
     st.floats(0.1, 1.0),
 )
-links = st.builds(LinkCost, st.floats(0, 0.5), st.floats(1, 5000))
+links = st.builds(LinkCost, alpha=st.floats(0, 0.5), bandwidth=st.floats(1, 5000))
 
 
 class TestExamples:
     def test_a_shard_is_cut_by_sub_buffers_and_by_spans(self) -> None:
-        plan = schedule([1.0, 0.375, 3.0], Transfer(300, copies=1, buffer_bytes=256, parts=2, gamma=1.0), LinkCost(0.125, 256.0))
+        plan = schedule(
+            [1.0, 0.375, 3.0], Transfer(nbytes=300, copies=1, buffer_bytes=256, parts=2, gamma=1.0), LinkCost(alpha=0.125, bandwidth=256.0)
+        )
         # the first span: 128 bytes take 0.625 s, then 0.375 s carry 64; the second carries 64; the rest goes into the third
         assert plan.chunks == (
-            ScheduledChunk(0, 0, 0, 128),
-            ScheduledChunk(0, 0, 128, 64),
-            ScheduledChunk(1, 0, 192, 64),
-            ScheduledChunk(2, 0, 256, 44),
+            ScheduledChunk(span=0, copy=0, offset=0, nbytes=128),
+            ScheduledChunk(span=0, copy=0, offset=128, nbytes=64),
+            ScheduledChunk(span=1, copy=0, offset=192, nbytes=64),
+            ScheduledChunk(span=2, copy=0, offset=256, nbytes=44),
         )
         assert plan.overflow_bytes == 0
 
     def test_copies_follow_each_other(self) -> None:
-        plan = schedule([10.0], Transfer(30, copies=2, buffer_bytes=20, parts=1, gamma=1.0), LinkCost(0.0, 100.0))
+        plan = schedule([10.0], Transfer(nbytes=30, copies=2, buffer_bytes=20, parts=1, gamma=1.0), LinkCost(alpha=0.0, bandwidth=100.0))
         assert [(chunk.copy, chunk.offset, chunk.nbytes) for chunk in plan.chunks] == [(0, 0, 20), (0, 20, 10), (1, 0, 20), (1, 20, 10)]
 
     def test_what_fits_nowhere_is_overflow_and_is_not_lost(self) -> None:
-        plan = schedule([0.5], Transfer(100, copies=1, buffer_bytes=40, parts=1, gamma=1.0), LinkCost(0.1, 100.0))
+        plan = schedule([0.5], Transfer(nbytes=100, copies=1, buffer_bytes=40, parts=1, gamma=1.0), LinkCost(alpha=0.1, bandwidth=100.0))
         assert [chunk.span for chunk in plan.chunks] == [0, OVERFLOW, OVERFLOW]
         assert plan.overflow_bytes == 60
         assert plan.overflow_seconds == pytest.approx(0.1 + 0.4 + 0.1 + 0.2)
 
     def test_a_span_shorter_than_one_message_carries_nothing(self) -> None:
-        plan = schedule([0.05, 0.1], Transfer(10, gamma=1.0), LinkCost(0.1, 1e9))
+        plan = schedule([0.05, 0.1], Transfer(nbytes=10, gamma=1.0), LinkCost(alpha=0.1, bandwidth=1e9))
         assert {chunk.span for chunk in plan.chunks} == {OVERFLOW}
 
     def test_the_interval_grows_until_the_spans_carry_a_snapshot(self) -> None:
-        transfer, link = Transfer(100, buffer_bytes=10, parts=1, gamma=1.0), LinkCost(0.0, 10.0)
+        transfer, link = Transfer(nbytes=100, buffer_bytes=10, parts=1, gamma=1.0), LinkCost(alpha=0.0, bandwidth=10.0)
         assert steps_per_snapshot([10.0], transfer, link) == 1
         assert steps_per_snapshot([4.0], transfer, link) == 3
         assert steps_per_snapshot([0.0], transfer, link, most=50) == 50
 
     def test_when_a_snapshot_arrives(self) -> None:
-        transfer, link = Transfer(50, buffer_bytes=10, parts=1, gamma=1.0), LinkCost(0.0, 10.0)
+        transfer, link = Transfer(nbytes=50, buffer_bytes=10, parts=1, gamma=1.0), LinkCost(alpha=0.0, bandwidth=10.0)
         assert arrival([0.0, 5.0], [2.0, 4.0], 10.0, transfer, link) == 5.0 + 3.0
         assert arrival([0.0, 5.0], [2.0, 1.0], 10.0, transfer, link) == 10.0 + 2.0  # two in the first step, one more, two in the next
         assert arrival([0.0], [0.0], 10.0, transfer, link) is None
-        assert arrival([0.0], [1.0], 10.0, Transfer(0), link) == 0.0
+        assert arrival([0.0], [1.0], 10.0, Transfer(nbytes=0), link) == 0.0
 
     @pytest.mark.parametrize(
         "wrong",
@@ -67,7 +69,7 @@ class TestExamples:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Transfer(**{"nbytes": 1, **wrong})  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="bandwidth"):
-            LinkCost(0.1, 0.0)
+            LinkCost(alpha=0.1, bandwidth=0.0)
 
 
 @given(st.lists(seconds, max_size=8), transfers, links)

@@ -14,18 +14,20 @@ from gemini_ft.core.schedule import LinkCost, Transfer, schedule
 from gemini_ft.core.traffic import Collective, Moment, ObservedStep, Pace, Profile, Profiler, common, room, summary
 
 WINDOW = 5
-LINK = LinkCost(0.01, 1000.0)  # 10 ms, 1000 bytes/s
+LINK = LinkCost(alpha=0.01, bandwidth=1000.0)  # 10 ms, 1000 bytes/s
 MOST = 10**9
 Gaps = tuple[tuple[float, ...] | None, ...]  # of each rank; None: not profiled
 
 
 def step(*spans: tuple[float, float], seconds: float = 10.0, name: str = "allreduce_", carried: float = 0.0) -> ObservedStep:
     """A step with a collective in each span (begin, end)."""
-    return ObservedStep(tuple(Collective(name, 4, begin, end) for begin, end in spans), seconds, carried)
+    return ObservedStep(
+        collectives=tuple(Collective(name=name, nbytes=4, begin=begin, end=end) for begin, end in spans), seconds=seconds, carried=carried
+    )
 
 
 def profile(*gaps: float, seconds: float = 10.0) -> Profile:
-    return Profile(gaps, tuple(0.0 for _ in gaps), tuple(0.0 for _ in gaps), seconds, WINDOW)
+    return Profile(gaps=gaps, begins=tuple(0.0 for _ in gaps), spread=tuple(0.0 for _ in gaps), seconds=seconds, steps=WINDOW)
 
 
 class TestStep:
@@ -215,8 +217,8 @@ def test_sending_by_room_is_algorithm_2_carried_out_online(
     spans: list[float], nbytes: int, slice_bytes: int, gamma: float, alpha: float, bandwidth: float
 ) -> None:
     """Slices that each leave when the one before has arrived travel in the spans where the schedule puts chunks of that size."""
-    link = LinkCost(alpha, bandwidth)
-    plan = schedule(spans, Transfer(nbytes, 1, slice_bytes, 1, gamma), link)
+    link = LinkCost(alpha=alpha, bandwidth=bandwidth)
+    plan = schedule(spans, Transfer(nbytes=nbytes, copies=1, buffer_bytes=slice_bytes, parts=1, gamma=gamma), link)
     left, since = nbytes, 0.0
     for begun, span in enumerate(spans):
         now, carried = since, 0

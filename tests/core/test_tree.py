@@ -21,7 +21,9 @@ def version(iteration: int) -> Version:
 
 
 def copies(host: str, iteration: int, owners: str, digest: str = "") -> Copies:
-    return Copies(host, version(iteration), "layout", digest, {int(owner): f"root {owner}" for owner in owners})
+    return Copies(
+        host=host, version=version(iteration), layout="layout", digest=digest, roots={int(owner): f"root {owner}" for owner in owners}
+    )
 
 
 # -- who reports to whom
@@ -90,7 +92,7 @@ def test_copies_go_up_in_one_message_when_the_last_host_has_all_of_its_own() -> 
     found = gathering("b", "c")
     assert [found.add(copies(host, 1, owners)) for host, owners in (("a", "01"), ("c", "23"), ("b", "10"))] == [False, False, True]
     roots = {"a": "root 0root 1", "c": "root 2root 3", "b": "root 0root 1"}
-    assert found.take() == [Gathered(version(1), "layout", "", roots)]
+    assert found.take() == [Gathered(version=version(1), layout="layout", digest="", roots=roots)]
     assert not found.waiting
 
 
@@ -100,7 +102,7 @@ def test_a_host_that_has_left_is_not_waited_for_nor_a_copy_that_does_not_count()
     found.exclude([(1, "b"), (0, "c")])
     assert not found.add(copies("a", 1, "01"))
     assert found.add(copies("b", 1, "0"))
-    assert found.take() == [Gathered(version(1), "layout", "", {"a": "root 0root 1"}), copies("b", 1, "0")]
+    assert found.take() == [Gathered(version=version(1), layout="layout", digest="", roots={"a": "root 0root 1"}), copies("b", 1, "0")]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_the_first_rank_without_a_snapshot_is_told_at_once_and_all_others_togeth
     assert not found.skip("c", Skipped(2, version(3), "late"))
     found.add(copies("a", 1, "01"))
     assert found.take() == [
-        Gathered(version(1), "layout", "", {"a": "root 0root 1"}),
+        Gathered(version=version(1), layout="layout", digest="", roots={"a": "root 0root 1"}),
         GatheredSkips(version(2), "late", {"b": [1], "c": [2]}),
     ]
     assert not found.waiting

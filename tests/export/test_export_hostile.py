@@ -69,7 +69,7 @@ strange = nested | st.sampled_from(
 def store(folder: Path, extras: Any, engine: bool, shape: tuple[int, ...] = (8,)) -> str:
     """A checkpoint of one rank with these extras, every checksum of which is right; returns its URL."""
     storage, stream = LocalStorage(folder), "deepspeed-0" if engine else "main"
-    layout = build_layout([TensorSpec("master.0" if engine else "model.weight", "float32", shape, (0,))], 0, 1)
+    layout = build_layout([TensorSpec(name="master.0" if engine else "model.weight", dtype="float32", shape=shape, group=(0,))], 0, 1)
     at = checkpoint_folder("run", stream, VERSION)
     record = write_shard(storage, shard_key(at, 0), layout, memoryview(bytes(layout.nbytes)), codec.encode(extras))
     manifest = Manifest(

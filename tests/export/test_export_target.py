@@ -115,7 +115,7 @@ class TestLocal:
     def test_a_killed_export_of_one_file_is_cleared_up_too(self, tmp_path: Path) -> None:
         killed(IN_THE_MIDDLE, tmp_path, Path("file"))
         assert len(list(tmp_path.iterdir())) == 2
-        with staged(str(tmp_path), Target("model.safetensors")) as folder:
+        with staged(str(tmp_path), Target(name="model.safetensors")) as folder:
             (folder / "model.safetensors").write_text("new")
         assert files(tmp_path) == {"model.safetensors": "new"}
 

@@ -48,7 +48,7 @@ def test_what_is_sent_and_what_is_left_make_up_the_gradient(name: str) -> None:
     bundle = Bundle.of(gradients(1), each.align)
     for step in range(3):
         given = bundle.flat.clone()
-        payload = each.compress(bundle, Turn(step))
+        payload = each.compress(bundle, Turn(step=step))
         sent = each.decompress(payload).flat
         left = each.residual(Bundle(bundle.layout, given.clone()), payload)
         if isinstance(each, Sparsifier | RandomK):
@@ -70,7 +70,7 @@ def test_nothing_is_lost_over_many_steps(name: str) -> None:
         bundle = Bundle.of(gradients(step), each.align)
         given = bundle.flat.clone()
         before = each.residuals.flat(bundle.layout, given.device).clone()
-        (sent,) = simulate([each.exchange(bundle, Turn(step))])
+        (sent,) = simulate([each.exchange(bundle, Turn(step=step))])
         total += given.double() - sent.flat
         left = each.residuals.flat(bundle.layout, given.device)
         bound += HALF_ULP * ((given + before).abs() + left.abs()).double()
@@ -177,7 +177,7 @@ def test_a_ratio_is_kept_whatever_the_values_are(name: str, kind: str) -> None:
     }[kind]
     each = COMPRESSORS[name](ratio=ratio)
     for step in range(12):
-        sent = each.compress(Bundle.of({"w": value}, each.align), Turn(step))
+        sent = each.compress(Bundle.of({"w": value}, each.align), Turn(step=step))
         found = int(torch.count_nonzero(each.decompress(sent).flat))
         assert 1 <= found <= 2 * ratio * size, step
 
@@ -225,7 +225,7 @@ def test_as_many_bytes_travel_as_the_formula_says(name: str) -> None:
     for step in range(6):  # warm-up and stages change what is picked
         bundle = Bundle.of(gradients(step), each.align)
         requests: list[Tensor] = []
-        exchange = spied(each.exchange(bundle, Turn(step)), requests)
+        exchange = spied(each.exchange(bundle, Turn(step=step)), requests)
         _, nbytes = measured(exchange)
         assert nbytes == each.wire_bytes(bundle.layout, selected=_selected(each, bundle, requests))
 
@@ -238,7 +238,7 @@ def _selected(each: Reducer, bundle: Bundle, requests: list[Tensor]) -> int | No
     assert isinstance(inner, Compressor)
     if isinstance(inner, ThreeLC):
         return requests[0].numel() - 4 * len(bundle.layout.names)
-    sent = inner.decompress(Payload(bundle.layout, requests[0])).flat
+    sent = inner.decompress(Payload(layout=bundle.layout, data=requests[0])).flat
     if isinstance(inner, Inceptionn):  # bytes of words, which truncation leaves in their ranges
         magnitudes = sent.abs()
         return sum(nbytes * int((magnitudes >= limit).sum()) for nbytes, limit in ((1, 2.0**-10), (1, 2.0**-5), (2, 1.0)))
@@ -479,7 +479,7 @@ def test_what_cannot_be_compressed_is_refused(tensors: dict[str, Tensor], error:
 def test_a_turn_of_another_group_is_refused() -> None:
     each = method("signsgd")
     with pytest.raises(ValueError, match=r"an exchange among 2 ranks on a group of 1; make its Turn with turn\(step, group\)"):
-        run(each.exchange(Bundle.of(gradients(1)), Turn(0, 0, 2)))
+        run(each.exchange(Bundle.of(gradients(1)), Turn(step=0, rank=0, world=2)))
 
 
 def test_entries_are_unique() -> None:

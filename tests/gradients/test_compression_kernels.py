@@ -31,7 +31,7 @@ def bundle() -> Bundle:
 
 
 def seeds(layout: FlatLayout, step: int, device: str = "cpu") -> Tensor:
-    return kernels.stream_seeds(layout, torch.device(device), 0, Turn(step))
+    return kernels.stream_seeds(layout, torch.device(device), 0, Turn(step=step))
 
 
 def alone(bundle: Bundle, name: str) -> Bundle:

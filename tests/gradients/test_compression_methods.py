@@ -65,7 +65,7 @@ def test_random_k_draws_the_same_elements_on_all_ranks_each_once() -> None:
     methods = [RandomK(0.5), RandomK(0.5)]
     seen = torch.zeros(100)
     for step in range(200):
-        drawn = [each.compress(one(torch.ones(100)), Turn(step, rank, 2)).shared for rank, each in enumerate(methods)]
+        drawn = [each.compress(one(torch.ones(100)), Turn(step=step, rank=rank, world=2)).shared for rank, each in enumerate(methods)]
         assert drawn[0] is not None
         assert drawn[1] is not None
         assert torch.equal(drawn[0], drawn[1])
@@ -170,20 +170,20 @@ def test_sidco_selects_what_its_fit_promises(kind: str, distribution: str, ratio
 def test_sidco_finds_the_number_of_stages(kind: str, distribution: str) -> None:
     each = SIDCo(0.001, distribution)  # type: ignore[arg-type]
     bundle = one(draws(kind))
-    achieved = [entries(each.compress(bundle, Turn(step)))[1].numel() / 400 for step in range(60)]
+    achieved = [entries(each.compress(bundle, Turn(step=step)))[1].numel() / 400 for step in range(60)]
     assert 0.5 < np.mean(achieved[-10:]) < 1.5
 
 
 def test_sidco_has_a_controller_for_each_tensor() -> None:
     each = SIDCo(0.001, "exponential")
     for step in range(30):
-        each.compress(Bundle.of({"easy": draws("laplace"), "hard": draws("normal")}), Turn(step))
+        each.compress(Bundle.of({"easy": draws("laplace"), "hard": draws("normal")}), Turn(step=step))
     assert each.stages["easy"].stages < each.stages["hard"].stages
 
 
 @pytest.mark.parametrize(("achieved", "stages"), [(1.5, 2), (0.5, 4), (1.1, 3), (0.9, 3)])
 def test_the_first_move_of_the_stage_controller_is_the_papers(achieved: float, stages: int) -> None:
-    control = Stages(3)
+    control = Stages(stages=3)
     for _ in range(5):
         assert control.stages == 3
         control.observe(achieved, most=5)
@@ -191,7 +191,7 @@ def test_the_first_move_of_the_stage_controller_is_the_papers(achieved: float, s
 
 
 def test_a_move_that_made_it_worse_is_taken_back() -> None:
-    control, selected = Stages(2), {1: 8.6, 2: 1.5, 3: 1.07}
+    control, selected = Stages(stages=2), {1: 8.6, 2: 1.5, 3: 1.07}
     visited = []
     for _ in range(30):
         control.observe(selected[control.stages], most=5)
@@ -270,7 +270,7 @@ def test_qsgd_keeps_to_its_variance(levels: int, bucket: int) -> None:
     """Lemma 3.1: at most min(b / s^2, sqrt(b) / s) times the squared norm, for each bucket."""
     values = torch.randn(bucket, generator=torch.Generator().manual_seed(1))
     each = QSGD(levels, bucket)
-    found = torch.stack([each.decompress(each.compress(one(values, bucket), Turn(step))).flat for step in range(400)])
+    found = torch.stack([each.decompress(each.compress(one(values, bucket), Turn(step=step))).flat for step in range(400)])
     variance = float((found - values).square().sum(1).mean() / values.square().sum())
     assert variance <= min(bucket / levels**2, math.sqrt(bucket) / levels)
 
@@ -287,7 +287,7 @@ def test_terngrad_has_three_values_and_clips() -> None:
 def test_natural_rounds_to_neighbours_with_the_fraction_as_chance() -> None:
     values = torch.tensor([1.0, 1.25, -1.75, 2.0**127, 3.0e38, 2.0**-126, 2.0**-127, 0.0])
     each = cast.Natural()
-    found = torch.stack([each.decompress(each.compress(one(values), Turn(step))).flat for step in range(2000)])
+    found = torch.stack([each.decompress(each.compress(one(values), Turn(step=step))).flat for step in range(2000)])
     kinds = [set(column.unique().tolist()) for column in found.unbind(1)]
     assert kinds == [{1.0}, {1.0, 2.0}, {-1.0, -2.0}, {2.0**127}, {2.0**127}, {2.0**-126}, {0.0, 2.0**-126}, {0.0}]
     assert float((found[:, 1] == 2).float().mean()) == pytest.approx(0.25, abs=0.05)
@@ -376,7 +376,7 @@ def test_integers_of_all_ranks_fit() -> None:
         means = together(methods, [{"w": torch.full((20,), 0.7)}] * world, 0)
         torch.testing.assert_close(means["w"], torch.full((20,), 0.7))
     with pytest.raises(ValueError, match="on 128 ranks: their sum fits int8 on at most 127"):
-        next(GlobalInt8().exchange(one(torch.ones(8)), Turn(0, 0, 128)))
+        next(GlobalInt8().exchange(one(torch.ones(8)), Turn(step=0, rank=0, world=128)))
 
 
 def test_small_codes_are_packed() -> None:
@@ -550,7 +550,7 @@ def test_a_state_of_another_method_is_refused() -> None:
 def test_a_payload_of_another_layout_is_refused() -> None:
     payload = QSGD().compress(one(torch.ones(256), 128), Turn())
     with pytest.raises(ValueError, match="264 bytes where 132 were expected"):
-        QSGD().decompress(Payload(layout_of(("w",), ((128,),), (torch.float32,), 128), payload.data))
+        QSGD().decompress(Payload(layout=layout_of(("w",), ((128,),), (torch.float32,), 128), data=payload.data))
 
 
 def test_two_phases_cost_less_than_a_gather() -> None:

@@ -26,7 +26,7 @@ from gemini_ft.compression.methods import COMPRESSORS, create
 from gemini_ft.compression.topology import Scope, Topology
 
 HALF_ULP = 2.0**-24  # of a float32, relative
-TOPOLOGIES = [Topology(*each) for each in ((1, 1), (1, 2), (1, 4), (4, 1), (2, 2), (3, 2), (2, 4))]
+TOPOLOGIES = [Topology(machines=machines, ranks=ranks) for machines, ranks in ((1, 1), (1, 2), (1, 4), (4, 1), (2, 2), (3, 2), (2, 4))]
 SHAPES = {"matrix": (13, 17), "three": (3,), "scalar": (1,), "zero_d": (), "even": (4, 16)}  # smaller than the world, too
 WITH = {"topk": {"ratio": 0.2}, "efsignsgd": {}, "qsgd": {}, "randomk": {"ratio": 0.2}}
 ALL = (Processor.GPU, Processor.CPU)
@@ -80,12 +80,12 @@ def test_every_option_gives_the_mean(topology: Topology, share: Share) -> None:
 def test_alone_every_option_changes_nothing() -> None:
     given = gradients(0, SHAPES)
     for option in options():
-        assert same(reduce(OptionExecutor(Identity(), option, Topology(1, 1)), given, 0), given)
+        assert same(reduce(OptionExecutor(Identity(), option, Topology(machines=1, ranks=1)), given, 0), given)
 
 
 def test_options_of_both_processors_give_the_bits_of_one() -> None:
     dice = random.Random(1)
-    for topology in (Topology(2, 2), Topology(3, 2)):
+    for topology in (Topology(machines=2, ranks=2), Topology(machines=3, ranks=2)):
         ranks = ranks_of(topology, 0)
         for option in dice.sample(options(ALL), 60):
             found = together(team("topk", option, topology), ranks, 0, topology=topology)
@@ -94,12 +94,12 @@ def test_options_of_both_processors_give_the_bits_of_one() -> None:
 
 @pytest.mark.gpu
 def test_the_cpu_compresses_what_a_gpu_holds() -> None:
-    topology = Topology(2, 2)
+    topology = Topology(machines=2, ranks=2)
     ranks = [{name: value.cuda() for name, value in rank.items()} for rank in ranks_of(topology, 0)]
     for option in random.Random(2).sample(options(ALL), 100):
         executors = [OptionExecutor(Identity(), option, topology) for _ in ranks]
         bundles = [Bundle.of(tensors, each.align) for each, tensors in zip(executors, ranks, strict=True)]
-        turns = [Turn(0, rank, topology.world) for rank in range(topology.world)]
+        turns = [Turn(step=0, rank=rank, world=topology.world) for rank in range(topology.world)]
         results = simulate([e.exchange(bundle, at) for e, bundle, at in zip(executors, bundles, turns, strict=True)], topology)
         for result in results:
             assert result.flat.is_cuda
@@ -131,7 +131,7 @@ KNOWN = [
 @pytest.mark.parametrize(("name", "more", "text"), KNOWN)
 def test_options_that_are_methods_give_their_bits(name: str, more: dict[str, Any], text: str) -> None:
     """On 4 ranks, so that dividing a sum early or late makes no difference."""
-    topology = Topology(2, 2)
+    topology = Topology(machines=2, ranks=2)
     (option,) = (option for option in options() if str(option) == text)
     executors: list[Reducer] = [OptionExecutor(COMPRESSORS[name](**WITH.get(name, {})), option, topology) for _ in range(4)]
     methods = [create(name, **more, **WITH.get(name, {})) for _ in range(4)]
@@ -141,7 +141,7 @@ def test_options_that_are_methods_give_their_bits(name: str, more: dict[str, Any
 
 
 def test_each_tensor_by_its_own_option() -> None:
-    topology, dice = Topology(2, 2), random.Random(3)
+    topology, dice = Topology(machines=2, ranks=2), random.Random(3)
     for _ in range(20):
         chosen = {name: dice.choice(options()) for name in SHAPES}
         chosen["even"] = chosen["matrix"]
@@ -158,7 +158,7 @@ def test_each_tensor_by_its_own_option() -> None:
 
 
 def test_sixteen_bits_in_sixteen_bits_out() -> None:
-    topology = Topology(2, 2)
+    topology = Topology(machines=2, ranks=2)
     narrow = [{name: value.bfloat16() for name, value in rank.items()} for rank in ranks_of(topology, 0)]
     wide = [{name: value.float() for name, value in rank.items()} for rank in narrow]
     for option in options()[::5]:
@@ -187,7 +187,12 @@ def test_as_many_bytes_as_the_costs_are_computed_for(name: str, share: Share) ->
     """Exactly, where parts are equal and a part's payload is that part of the whole's."""
     inner = COMPRESSORS[name](**({"ratio": 0.25} if name == "topk" else {}))
     elements = 24 * inner.align
-    topologies = (Topology(1, 4), Topology(2, 2), Topology(3, 2), Topology(2, 4))
+    topologies = (
+        Topology(machines=1, ranks=4),
+        Topology(machines=2, ranks=2),
+        Topology(machines=3, ranks=2),
+        Topology(machines=2, ranks=4),
+    )
     for option, topology in ((option, each) for number, each in enumerate(topologies) for option in share(number, len(topologies))):
         executors = [OptionExecutor(inner, option, topology) for _ in range(topology.world)]
         sent: list[list[Tensor]] = [[] for _ in executors]
@@ -251,7 +256,7 @@ def test_nothing_is_lost_over_many_steps(name: str, share: Share) -> None:
     what all n ranks hold together."""
     steps = 3
     for number, option in enumerate(option for option in share([*WITH].index(name), len(WITH)) if option.processors):
-        topology = (Topology(2, 2), Topology(3, 2), Topology(1, 4))[number % 3]
+        topology = (Topology(machines=2, ranks=2), Topology(machines=3, ranks=2), Topology(machines=1, ranks=4))[number % 3]
         executors = team(name, option, topology)
         total = {key: torch.zeros(shape, dtype=torch.float64) for key, shape in SHAPES.items()}
         largest = dict.fromkeys(SHAPES, 0.0)
@@ -271,7 +276,7 @@ def test_nothing_is_lost_over_many_steps(name: str, share: Share) -> None:
 @pytest.mark.parametrize("name", ["topk", *(pytest.param(name, marks=pytest.mark.soak) for name in ("qsgd", "randomk"))])
 def test_a_restored_state_goes_on_as_if_never_interrupted(name: str) -> None:
     for number, option in enumerate(options()[1::4]):
-        topology = (Topology(2, 2), Topology(3, 2), Topology(1, 4))[number % 3]
+        topology = (Topology(machines=2, ranks=2), Topology(machines=3, ranks=2), Topology(machines=1, ranks=4))[number % 3]
         executors = team(name, option, topology)
         for step in range(2):
             together(executors, ranks_of(topology, step), step, topology=topology)
@@ -291,7 +296,7 @@ HALVES = (("scalar", "matrix"), ("three", "zero_d", "even"))
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("name", WITH)
 def test_what_is_not_finite_is_seen_by_all_and_spares_the_rest(name: str, poison: float, share: Share) -> None:
-    topology = Topology(2, 2)
+    topology = Topology(machines=2, ranks=2)
     for option in share([*WITH].index(name) + (len(WITH) if poison == math.inf else 0), 2 * len(WITH)):
         disturbed, undisturbed = team(name, option, topology), team(name, option, topology)
         for step in range(3):
@@ -310,8 +315,8 @@ def test_what_is_not_finite_is_seen_by_all_and_spares_the_rest(name: str, poison
 
 
 def test_without_error_feedback_nothing_is_kept() -> None:
-    executors = team("topk", options()[5], Topology(2, 2), error_feedback=False)
-    together(executors, ranks_of(Topology(2, 2), 0), 0, topology=Topology(2, 2))
+    executors = team("topk", options()[5], Topology(machines=2, ranks=2), error_feedback=False)
+    together(executors, ranks_of(Topology(machines=2, ranks=2), 0), 0, topology=Topology(machines=2, ranks=2))
     assert executors[0].state_dict() == {"residuals": {}, "options": {}, "inner": {}}
 
 
@@ -329,7 +334,7 @@ def run_options(chosen: Sequence[Option]) -> dict[str, Any]:
         executor = OptionExecutor(compressor("qsgd"), option, groups.topology)
         means = reduce(executor, gradients(rank, LARGE), 0, groups)
         found.append("".join(bits(tensor).hex() for tensor in means.values()))
-    hierarchical = OptionExecutor(Identity(), options()[-1], Topology(2, 2))
+    hierarchical = OptionExecutor(Identity(), options()[-1], Topology(machines=2, ranks=2))
     refused = []
     for among in (dist.group.WORLD, ScopedGroups.of(4)):
         try:
@@ -346,7 +351,7 @@ def run_options(chosen: Sequence[Option]) -> dict[str, Any]:
 
 def test_ranks_on_process_groups(share: Share, tmp_path: Path) -> None:
     """All ranks hold the same bits, those of the ranks beside each other in one process."""
-    topology = Topology(2, 2)
+    topology = Topology(machines=2, ranks=2)
     with World(tmp_path, topology.world) as ranks:
         results = ranks.finish(run_options, share(0, 3), restarts=0)
     for number, option in enumerate(share(0, 3)):
@@ -366,31 +371,33 @@ def test_ranks_on_process_groups(share: Share, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["threshold", "threelc", "inceptionn", "powersgd", "int8", "atomo", "topk"])
 def test_payloads_of_other_kinds_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"OptionExecutor\(\w+\): needs a compressor alone, with payloads of one length"):
-        OptionExecutor(create(name), UNCOMPRESSED, Topology(1, 2))  # topk: with its error feedback around it
+        OptionExecutor(create(name), UNCOMPRESSED, Topology(machines=1, ranks=2))  # topk: with its error feedback around it
 
 
 def test_what_does_not_fit_is_refused() -> None:
     bundle = Bundle.of(gradients(0, SHAPES))
     with pytest.raises(ValueError, match="a turn among 3 ranks, options for 2 x 2 ranks"):
-        next(OptionExecutor(Identity(), UNCOMPRESSED, Topology(2, 2)).exchange(bundle, Turn(0, 0, 3)))
+        next(OptionExecutor(Identity(), UNCOMPRESSED, Topology(machines=2, ranks=2)).exchange(bundle, Turn(step=0, rank=0, world=3)))
     with pytest.raises(ValueError, match="no option for 'three': there are options for 1 tensors"):
-        next(OptionExecutor(Identity(), {"matrix": UNCOMPRESSED}, Topology(1, 1)).exchange(bundle, Turn()))
-    team_of_two = team("topk", options()[1], Topology(1, 2))
-    together(team_of_two, ranks_of(Topology(1, 2), 0), 0)
-    other = OptionExecutor(compressor("topk"), options()[2], Topology(1, 2))
+        next(OptionExecutor(Identity(), {"matrix": UNCOMPRESSED}, Topology(machines=1, ranks=1)).exchange(bundle, Turn()))
+    team_of_two = team("topk", options()[1], Topology(machines=1, ranks=2))
+    together(team_of_two, ranks_of(Topology(machines=1, ranks=2), 0), 0)
+    other = OptionExecutor(compressor("topk"), options()[2], Topology(machines=1, ranks=2))
     other.load_state_dict(team_of_two[0].state_dict())
     with pytest.raises(ValueError, match=r"'matrix' has residuals of the option .*: restore the plan together with the state"):
-        next(other.exchange(bundle, Turn(0, 0, 2)))
+        next(other.exchange(bundle, Turn(step=0, rank=0, world=2)))
 
 
 def test_ranks_that_disagree_are_refused() -> None:
     def exchanges(topology: Topology, *chosen: Option) -> list[Any]:
         return [
-            OptionExecutor(Identity(), option, topology).exchange(Bundle.of(gradients(0, SHAPES)), Turn(0, rank, len(chosen)))
+            OptionExecutor(Identity(), option, topology).exchange(
+                Bundle.of(gradients(0, SHAPES)), Turn(step=0, rank=rank, world=len(chosen))
+            )
             for rank, option in enumerate(chosen)
         ]
 
     with pytest.raises(ValueError, match=r"no collective has all its ranks; 0: sum \(flat\), 1: all_to_all \(intra\)"):
-        simulate(exchanges(Topology(1, 2), UNCOMPRESSED, options()[-1]))
+        simulate(exchanges(Topology(machines=1, ranks=2), UNCOMPRESSED, options()[-1]))
     with pytest.raises(ValueError, match="an exchange among 2 ranks on a group of 4; make ScopedGroups of as many"):
-        simulate(exchanges(Topology(2, 2), *[options()[-1]] * 4), Topology(1, 4))
+        simulate(exchanges(Topology(machines=2, ranks=2), *[options()[-1]] * 4), Topology(machines=1, ranks=4))

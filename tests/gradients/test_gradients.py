@@ -161,7 +161,18 @@ class TestSnapshot:
 
     def test_an_export_has_the_model_alone(self) -> None:
         shards: Any = snapshot([WithGradients(plain(), Toy(everything(rank))) for rank in range(WORLD)])
-        exported = State(Checkpoint("run", "main", Version(Incarnation(1, "n"), 1), "here", shards, None, False), optimizers=True)
+        exported = State(
+            Checkpoint(
+                run="run",
+                stream="main",
+                version=Version(Incarnation(1, "n"), 1),
+                where="here",
+                shards=shards,
+                secret=None,
+                trust_pickle=False,
+            ),
+            optimizers=True,
+        )
         assert first_difference(exported.model(), dict(plain().models["model"].state_dict())) is None
         assert exported.optimizers()[0].state.keys() == {"weight", "bias"}
 

@@ -71,7 +71,7 @@ def test_what_cannot_be_steered_is_refused(rule: dict[str, Any], words: str) -> 
 def test_ratios_of_other_rules_are_refused_where_all_ranks_hear_of_it() -> None:
     """One rank with such a state raised a KeyError when the others had begun to train; and one rank alone has no use for any."""
     rules = load_rules([{"params": "*", "control": "dc2", "compress": "topk"}])
-    tensors = [Tensor("a", (10,), 4, 0, False)]
+    tensors = [Tensor(name="a", shape=(10,), itemsize=4, rule=0, sparse=False)]
     several, alone = Controls(rules, tensors, 2), Controls(rules, tensors, 1)
     state = several.state_dict()
     assert several.problem(state, 2) is None

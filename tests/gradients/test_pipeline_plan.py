@@ -27,7 +27,7 @@ RULES = load_rules(
 
 
 def tensors(sizes: Sequence[int], rule: int = 0, **more: Any) -> list[Tensor]:
-    return [Tensor(f"t{number}", (size,), 4, rule, **more) for number, size in enumerate(sizes)]
+    return [Tensor(name=f"t{number}", shape=(size,), itemsize=4, rule=rule, **more) for number, size in enumerate(sizes)]
 
 
 def names(plan: Plan) -> list[list[str]]:
@@ -35,7 +35,7 @@ def names(plan: Plan) -> list[list[str]]:
 
 
 def test_bytes_of_a_tensor() -> None:
-    assert [Tensor("t", shape, 2, 0).nbytes for shape in ((), (3,), (3, 5), (0, 5))] == [2, 6, 30, 0]
+    assert [Tensor(name="t", shape=shape, itemsize=2, rule=0).nbytes for shape in ((), (3,), (3, 5), (0, 5))] == [2, 6, 30, 0]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_fusions(fusion: Any, ends: tuple[int, ...]) -> None:
 
 def test_a_group_waits_for_its_last_gradient() -> None:
     """Rules take turns in the backward pass: the order of groups is that of their last tensors."""
-    found = [Tensor(f"t{number}", (100,), 4, number % 2) for number in range(8)]
+    found = [Tensor(name=f"t{number}", shape=(100,), itemsize=4, rule=number % 2) for number in range(8)]
     [first] = load_rules([{"params": "*", "fusion": {"groups": 2}}])
     [second] = load_rules([{"params": "*"}])
     plan = first_plan(found, (first, second))
@@ -66,7 +66,11 @@ def test_a_group_waits_for_its_last_gradient() -> None:
 
 
 def test_sparse_gradients_travel_alone() -> None:
-    mixed = [Tensor("dense", (9,), 4, 0), Tensor("sparse", (9, 9), 4, 0, sparse=True), Tensor("other", (9,), 4, 0)]
+    mixed = [
+        Tensor(name="dense", shape=(9,), itemsize=4, rule=0),
+        Tensor(name="sparse", shape=(9, 9), itemsize=4, rule=0, sparse=True),
+        Tensor(name="other", shape=(9,), itemsize=4, rule=0),
+    ]
     assert [(group.names, group.way) for group in first_plan(mixed, load_rules([{"params": "*"}])).groups] == [
         (("sparse",), "sparse"),
         (("dense", "other"), "rule"),
@@ -92,7 +96,15 @@ def assigned(draw: st.DrawFn) -> list[Tensor]:
     found = []
     for number in range(count):
         rule, shape = draw(rules), draw(st.lists(st.integers(1, 9), max_size=3).map(tuple))
-        found.append(Tensor(f"t{number}", shape, draw(st.sampled_from([2, 4])), rule, rule in without and draw(st.booleans())))
+        found.append(
+            Tensor(
+                name=f"t{number}",
+                shape=shape,
+                itemsize=draw(st.sampled_from([2, 4])),
+                rule=rule,
+                sparse=rule in without and draw(st.booleans()),
+            )
+        )
     return found
 
 

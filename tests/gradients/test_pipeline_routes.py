@@ -29,7 +29,7 @@ from gemini_ft.sync.zen import Zen
 def averaged(route: Any, gradients: Mapping[str, Tensor], step: int = 0) -> dict[str, Tensor]:
     found: list[dict[str, Tensor]] = []
     job = GroupInFlight(
-        route.average(gradients, Turn(step), None, 1.0), False, lambda means: found.append({k: v.clone() for k, v in means.items()})
+        route.average(gradients, Turn(step=step), None, 1.0), False, lambda means: found.append({k: v.clone() for k, v in means.items()})
     )
     over = job.step(None)
     while not over:
@@ -83,7 +83,7 @@ def test_a_cast_is_one_all_reduce_of_the_backend(rule: dict[str, Any], itemsize:
     route = routes.of(group)
     assert isinstance(route, Plain) == routes.all_plain([group]) == (itemsize is not None)
     if itemsize is not None:
-        call = next(route.average({"a": torch.ones(30), "b": torch.ones(12)}, Turn(0, 0, 2), None, 1.0))
+        call = next(route.average({"a": torch.ones(30), "b": torch.ones(12)}, Turn(step=0, rank=0, world=2), None, 1.0))
         assert call.nbytes == 42 * itemsize
         assert call.begin is not None
 
@@ -140,7 +140,7 @@ def test_schedules_follow_updates_and_not_synchronisations() -> None:
     def picked(turn: Turn) -> int:
         return len(entries(method.compress(bundle, turn))[1])
 
-    assert picked(Turn(500, update=0)) == picked(Turn(0)) > 4 * picked(Turn(500))
+    assert picked(Turn(step=500, update=0)) == picked(Turn(step=0)) > 4 * picked(Turn(step=500))
 
 
 class TestSynchronizer:

@@ -135,7 +135,7 @@ class Ranks:
         return Rank(begin + low, begin + high, total[low:high], [])
 
 
-@pytest.mark.parametrize("topology", [Topology(2, 2), Topology(3, 2), Topology(2, 3)], ids=str)
+@pytest.mark.parametrize("topology", [Topology(machines=2, ranks=2), Topology(machines=3, ranks=2), Topology(machines=2, ranks=3)], ids=str)
 def test_every_option_adds_up_the_gradients_of_all_ranks(topology: Topology) -> None:
     """And what each operation finds on a rank is what its costs are computed for."""
     dice = random.Random(1)
@@ -157,31 +157,37 @@ def test_every_option_adds_up_the_gradients_of_all_ranks(topology: Topology) -> 
 
 class TestCosts:
     def test_collectives_by_their_formulas(self) -> None:
-        costs = alpha_beta(Topology(2, 4), Affine(1, 10), Affine(100, 1000))
-        assert costs[Routine.ALL_REDUCE, Scope.FLAT] == Affine(14 * 100, 2 * 7 / 8 * 1000)
-        assert costs[Routine.REDUCE_SCATTER, Scope.INTRA] == Affine(3, 7.5)
-        assert costs[Routine.ALL_GATHER, Scope.INTER] == Affine(100, 1000)
-        assert costs[Routine.ALL_TO_ALL, Scope.FLAT] == Affine(700, 2 * 1000)  # 4 ranks send a half each
-        assert costs[Routine.GATHER, Scope.FLAT] == Affine(700, 4 * 1000)
+        costs = alpha_beta(Topology(machines=2, ranks=4), Affine(alpha=1, beta=10), Affine(alpha=100, beta=1000))
+        assert costs[Routine.ALL_REDUCE, Scope.FLAT] == Affine(alpha=14 * 100, beta=2 * 7 / 8 * 1000)
+        assert costs[Routine.REDUCE_SCATTER, Scope.INTRA] == Affine(alpha=3, beta=7.5)
+        assert costs[Routine.ALL_GATHER, Scope.INTER] == Affine(alpha=100, beta=1000)
+        assert costs[Routine.ALL_TO_ALL, Scope.FLAT] == Affine(alpha=700, beta=2 * 1000)  # 4 ranks send a half each
+        assert costs[Routine.GATHER, Scope.FLAT] == Affine(alpha=700, beta=4 * 1000)
 
     def test_two_steps_of_a_ring_are_one(self) -> None:
-        costs = alpha_beta(Topology(3, 2), Affine(1, 10), Affine(2, 20))
+        costs = alpha_beta(Topology(machines=3, ranks=2), Affine(alpha=1, beta=10), Affine(alpha=2, beta=20))
         for scope, members in ((Scope.FLAT, 6), (Scope.INTRA, 2), (Scope.INTER, 3)):
             two = costs[Routine.REDUCE_SCATTER, scope](600) + costs[Routine.ALL_GATHER, scope](600 / members)
             assert two == pytest.approx(costs[Routine.ALL_REDUCE, scope](600))
 
     def test_alone_there_is_nothing_to_send(self) -> None:
-        assert set(alpha_beta(Topology(1, 1), Affine(1, 10), Affine(2, 20)).values()) == {FREE}
+        assert set(alpha_beta(Topology(machines=1, ranks=1), Affine(alpha=1, beta=10), Affine(alpha=2, beta=20)).values()) == {FREE}
 
     def test_one_machine_uses_no_link_between_machines(self) -> None:
-        costs = alpha_beta(Topology(1, 4), Affine(1, 10), Affine(1e9, 1e9))
-        assert costs[Routine.ALL_TO_ALL, Scope.FLAT] == costs[Routine.ALL_TO_ALL, Scope.INTRA] == Affine(3, 7.5)
+        costs = alpha_beta(Topology(machines=1, ranks=4), Affine(alpha=1, beta=10), Affine(alpha=1e9, beta=1e9))
+        assert costs[Routine.ALL_TO_ALL, Scope.FLAT] == costs[Routine.ALL_TO_ALL, Scope.INTRA] == Affine(alpha=3, beta=7.5)
 
     def test_an_option_by_hand(self) -> None:
         """Reduce-scatter within machines, compress a quarter, all-gather between 2 machines, decompress two, all-gather."""
-        topology = Topology(2, 4)
-        network = alpha_beta(topology, Affine(1, 10), Affine(100, 1000))
-        costs = TensorCosts(topology, network, {GPU: Affine(5, 2)}, {GPU: Affine(7, 3)}, lambda elements: elements // 10)
+        topology = Topology(machines=2, ranks=4)
+        network = alpha_beta(topology, Affine(alpha=1, beta=10), Affine(alpha=100, beta=1000))
+        costs = TensorCosts(
+            topology=topology,
+            network=network,
+            compress={GPU: Affine(alpha=5, beta=2)},
+            decompress={GPU: Affine(alpha=7, beta=3)},
+            wire_bytes=lambda elements: elements // 10,
+        )
         option = next(o for o in options() if str(o).startswith("reduce-scatter@intra, compress@gpu, all-gather@inter"))
         seconds = [costs.seconds(load, 400) for load in loads(option, topology)]
         assert seconds[:3] == [3 + 7.5 * 1600, 5 + 2 * 400, 100 + 1000 * 4 * 10]
@@ -194,15 +200,15 @@ class TestCosts:
 
     def test_bad_input(self) -> None:
         with pytest.raises(ValueError, match="at least one"):
-            Topology(0, 1)
-        costs = some_costs(random.Random(0), Topology(1, 2))
-        backward = Backward((8,), (1.0,))
+            Topology(machines=0, ranks=1)
+        costs = some_costs(random.Random(0), Topology(machines=1, ranks=2))
+        backward = Backward(nbytes=(8,), seconds=(1.0,))
         with pytest.raises(ValueError, match="itemsize"):
             replace(costs, itemsize=0)
         with pytest.raises(ValueError, match="same processors"):
             replace(costs, decompress={})
         with pytest.raises(ValueError, match="whole number"):
-            plan(Backward((7,), (1.0,)), costs)
+            plan(Backward(nbytes=(7,), seconds=(1.0,)), costs)
         with pytest.raises(ValueError, match="measure it"):
             plan(backward, replace(costs, network={}))
         with pytest.raises(ValueError, match="compress@cpu"):
@@ -215,16 +221,25 @@ def some_costs(dice: random.Random, topology: Topology) -> TensorCosts:
     """Whole numbers of seconds, so that sums are exact in any order."""
 
     def cost(most: int) -> Affine:
-        return Affine(dice.randint(0, most), dice.randint(0, 2))
+        return Affine(alpha=dice.randint(0, most), beta=dice.randint(0, 2))
 
     network = {key: cost(20) for key in product(Routine, Scope)}
-    return TensorCosts(topology, network, {GPU: cost(8), CPU: cost(8)}, {GPU: cost(4), CPU: cost(4)}, lambda elements: -(-elements // 3), 4)
+    return TensorCosts(
+        topology=topology,
+        network=network,
+        compress={GPU: cost(8), CPU: cost(8)},
+        decompress={GPU: cost(4), CPU: cost(4)},
+        wire_bytes=lambda elements: -(-elements // 3),
+        itemsize=4,
+    )
 
 
 def some_backward(dice: random.Random, tensors: int) -> Backward:
     sizes = [4 * dice.randint(0, 9) for _ in range(3)]
     return Backward(
-        tuple(dice.choice(sizes) for _ in range(tensors)), tuple(dice.randint(0, 30) for _ in range(tensors)), dice.randint(0, 5)
+        nbytes=tuple(dice.choice(sizes) for _ in range(tensors)),
+        seconds=tuple(dice.randint(0, 30) for _ in range(tensors)),
+        forward=dice.randint(0, 5),
     )
 
 
@@ -257,7 +272,7 @@ def exchange_of(backward: Backward, costs: TensorCosts, candidates: tuple[Option
     return TrialStrategy(backward, table, [UNCOMPRESSED] * len(backward))
 
 
-@pytest.mark.parametrize("topology", [Topology(1, 4), Topology(3, 1), Topology(2, 4)], ids=str)
+@pytest.mark.parametrize("topology", [Topology(machines=1, ranks=4), Topology(machines=3, ranks=1), Topology(machines=2, ranks=4)], ids=str)
 class TestTimeline:
     def test_equals_the_plain_one(self, topology: Topology) -> None:
         dice = random.Random(2)
@@ -282,7 +297,7 @@ class TestTimeline:
 
 
 class TestAlgorithms:
-    topology = Topology(2, 2)
+    topology = Topology(machines=2, ranks=2)
     some = tuple(options())[::7]
 
     def instance(self, dice: random.Random, tensors: int) -> tuple[Backward, TensorCosts]:
@@ -388,14 +403,16 @@ class TestAlgorithms:
     def test_costs_of_the_cpu_only(self) -> None:
         costs = some_costs(random.Random(11), self.topology)
         only = replace(costs, compress={CPU: FREE}, decompress={CPU: FREE}, wire_bytes=lambda elements: 0)
-        found = plan(Backward((4000,), (1.0,)), only)
-        assert found.seconds < predict(Backward((4000,), (1.0,)), only, [UNCOMPRESSED])
+        found = plan(Backward(nbytes=(4000,), seconds=(1.0,)), only)
+        assert found.seconds < predict(Backward(nbytes=(4000,), seconds=(1.0,)), only, [UNCOMPRESSED])
         assert found.options[0].processors == {CPU}
 
     def test_nothing_costs_anything(self) -> None:
         network = dict.fromkeys(product(Routine, Scope), FREE)
-        costs = TensorCosts(self.topology, network, {GPU: FREE}, {GPU: FREE}, lambda elements: elements)
-        found = plan(Backward((0, 4), (0.0, 0.0)), costs)
+        costs = TensorCosts(
+            topology=self.topology, network=network, compress={GPU: FREE}, decompress={GPU: FREE}, wire_bytes=lambda elements: elements
+        )
+        found = plan(Backward(nbytes=(0, 4), seconds=(0.0, 0.0)), costs)
         assert found.options == (UNCOMPRESSED, UNCOMPRESSED)
         assert found.seconds == 0
 

@@ -29,7 +29,7 @@ from gemini_ft.sync.switch_server import Jobs, Limits, SwitchServer
 from gemini_ft.sync.switchml import SwitchMLStream
 
 preload("switch_case")
-TERMS = SwitchTerms("int32", True, 8, 64, WAIT)
+TERMS = SwitchTerms(adder="int32", largest=True, slots=8, nbytes=64, patience=WAIT)
 MANY_FILES = 1024  # that training has open already
 
 

@@ -79,11 +79,13 @@ def simulate(
 
 def _from(rank: int, packets: Packets) -> Packets:
     """The rank travels in the slot's upper bits, where a datagram's header would have it."""
-    return Packets(packets.slots + (rank << 32), packets.rounds, packets.sides, packets.values)
+    return Packets(slots=packets.slots + (rank << 32), rounds=packets.rounds, sides=packets.sides, values=packets.values)
 
 
 def _sender(packets: Packets) -> tuple[int, Packets]:
-    return int(packets.slots[0]) >> 32, Packets(packets.slots & 0xFFFFFFFF, packets.rounds, packets.sides, packets.values)
+    return int(packets.slots[0]) >> 32, Packets(
+        slots=packets.slots & 0xFFFFFFFF, rounds=packets.rounds, sides=packets.sides, values=packets.values
+    )
 
 
 def pool(world: int, slots: int, adder: str = "int32", largest: bool = True) -> Slots:
@@ -138,7 +140,12 @@ def test_a_worker_that_dies_leaves_no_sum_without_its_part(world: int, seed: int
 
 
 def one(slot: int, round_: int, value: int, side: int = 0) -> Packets:
-    return Packets(np.array([slot]), np.array([round_]), np.array([side]), np.full((1, ELEMENTS), value, np.int32).view(np.uint8))
+    return Packets(
+        slots=np.array([slot]),
+        rounds=np.array([round_]),
+        sides=np.array([side]),
+        values=np.full((1, ELEMENTS), value, np.int32).view(np.uint8),
+    )
 
 
 def test_packets_of_the_past_and_of_the_future_change_nothing() -> None:
@@ -254,12 +261,15 @@ def under_way(slots: int, parts: int = 1) -> tuple[Worker, list[float]]:
 
 
 def bare(slot: int) -> Packets:
-    return Packets(np.array([slot]), np.array([0]), np.array([0]), None)
+    return Packets(slots=np.array([slot]), rounds=np.array([0]), sides=np.array([0]), values=None)
 
 
 def sum_of(slots: Sequence[int]) -> Packets:
     return Packets(
-        np.array(slots), np.ones(len(slots), np.int64), np.zeros(len(slots), np.int64), np.zeros((len(slots), 4 * ELEMENTS), np.uint8)
+        slots=np.array(slots),
+        rounds=np.ones(len(slots), np.int64),
+        sides=np.zeros(len(slots), np.int64),
+        values=np.zeros((len(slots), 4 * ELEMENTS), np.uint8),
     )
 
 

@@ -24,11 +24,11 @@ ELEMENTS = 10**9
 def spread(ranks: int, density: float, densification: dict[int, float], skew: float = 1.0) -> Traffic:
     """Elements of float32, in units of M: one byte is 1 / M."""
     densities = {count: density * gamma for count, gamma in densification.items()}
-    return Traffic(ranks, ELEMENTS, 4, densities, push_skew=skew, pull_skew=skew)
+    return Traffic(ranks=ranks, nbytes=ELEMENTS, unit=4, densities=densities, push_skew=skew, pull_skew=skew)
 
 
 def cost(scheme: str, traffic: Traffic) -> float:
-    return costs.seconds(scheme, traffic, Link(0.0, 1 / ELEMENTS))
+    return costs.seconds(scheme, traffic, Link(alpha=0.0, beta=1 / ELEMENTS))
 
 
 def independent(ranks: int) -> dict[int, float]:
@@ -72,7 +72,7 @@ def test_the_link_of_a_single_server_carries_everything(ranks: int) -> None:
     """2 p d, where the server is a worker too and its own share stays: 2 (p - 1) d of what is dense, (p - 1) (d + d^n) of pairs."""
     full = spread(ranks, 1.0, {1: 1.0, ranks: 1.0})
     assert cost("single-ps", full) == pytest.approx(2 * (ranks - 1))
-    apart = costs.textbook(ranks, ELEMENTS, Link(0.0, 1 / ELEMENTS))["parameter server"]
+    apart = costs.textbook(ranks, ELEMENTS, Link(alpha=0.0, beta=1 / ELEMENTS))["parameter server"]
     assert apart - cost("single-ps", full) == pytest.approx(2)
     assert cost("single-ps", spread(ranks, 0.01, {1: 1.0, ranks: 1.5})) == pytest.approx((ranks - 1) * 2 * (0.01 + 0.015))
 
@@ -87,8 +87,8 @@ def test_lstm_rows() -> None:
     """Row-sparse gradients, calibrated to the LSTM profile, 8 and 16 ranks: what a row's single index saves."""
     row = {"unit": 1024, "nbytes": ELEMENTS}
     densities = {1: 0.0113, 2: 0.0189, 4: 0.0312, 8: 0.0535, 16: 0.088}
-    at_8 = Traffic(8, densities=densities, **row)
-    at_16 = Traffic(16, densities=densities, push_skew=11.5, pull_skew=11.5, **row)
+    at_8 = Traffic(ranks=8, densities=densities, **row)
+    at_16 = Traffic(ranks=16, densities=densities, push_skew=11.5, pull_skew=11.5, **row)
     assert [round(cost(name, at_8), 2) for name in ("agsparse", "ssar-recursive-doubling", "zen")] == [0.08, 0.06, 0.06]
     assert cost("dense", at_16) == pytest.approx(1.875)
     assert cost("agsparse", at_16) == pytest.approx(0.17, abs=0.005)
@@ -103,12 +103,12 @@ def test_worlds_that_are_no_power_of_two_send_twice_more() -> None:
 
 def test_latency_and_names() -> None:
     traffic = spread(8, 0.01, {1: 1.0, 2: 1.5, 4: 2.0, 8: 3.0})
-    assert costs.seconds("dense", traffic, Link(1.0, 1e-30)) == pytest.approx(14)
-    assert costs.seconds("ssar-recursive-doubling", traffic, Link(1.0, 1e-30)) == pytest.approx(3)
+    assert costs.seconds("dense", traffic, Link(alpha=1.0, beta=1e-30)) == pytest.approx(14)
+    assert costs.seconds("ssar-recursive-doubling", traffic, Link(alpha=1.0, beta=1e-30)) == pytest.approx(3)
     with pytest.raises(ValueError, match="'ring': there are formulas for dense, agsparse"):
-        costs.seconds("ring", traffic, Link(0.0, 1.0))
+        costs.seconds("ring", traffic, Link(alpha=0.0, beta=1.0))
     with pytest.raises(ValueError, match="must be finite"):
-        Link(-1.0, 1.0)
+        Link(alpha=-1.0, beta=1.0)
 
 
 # -- the profile
@@ -169,9 +169,9 @@ def test_auto_tries_what_the_formulas_cannot_rule_out(tmp_path: Path) -> None:
 
 def test_latency_keeps_nobody_from_being_tried() -> None:
     densities = {1: 0.0113, 2: 0.0189, 4: 0.0312, 8: 0.0535, 16: 0.088}
-    traffic = Traffic(16, ELEMENTS, 1024, densities, push_skew=11.5, pull_skew=11.5)
-    assert candidates(FORMULAS, traffic, Link(0.0, 1e-9)) == ["ssar-recursive-doubling", "zen"]
-    slow = Link(1.0, 1e-9)
+    traffic = Traffic(ranks=16, nbytes=ELEMENTS, unit=1024, densities=densities, push_skew=11.5, pull_skew=11.5)
+    assert candidates(FORMULAS, traffic, Link(alpha=0.0, beta=1e-9)) == ["ssar-recursive-doubling", "zen"]
+    slow = Link(alpha=1.0, beta=1e-9)
     assert costs.seconds("zen", traffic, slow) > 5 * costs.seconds("ssar-recursive-doubling", traffic, slow)
     assert candidates(FORMULAS, traffic, slow) == ["ssar-recursive-doubling", "zen"]
 
@@ -183,8 +183,8 @@ def test_the_page_has_the_table_of_dimensions() -> None:
 
 def test_the_textbook_patterns_at_a_glance() -> None:
     """The single server's link carries 2 p d; a ring's 2 d however many ranks there are; a switch's d; a tree has the fewest messages."""
-    link = Link(1e-4, 1e-9)
-    eight, sixteen = (costs.textbook(ranks, 10**8, Link(0.0, 1e-9)) for ranks in (8, 16))
+    link = Link(alpha=1e-4, beta=1e-9)
+    eight, sixteen = (costs.textbook(ranks, 10**8, Link(alpha=0.0, beta=1e-9)) for ranks in (8, 16))
     assert eight == pytest.approx({"parameter server": 1.6, "ring": 0.175, "tree": 0.3, "switch": 0.1})
     assert sixteen["parameter server"] == pytest.approx(2 * eight["parameter server"])
     assert sixteen["switch"] == eight["switch"] < sixteen["ring"] < 0.2
@@ -200,18 +200,20 @@ def test_the_textbook_patterns_at_a_glance() -> None:
 def test_a_link_waits_for_its_slots_only_where_their_packets_are_shorter_than_a_round_trip() -> None:
     """By hand: packets of 90 + 10 bytes at 1 ms a byte take 0.1 s. Two slots, five packets, rounds of 2, 2 and 1."""
     pool = costs.Pool(slots=2, packet=90, header=10)
-    busy = pool.stream(5, Link(0.02, 1e-3))  # 0.04 + 0.1 < 0.2: five packets one after the other, after 2 headers, and two round trips
+    busy = pool.stream(
+        5, Link(alpha=0.02, beta=1e-3)
+    )  # 0.04 + 0.1 < 0.2: five packets one after the other, after 2 headers, and two round trips
     assert busy == pytest.approx((0.04 + 0.02) + 5 * 0.1 + 0.04)
-    waits = pool.stream(5, Link(0.5, 1e-3))  # 1 + 0.1 > 0.2: every round lasts a round trip
+    waits = pool.stream(5, Link(alpha=0.5, beta=1e-3))  # 1 + 0.1 > 0.2: every round lasts a round trip
     assert waits == pytest.approx((1.0 + 0.02) + 2 * 1.1 + (1.0 + 0.1))
-    assert pool.stream(1, Link(0.5, 1e-3)) == pytest.approx((1.0 + 0.01) + (1.0 + 0.1))
-    assert pool.stream(0, Link(0.5, 1e-3)) == 0.0
+    assert pool.stream(1, Link(alpha=0.5, beta=1e-3)) == pytest.approx((1.0 + 0.01) + (1.0 + 0.1))
+    assert pool.stream(0, Link(alpha=0.5, beta=1e-3)) == 0.0
 
 
 def test_a_pool_is_large_enough_when_it_holds_what_a_round_trip_takes() -> None:
     """SwitchML, section 3.6: slots for as many packets as leave within a round trip; more of them gain nothing."""
-    link = Link(5e-5, 8e-10)  # 10 Gbit/s
-    times = [costs.switchml(10**8, link, costs.Pool(slots, 1024, 52)) for slots in (58, 117, 118, 512)]
+    link = Link(alpha=5e-5, beta=8e-10)  # 10 Gbit/s
+    times = [costs.switchml(10**8, link, costs.Pool(slots=slots, packet=1024, header=52)) for slots in (58, 117, 118, 512)]
     assert times[0] == pytest.approx(2 * times[1], rel=2e-2)
     assert times[1] > times[2] == pytest.approx(times[3], rel=1e-3)
 
@@ -220,10 +222,12 @@ def test_what_a_switch_saves_in_the_papers() -> None:
     """SwitchML: 8/14 of a ring with 8 ranks, in packets that are 5 % longer than their values (1076 bytes for 1024). FPISA: the same, and
     half of it in 16 bits. OmniReduce: 2 (p - 1) / (p D) times as fast as a ring; with aggregators on the ranks' hosts, 1 / D times.
     """
-    link, elements, bare = Link(0.0, 1e-9), 2**24, costs.Pool(header=0)
+    link, elements, bare = Link(alpha=0.0, beta=1e-9), 2**24, costs.Pool(header=0)
     ring = costs.textbook(8, 4 * elements, link)["ring"]
     assert costs.switchml(elements, link, bare) / ring == pytest.approx(8 / 14, rel=1e-3)
-    assert costs.switchml(elements, link, costs.Pool(256, 1024, 52)) / ring == pytest.approx(8 / 14 * 1076 / 1024, rel=1e-3)
+    assert costs.switchml(elements, link, costs.Pool(slots=256, packet=1024, header=52)) / ring == pytest.approx(
+        8 / 14 * 1076 / 1024, rel=1e-3
+    )
     assert costs.fpisa(elements, link) == costs.switchml(elements, link)
     assert costs.fpisa(elements, link, itemsize=2) == pytest.approx(costs.switchml(elements, link) / 2, rel=1e-3)
     for density in (1.0, 0.1, 0.01):
@@ -233,8 +237,8 @@ def test_what_a_switch_saves_in_the_papers() -> None:
 
 
 def test_every_scheme_of_a_switch_is_shown() -> None:
-    shown = costs.switched(8, 10**6, Link(1e-5, 1e-9))
+    shown = costs.switched(8, 10**6, Link(alpha=1e-5, beta=1e-9))
     assert {name.partition(",")[0] for name in shown} == set(SWITCH_SCHEMES)
     assert shown["switchml"] > shown["omnireduce-streaming, 10%"] > shown["omnireduce-streaming, 1%"] > 0
-    assert costs.switched(2, 10**6, Link(1e-5, 1e-9)) == shown
-    assert set(costs.switched(1, 10**6, Link(1e-5, 1e-9)).values()) == {0.0}
+    assert costs.switched(2, 10**6, Link(alpha=1e-5, beta=1e-9)) == shown
+    assert set(costs.switched(1, 10**6, Link(alpha=1e-5, beta=1e-9)).values()) == {0.0}

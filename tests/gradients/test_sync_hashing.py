@@ -31,7 +31,7 @@ HASHES = [RotatedPartition, HashedPartition]
 
 
 def units(rows: int, indices: torch.Tensor) -> SparseRows:
-    return SparseRows(rows, indices, indices.double().unsqueeze(1))
+    return SparseRows(rows=rows, indices=indices, values=indices.double().unsqueeze(1))
 
 
 def loads(partition: HashPartition, indices: torch.Tensor) -> torch.Tensor:

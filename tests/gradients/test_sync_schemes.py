@@ -193,7 +193,7 @@ def test_blocks_come_back_as_rows(rows: int, width: int) -> None:
     stream = torch.Generator().manual_seed(1)
     matrix = torch.randn(rows, width, generator=stream) * (torch.rand(rows, 1, generator=stream) < 0.3)
     matrix[:, : width // 2] = 0
-    given = SparseRows(rows, torch.arange(rows), matrix)
+    given = SparseRows(rows=rows, indices=torch.arange(rows), values=matrix)
     blocks = omnireduce.to_blocks(given)
     assert blocks.values.shape[1] == omnireduce.BLOCK
     assert bool(blocks.values.any(1).all())
@@ -203,7 +203,7 @@ def test_blocks_come_back_as_rows(rows: int, width: int) -> None:
 
 
 def test_rows_that_are_blocks_stay_where_they_are() -> None:
-    blocks = SparseRows(9, torch.tensor([2, 7]), torch.ones(2, omnireduce.BLOCK))
+    blocks = SparseRows(rows=9, indices=torch.tensor([2, 7]), values=torch.ones(2, omnireduce.BLOCK))
     assert omnireduce.from_blocks(blocks, 9, omnireduce.BLOCK).values.data_ptr() == blocks.values.data_ptr()
 
 

@@ -50,7 +50,9 @@ def one_by_one(sizes: Sizes, rank: int, world: int) -> tuple[Cut, np.ndarray]:
 def shard(rank: int, world: int, master: np.ndarray) -> tuple[Layout, bytes]:
     """A shard with a master, a moment of its shape, and a step count that all of it shares."""
     tensors = {"zero.0": master, "zero.0.exp_avg": -master, "zero.0.step": np.full((), 7, np.float32)}
-    layout = build_layout([TensorSpec(name, "float32", value.shape, (rank,)) for name, value in tensors.items()], rank, world)
+    layout = build_layout(
+        [TensorSpec(name=name, dtype="float32", shape=value.shape, group=(rank,)) for name, value in tensors.items()], rank, world
+    )
     blob = bytearray(layout.nbytes)
     for piece in layout.pieces:
         blob[piece.offset : piece.offset + piece.nbytes] = tensors[piece.name].tobytes()

@@ -213,7 +213,15 @@ def test_a_first_start_removes_what_earlier_runs_have_noted_and_nothing_else(fol
     (folder / "thesis.tex").write_text("years of work")
     (folder / "data" / noted[0]).mkdir(parents=True)
     (folder / "data" / noted[0] / "set").write_text("more of it")
-    scene = faults.Scene("run", False, 0, World(["a"], {0: ["a"]}), None, lambda: pytest.fail("no agent is needed"), EventLog())
+    scene = faults.Scene(
+        run="run",
+        has_past=False,
+        rank=0,
+        world=World(["a"], {0: ["a"]}),
+        storage=None,
+        client=lambda: pytest.fail("no agent is needed"),
+        events=EventLog(),
+    )
     faults.arm(faults.Orders(text, frozenset(noted)), scene)
     left = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert left == [f"data/{noted[0]}/set", "thesis.tex"]

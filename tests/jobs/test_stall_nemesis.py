@@ -187,7 +187,7 @@ def test_what_was_copied_and_had_not_travelled_travels_after_the_agent_was_repla
 def test_a_pause_of_a_peer_that_is_read_leads_to_the_next_copy(job: Job, for_good: bool) -> None:
     ranks = job.start(hello=PATIENCE)
     job.commit(ranks, 1, 2)
-    plan = RecoveryPlan("memory", job.version(2), {0: ("b", "a")})
+    plan = RecoveryPlan(kind="memory", version=job.version(2), sources={0: ("b", "a")})
     addresses = {rank.host: rank.address for rank in ranks}
     sources = ShardReaders(ranks[0].client, "another", plan, addresses, job.claims(), b"s" * 16, 2 * SHORT)
     pause(job, "b", for_good)

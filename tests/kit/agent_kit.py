@@ -188,7 +188,7 @@ class Rank:
     def reserve(self, nbytes: int = 4 * CHUNK, name: str = "weight", extras_capacity: int = 4096) -> None:
         """Get slots for this rank's half (third, ...) of one tensor, of ``nbytes`` per rank."""
         world = self.spec.world_size
-        specs = [TensorSpec(name, "uint8", (nbytes * world,), tuple(range(world)))]
+        specs = [TensorSpec(name=name, dtype="uint8", shape=(nbytes * world,), group=tuple(range(world)))]
         self.layout = build_layout(specs, self.rank, world)
         layout = self.layout
         message = Reserve(

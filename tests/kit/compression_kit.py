@@ -74,7 +74,7 @@ def together(
 ) -> Gradients:
     """One step of all ranks in this process; their results must be the same bits. ``sent`` gets what each hands to collectives."""
     bundles = [Bundle.of(tensors, each.align) for each, tensors in zip(methods, ranks, strict=True)]
-    turns = [Turn(step, rank, len(ranks), lr) for rank in range(len(ranks))]
+    turns = [Turn(step=step, rank=rank, world=len(ranks), lr=lr) for rank in range(len(ranks))]
     exchanges = [each.exchange(bundle, at) for each, bundle, at in zip(methods, bundles, turns, strict=True)]
     if sent is not None:
         exchanges = [spied(exchange, tensors) for exchange, tensors in zip(exchanges, sent, strict=True)]

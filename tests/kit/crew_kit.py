@@ -149,7 +149,10 @@ class Member:
 
     def _reports(self, iteration: int) -> list[Completed]:
         held = [owner for owner, hosts in self.crew.holders.items() if self.name in hosts]
-        return [Completed(owner, self.name, version(iteration), "l", "d", f"root {owner}") for owner in held]
+        return [
+            Completed(owner=owner, host=self.name, version=version(iteration), layout="l", digest="d", root=f"root {owner}")
+            for owner in held
+        ]
 
     def undecided(self) -> list[PeerMessage]:
         roots = {owner: f"root {owner}" for owner, hosts in self.crew.holders.items() if self.name in hosts} if self.committed else {}

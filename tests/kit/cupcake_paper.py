@@ -39,7 +39,7 @@ class _Search:
         self._ready, self._filled = [0.0, *accumulate(backward.seconds)], [0, *accumulate(backward.nbytes)]
         tensors = len(backward)
         first = even(tensors, min(2, tensors))
-        self._best = GroupingPlan(first, simulate(backward, costs, first).seconds, -math.inf)
+        self._best = GroupingPlan(grouping=first, seconds=simulate(backward, costs, first).seconds, bound=-math.inf)
 
     def best(self) -> GroupingPlan:
         self._find((), 0, 0.0, 0.0)
@@ -50,7 +50,7 @@ class _Search:
         if begin == tensors:
             if communicated + self._backward.forward < self._best.seconds:
                 seconds = communicated + self._backward.forward
-                self._best = GroupingPlan(Grouping(ends), seconds, -math.inf)
+                self._best = GroupingPlan(grouping=Grouping(ends), seconds=seconds, bound=-math.inf)
             return
         for end in range(self._first_end(begin, communicated - computed) if self._prefix and ends else begin + 1, tensors + 1):
             if self._bound and self._lower_bound(begin, end, computed, communicated) > self._best.seconds:

@@ -22,7 +22,7 @@ def simulate(exchanges: Sequence[Exchange], topology: Topology | None = None) ->
     Raises:
         ValueError: ranks wait for each other in different collectives.
     """
-    topology = topology or Topology(1, len(exchanges))
+    topology = topology or Topology(machines=1, ranks=len(exchanges))
     waiting: dict[int, CollectiveRequest] = {}
     results: dict[int, Bundle] = {}
 

@@ -598,7 +598,7 @@ def moved_to_processors() -> list[str]:
         averager = loop.synchronizer.averager
         ready = {tensor.name: 0.1 * (1 + number) for number, tensor in enumerate(averager.tensors)}
         found = Candidates(averager, torch.device("cpu"), averager.tensors, 1e-3, ready)
-        slow, both = Affine(1e-3, 1e-6), (Processor.GPU, Processor.CPU)
+        slow, both = Affine(alpha=1e-3, beta=1e-6), (Processor.GPU, Processor.CPU)
         with patch.object(tuner, "processors", lambda _: both), patch.object(found, "links", lambda *_: (slow, slow)):
             (espresso,) = found.of(0)
         chosen = [every_option(both)[int(group.way.removeprefix("option "))] for group in espresso.groups]

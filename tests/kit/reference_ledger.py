@@ -107,7 +107,7 @@ class ReferenceLedger:
         if committed == newest:
             self.roots = {owner: root for owner, root in roots.items() if root} | self.roots
         if newest is not None and (lacks or not committed == before == newest):
-            commits.append(Commit(newest, False, self._digest_at(newest, now), self.roots))
+            commits.append(Commit(version=newest, freeze=False, digest_at=self._digest_at(newest, now), roots=self.roots))
         return commits + [Abort(version, reason) for version, reason in sorted(self.aborted.items())]
 
     # -- uploads
@@ -136,14 +136,14 @@ class ReferenceLedger:
         if version is None or version != self.committed or self.uploading is not None:
             return []
         self._begin(version, now)
-        return [Commit(version, True, self._digest_at(version, now), self.roots)]
+        return [Commit(version=version, freeze=True, digest_at=self._digest_at(version, now), roots=self.roots)]
 
     def upload_last(self) -> list[Decision]:
         """Uploads the committed version once more, as the job has finished and its last upload has failed."""
         if self.committed is None or self.uploading is not None or not self.upload_error or self.obstacle:
             return []
         self.uploading, self._records = self.committed, {}
-        return [Commit(self.committed, freeze=True)]
+        return [Commit(version=self.committed, freeze=True)]
 
     # -- inside
 
@@ -165,20 +165,20 @@ class ReferenceLedger:
 
     def _epoch(self, newly: frozenset[Pair]) -> Holders:
         self.epoch += 1
-        return Holders(self.epoch, frozenset(self.excluded), newly)
+        return Holders(epoch=self.epoch, excluded=frozenset(self.excluded), newly=newly)
 
     def _conflict(self, current: _Round) -> Fatal | None:
         by_layout = _by_value((ack.layout, ack.owner) for ack in current.acks.values() if ack.layout)
         if len(by_layout) > 1:
             text = "; ".join(f"ranks {ranks} have layout {layout}" for layout, ranks in by_layout.items())
             problem = f"ranks disagree on names, dtypes, shapes or frozenness of the state: {text}; build the same model on every rank"
-            return Fatal("LayoutMismatchError", problem)
+            return Fatal(error="LayoutMismatchError", text=problem)
         by_digest = _by_value((ack.digest, ack.owner) for ack in current.acks.values() if ack.digest)
         if len(by_digest) > 1:
             text = "; ".join(f"ranks {ranks} have {digest}" for digest, ranks in by_digest.items())
             return Fatal(
-                "ReplicaDivergedError",
-                f"state that must be the same on all ranks differs: {text}; a restored state would be one that no rank ever had. "
+                error="ReplicaDivergedError",
+                text=f"state that must be the same on all ranks differs: {text}; a restored state would be one that no rank ever had. "
                 "Look for updates that depend on the rank, or for gradients that were not reduced.",
             )
         return None
@@ -190,7 +190,7 @@ class ReferenceLedger:
         self._close(version)
         self.roots = {owner: root for owner, hosts in self.holders.items() if (root := current.acks[owner, hosts[0]].root)}
         freeze = self._freeze(version, current, now)
-        return [Commit(version, freeze, self._digest_at(version, now), self.roots)]
+        return [Commit(version=version, freeze=freeze, digest_at=self._digest_at(version, now), roots=self.roots)]
 
     def _digest_at(self, version: Version, now: float) -> int | None:
         return self._cadence.next_iteration(version.iteration, now) if self._cadence else None

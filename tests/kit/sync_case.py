@@ -544,7 +544,7 @@ def auto_tries() -> Any:
         [plan] = auto.plans.values()
         if plan.chosen is not None and plan.traffic is not None:
             [[_, alpha, beta]] = auto.state_dict()["links"]
-            link = Link(alpha, beta)
+            link = Link(alpha=alpha, beta=beta)
             took = plan.trial.medians()[plan.tried.index(plan.chosen)]
             return set(plan.judged), set(candidates(plan.least, plan.traffic, link)), dict(plan.least), took
 

@@ -174,7 +174,9 @@ class Job:
 
     def _launcher(self, name: str) -> Launcher:
         words = Words()
-        words.launcher = Launcher(name, _NodeDesc(name, self.starts, 0), spares.LaunchingHost(spares.pause(self.size) + 1.0, words, name))
+        words.launcher = Launcher(
+            name, _NodeDesc(name, self.starts, 0), spares.LaunchingHost(patience=spares.pause(self.size) + 1.0, notes=words, name=name)
+        )
         self.starts += 1
         return words.launcher
 

@@ -40,9 +40,9 @@ def test_domain_and_ports_come_from_topology_and_reservation_unless_the_user_say
 
 def test_hosts_of_a_step_meet_on_its_first_node_and_steps_that_share_nodes_do_not() -> None:
     found = slurm.rendezvous(STEP, lambda name: True)
-    assert found == (3, f"n1:{20000 + 77 * 16 + 1}", "77.1", False)
+    assert found == slurm.Rendezvous(hosts=3, endpoint=f"n1:{20000 + 77 * 16 + 1}", name="77.1", is_host=False)
     other = slurm.rendezvous(STEP | {"SLURM_STEP_ID": "2", "SLURM_NODEID": "0"}, lambda name: False)
-    assert other == (3, f"10.0.0.1:{20000 + 77 * 16 + 2}", "77.2", True)
+    assert other == slurm.Rendezvous(hosts=3, endpoint=f"10.0.0.1:{20000 + 77 * 16 + 2}", name="77.2", is_host=True)
 
 
 @pytest.mark.parametrize("change", [{"SLURM_STEP_NUM_NODES": "1"}, {"SLURM_STEP_NUM_TASKS": "6"}, {"SLURM_PROCID": None}])

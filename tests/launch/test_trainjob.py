@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def test_no_token_is_sent_to_a_server_that_another_authority_vouches_for(tmp_pat
     _certificate(tmp_path / "other")
     with running(tmp_path) as trainer:
         with pytest.raises(ssl.SSLCertVerificationError):
-            Endpoint(trainer.endpoint.url, str(tmp_path / "other" / "ca.crt"), trainer.endpoint.token).post({})
+            replace(trainer.endpoint, ca=str(tmp_path / "other" / "ca.crt")).post({})
         assert trainer.posts == []
 
 

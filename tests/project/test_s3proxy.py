@@ -174,7 +174,7 @@ def test_chance_is_seeded(server: s3_server.Server) -> None:
         proxy = S3Proxy(server.port, seed=seed)
         proxy.fail("flip", chance=0.5)
         proxy.server_close()
-        return [proxy.take_fault(S3Request("GET", "/bucket/a", 0)) for _ in range(50)]
+        return [proxy.take_fault(S3Request(method="GET", path="/bucket/a", nbytes=0)) for _ in range(50)]
 
     assert drawn(1) == drawn(1) != drawn(2)
     assert {*drawn(1)} == {None, "flip"}
@@ -192,7 +192,7 @@ def test_chance_is_seeded(server: s3_server.Server) -> None:
     ],
 )
 def test_operations_have_the_names_of_s3(method: str, path: str, operation: str) -> None:
-    assert S3Request(method, path, 0).operation == operation
+    assert S3Request(method=method, path=path, nbytes=0).operation == operation
 
 
 def test_an_unknown_fault_is_refused() -> None:

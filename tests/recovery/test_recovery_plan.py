@@ -117,7 +117,7 @@ def test_the_order_of_hosts_does_not_matter(holdings: dict[str, list[SlotInfo]],
 class TestChoice:
     def test_two_halves_of_two_versions_are_nothing(self) -> None:
         plan = plan_recovery(hold(a=[slot(0, V1), slot(1, V2)], b=[slot(1, V1), slot(2, V2)]), WORLD)
-        assert plan == RecoveryPlan("nothing", incomplete={4: [2], 5: [0]})
+        assert plan == RecoveryPlan(kind="nothing", incomplete={4: [2], 5: [0]})
 
     def test_a_newer_incarnation_wins_over_a_higher_iteration(self) -> None:
         older, newer = Version(Incarnation(1, "a"), 90), Version(Incarnation(2, "b"), 50)

@@ -18,7 +18,10 @@ TENSORS = {
     "bytes": torch.arange(193).to(torch.uint8),
     "turned": torch.arange(96, dtype=torch.float64).view(8, 12),
 }
-SPECS = [TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), (0,)) for name, tensor in TENSORS.items()]
+SPECS = [
+    TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape), group=(0,))
+    for name, tensor in TENSORS.items()
+]
 LAYOUT = build_layout(SPECS, 0, 1)
 READS = plan_reads(SPECS, 0, {0: LAYOUT})
 
@@ -91,7 +94,10 @@ def test_one_place_of_a_shard_that_several_tensors_read(step: int, is_received: 
     whole = torch.arange(64, dtype=torch.float32)
     content = bytearray(whole.numpy().tobytes())
     places = {"whole": (0, 64), "rows": (0, 24), "first": (32, 33), "second": (32, 33), "third": (32, 33)}
-    reads = [Read(0, 4 * start, 4 * (stop - start), name, 0, stop - start) for name, (start, stop) in places.items()]
+    reads = [
+        Read(owner=0, offset=4 * start, nbytes=4 * (stop - start), name=name, start=0, stop=stop - start)
+        for name, (start, stop) in places.items()
+    ]
     for some in (reads, reads[2:]):
         tensors = {read.name: torch.zeros(read.stop) for read in some}
         scatter = Scatter(some, tensors)
@@ -106,11 +112,14 @@ def test_one_place_of_a_shard_that_several_tensors_read(step: int, is_received: 
 def test_memory_is_not_asked_for_where_a_chunk_is_copied_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemini_ft.recovery.restore.memory_of", lambda *_: pytest.fail("asked for"))
     scalar = next(read for read in READS if read.name == "step")
-    many = [Read(0, i * ALIGNMENT, scalar.nbytes, f"{i}", 0, 1) for i in range(257)]
+    many = [Read(owner=0, offset=i * ALIGNMENT, nbytes=scalar.nbytes, name=f"{i}", start=0, stop=1) for i in range(257)]
     assert not Scatter(many, {read.name: torch.zeros(()) for read in many}).live(0, 257 * ALIGNMENT)
     assert not Scatter(many[:1], {"0": torch.zeros(())}).live(0, 3 * ALIGNMENT)
 
 
 def test_pieces_without_padding_between_them_are_received_without() -> None:
-    tight = [Read(0, 0, 64, "a", 0, 16), Read(0, 64, 64, "b", 0, 16)]
+    tight = [
+        Read(owner=0, offset=0, nbytes=64, name="a", start=0, stop=16),
+        Read(owner=0, offset=64, nbytes=64, name="b", start=0, stop=16),
+    ]
     assert [len(place) for place in Scatter(tight, {"a": torch.zeros(16), "b": torch.zeros(16)}).live(0, 128)] == [64, 64]

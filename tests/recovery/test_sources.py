@@ -51,7 +51,7 @@ class Hosts(ShardReaders):
 def hosts() -> Hosts:
     client: Any = None
     claims: Any = None
-    plan = RecoveryPlan("memory", VERSION, dict.fromkeys(range(20), ("b", "c")))
+    plan = RecoveryPlan(kind="memory", version=VERSION, sources=dict.fromkeys(range(20), ("b", "c")))
     hosts = Hosts(client, "a", plan, {}, claims, b"", 1.0)
     hosts.gone, hosts.damaged, hosts.waited = set(), set(), []
     return hosts

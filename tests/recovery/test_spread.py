@@ -42,7 +42,7 @@ def job(hosts: int, ranks: int, lost: int = 0) -> tuple[RecoveryPlan, list[str]]
     gone = set(names[0 : 2 * lost : 2])
     by_rank = [host for host in names for _ in range(ranks)]
     sources = {rank: tuple(sorted(set(placed[host]) - gone)) for rank, host in enumerate(by_rank)}
-    return RecoveryPlan("memory", VERSION, sources, world_size=len(by_rank)), by_rank
+    return RecoveryPlan(kind="memory", version=VERSION, sources=sources, world_size=len(by_rank)), by_rank
 
 
 def traffic(plan: RecoveryPlan, hosts: list[str]) -> Counter[tuple[str, str]]:
@@ -96,10 +96,10 @@ def test_copies_that_are_where_they_are_needed_are_not_spread() -> None:
 def shards(per_rank: int = 0) -> tuple[dict[int, bytes], dict[int, Description], dict[str, torch.Tensor], list[TensorSpec]]:
     """The shards of a job whose ranks all hold ``a`` and ``b``, and each a tensor of its own: bytes, accounts, and the tensors' values."""
     values = {name: torch.from_numpy(np.random.default_rng(n).random(size, np.float32)) for n, (name, size) in enumerate(SIZES.items())}
-    common = [TensorSpec(name, "float32", (size,), EVERYONE) for name, size in SIZES.items()]
+    common = [TensorSpec(name=name, dtype="float32", shape=(size,), group=EVERYONE) for name, size in SIZES.items()]
     contents, accounts = {}, {}
     for rank in EVERYONE:
-        own = [TensorSpec("own", "float32", (per_rank,), (rank,), f"per rank {rank}")] if per_rank else []
+        own = [TensorSpec(name="own", dtype="float32", shape=(per_rank,), group=(rank,), logical=f"per rank {rank}")] if per_rank else []
         layout = build_layout([*common, *own], rank, WORLD)
         memory = bytearray(layout.nbytes)
         for piece in layout.pieces:
@@ -148,14 +148,14 @@ def readers(*copies: Copy, owner: int = 0) -> ShardReaders:
 
     client: Any = None
     claims: Any = None
-    plan = RecoveryPlan("memory", VERSION, {owner: tuple(copy.where for copy in copies)})
+    plan = RecoveryPlan(kind="memory", version=VERSION, sources={owner: tuple(copy.where for copy in copies)})
     return Copies(client, "here", plan, {}, claims, b"", 1.0)
 
 
 def reads_of(owner: int, accounts: dict[int, Description], specs: list[TensorSpec], rank: int) -> list[Read]:
     layouts = {each: Layout.from_bytes(about.layout) for each, about in accounts.items()}
     own = [spec for spec in layouts[rank].pieces if spec.name == "own"]
-    mine = [*specs, *(TensorSpec(p.name, p.dtype, p.shape, p.group, p.logical) for p in own)]
+    mine = [*specs, *(TensorSpec(name=p.name, dtype=p.dtype, shape=p.shape, group=p.group, logical=p.logical) for p in own)]
     return [read for read in plan_reads(mine, rank, layouts) if read.owner == owner]
 
 
@@ -237,12 +237,15 @@ def test_a_reader_that_others_hold_up_keeps_its_source(tmp_path: Path) -> None:
             rank.open(spec)
             rank.reserve(nbytes)
         job.commit(ranks, 1)
-        plan = RecoveryPlan("memory", job.version(1), {0: ("a",)}, world_size=2)
+        plan = RecoveryPlan(kind="memory", version=job.version(1), sources={0: ("a",)}, world_size=2)
         claims = Claims(run=job.run, stream="main", host="c", to="", role="fetch", incarnation=None)
         with contextlib.closing(ShardReaders(client, "c", plan, {"a": ranks[0].address}, claims, b"s" * 16, WAIT)) as sources:
             about = sources.read(0, 0, lambda copy: copy.about)
             shard, tensors = SharedShard(about, None, 2), {"weight": torch.zeros(2 * nbytes, dtype=torch.uint8)}
-            reads = [Read(0, piece.offset, piece.nbytes, piece.name, piece.start, piece.stop) for piece in shard.layout.pieces]
+            reads = [
+                Read(owner=0, offset=piece.offset, nbytes=piece.nbytes, name=piece.name, start=piece.start, stop=piece.stop)
+                for piece in shard.layout.pieces
+            ]
             outflow = Outflow(sources, shard, reads, tensors, [memoryview(bytearray(2**20)) for _ in range(2)])
             taken = 0
             while (block := outflow.next_block()) is not None:

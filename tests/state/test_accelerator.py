@@ -59,7 +59,7 @@ def _snapshotter(module: Any, tell: Callable[[Any], None], recover: Callable[[],
 
 def _plan(fake: FakeAccelerator, plans: Any = copy_plan, mutable: bool = False) -> tuple[torch.Tensor, Any, Any]:
     weights = fake.tensor(torch.zeros(COUNT))
-    source = Source(TensorSpec("weights", "float32", (COUNT,), (0,)), weights, mutable)
+    source = Source(TensorSpec(name="weights", dtype="float32", shape=(COUNT,), group=(0,)), weights, mutable)
     layout = build_layout([source.spec], 0, 1)
     return weights, plans.CopyPlan([source], layout, CHUNK), layout
 
@@ -161,7 +161,7 @@ def neighbours(module: Any, fake: FakeAccelerator) -> None:
     dtypes = [torch.float32, torch.uint8, torch.bfloat16, torch.float32, torch.int64]
     tensors = [fake.tensor(torch.zeros(3, 5, dtype=dtype)) for dtype in dtypes]
     names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
-    specs = [TensorSpec(f"t{number}", name, (3, 5), (0,)) for number, name in enumerate(names)]
+    specs = [TensorSpec(name=f"t{number}", dtype=name, shape=(3, 5), group=(0,)) for number, name in enumerate(names)]
     layout = build_layout(specs, 0, 1)
     sources = [Source(spec, tensor, mutable=number == 2) for number, (spec, tensor) in enumerate(zip(specs, tensors, strict=True))]
     plan = module.CopyPlan(sources, layout, CHUNK)
@@ -266,7 +266,7 @@ def lanes(module: Any, fake: FakeAccelerator) -> None:
 
     def work() -> Any:
         sent = gradient * 2
-        answer = yield module.PendingCollective(lambda: sent + 1, sent.nbytes)
+        answer = yield module.PendingCollective(collective=lambda: sent + 1, nbytes=sent.nbytes)
         return {"weight": answer * 10}
 
     both = module.Lanes(DEVICE, lambda error, _: error)
@@ -465,7 +465,7 @@ def test_digests_of_a_device_tell_states_apart(change: str) -> None:
     values = torch.cat([torch.zeros(8), torch.arange(8).float()])
     changed = values.clone()
     CHANGES[change](changed)
-    spec = TensorSpec("weights", "float32", (16,), (0, 1))
+    spec = TensorSpec(name="weights", dtype="float32", shape=(16,), group=(0, 1))
     with installed(0) as fake:
         digests = {begin_digest([Source(spec, fake.tensor(each), False)])() for each in (values, values.clone(), changed)}
     assert len(digests) == 2
@@ -473,7 +473,10 @@ def test_digests_of_a_device_tell_states_apart(change: str) -> None:
 
 def test_a_digest_does_not_depend_on_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "holds", lambda tensor: True)
-    specs = [TensorSpec("a", "float32", (3, 2**20), (0, 1)), TensorSpec("b", "float32", (2**11, 2**11 + 1), (0, 1))]
+    specs = [
+        TensorSpec(name="a", dtype="float32", shape=(3, 2**20), group=(0, 1)),
+        TensorSpec(name="b", dtype="float32", shape=(2**11, 2**11 + 1), group=(0, 1)),
+    ]
     values = [torch.rand(spec.shape) for spec in specs]
     for turned in ([values[0], values[1].t().contiguous().t()], [values[0].t().contiguous().t(), values[1]]):
         first, second = (
@@ -485,7 +488,10 @@ def test_a_digest_does_not_depend_on_strides(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_neighbours_of_a_tail_that_begins_in_mid_row_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "holds", lambda tensor: True)
-    specs = [TensorSpec("a", "bfloat16", (319, 315), (0, 1, 2)), TensorSpec("b", "float32", (8,), (1,))]
+    specs = [
+        TensorSpec(name="a", dtype="bfloat16", shape=(319, 315), group=(0, 1, 2)),
+        TensorSpec(name="b", dtype="float32", shape=(8,), group=(1,)),
+    ]
     matrix = torch.arange(315 * 319).bfloat16().view(315, 319).t()
     sources = [Source(specs[0], matrix, False), Source(specs[1], torch.arange(8.0), False)]
     layout = build_layout(specs, 1, 3)

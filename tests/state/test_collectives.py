@@ -105,7 +105,7 @@ def every_operation_is_seen_once_and_to_its_end() -> None:
         with observe() as observer:
             operation()
             assert names(observer) == [name]
-            assert observer.page.read() == Moment(0, 0, 1, observer.page.read().since)
+            assert observer.page.read() == Moment(in_flight=0, begun=0, step=1, since=observer.page.read().since)
             if (work := operation(async_op=True)) is not None:
                 work.wait()
                 idle(observer)
@@ -217,7 +217,7 @@ def a_reduce_scatter_that_is_not_waited_for_counts_until_the_step_after_the_next
         out = torch.empty(4)
         handle = dist.reduce_scatter_tensor(out, ones(8), async_op=True)
         assert observer.step_over().collectives[0].name == "_reduce_scatter_base_"
-        assert observer.page.read() == Moment(1, 0, 1, observer.page.read().since)
+        assert observer.page.read() == Moment(in_flight=1, begun=0, step=1, since=observer.page.read().since)
         assert observer.step_over().carried > 0  # the whole step
         assert observer.page.read().in_flight == 0
         handle.wait()
@@ -378,7 +378,7 @@ def a_step_says_when_its_collectives_were_and_the_page_how_many() -> None:
         assert times[0] >= 0
         assert times[-1] <= step.seconds
         assert moment.since == pytest.approx(step.began + times[-1], abs=1e-6)
-        assert observer.page.read() == Moment(0, 0, 2, step.began + step.seconds)
+        assert observer.page.read() == Moment(in_flight=0, begun=0, step=2, since=step.began + step.seconds)
 
 
 @case
@@ -387,7 +387,7 @@ def one_that_goes_on_into_the_next_step_is_carried() -> None:
         if rank() == 0:
             handle = dist.all_reduce(ones(), async_op=True)
             observer.step_over()
-            assert observer.page.read() == Moment(1, 0, 1, observer.page.read().since)
+            assert observer.page.read() == Moment(in_flight=1, begun=0, step=1, since=observer.page.read().since)
         meet()
         if rank() == 1:
             handle = dist.all_reduce(ones(), async_op=True)

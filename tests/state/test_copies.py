@@ -68,7 +68,9 @@ def test_any_range_comes_back(tensor: torch.Tensor, data: st.DataObject) -> None
 
 def captured(tensor: torch.Tensor) -> bytes:
     """The bytes of one tensor in a slot."""
-    source = Source(TensorSpec("a", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), (0,)), tensor, mutable=False)
+    source = Source(
+        TensorSpec(name="a", dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape), group=(0,)), tensor, mutable=False
+    )
     return bytes(shard_of([source], build_layout([source.spec], 0, 1))[: tensor.nbytes].tolist())
 
 
@@ -139,7 +141,11 @@ def sources_of(world: int) -> list[Source]:
     }
     everyone = tuple(range(world))
     return [
-        Source(TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), everyone), tensor, mutable=name == "flag")
+        Source(
+            TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape), group=everyone),
+            tensor,
+            mutable=name == "flag",
+        )
         for name, tensor in tensors.items()
     ]
 
@@ -165,7 +171,7 @@ def test_planned_copies_fill_the_shards_of_all_owners(world: int, limit: int | N
 
 def test_planned_copies_follow_the_live_tensors() -> None:
     tensor = torch.zeros(4)
-    sources = [Source(TensorSpec("a", "float32", (4,), (0,)), tensor, mutable=False)]
+    sources = [Source(TensorSpec(name="a", dtype="float32", shape=(4,), group=(0,)), tensor, mutable=False)]
     layout = build_layout([sources[0].spec], 0, 1)
     copies = plan_copies(sources, layout)
     with slot_of(layout) as slot:
@@ -188,7 +194,10 @@ def test_nothing_to_copy_is_no_error() -> None:
 
 def test_a_layout_of_other_tensors_is_refused() -> None:
     layout = build_layout([source.spec for source in sources_of(1)], 0, 1)
-    changed = [Source(TensorSpec("flat", "bfloat16", (21,), (0,)), filled((21,), torch.bfloat16), False), *sources_of(1)[1:]]
+    changed = [
+        Source(TensorSpec(name="flat", dtype="bfloat16", shape=(21,), group=(0,)), filled((21,), torch.bfloat16), False),
+        *sources_of(1)[1:],
+    ]
     for sources in (changed, sources_of(1)[1:]):
         with pytest.raises(LayoutMismatchError, match=r"flat@0:21 is in the layout, but the live tensor is .*; build the layout anew"):
             plan_copies(sources, layout)

@@ -91,7 +91,7 @@ def manifest_for(storage: Storage, at: Version, run: str = "run", stream: str = 
     folder = checkpoint_folder(run, stream, at)
     shards = {}
     for owner in range(WORLD):
-        layout = build_layout([TensorSpec("w", "int64", (64,), (0, 1))], owner, WORLD)
+        layout = build_layout([TensorSpec(name="w", dtype="int64", shape=(64,), group=(0, 1))], owner, WORLD)
         data = memoryview(at.iteration.to_bytes(8, "little") * 32)
         shards[owner] = write_shard(storage, shard_key(folder, owner), layout, data, f"extras {owner}".encode())
     return Manifest(

@@ -103,13 +103,15 @@ class Histories(RuleBasedStateMachine):
         if view == "away":
             return Look(trouble="storage is away")
         if view == "empty":
-            return Look((), marks)
+            return Look(sightings=(), marks=marks)
         if view == "damaged":
             sightings = (
                 replace(one.seen(), condition="damaged", descent=Descent()) if one.committed else one.seen()
                 for one in self.objects.values()
             )
-            return Look(tuple(sightings), tuple(mark for mark in marks if mark != self.mark), damaged_mark=self.mark is not None)
+            return Look(
+                sightings=tuple(sightings), marks=tuple(mark for mark in marks if mark != self.mark), damaged_mark=self.mark is not None
+            )
         there = self.old if view == "copy" else self.objects
         listed = dict(there if view != "old" else self.old)
         left_out = ""
@@ -118,7 +120,7 @@ class Histories(RuleBasedStateMachine):
             left_out = folder if folder in there and folder not in listed else ""
             listed[folder] = there.get(folder, Stored(in_storage, Descent()))
         sightings = (there[folder].seen() if folder in there else Sighting(folder, one.version, "gone") for folder, one in listed.items())
-        return Look(tuple(sightings), marks, left_out=left_out)
+        return Look(sightings=tuple(sightings), marks=marks, left_out=left_out)
 
     # -- rules
 
@@ -154,7 +156,7 @@ class Histories(RuleBasedStateMachine):
         self.nonces += 1
         if isinstance(answer, NothingStored):
             assert view == "copy" or not self.reported
-            self._begin(Job(self._next(known), Descent((), frozenset(known)), 0), known, None)
+            self._begin(Job(self._next(known), Descent(lineage=(), overtaken=frozenset(known)), 0), known, None)
             return
         resumed = answer.order[0]
         self._check_marks(look)
@@ -354,7 +356,7 @@ def _whole(name: str, *lineage: str, beside: tuple[str, ...] = ()) -> Sighting:
         return Version(Incarnation(int(number), nonce), int(iteration))
 
     overtaken = frozenset(version(one).incarnation for one in beside)
-    return Sighting(name, version(name), "whole", Descent(tuple(map(version, lineage)), overtaken))
+    return Sighting(name, version(name), "whole", Descent(lineage=tuple(map(version, lineage)), overtaken=overtaken))
 
 
 class TestTheChoiceOfAHistory:
@@ -364,12 +366,12 @@ class TestTheChoiceOfAHistory:
     LEFT, RIGHT = _whole("2-b/4", "1-a/2"), _whole("2-c/5", "1-a/1")
 
     def _order(self, *seen: Sighting, history: str) -> list[str]:
-        answer = decide(Look(seen), history)
+        answer = decide(Look(sightings=seen), history)
         assert isinstance(answer, CanResume), answer
         return [one.folder for one in answer.order]
 
     def test_takes_one_line_and_what_it_has_overtaken_after_it(self) -> None:
-        contested = decide(Look((self.FIRST, self.LEFT, self.RIGHT)))
+        contested = decide(Look(sightings=(self.FIRST, self.LEFT, self.RIGHT)))
         assert isinstance(contested, Unclear)
         assert contested.contested
         assert self._order(self.FIRST, self.LEFT, self.RIGHT, history="2-b") == ["2-b/4", "1-a/3"]
@@ -384,19 +386,19 @@ class TestTheChoiceOfAHistory:
         assert self._order(self.FIRST, self.LEFT, self.RIGHT, after, history="2-c")[0] == "2-c/5"
 
     def test_of_what_both_went_through_is_no_choice(self) -> None:
-        answer = decide(Look((self.FIRST, self.LEFT, self.RIGHT)), "1-a")
+        answer = decide(Look(sightings=(self.FIRST, self.LEFT, self.RIGHT)), "1-a")
         assert isinstance(answer, Unclear)
         assert answer.contested
 
     def test_says_what_it_leaves_aside(self) -> None:
         after = _whole("3-d/9", "1-a/2", "2-b/4", beside=("2-c/5",))
-        answer = decide(Look((self.FIRST, self.LEFT, self.RIGHT, after)), "2-c")
+        answer = decide(Look(sightings=(self.FIRST, self.LEFT, self.RIGHT, after)), "2-c")
         assert isinstance(answer, CanResume)
         assert [one.folder for one in answer.aside] == ["3-d/9"]
 
     def test_does_not_hide_that_its_line_has_come_further_than_can_be_seen(self) -> None:
         after = _whole("3-d/9", "1-a/2", "2-b/4").version
-        look = Look((self.FIRST, self.LEFT), marks=(after,))
+        look = Look(sightings=(self.FIRST, self.LEFT), marks=(after,))
         answer = decide(look, "2-b")
         assert isinstance(answer, Unclear)
         assert "iteration 9 of incarnation 3 was reported as stored, but neither it" in answer.why
@@ -404,7 +406,7 @@ class TestTheChoiceOfAHistory:
 
     def test_waits_for_a_listing_that_does_not_show_the_newest_of_another_line(self) -> None:
         """It may not show the newest of this line, either."""
-        look = Look((self.FIRST, self.LEFT, self.RIGHT), marks=(self.RIGHT.version,), left_out=self.RIGHT.folder)
+        look = Look(sightings=(self.FIRST, self.LEFT, self.RIGHT), marks=(self.RIGHT.version,), left_out=self.RIGHT.folder)
         answer = decide(look, "2-b")
         assert isinstance(answer, Unclear)
         assert not answer.contested
@@ -414,11 +416,11 @@ class TestTheChoiceOfAHistory:
 
     def test_leaves_aside_what_cannot_be_read_just_now(self) -> None:
         hidden = replace(self.RIGHT, condition="damaged", descent=Descent())
-        assert left_aside(Look((self.FIRST, self.LEFT, hidden)), "2-b") == {self.RIGHT.version.incarnation}
+        assert left_aside(Look(sightings=(self.FIRST, self.LEFT, hidden)), "2-b") == {self.RIGHT.version.incarnation}
 
     def test_leaves_what_is_aside_as_it_is_for_ever(self) -> None:
         """Nothing that goes on from the chosen line deletes it, although it has the same beginning."""
-        look = Look((self.FIRST, self.LEFT, self.RIGHT))
+        look = Look(sightings=(self.FIRST, self.LEFT, self.RIGHT))
         told = [(one.version.incarnation, one.descent) for one in look.sightings]
         descent = replace(continued(self.LEFT.version, told), aside=left_aside(look, "2-b") - {self.FIRST.version.incarnation})
         newest = Sighting("3-d/9", Version(Incarnation(3, "d"), 9), "whole", descent)
@@ -463,7 +465,10 @@ class TestMemoryBesideStorage:
     @pytest.mark.parametrize("history", [None, "2-b", "3-d"])
     def test_not_without_knowing_where_it_comes_from(self, history: str | None) -> None:
         memory = Version(Incarnation(4, "e"), 10)
-        for told in ([], [(Incarnation(5, "f"), Descent((), frozenset({memory.incarnation, self.STORED.version.incarnation})))]):
+        for told in (
+            [],
+            [(Incarnation(5, "f"), Descent(lineage=(), overtaken=frozenset({memory.incarnation, self.STORED.version.incarnation})))],
+        ):
             answer = gives_way(memory, told, self.STORED, history)
             assert isinstance(answer, Unclear)
             assert "neither is known to descend from the other" in answer.why

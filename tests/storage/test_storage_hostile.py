@@ -45,7 +45,7 @@ from gemini_ft.storage.retention import Retention, held_by_readers
 from gemini_ft.storage.s3 import S3Storage
 from gemini_ft.storage.shard import StoredShard, write_shard
 
-LAYOUT = build_layout([TensorSpec("weight", "float32", (64,), (0,))], 0, 1)
+LAYOUT = build_layout([TensorSpec(name="weight", dtype="float32", shape=(64,), group=(0,))], 0, 1)
 HUGE = [2**40, 2**62, 2**64, 10**400]
 
 
@@ -152,7 +152,7 @@ def test_a_layout_whose_sizes_lie_takes_no_memory(storage: LocalStorage, little_
     manifest = save(storage, 7)
     body = manifest.model_dump(mode="json")
     record = body["shards"]["0"]
-    blob = build_layout([TensorSpec("weight", "float32", (2**40,), (0,))], 0, 1).to_bytes()
+    blob = build_layout([TensorSpec(name="weight", dtype="float32", shape=(2**40,), group=(0,))], 0, 1).to_bytes()
     object_ = storage.get(record["key"])
     storage.put(record["key"], [object_, blob])
     record["layout"] = {"offset": len(object_), "nbytes": len(blob), "xxh3": xxhash.xxh3_64_hexdigest(blob)}

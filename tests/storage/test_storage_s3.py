@@ -32,7 +32,7 @@ from gemini_ft.storage.shard import StoredShard, write_shard
 from gemini_ft.testing.s3_proxy import S3Fault, S3Proxy, S3Request
 
 BIG = os.urandom(2 * PART_BYTES + 12_345)
-SMALL = build_layout([TensorSpec("w", "uint8", (8_000_000,), (0,))], 0, 1)  # of a shard that comes in one answer
+SMALL = build_layout([TensorSpec(name="w", dtype="uint8", shape=(8_000_000,), group=(0,))], 0, 1)  # of a shard that comes in one answer
 
 
 @pytest.fixture(scope="module")

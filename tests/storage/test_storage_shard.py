@@ -40,7 +40,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def layout_of(*shapes: tuple[int, ...], dtype: str = "float32") -> Layout:
-    return build_layout([TensorSpec(f"t{i}", dtype, shape, (0,)) for i, shape in enumerate(shapes)], 0, 1)
+    return build_layout([TensorSpec(name=f"t{i}", dtype=dtype, shape=shape, group=(0,)) for i, shape in enumerate(shapes)], 0, 1)
 
 
 def slot_for(layout: Layout) -> memoryview:
@@ -65,8 +65,11 @@ def stored(storage: LocalStorage, layout: Layout) -> tuple[memoryview, ShardReco
 
 
 def test_the_safetensors_library_reads_every_dtype(storage: LocalStorage) -> None:
-    specs = [TensorSpec(dtype, dtype, shape, (0,)) for dtype in ITEMSIZES for shape in [(3, 5)]]
-    specs += [TensorSpec("none", "float32", (0, 4), (0,)), TensorSpec("scalar", "int64", (), (0,))]
+    specs = [TensorSpec(name=dtype, dtype=dtype, shape=shape, group=(0,)) for dtype in ITEMSIZES for shape in [(3, 5)]]
+    specs += [
+        TensorSpec(name="none", dtype="float32", shape=(0, 4), group=(0,)),
+        TensorSpec(name="scalar", dtype="int64", shape=(), group=(0,)),
+    ]
     layout = build_layout(specs, 0, 1)
     slot, _ = stored(storage, layout)
     with safetensors.safe_open(storage.root / KEY, "pt") as file:
@@ -88,7 +91,7 @@ def test_the_safetensors_library_reads_every_dtype(storage: LocalStorage) -> Non
 
 def test_pieces_are_named_by_their_elements(storage: LocalStorage) -> None:
     """Rank 1 of 3 that hold the same bytes."""
-    layout = build_layout([TensorSpec("w", "float32", (4, 9), (0, 1, 2))], 1, 3)
+    layout = build_layout([TensorSpec(name="w", dtype="float32", shape=(4, 9), group=(0, 1, 2))], 1, 3)
     slot, _ = stored(storage, layout)
     with safetensors.safe_open(storage.root / KEY, "pt") as file:
         assert torch.equal(file.get_tensor("w@12:24").view(torch.uint8), torch.frombuffer(bytearray(slot[:48]), dtype=torch.uint8))

@@ -46,7 +46,7 @@ def rung(page: ControlPage) -> bool:
 counts = st.integers(0, 2**63 - 1)
 
 
-@given(st.builds(Moment, counts, counts, counts, st.floats(allow_nan=False), st.booleans()))
+@given(st.builds(Moment, in_flight=counts, begun=counts, step=counts, since=st.floats(allow_nan=False), waiting=st.booleans()))
 def test_what_is_written_is_read(moment: Moment) -> None:
     page = ControlPage.create()
     agent = ControlPage.take(os.dup(page.page), os.dup(page.bell))
@@ -65,7 +65,7 @@ def _write(*fds: Any) -> None:
     number = 0
     while not stop.read().in_flight:
         number += 1
-        page.write(Moment(number, number, number, float(number)))
+        page.write(Moment(in_flight=number, begun=number, step=number, since=float(number)))
 
 
 def test_a_reader_never_sees_half_a_write(page: ControlPage, agent: ControlPage) -> None:
@@ -79,7 +79,7 @@ def test_a_reader_never_sees_half_a_write(page: ControlPage, agent: ControlPage)
             moment = agent.read()
             if moment == Moment(in_flight=1):  # it could not be read whole
                 continue
-            assert moment == Moment(moment.begun, moment.begun, moment.begun, float(moment.begun))
+            assert moment == Moment(in_flight=moment.begun, begun=moment.begun, step=moment.begun, since=float(moment.begun))
             assert moment.begun >= newest
             newest = moment.begun
     finally:

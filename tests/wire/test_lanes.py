@@ -288,7 +288,7 @@ def test_whatever_ends_a_payload_ends_its_connection(error: BaseException, monke
 
 
 def test_the_rate_is_that_of_the_lanes_however_late_the_loop_hears_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "metered", lambda sock: Meter(0, 0.0, 0.0))  # which the kernel counts by its own clock
+    monkeypatch.setattr(tcp, "metered", lambda sock: Meter(acked=0, busy=0.0, rtt=0.0))  # which the kernel counts by its own clock
     spans: list[tuple[float, float]] = []
     before = BlockingLane.send
 

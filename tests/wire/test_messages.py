@@ -25,11 +25,11 @@ versions = st.builds(Version, incarnations, st.integers(0, 2**53))
 sizes = st.integers(0, 2**53)
 every = st.one_of(
     st.builds(Chunk, owner=sizes, iteration=sizes, index=sizes, offset=sizes, nbytes=sizes, digest=st.integers(0, 2**64 - 1)),
-    st.builds(Commit, versions, st.booleans(), st.none() | sizes, st.dictionaries(sizes, st.text())),
-    st.builds(Completed, sizes, st.text(), versions, st.text(), st.text(), st.text()),
+    st.builds(Commit, version=versions, freeze=st.booleans(), digest_at=st.none() | sizes, roots=st.dictionaries(sizes, st.text())),
+    st.builds(Completed, owner=sizes, host=st.text(), version=versions, layout=st.text(), digest=st.text(), root=st.text()),
     st.builds(Skipped, sizes, versions, st.text()),
     st.builds(End, owner=sizes, iteration=sizes, extras_bytes=sizes, chunks=sizes, layout=st.text(), digest=st.text(), root=st.text()),
-    st.builds(Holders, sizes, st.frozensets(st.tuples(sizes, st.text())), st.just(frozenset())),
+    st.builds(Holders, epoch=sizes, excluded=st.frozensets(st.tuples(sizes, st.text())), newly=st.just(frozenset())),
     st.builds(Rejoin, committed=st.none() | versions, uploading=st.none() | versions),
     st.builds(
         Claims,

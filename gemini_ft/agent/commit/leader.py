@@ -252,7 +252,7 @@ class Leader:
             self.book.note_unstored(message.unstored)
         self._settle_upload(message.uploading, member)
         if self._epoch:  # the leader before this one may have left out others
-            self._tell(Holders(self.book.epoch, frozenset(self.book.excluded), frozenset()), member)
+            self._tell(Holders(epoch=self.book.epoch, excluded=frozenset(self.book.excluded), newly=frozenset()), member)
         if self._paced is not None:
             self._tell(self._paced, member)
         if member is not None and host in self._drained:

@@ -107,7 +107,7 @@ class ByWorkers:
         return sum(nbytes for nbytes, _ in self._under_way.values())
 
     def meter(self) -> Meter:
-        return Meter(self._acked, self._busy, min(self._seconds, default=0.0))
+        return Meter(acked=self._acked, busy=self._busy, rtt=min(self._seconds, default=0.0))
 
     def send(self, message: PeerMessage) -> None:
         self._put(message)

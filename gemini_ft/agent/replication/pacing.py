@@ -24,7 +24,7 @@ from gemini_ft.wire.peer_messages import End, PeerMessage, ReportNeed
 from gemini_ft.wire.worker_messages import SpanUse, ToWorker, Travelled
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Outgoing:
     """A shard on its way to one peer."""
 
@@ -181,7 +181,7 @@ class Pacing:
         self._rates.append((meter.acked - before.acked) / (meter.busy - before.busy))
         self._delays.append(meter.rtt)
         rates = sorted(self._rates)
-        self._gate.link = LinkCost(min(self._delays), rates[3 * len(rates) // 4])
+        self._gate.link = LinkCost(alpha=min(self._delays), bandwidth=rates[3 * len(rates) // 4])
 
     @property
     def _profile(self) -> Profile | None:
@@ -192,7 +192,9 @@ class Pacing:
     @property
     def _transfer(self) -> Transfer:
         traffic = self._traffic
-        return Transfer(sum(self._nbytes.values()), 1, traffic.buffer_bytes, traffic.sub_buffers, traffic.gamma)
+        return Transfer(
+            nbytes=sum(self._nbytes.values()), copies=1, buffer_bytes=traffic.buffer_bytes, parts=traffic.sub_buffers, gamma=traffic.gamma
+        )
 
     def _expected(self) -> float | None:
         """Seconds, by the cost model, until everything that a snapshot sends from here has arrived."""

@@ -29,8 +29,17 @@ def shape_of(context: StreamContext, owner: int, wanted: ShardLayout) -> SlotSha
     """The shape that a slot for a shard must have."""
     spec = context.spec
     assert spec is not None
-    sizes = wanted.data_bytes, wanted.extras_capacity, spec.chunk_bytes
-    return SlotShape(context.run.run_id, context.name, owner, spec.world_size, wanted.layout_hash, wanted.layout, *sizes)
+    return SlotShape(
+        run=context.run.run_id,
+        stream=context.name,
+        owner=owner,
+        world_size=spec.world_size,
+        layout_hash=wanted.layout_hash,
+        layout=wanted.layout,
+        data_bytes=wanted.data_bytes,
+        extras_capacity=wanted.extras_capacity,
+        chunk_bytes=spec.chunk_bytes,
+    )
 
 
 def may_be_written_by_another(context: StreamContext, owner: int, worker: WorkerConnection | None = None) -> bool:

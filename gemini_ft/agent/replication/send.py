@@ -343,7 +343,7 @@ class Outbound:
             claims = self._context.claims("replicate", peer).model_copy(update={"lanes": self._spec.traffic.lanes or _default_lanes()})
             self._links[peer] = PeerLink(self._common, peer, self._spec.addresses[peer], claims)
         end = end_of(owner, memory) if memory.version == version else None  # copied already, with an agent before this one
-        self._links[peer].send(Outgoing(owner, version, slot, memory, end))
+        self._links[peer].send(Outgoing(owner=owner, version=version, slot=slot, memory=memory, end=end))
 
     def cancel(self, owner: int, version: Version, peer: str) -> None:
         if peer in self._links:

@@ -60,7 +60,7 @@ class Node:
 
     def _forget(self) -> None:
         """A new agent process."""
-        self.host = Host(self.name)
+        self.host = Host(name=self.name)
         self.links: dict[str, Link] = {}
         self.fetches: list[Fetch] = []
         self.uploads: list[Uploading] = []
@@ -138,7 +138,7 @@ class Node:
         begins = not self.succession.follow(epoch, self.job.now)
         self.succession.reach()
         start = self.session.resumed.iteration if self.session.resumed else 0
-        cadence = Cadence(self.job.every, None, start) if self.job.every else None
+        cadence = Cadence(every_steps=self.job.every, every_seconds=None, last_iteration=start) if self.job.every else None
         self.ledger, self.ways = Ledger(self.host.holders, self.host.committed, PATIENCE, cadence), Ways()
         if not begins:
             self.hear("rejoin", self.host.committed, self.uploading, self.host.heard_roots, "")
@@ -370,12 +370,12 @@ class Node:
         self._sync_headers()
         for effect in effects:
             match effect:
-                case Grant(owner, index, version):
+                case Grant(owner=owner, slot=index, version=version):
                     memory = self._overwrite(owner, index)
                     check(memory.shape == self.job.shape_at(version.iteration), f"{version} was granted a slot of another shape")
                     self._tell(owner, "granted", version.iteration, memory)
-                case Send(owner, index, version, peer):
-                    out = Outgoing(owner, version, index, self.memory[owner, index])
+                case Send(owner=owner, slot=index, version=version, peer=peer):
+                    out = Outgoing(owner=owner, version=version, slot=index, memory=self.memory[owner, index])
                     out.memory.readers.append(out)
                     if out.memory.header == version:  # copied with an agent before this one
                         out.copied, out.end = CHUNKS, (f"layout {out.memory.shape}", "", out.memory.root(version, owner))
@@ -386,12 +386,12 @@ class Node:
                     self.say("report", report)
                 case Withdraw(owner, version):
                     self._tell(owner, "aborted", version.iteration)
-                case Upload(owner, index, version):
+                case Upload(owner=owner, slot=index, version=version):
                     self._upload(owner, index, version)
                 case Lacking(owner, version):
                     self.said_of_uploads.append(("uploaded", owner, version, "no copy"))
                     self.say("uploaded", owner, version, "no copy")
-                case Free(owner, index):
+                case Free(owner=owner, slot=index):
                     self._free(owner, index)
                 case Damaged(owner, version):
                     check(False, f"{self.name}: rank {owner}'s {version} had another root than it was committed with")
@@ -534,7 +534,7 @@ class Node:
         check(epoch == self.epoch >= self.obeyed, f"{self.name}, in epoch {self.epoch}, obeys {decision} of epoch {epoch}")
         self.obeyed = epoch
         match decision:
-            case Commit(version, freeze, digest_at, roots, agreed):
+            case Commit(version=version, freeze=freeze, digest_at=digest_at, roots=roots, agreed=agreed):
                 self.perform(self.host.on_commit(Version(self.session.incarnation, version.iteration), freeze, roots, agreed))
                 if agreed:
                     self._check_roots(version)

@@ -326,7 +326,7 @@ class Script:
     def _reserve(self) -> None:
         session, nbytes = self.session, self.world.nbytes
         world_size = session.world_size
-        specs = [TensorSpec("weight", "uint8", (nbytes * world_size,), tuple(range(world_size)))]
+        specs = [TensorSpec(name="weight", dtype="uint8", shape=(nbytes * world_size,), group=tuple(range(world_size)))]
         self.layout: Layout = build_layout(specs, self.rank, world_size)
         layout = self.layout
         message = Reserve(layout=layout.to_bytes(), layout_hash=layout.logical_hash, data_bytes=layout.nbytes, extras_capacity=2**12)
@@ -446,7 +446,7 @@ class Script:
                 self._granted[iteration] = slot
             case Queued():
                 return
-            case Commit(version):
+            case Commit(version=version):
                 self.committed = version.iteration
                 notes.say_committed(self.world.run, "main", {*self.session.spec.hosts})
                 self.world.record(
