@@ -37,6 +37,8 @@ _MORTAL = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.
 class DrillError(GeminiError):
     """Emulated hosts did not do what was expected of them; the text has the ends of their logs."""
 
+    __str__ = Exception.__str__  # of several lines: the ends of the logs of this machine
+
 
 class EmulatedHosts:
     """Hosts of one job as groups of processes on loopback, each with its own host id, launcher, workers and agent.
