@@ -18,6 +18,7 @@ import socket
 import stat
 import sys
 import time
+import traceback
 import uuid
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -137,7 +138,8 @@ def command(argv: Sequence[str]) -> int:
     except (AssertionError, ValueError) as error:
         if endings.has_begun:
             raise
-        raise ConfigError(f"{error}; `gemini run --help` names the options and their values") from error
+        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line  # torch asserts some ranges without a word
+        raise ConfigError(f"{reason}; `gemini run --help` names the options and their values") from error
     except RendezvousClosedError:
         logger.warning("the rendezvous is closed: the job has ended without this host; the output of the others says how")
         return ENDED_ELSEWHERE

@@ -115,6 +115,11 @@ class ResumableAdapter:
                 "DataLoaderConfiguration(dispatch_batches=False), with a dataset that is divided among the ranks, or skip what is done by "
                 "accelerate.skip_first_batches"
             )
+        if getattr(loader, "use_stateful_dataloader", False):
+            raise ConfigError(
+                "this loader of accelerate keeps a position of its own (use_stateful_dataloader), beside which batches are not made as "
+                "they were; leave that option out, as gemini_ft.resumable keeps the position"
+            )
         self._loader, self._ahead = loader, FetchedAhead(loader, method=method)
         self._given: int | None = None  # batches of the last iteration that were given out; None: it came to its end, or there was none
         self._was_left = False  # that iteration was left before its end

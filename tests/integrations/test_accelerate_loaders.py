@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import gemini_ft
+from gemini_ft.errors import ConfigError
 from gemini_ft.loaders.ahead import FetchedAhead
 from gemini_ft.loaders.bookmark import Bookmark
 from gemini_ft.state.iterators import BatchSource
@@ -65,6 +66,13 @@ def test_an_epoch_that_is_over_counts_for_accelerate_too() -> None:
     again.load_state_dict(then)
     assert _batches(again) == []
     assert (again.iteration, _batches(again)) == (1, [[0, 1], [2, 3]])
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated:UserWarning")  # by torchdata 0.11
+def test_a_loader_with_a_position_of_accelerates_own_is_refused() -> None:
+    pytest.importorskip("torchdata", reason="needs torchdata: pip install torchdata")
+    with pytest.raises(ConfigError, match=r"use_stateful_dataloader.*leave that option out"):
+        _prepared(use_stateful_dataloader=True)
 
 
 def test_the_position_is_asked_for_once_for_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
