@@ -157,6 +157,12 @@ def test_a_hang_becomes_a_restart(tmp_path: Path) -> None:
     assert results[0]["timeout"] == 3.0
 
 
+def test_a_loader_that_no_snapshot_has_is_named(tmp_path: Path) -> None:
+    with World(tmp_path, 1) as ranks:
+        (told,) = ranks.outcome(train_on_a_loader_of_its_own)
+    assert sum("iterates a DataLoader (of a Noisy) whose position is in no snapshot" in text for text in told) == 1, told
+
+
 REFUSED = {
     "typo": ({"gemini": {"replica": 2}}, "ConfigError: gemini options: unknown option 'replica'; allowed: agent_cpus, agent_timeout"),
     "nested typo": (
@@ -171,14 +177,11 @@ REFUSED = {
 
 
 def test_refusals(tmp_path: Path) -> None:
-    """And a loader that no snapshot has is named."""
     with World(tmp_path, 1) as ranks:
-        (told,) = ranks.outcome(train_on_a_loader_of_its_own)
         (said,) = ranks.outcome(refusals, {name: changes for name, (changes, _) in REFUSED.items()})
         end_agent("twice", ranks.hosts[0])  # a run of its own
     for name, (_, text) in REFUSED.items():
         assert text in said[name], name
-    assert sum("iterates a DataLoader (of a Noisy) whose position is in no snapshot" in text for text in told) == 1, told
 
 
 def test_partitions_of_other_parameters_are_refused_though_their_sizes_are_the_same(tmp_path: Path) -> None:

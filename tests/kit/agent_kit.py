@@ -11,11 +11,12 @@ import os
 import signal
 import socket
 import struct
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
@@ -84,10 +85,26 @@ def forked(function: Callable[..., object], *arguments: object) -> ForkServerPro
 
     The server is shown this folder: Python up to 3.13 does not hand it the path, and it passes over what it does not find.
     """
+    resource_tracker.ensure_running()  # it would be started in the same way
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        patch.setattr(util, "spawnv_passfds", _spawn_warm)
         forkserver.ensure_running()
     return context.Process(target=function, args=arguments)
+
+
+def _spawn_warm(path: str, args: Sequence[str], descriptors: Sequence[int]) -> int:
+    """Starts multiprocessing's server as it does, but forked from one that has torch loaded, where launchers are (warm_python).
+
+    That one takes few descriptors: the listener, which has the lower number, comes as standard input.
+    """
+    listener, alive = descriptors
+    executable, *flags, _, command = map(os.fsdecode, args)
+    command = f"import os; os.dup2(0, {listener}); os.dup2(os.open(os.devnull, os.O_RDONLY), 0); {command}"
+    warm = flags or ["-X", "warm"]  # another way to run Python begins anew
+    process = subprocess.Popen([executable, *warm, "-c", command], stdin=listener, pass_fds=[alive])
+    process.returncode = 0  # multiprocessing sees to its end
+    return process.pid
 
 
 def eventually(condition: Callable[[], Any], what: str = "it") -> Any:
