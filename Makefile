@@ -20,7 +20,7 @@ export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 export PYTHONDONTWRITEBYTECODE =
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help venv ops test compat gpu gpu-kit soak test-slurm chaos demo lint format types imports wheel wheel-test site check clean
+.PHONY: help venv ops test compat gpu gpu-kit soak test-slurm chaos evidence demo lint format types imports wheel wheel-test site check clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -65,6 +65,10 @@ gpu: ## what only a GPU can show, in under ten minutes, with the machine's own t
 
 gpu-kit: $(STAMP) ## the wheels that a GPU machine without network lacks, into build/gpu-kit
 	$(BIN)/python scripts/gpu_kit $(ARGS)
+
+evidence: $(OPS) ## quick campaigns, and a bundle of what came out, build/evidence; scripts/gemini-evidence verify checks it
+	rm -rf build/evidence && mkdir -p build
+	$(BIN)/python scripts/gemini-evidence run $(ARGS) build/evidence
 
 demo: $(DEMO) ## a training job is killed three ways and ends with the same bits; ARGS="--svg docs/demo.svg" draws it
 	$(BIN)/python examples/survive_failures.py $(ARGS)

@@ -18,17 +18,19 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import common
 
 sys.path.append(str(common.HERE.parent / "tests" / "kit"))  # the simulation is that of the tests
 from simulation.campaign import QUIET, Outcome, play
+from simulation.drawn import draw
 from simulation.mutations import MUTATIONS
 from simulation.world import World
 
-FAULTS = ("agent killed", "cut", "flip", "host lost", "killed", "one way", "replaced", "stop")
+FAULTS = ("agent killed", "cut", "flip", "host lost", "killed", "one way", "probe", "replaced", "rot", "stop")
+_MUTANT_SECONDS = 20  # of the processor, which a seed of a broken package may take
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
@@ -78,6 +80,8 @@ def main() -> int:
     parser.add_argument(
         "--mutations", type=int, default=0, metavar="N", help="break the package in one place at a time: N seeds each, at most"
     )
+    parser.add_argument("--drawn", type=int, default=0, metavar="COUNT", help="with --mutations: in that many places which --draw draws")
+    parser.add_argument("--draw", type=int, default=1, help="the seed by which these are drawn")
     parser.add_argument("--no-report", action="store_true", help="print the results only")
     options = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order in sets of names is a part of the history
@@ -86,7 +90,8 @@ def main() -> int:
         options.seeds, options.hours = 3, 100 / 3600
     seconds = options.hours * 3600
     if options.mutations:
-        return mutate(options.first, options.mutations, seconds)
+        broken = {str(each): each.apply for each in draw(options.drawn, options.draw)} if options.drawn else WRITTEN
+        return mutate(options.first, options.mutations, seconds, broken)
     if options.history is not None:
         write_history(options.first, seconds, options.history)
     outcomes, until = [], time.monotonic() + options.seconds
@@ -105,14 +110,24 @@ def main() -> int:
     return int(bool(figures["violations"]))
 
 
-def mutate(first: int, seeds: int, seconds: float) -> int:
-    """Says which seed has seen each place in which the package was broken on purpose."""
-    found = dict[str, int | None]()
-    for mutation in MUTATIONS:
-        mutation.broken()
-        seen = (seed for seed in range(first, first + seeds) if play(seed, seconds, mutation.apply).wrong)
-        found[f"{mutation.where}: {mutation.breaks}"] = next(seen, None)
-    common.print_result("simulate", {"seen": found}, {"seen": common.ratio(sum(seed is not None for seed in found.values()), len(found))})
+WRITTEN: dict[str, Callable[[], None]] = {f"{each.where}: {each.breaks}": each.apply for each in MUTATIONS}
+
+
+def mutate(first: int, seeds: int, seconds: float, broken: dict[str, Callable[[], None]]) -> int:
+    """Says which seed has seen each place in which the package was broken on purpose, and by what."""
+    found = dict[str, str]()
+    for name, apply in broken.items():
+        found[name] = "never reached" if broken is not WRITTEN else "not seen"
+        for seed in range(first, first + seeds):
+            outcome = play(seed, seconds, apply, _MUTANT_SECONDS)
+            if outcome.wrong:
+                found[name] = f"seed {seed}: {outcome.wrong[0].strip().splitlines()[-1][:200]}"
+                break
+            if outcome.reached:
+                found[name] = "not seen"
+        print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
+    seen = sum(what.startswith("seed") for what in found.values())
+    common.print_result("simulate", {"seen": seen, "of": len(found), "places": found}, {"seen": common.ratio(seen, len(found))})
     return 0
 
 

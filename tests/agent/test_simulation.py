@@ -64,6 +64,29 @@ def _put(key: str, version: str = "") -> dict[str, Any]:
     return {"event": "put", "at": 6.0, "key": key} | manifest
 
 
+def _seen(event: str, **facts: Any) -> dict[str, Any]:
+    return {"event": event, "at": 6.5} | facts
+
+
+def _dropped(**facts: Any) -> dict[str, Any]:
+    return _seen("dropped", host="h0", owner=0, version="1-a:1") | {"sealed": False, "sound": True, "of": "1-a"} | facts
+
+
+def _granted(**facts: Any) -> dict[str, Any]:
+    return _seen("granted", host="h0", owner=0, version="1-a:1") | {"readers": [], "frozen": False, "written": False} | facts
+
+
+def _opened(host: str) -> dict[str, Any]:
+    return _seen("opened", host=host, of="2-b", resumed=None, hosts=["h0", "h1"])
+
+
+def _newer() -> list[dict[str, Any]]:
+    return [*_copies("1-a:2"), _commit("1-a:2"), _put("new/shard"), _put("new/manifest.json", "1-a:2")]
+
+
+DELETED = {"event": "delete", "at": 7.0, "key": "old/shard", "by": "h0"}
+NOTED = {"event": "put", "at": 6.7, "key": "reading", "holds": "old"}
+LOOKED = {"event": "looked", "at": 6.8, "key": "reading", "seen": ["reading"], "by": "h0"}
 UPLOADED = [*_copies(), _commit(), _put("old/shard"), _put("old/manifest.json", "1-a:1")]
 STORED = [*UPLOADED, _put("stored.json") | {"stored": "1-a:1"}]
 WELL = {
@@ -80,6 +103,20 @@ WELL = {
     ],
     "what a failed upload has left goes": [*UPLOADED, {"event": "delete", "at": 7.0, "key": "old/shard"}],
     "a job that comes up again": [{"event": "calm", "at": 1.0}, *_copies(), _commit(), {"event": "end", "at": 9.0}],
+    "a single fault": [_seen("probe", fault="stop"), *_copies(), _commit(), _seen("probe end", fault="stop")],
+    "a copy of what is superseded goes": [*_copies(), _commit(), *_copies("1-a:2"), _commit("1-a:2"), _dropped()],
+    "a copy of what was aborted goes": [*_copies(), {"event": "abort", "at": 2.0, "version": "1-a:1"}, _dropped()],
+    "a damaged copy goes": [*_copies(), _commit(), _dropped(sound=False, sealed=True)],
+    "a copy that all hosts have left behind goes": [*_copies(), _commit(), _opened("h0"), _opened("h1"), _dropped(of="2-b")],
+    "a checkpoint that rots is passed over": [*STORED, _seen("rot", key="old/shard"), _chosen(None, copies={})],
+    "a copy that was damaged where it lay": [*_copies("1-a:1", "h0"), _seen("flip", host="h1", owner=0, version="1-a:1"), _commit()],
+    "a checkpoint that nobody reads any more goes": [
+        *STORED, *_newer(), NOTED, LOOKED, {"event": "delete", "at": 6.9, "key": "reading"}, DELETED,
+    ],
+    "a leftover of an upload that is begun again goes": [
+        *_copies(), _commit(freeze=True, folder="old"), _put("old/shard"),
+        _seen("thaw", folder="old"), _commit(freeze=True, folder="old"), DELETED,
+    ],
 }  # fmt: skip
 WRONG = {
     "has never had": [*_copies("1-a:1", "h0"), _commit()],
@@ -96,6 +133,31 @@ WRONG = {
     "which is not committed": [_put("old/shard"), _put("old/manifest.json", "1-a:1")],
     "shards of it are not there": [*_copies(), _commit(), _put("old/manifest.json", "1-a:1")],
     "nothing newer": [*STORED, {"event": "delete", "at": 7.0, "key": "old/shard"}],
+    "is at 2-b and commits 1-a:1": [*_copies(), _commit(of="2-b")],
+    "was by another leader": [*_copies("1-a:2"), *_copies(), _commit("1-a:2"), _commit(host="h1")],
+    "up while ranks choose": [*_copies(), _commit(), *_copies("1-a:2"), _commit("1-a:2"), _dropped(sealed=True)],
+    "nothing newer is safe": [*_copies(), _commit(), _dropped()],
+    "1-a:1 up, and nothing newer is safe": [*_copies(), _commit(), _opened("h0"), _dropped(of="2-b")],
+    "['upload'] read it": [_granted(readers=["upload"])],
+    "and it is uploaded": [_granted(frozen=True)],
+    "and a worker writes it": [_granted(written=True)],
+    "complete on h0 while ranks choose": [_seen("whole", host="h0", owner=0, version="1-a:1", sealed=True)],
+    "and it is not whole": [_seen("report", host="h0", owner=0, version="1-a:1", whole=False)],
+    "and h0 goes on": [_seen("sealing", host="h0", held=False)],
+    "nothing is heard of its owner's host": [_seen("left out", pairs=[[0, "h1"]], owners={0: "h0"}, silent=["h0"])],
+    "and 1 newer than 1-a:1 is stored": [_seen("settings", keep_last=2), *STORED, *_newer(), DELETED],
+    "says that it is read": [*STORED, *_newer(), NOTED, LOOKED, DELETED],
+    "which an upload under way has written": [*_copies(), _commit(freeze=True, folder="old"), _put("old/shard"), DELETED],
+    "is whole in storage, and None": [
+        *STORED,
+        _seen("rot", key="old/shard"),
+        _seen("mended", key="old/shard"),
+        _chosen(None, copies={}),
+    ],
+    "are left out": [_seen("calm"), *_copies(), _commit(), _seen("end", excluded=[[0, "h1"]])],
+    "nothing is stored": [_seen("calm"), *_copies(), _commit(), _seen("end", stores=True)],
+    "h0 counts 2 bytes": [_seen("calm"), *_copies(), _commit(), _seen("end", memory=[["h0", 2, 1]])],
+    "after a single fault (stop)": [*_copies(), _commit(), _seen("probe", fault="stop"), _seen("probe end", fault="stop")],
     "nothing is committed": [*_copies(), _commit(), {"event": "calm", "at": 6.0}, {"event": "end", "at": 9.0}],
 }
 

@@ -7,7 +7,9 @@ Nothing of the protocol is modelled here. Doubles stand at the outermost seams o
 ``storage``   objects in memory that come late, fail and are hidden from lists
 ``worker``    a rank: joins and chooses by the package's own code, trains bytes in place of tensors
 ``world``     hosts, their agents, restarts, faults; everything that happens is drawn from one seed
+``audit``     what becomes of each slot of each agent, seen from below the protocol
 ``history``   what must hold of everything that was recorded
 ``campaign``  many seeds, each in a process of its own
 ``mutations`` the package broken on purpose: what the others see of it
+``drawn``     the same, in places that a seed draws
 """

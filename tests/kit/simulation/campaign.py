@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import time
 import traceback
@@ -13,11 +14,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gemini_ft.hosts import is_readable
+from simulation import drawn
 from simulation.history import violations
 from simulation.world import World
 
 QUIET = 400.0  # simulated seconds without faults in which the job must come up again
-_PATIENCE = 300.0  # real seconds that a run may go on without an end
+_PATIENCE = 60  # processor seconds that a run may take; ten times as many real ones
 _TOLD = 20  # violations of a run that are told
 
 
@@ -31,13 +33,15 @@ class Outcome:
     counts: dict[str, int] = field(default_factory=dict)  # event -> how often it happened
     simulated: float = 0.0  # seconds
     processor: float = 0.0  # seconds
+    reached: bool = False  # whether a place of the package that was changed on purpose (`drawn`) was reached
 
 
-def play(seed: int, seconds: float, before: Callable[[], Any] = lambda: None) -> Outcome:
-    """Simulates a seed in a forked process, which calls ``before`` first."""
+def play(seed: int, seconds: float, before: Callable[[], Any] = lambda: None, patience: int = _PATIENCE) -> Outcome:
+    """Simulates a seed in a forked process, which calls ``before`` first; it may take ``patience`` processor seconds."""
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         try:
+            resource.setrlimit(resource.RLIMIT_CPU, (patience, patience))
             before()
             said = json.dumps(asdict(_play(seed, seconds))).encode()
         except BaseException:
@@ -46,7 +50,7 @@ def play(seed: int, seconds: float, before: Callable[[], Any] = lambda: None) ->
             said = said[os.write(writing, said) :]
         os._exit(0)
     os.close(writing)
-    heard, end = b"", time.monotonic() + _PATIENCE
+    heard, end = b"", time.monotonic() + 10.0 * patience
     while is_readable(reading, max(0.0, end - time.monotonic())) and (part := os.read(reading, 2**16)):
         heard += part
     os.close(reading)
@@ -56,7 +60,7 @@ def play(seed: int, seconds: float, before: Callable[[], Any] = lambda: None) ->
     try:
         return Outcome(**json.loads(heard))
     except ValueError:
-        return Outcome(seed, wrong=[f"the simulation has come to no end within {_PATIENCE:g} s"])
+        return Outcome(seed, wrong=[f"the simulation has come to no end within {patience} processor seconds"])
 
 
 def _play(seed: int, seconds: float) -> Outcome:
@@ -65,4 +69,4 @@ def _play(seed: int, seconds: float) -> Outcome:
     took = time.process_time() - begin
     wrong = [*violations(history), *world.loop.errors]
     counts = dict(Counter(event["event"] for event in history))
-    return Outcome(seed, world.digest, wrong[:_TOLD], counts, history[-1]["at"], took)
+    return Outcome(seed, world.digest, wrong[:_TOLD], counts, history[-1]["at"], took, bool(drawn.RAN))

@@ -4,14 +4,22 @@ The events of a run, in the order in which they happened, are dicts with ``event
 ``3-0a1b2c3d:120``: incarnation and iteration. What must hold:
 
 ``commit``    every holder that counts has made a whole copy, and has it unless something has happened to it since;
-              commits of one leader go on, and nothing that was aborted is committed
+              commits of an incarnation go on, whoever leads, nothing that was aborted is committed, and no host commits for another one
 ``heard``     a rank is told of no commit but one that a leader has decided
 ``chosen``    nothing that was committed is passed over while memory of the hosts that choose has a sound copy of every shard, and nothing
               that is stored while storage has all of it
 ``read``      what is resumed has the bytes that were made, and is what was chosen
 ``put``       a manifest is written only of what was committed, and when all of its shards are there
-``delete``    a checkpoint that is whole, and was reported as stored, goes only when a newer one is; that of an upload that failed may go
-``end``       when nothing fails any more, the job comes up and commits
+``delete``    a checkpoint that is whole, and was reported as stored, goes only when ``keep_last`` newer ones are, and nobody reads it;
+              that of an upload that failed may go, and nothing that an upload under way has written
+``dropped``   a sound copy stays where it is until something newer was committed, its version was aborted, or all hosts have left it behind;
+              and while ranks choose
+``granted``   nobody reads, uploads or writes a slot that is given to a writer
+``whole``     nothing becomes complete while ranks choose
+``report``    a host reports only whole copies
+``left out``  no copy is left out while nothing is heard of its owner's own host
+``end``       when nothing fails any more, the job comes up, all holders count, something is stored, and memory is counted as it is;
+              and after each single fault then it commits again
 """
 
 from __future__ import annotations
@@ -44,17 +52,32 @@ class _Check:
         self.found: list[str] = []
         self.copies: dict[tuple[str, int, str], float] = {}  # (host, owner, version) -> when a sound copy was made there
         self.harm: dict[str, float] = {}  # host -> when something happened to it last
+        self.flipped: set[tuple[str, int, str]] = set()  # (host, owner, version) of copies that were damaged
         self.committed: set[str] = set()
+        self.safe: set[str] = set()  # committed, or resumed by an incarnation that all of its hosts have begun
+        self.opened: dict[str, set[str]] = {}  # incarnation -> hosts that have begun it
+        self.hosts: dict[str, set[str]] = {}  # and all of its hosts
         self.aborted: set[str] = set()
         self.newest: dict[tuple[str, str, int], tuple[int, str, int]] = {}  # (incarnation, leader, epoch) -> its last commit
+        self.last: dict[str, tuple[int, str, int]] = {}  # incarnation -> its last commit
         self.chosen: str | None = None
         self.objects: set[str] = set()
         self.stored: set[str] = set()  # versions that were reported as stored
         self.manifests: dict[str, tuple[str, set[str]]] = {}  # folder -> version, and the keys of its shards
+        self.rotten: set[str] = set()  # keys of objects that were damaged in storage
+        self.keep_last = 1
+        self.active: dict[str, int] = {}  # folder of an upload that is under way -> the event with which it began
+        self.put_at: dict[str, int] = {}  # key -> the event that has written it
+        self.readers: dict[str, str] = {}  # key of a reader's note -> the folder that it holds
+        self.looked: dict[str, set[str]] = {}  # process -> the readers' notes that it has seen last
+        self.number = 0  # of the event
         self.commits_since_calm: int | None = None
+        self.stored_since_calm = False
+        self.commits = 0
 
     def take(self, event: Event) -> None:
         kind = event["event"]
+        self.number += 1
         if kind in _HARM and "host" in event:
             self.harm[event["host"]] = event["at"]
         judge = getattr(self, f"_{kind.replace(' ', '_')}", None)
@@ -79,15 +102,27 @@ class _Check:
         if not event["leads"]:
             self._must(version in self.committed, event, f"host {host} hears of a commit of {version}, which no leader has decided")
             return
-        place = version.rpartition(":")[0], host, event["epoch"]
+        incarnation, resumed = version.rpartition(":")[0], event.get("resumed")
+        self._must(
+            event.get("of") in (None, incarnation) or version == resumed, event, f"{host} is at {event.get('of')} and commits {version}"
+        )
+        place = incarnation, host, event["epoch"]
         before = self.newest.setdefault(place, order(version))
         self._must(order(version) >= before, event, f"the leader on {host} commits {version} after iteration {before[2]}")
         self.newest[place] = max(before, order(version))
+        self.commits += 1
         if self.commits_since_calm is not None:
             self.commits_since_calm += 1
+        if event.get("freeze"):
+            self.active.setdefault(event["folder"], self.number)
         if version in self.committed:
             return  # it is said again, by this leader or the next
         self.committed.add(version)
+        self.safe.add(version)
+        last = self.last.setdefault(incarnation, order(version))
+        goes_on = order(version) >= last or order(version) < before
+        self._must(goes_on, event, f"{version} is committed, and iteration {last[2]} was by another leader")
+        self.last[incarnation] = max(last, order(version))
         self._must(version not in self.aborted, event, f"{version} was aborted, and is committed")
         excluded = {(owner, name) for owner, name in event["excluded"]}
         for owner, hosts in event["holders"].items():
@@ -98,6 +133,8 @@ class _Check:
 
     def _holds(self, event: Event, version: str, owner: int, host: str) -> None:
         made = self.copies.get((host, owner, version))
+        if (host, owner, version) in self.flipped:
+            return
         self._must(made is not None, event, f"{version} is committed, and {host} has never had rank {owner}'s shard of it")
         if made is not None and self.harm.get(host, -1.0) < made:
             has = host in event["copies"].get(owner, [])
@@ -106,6 +143,56 @@ class _Check:
     def _heard(self, event: Event) -> None:
         version = event["version"]
         self._must(version in self.committed, event, f"rank {event['rank']} hears of a commit of {version}, which no leader has decided")
+
+    # -- slots
+
+    def _flip(self, event: Event) -> None:
+        self.flipped.add((event["host"], event["owner"], event["version"]))
+
+    def _opened(self, event: Event) -> None:
+        incarnation = event["of"]
+        self.hosts[incarnation] = {*event["hosts"]}
+        self.opened.setdefault(incarnation, set()).add(event["host"])
+        if event["resumed"] is not None and self._is_open(incarnation):
+            self.safe.add(event["resumed"])
+        self.active.clear()  # uploads die with their incarnation
+
+    def _is_open(self, incarnation: str) -> bool:
+        return incarnation in self.hosts and self.hosts[incarnation] <= self.opened[incarnation]
+
+    def _dropped(self, event: Event) -> None:
+        version, host, owner = event["version"], event["host"], event["owner"]
+        if not event["sound"] or (host, owner, version) in self.flipped:
+            return
+        what = f"{host} gives rank {owner}'s shard of {version} up"
+        self._must(not event["sealed"], event, f"{what} while ranks choose")
+        at = order(version)
+        left_behind = event["of"] != version.rpartition(":")[0] and self._is_open(event["of"])
+        newer = any(order(other) > at for other in self.safe)
+        self._must(newer or version in self.aborted or left_behind, event, f"{what}, and nothing newer is safe")
+
+    def _granted(self, event: Event) -> None:
+        what = f"{event['host']} has a slot for rank {event['owner']}'s {event['version']}"
+        self._must(not event["readers"], event, f"{what}, and {event['readers']} read it")
+        self._must(not event["frozen"], event, f"{what}, and it is uploaded")
+        self._must(not event["written"], event, f"{what}, and a worker writes it")
+
+    def _whole(self, event: Event) -> None:
+        what = f"rank {event['owner']}'s shard of {event['version']} becomes complete on {event['host']}"
+        self._must(not event["sealed"], event, f"{what} while ranks choose")
+
+    def _report(self, event: Event) -> None:
+        self._must(
+            event["whole"], event, f"{event['host']} reports rank {event['owner']}'s shard of {event['version']}, and it is not whole"
+        )
+
+    def _sealing(self, event: Event) -> None:
+        self._must(event["held"], event, f"ranks choose, and {event['host']} goes on")
+
+    def _left_out(self, event: Event) -> None:
+        for owner, host in event["pairs"]:
+            silent = event["owners"][owner] in event["silent"]
+            self._must(not silent, event, f"rank {owner}'s copy on {host} is left out, and nothing is heard of its owner's host")
 
     # -- resuming
 
@@ -131,31 +218,73 @@ class _Check:
 
     # -- storage
 
-    def _is_whole(self, folder: str) -> bool:
+    def _is_there(self, folder: str) -> bool:
         return folder in self.manifests and folder + MANIFEST in self.objects and self.manifests[folder][1] <= self.objects
+
+    def _is_whole(self, folder: str) -> bool:
+        return self._is_there(folder) and not self.rotten & {folder + MANIFEST, *self.manifests[folder][1]}
+
+    def _rot(self, event: Event) -> None:
+        self.rotten.add(event["key"])
+
+    def _mended(self, event: Event) -> None:
+        self.rotten.discard(event["key"])
+
+    def _settings(self, event: Event) -> None:
+        self.keep_last = event["keep_last"]
+
+    def _thaw(self, event: Event) -> None:
+        self.active.pop(event["folder"], None)
+
+    def _looked(self, event: Event) -> None:
+        self.looked[event["by"]] = {*event["seen"]}
 
     def _put(self, event: Event) -> None:
         key = event["key"]
         self.objects.add(key)
-        self.stored |= {event["stored"]} if "stored" in event else set()
+        self.rotten.discard(key)
+        self.put_at[key] = self.number
+        if "holds" in event:
+            self.readers[key] = event["holds"]
+        if "stored" in event:
+            self.stored.add(event["stored"])
+            self.stored_since_calm = True
         if key.endswith(MANIFEST):
             folder = key.removesuffix(MANIFEST)
             self.manifests[folder] = event["version"], {*event["shards"]}
             self._must(event["version"] in self.committed, event, f"a manifest of {event['version']} is written, which is not committed")
-            self._must(self._is_whole(folder), event, f"a manifest of {event['version']} is written, and shards of it are not there")
+            self._must(self._is_there(folder), event, f"a manifest of {event['version']} is written, and shards of it are not there")
 
     def _delete(self, event: Event) -> None:
         key, folder = event["key"], event["key"].rpartition("/")[0]
-        if self._is_whole(folder) and key in {folder + MANIFEST, *self.manifests[folder][1]}:
+        if self._is_there(folder) and key in {folder + MANIFEST, *self.manifests[folder][1]}:
             version = self.manifests[folder][0]
-            newer = [other for other, (stored, _) in self.manifests.items() if order(stored) > order(version) and self._is_whole(other)]
-            self._must(bool(newer) or version not in self.stored, event, f"{key} is deleted, and nothing newer than {version} is stored")
+            newer = [other for other, (stored, _) in self.manifests.items() if order(stored) > order(version) and self._is_there(other)]
+            kept = len(newer) >= self.keep_last or version not in self.stored
+            self._must(kept, event, f"{key} is deleted, and {len(newer) or 'nothing'} newer than {version} is stored")
+            held = {note for note in self.looked.get(event.get("by", ""), set()) if self.readers.get(note) == folder}
+            self._must(not held, event, f"{key} is deleted, and {sorted(held)} says that it is read")
+        if not key.endswith(MANIFEST) and folder in self.active:
+            self._must(self.put_at.get(key, 0) < self.active[folder], event, f"{key} is deleted, which an upload under way has written")
         self.objects.discard(key)
+        self.readers.pop(key, None)
 
     # -- the end
 
     def _calm(self, event: Event) -> None:
-        self.commits_since_calm = 0
+        self.commits_since_calm, self.stored_since_calm = 0, False
 
     def _end(self, event: Event) -> None:
-        self._must(bool(self.commits_since_calm), event, "nothing fails any more, and nothing is committed")
+        if not self.commits_since_calm:
+            self._must(False, event, "nothing fails any more, and nothing is committed")
+            return
+        self._must(not event.get("excluded"), event, f"nothing fails any more, and {event.get('excluded')} are left out")
+        self._must(self.stored_since_calm or not event.get("stores"), event, "nothing fails any more, and nothing is stored")
+        for host, counted, there in event.get("memory", ()):
+            self._must(counted == there, event, f"{host} counts {counted} bytes of memory, and has {there}")
+
+    def _probe(self, event: Event) -> None:
+        self.commits = 0
+
+    def _probe_end(self, event: Event) -> None:
+        self._must(bool(self.commits), event, f"nothing is committed any more after a single fault ({event['fault']})")

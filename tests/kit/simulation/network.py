@@ -42,6 +42,7 @@ class Network:
         self.held: dict[tuple[str, str], list[End]] = {}  # ends whose bytes wait until a link lets them through
         self.dark: set[str] = set()  # hosts without power
         self.slow: dict[str, float] = {}  # host -> factor of all latencies
+        self.garbling = 0  # payloads of which a bit flips on their way
         self.ends: dict[int, End] = {}
         self.numbers = itertools.count(1)
         self.ports = itertools.count(20_000)
@@ -101,6 +102,14 @@ class Network:
             end = rng.choice(live)
             end.lose(ConnectionResetError("Connection reset by peer"))
             end.far.lose(ConnectionResetError("Connection reset by peer"))
+
+    def garbled(self, data: bytes) -> bytes:
+        """A payload as it arrives."""
+        if not (self.garbling and data):
+            return data
+        self.garbling -= 1
+        at = self.rng.randrange(len(data))
+        return data[:at] + bytes([data[at] ^ 1 << self.rng.randrange(8)]) + data[at + 1 :]
 
     # -- dialling
 
@@ -347,7 +356,7 @@ class _LaneEnd:
     def send(self, part: memoryview, is_last: bool) -> None:
         if not self.end.is_open:
             raise PeerError(f"the lane to {self.peer} is broken")
-        self.end.send(bytes(part))
+        self.end.send(self.end.network.garbled(bytes(part)))
 
     def receive(self, targets: Sequence[memoryview] | None, nbytes: int) -> int:
         data = bytes(self.buffer[:nbytes])

@@ -11,6 +11,7 @@ from gemini_ft.storage.base import RangeReader, Steps, check_key, ignore
 from simulation.loop import Fiber
 
 URL = "s3://simulated/prefix"
+READING = ".reading-"  # in the keys of readers' notes
 
 
 class Bucket:
@@ -20,6 +21,7 @@ class Bucket:
         objects: by key.
         failing: probability with which an operation fails.
         lagging: probability with which a listing lacks an object that was written a moment ago.
+        late: seconds for which it may lack it.
         slowness: seconds that an operation takes in the mean.
     """
 
@@ -27,9 +29,28 @@ class Bucket:
         self.rng, self.record = rng, record
         self.objects: dict[str, bytes] = {}
         self._written: dict[str, float] = {}
-        self.failing, self.lagging, self.slowness = 0.0, 0.0, 0.02
+        self._sound: dict[str, bytes] = {}  # what was in objects that rot
+        self.failing, self.lagging, self.late, self.slowness = 0.0, 0.0, 5.0, 0.02
         self.away: set[str] = set()  # hosts that do not reach it
         self.down = False
+
+    def rot(self) -> None:
+        """A bit of an object flips."""
+        if keys := sorted(key for key in self.objects if "/shard" in key or key.endswith("/manifest.json")):
+            key = self.rng.choice(keys)
+            body = bytearray(self.objects[key])
+            body[self.rng.randrange(len(body))] ^= 1 << self.rng.randrange(8)
+            self._sound.setdefault(key, self.objects[key])
+            self.objects[key] = bytes(body)
+            self.record("rot", key=key)
+
+    def mend(self) -> None:
+        """Makes good what rots: without memory, a job does not go on while no checkpoint is sound."""
+        for key, body in self._sound.items():
+            if key in self.objects:
+                self.objects[key] = body
+                self.record("mended", key=key)
+        self._sound.clear()
 
 
 class SimulatedStorage:
@@ -67,6 +88,7 @@ class SimulatedStorage:
 
         def effect() -> None:
             self._bucket.objects[key] = bytes(body)
+            self._bucket._sound.pop(key, None)
             fiber = Fiber.here()
             assert fiber is not None
             self._bucket._written[key] = fiber.loop.time()
@@ -97,9 +119,12 @@ class SimulatedStorage:
         def effect() -> list[str]:
             bucket, fiber = self._bucket, Fiber.here()
             assert fiber is not None
-            late = [key for key, at in bucket._written.items() if fiber.loop.time() - at < 5.0]
+            late = [key for key, at in bucket._written.items() if fiber.loop.time() - at < bucket.late]
             hidden = {key for key in late if bucket.lagging and bucket.rng.random() < bucket.lagging}
-            return sorted(key for key in bucket.objects if key.startswith(prefix) and key not in hidden)
+            seen = sorted(key for key in bucket.objects if key.startswith(prefix) and key not in hidden)
+            if READING in prefix:
+                bucket.record("looked", key=prefix, seen=seen)
+            return seen
 
         found: list[str] = self._operate(f"list {prefix}", effect)
         return found

@@ -259,6 +259,8 @@ class Script:
         self.client: SimulatedClient | None = None
         self.fds: list[int] = []
         self.maps: dict[int, mmap.mmap] = {}
+        self.inodes: dict[int, int] = {}  # of the slots
+        self.writing = -1  # inode of the slot that is being written
         self._offset = 0
         self._granted: dict[int, int] = {}
         self._over: set[int] = set()  # iterations that were aborted
@@ -339,6 +341,7 @@ class Script:
         self.fds, self._offset = list(fds), reserved.data_offset
         size = reserved.data_offset + reserved.capacity
         self.maps = {slot: mmap.mmap(fd, size) for slot, fd in zip(reserved.slots, fds, strict=True)}
+        self.inodes = {slot: os.fstat(fd).st_ino for slot, fd in zip(reserved.slots, fds, strict=True)}
         self._room = False
 
     # -- training
@@ -383,7 +386,11 @@ class Script:
         if slot is None or slot not in self.maps:
             client.tell(GiveUp(iteration=iteration, reason="late"))
         else:
-            await self._copy(iteration, self.maps[slot])
+            self.writing = self.inodes[slot]
+            try:
+                await self._copy(iteration, self.maps[slot])
+            finally:
+                self.writing = -1
 
     async def _copy(self, iteration: int, memory: mmap.mmap) -> None:
         assert self.client is not None

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -35,26 +35,30 @@ from gemini_ft.agent.requests import Requests
 from gemini_ft.agent.stream import Stream
 from gemini_ft.agent.streams import Streams
 from gemini_ft.config import GeminiConfig
-from gemini_ft.core.decisions import Abort, Commit, Holders
+from gemini_ft.core.decisions import Abort, Commit, Holders, Thaw
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, CorruptDataError, FormatError, GeminiError, PeerError
 from gemini_ft.hosts import began
 from gemini_ft.launch import notes
 from gemini_ft.storage import lookout, marks, shard
-from gemini_ft.storage.checkpoints import MANIFEST, Manifest, checked
+from gemini_ft.storage.checkpoints import MANIFEST, Manifest, checked, checkpoint_folder
 from gemini_ft.wire.peer_messages import PeerMessage
 from gemini_ft.wire.tcp import Connection
 from gemini_ft.wire.worker_messages import Launch
 from gemini_ft.worker import rendezvous, resume_choice, storage_check
 from gemini_ft.worker import session as joining
 from simulation import network as networking
+from simulation.audit import Audit
 from simulation.loop import PROCESS, Fiber, Lock, Process, SimulatedLoop, sleep, within
 from simulation.network import Network
-from simulation.storage import URL, Bucket, SimulatedStorage
+from simulation.storage import READING, URL, Bucket, SimulatedStorage
 from simulation.worker import Script, SimulatedClient, content, text
 
 Event = dict[str, Any]
 _LOOK = 0.5  # seconds between looks of the launchers
+_PROBES = 3  # single faults after all that came at once
+_COMES_UP = 240.0  # seconds after such a fault until steps are committed again, at the latest
+_COMMITS = 3  # that must be heard of then
 
 
 class _Run(RunContext):
@@ -200,7 +204,7 @@ class World:
             id="launch", pid=os.getpid(), ticks=began(os.getpid()) or 0, started=0.0, command=[], folder="", script="", environ={}
         )
         self.attempts: list[Attempt] = []
-        self.is_quiet = False
+        self.is_quiet, self.commits = False, 0
         self.pid_of_process: dict[Process, int] = {}
         self.weights = {name: rng.choice([0.0, 1.0, 1.0, 3.0]) for name in FAULTS}
         self.weights["kill_worker"] = max(1.0, self.weights["kill_worker"])
@@ -218,8 +222,8 @@ class World:
     def digest(self) -> str:
         return hashlib.sha256("\n".join(json.dumps(event, sort_keys=True) for event in self.history).encode()).hexdigest()
 
-    def _on_storage(self, event: str, key: str) -> None:
-        facts: dict[str, Any] = {"key": key}
+    def _on_storage(self, event: str, key: str, **facts: Any) -> None:
+        facts["key"] = key
         if event == "put" and key.endswith(MANIFEST):
             body = json.loads(self.bucket.objects[key])
             manifest = Manifest.model_validate({name: value for name, value in body.items() if name != "xxh3"})
@@ -230,6 +234,8 @@ class World:
             }
         elif event == "put" and key.endswith(".stored.json"):
             facts["stored"] = text(marks.Mark.model_validate(checked(self.bucket.objects[key])).version)
+        elif event == "put" and READING in key:
+            facts["holds"] = json.loads(self.bucket.objects[key])["folder"]
         process = PROCESS.get()
         self.record(event, by=process.name if process is not None else "", **facts)
 
@@ -263,17 +269,22 @@ class World:
             session = stream._session
             leads = session is not None and session.failover.leader is not None
             facts: dict[str, Any] = {"host": name, "version": text(message.version), "leads": leads, "freeze": message.freeze}
+            facts |= {"of": str(spec.incarnation), "resumed": text(spec.resumed) if spec.resumed is not None else None}
             if leads:
                 assert session is not None
                 assert session.failover.leader is not None
                 book = session.failover.leader.book
+                self.commits += 1
                 facts["epoch"] = session.succession.epoch
+                facts["folder"] = checkpoint_folder(self.run, stream.context.name, message.version)
                 facts["copies"] = self.copies(self.hosts, message.version).get(text(message.version), {})
                 facts["holders"] = {owner: list(hosts) for owner, hosts in spec.holders.items()}
                 facts["excluded"] = sorted(map(list, book.excluded))
             self.record("commit", **facts)
         elif isinstance(message, Abort):
             self.record("abort", host=name, version=text(message.version))
+        elif isinstance(message, Thaw):
+            self.record("thaw", host=name, folder=checkpoint_folder(self.run, stream.context.name, message.version), error=message.error)
         elif isinstance(message, Holders):
             self.record("holders", host=name, excluded=sorted(map(list, message.excluded)))
 
@@ -453,14 +464,18 @@ class World:
     def flip(self) -> None:
         """A bit of a copy in memory changes: in its bytes, its checksums or its header."""
         held = [
-            (host, memory) for host in self._up() if host.agent is not None for memory in host.agent.memory if memory.version is not None
+            (host, memory, slot.version)
+            for host in self._up()
+            if host.agent is not None
+            for stream in host.agent.streams.by_name.values()
+            for (owner, index), memory in stream.context.slot_store.memory.items()
+            if (slot := stream.context.host.slots(owner).slots.get(index)) is not None and slot.version is not None
         ]
         if held:
-            host, memory = self.rng.choice(held)
+            host, memory, version = self.rng.choice(held)
             shape = memory.shape
             at = self.rng.choice([shape.data_offset + self.rng.randrange(shape.data_bytes), 4096 + self.rng.randrange(8)])
-            assert memory.version is not None
-            self.record("flip", host=host.name, owner=shape.owner, version=text(memory.version))
+            self.record("flip", host=host.name, owner=shape.owner, version=text(version))
             memory._view[at] ^= 1 << self.rng.randrange(8)
 
     # -- a whole run
@@ -470,17 +485,21 @@ class World:
         with self._seams():
 
             async def work() -> None:
+                storage = self.config.storage
+                self.record("settings", keep_last=(storage.kept or 1) if storage is not None else 1)
                 self._launchers()
                 asyncio.BaseEventLoop.call_at(self.loop, self.loop.time() + self.rng.expovariate(1 / self.fault_seconds), self._fault)
                 await asyncio.sleep(seconds)
                 if quiet:
                     self._calm()
-                    begun, end = len(self.history), self.loop.time() + quiet
-                    while (
-                        sum(event["event"] == "commit" and event["leads"] for event in self.history[begun:]) < 3 and self.loop.time() < end
-                    ):
-                        await asyncio.sleep(5.0)
-                    self.record("end")
+                    begun = len(self.history)
+                    await self._until(quiet, self.commits + _COMMITS, lambda: self._is_well(begun))
+                    self.record("end", **self._state())
+                    for name in self.rng.choices(PROBES, k=_PROBES):
+                        self.record("probe", fault=name)
+                        FAULTS[name](self)
+                        await self._until(_COMES_UP, self.commits + _COMMITS)
+                        self.record("probe end", fault=name)
 
             try:
                 self.loop.run_until_complete(work())
@@ -488,12 +507,41 @@ class World:
                 self._close()
         return self.history
 
+    async def _until(self, seconds: float, commits: int, holds: Callable[[], bool] = lambda: True) -> None:
+        """Waits until so many commits have been heard of and ``holds``, or for that time."""
+        end = self.loop.time() + seconds
+        while self.loop.time() < end and not (self.commits >= commits and holds()):
+            await asyncio.sleep(2.0)
+
+    def _is_well(self, begun: int) -> bool:
+        """Whether every holder counts, and something has been stored since an event of that number."""
+        stored = self.config.storage is None or any("stored" in event for event in self.history[begun:])
+        return stored and not self._state()["excluded"]
+
+    def _state(self) -> dict[str, Any]:
+        """The state at the end: who is left out of the commits, and what memory is counted and what there is."""
+        streams = [(host, stream) for host in self.hosts if host.agent is not None for stream in host.agent.streams.by_name.values()]
+        sessions = [stream.session for _, stream in streams if stream._session is not None]
+        books = [(each._spec.incarnation, each.leads_in, each.failover.leader) for each in sessions if each.leads_in is not None]
+        _, _, leader = max(books, key=lambda each: each[:2], default=(None, None, None))
+        return {
+            "excluded": sorted(map(list, leader.book.excluded)) if leader is not None else [],
+            "stores": self.config.storage is not None,
+            "memory": [
+                [host.name, host.agent.run.budget.used, sum(memory.shape.total for memory in host.agent.memory)]
+                for host, _ in streams
+                if host.agent is not None
+            ],
+        }
+
     def _calm(self) -> None:
         """From now on nothing fails any more."""
         self.is_quiet = True
         self.record("calm")
         self.bucket.failing, self.bucket.lagging, self.bucket.slowness, self.bucket.down = 0.0, 0.0, 0.02, False
         self.bucket.away.clear()
+        self.bucket.mend()
+        self.network.garbling = 0
         self.network.slow.clear()
         for host in self.hosts:
             if not host.is_up:
@@ -571,6 +619,7 @@ class World:
             (uploads, "threading", SimpleNamespace(Lock=Lock)),
             (shard, "threading", SimpleNamespace(Lock=Lock)),
             *networking.seams(self.network),
+            *Audit(self).seams(),
             (time, "monotonic", self.loop.time),
             (time, "monotonic_ns", lambda: int(self.loop.time() * 1e9)),
             (time, "time", lambda: 1.7e9 + self.loop.time()),
@@ -663,6 +712,34 @@ def _lose_host(world: World) -> None:
     world.lose_host(world.rng.choice(world.hosts))
 
 
+def _kill_leader(world: World) -> None:
+    """Kills the agent that leads, and often the next one soon."""
+    for host in world.hosts:
+        session = host.agent.streams.by_name["main"]._session if host.agent is not None and "main" in host.agent.streams.by_name else None
+        if session is not None and session.leads_in is not None:
+            world.record("agent killed", host=host.name)
+            assert host.agent is not None
+            world.kill_agent(host.agent)
+
+
+def _lose_all(world: World) -> None:
+    """All memory is lost, but perhaps that of one host."""
+    spared = world.rng.choice([None, None, *world.hosts])
+    for host in world.hosts:
+        if host is not spared:
+            world.lose_host(host)
+
+
+def _garble(world: World) -> None:
+    world.network.garbling += world.rng.choice([1, 1, 5])
+
+
+def _rot(world: World) -> None:
+    world.bucket.rot()
+    if world.rng.random() < 0.3:
+        _lose_all(world)
+
+
 def _restart_all(world: World) -> None:
     for host in world.hosts:
         if world.rng.random() < 0.8:
@@ -713,6 +790,7 @@ def _storage(world: World) -> None:
     bucket, rng = world.bucket, world.rng
     bucket.failing, bucket.lagging = rng.choice([0.0, 0.0, 0.1, 0.5]), rng.choice([0.0, 0.0, 0.5])
     bucket.slowness, bucket.down = rng.choice([0.01, 0.05, 1.0]), rng.random() < 0.15
+    bucket.late = rng.choice([5.0, 60.0])
     bucket.away = {host.name for host in world.hosts if rng.random() < 0.1}
 
 
@@ -720,7 +798,9 @@ FAULTS = {
     "kill_worker": _kill_worker,
     "kill_agent": _kill_agent,
     "kill_all_agents": _kill_all_agents,
+    "kill_leader": _kill_leader,
     "lose_host": _lose_host,
+    "lose_all": _lose_all,
     "restart_all": _restart_all,
     "partition": _partition,
     "one_way": _one_way,
@@ -728,5 +808,8 @@ FAULTS = {
     "slow": _slow,
     "reset": _reset,
     "flip": _flip,
+    "garble": _garble,
+    "rot": _rot,
     "storage": _storage,
 }
+PROBES = ("kill_worker", "kill_agent", "kill_leader", "stop", "reset", "restart_all")

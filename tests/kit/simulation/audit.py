@@ -1,0 +1,154 @@
+"""What happens to slots, seen from below the protocol: each change of each slot of each agent becomes an event of the history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+from gemini_ft.agent.stream import Stream
+from gemini_ft.core.effects import Completed
+from gemini_ft.core.ledger import Ledger
+from gemini_ft.core.protocol import Host as Holder
+from gemini_ft.core.slots import Slot, SlotSet, SlotState
+from gemini_ft.core.versions import Version
+from simulation.loop import PROCESS
+from simulation.worker import content, text
+
+if TYPE_CHECKING:
+    from simulation.world import Agent, World
+
+_VERBS = ("begin", "complete", "discard", "abort", "let_go", "supersede", "commit", "rewind", "drop_past", "reap")
+
+
+class Audit:
+    """Records what becomes of slots.
+
+    ``granted``   a slot is given to a writer, with whoever still reads or writes it
+    ``whole``     a slot becomes complete
+    ``dropped``   a complete copy is given up, with whether its bytes were sound
+    ``report``    a host says that its copy is complete
+    ``opened``    a host has begun an incarnation
+    ``sealing``   a worker has asked for what a host holds
+    ``left out``  a ledger goes on without holders
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world, self._is_inside = world, False
+
+    def seams(self) -> list[tuple[Any, str, Any]]:
+        """(class, name, double) of all that is watched."""
+        return [
+            *((SlotSet, verb, self._watched(getattr(SlotSet, verb))) for verb in _VERBS),
+            (Holder, "open", self._opens(Holder.open)),
+            (Holder, "reopen", self._opens(Holder.reopen)),
+            (Stream, "report", self._reports(Stream.report)),
+            (Holder, "reports", self._repeats(Holder.reports)),
+            (Stream, "seal", self._seals(Stream.seal)),
+            (Ledger, "tick", self._ticks(Ledger.tick)),
+        ]
+
+    def _agent(self) -> Agent | None:
+        process = PROCESS.get()
+        assert process is not None
+        return next((host.agent for host in self._world.hosts if host.agent is not None and host.agent.process is process), None)
+
+    def _watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(slots: SlotSet, *args: Any) -> Any:
+            if self._is_inside:
+                return method(slots, *args)
+            before = [(slot, slot.state, slot.version, slot.frozen, slots.sealed) for slot in slots.slots.values()]
+            self._is_inside = True
+            try:
+                return method(slots, *args)
+            finally:
+                self._is_inside = False
+                for each in before:
+                    self._compare(slots, *each)
+
+        return call
+
+    def _compare(self, slots: SlotSet, slot: Slot, state: SlotState, version: Version | None, frozen: bool, sealed: bool) -> None:
+        is_there = slots.slots.get(slot.index) is slot
+        granted = is_there and slot.state is SlotState.WRITING and (state, version) != (SlotState.WRITING, slot.version)
+        whole = is_there and slot.state is SlotState.COMPLETE and state is SlotState.WRITING
+        dropped = state is SlotState.COMPLETE and (not is_there or (slot.state, slot.version) != (state, version))
+        agent = self._agent() if granted or whole or dropped else None
+        found = (
+            [
+                (stream, owner)
+                for stream in agent.streams.by_name.values()
+                for owner, of in stream.context.host.shards.items()
+                if of is slots
+            ]
+            if agent is not None
+            else []
+        )
+        for stream, owner in found:
+            context = stream.context
+            memory = context.slot_store.memory.get((owner, slot.index))
+            facts: dict[str, Any] = {"host": context.host.name, "owner": owner, "sealed": sealed}
+            if dropped and version is not None and memory is not None:
+                nbytes = self._world.nbytes
+                sound = bytes(memory.data(0, nbytes)) == content(owner, version, nbytes)
+                self._world.record("dropped", **facts, version=text(version), sound=sound, of=str(context.host.incarnation))
+            if granted and slot.version is not None and memory is not None:
+                assert agent is not None
+                script = agent.host.worker
+                written = script is not None and script.writing == memory.inode
+                self._world.record(
+                    "granted", **facts, version=text(slot.version), readers=sorted(slot.readers), frozen=frozen, written=written
+                )
+            if whole and slot.version is not None:
+                self._world.record("whole", **facts, version=text(slot.version))
+
+    def _opens(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(holder: Holder, *args: Any) -> Any:
+            result = method(holder, *args)
+            hosts = sorted({host for each in holder.holders.values() for host in each})
+            resumed = text(holder.committed) if holder.committed is not None else None
+            self._world.record("opened", host=holder.name, of=str(holder.incarnation), resumed=resumed, hosts=hosts)
+            return result
+
+        return call
+
+    def _reports(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(stream: Stream, message: Any) -> Any:
+            self._said(stream.context.host, message)
+            return method(stream, message)
+
+        return call
+
+    def _repeats(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(holder: Holder) -> Any:
+            said = method(holder)
+            for message in said:
+                self._said(holder, message)
+            return said
+
+        return call
+
+    def _said(self, holder: Holder, message: Any) -> None:
+        if isinstance(message, Completed):
+            slot = holder.slots(message.owner).complete_version(message.version)
+            whole = slot is not None and slot.root == message.root
+            self._world.record("report", host=holder.name, whole=whole, owner=message.owner, version=text(message.version))
+
+    def _seals(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(stream: Stream, worker: Any) -> Any:
+            result = method(stream, worker)
+            held = all(slots.sealed for slots in stream.context.host.shards.values())
+            self._world.record("sealing", host=stream.context.host.name, held=held)
+            return result
+
+        return call
+
+    def _ticks(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(ledger: Ledger, now: float, absent: Collection[str] = ()) -> Any:
+            before = {*ledger.excluded}
+            result = method(ledger, now, absent)
+            if newly := ledger.excluded - before:
+                owners = {owner: hosts[0] for owner, hosts in ledger.holders.items()}
+                self._world.record("left out", pairs=sorted(map(list, newly)), owners=owners, silent=sorted(absent))
+            return result
+
+        return call
