@@ -22,7 +22,7 @@ class Phase(StrEnum):
     REPLAY = "replay"  # steps that had been trained before
 
 
-@dataclass
+@dataclass(kw_only=True)
 class FailureCost:
     """One failure, and what it has cost.
 
@@ -122,7 +122,7 @@ class TimeLedger:
     # -- inside
 
     def _begin_failure(self, at: float, cause: str, host: str) -> None:
-        self.failures.append(FailureCost(at, cause, host, self._step))
+        self.failures.append(FailureCost(at=at, cause=cause, host=host, step=self._step))
         self._is_running, self._is_lost = False, True
 
     def _close(self, at: float, phase: Phase, begins: tuple[str, str] | None = None) -> None:

@@ -11,6 +11,7 @@ import time
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from numbers import Number
 from queue import Queue
@@ -39,7 +40,8 @@ _SECONDS = 60.0  # a float that is nearer than this to one of the clocks is take
 _HOUR = 3600.0  # a clock that reads less is like any small number
 
 
-class LoopChanges(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class LoopChanges:
     """The changes of a loop's variables that no snapshot has, each named once.
 
     Attributes:
@@ -52,7 +54,7 @@ class LoopChanges(NamedTuple):
     carried: Sequence[str] = ()
     added: Sequence[str] = ()
     data: Sequence[str] = ()
-    odd: Mapping[str, Exception] = {}
+    odd: Mapping[str, Exception] = field(default_factory=dict)
 
 
 class _Leaf(NamedTuple):
@@ -125,7 +127,7 @@ class Carried:
             for path in names - added
             if path.partition(".")[0] in variables.iterated and ("." in path or not isinstance(found[path].value, Number))
         }
-        return LoopChanges(sorted(names - added - data), sorted(added), sorted(data), odd)
+        return LoopChanges(carried=sorted(names - added - data), added=sorted(added), data=sorted(data), odd=odd)
 
     def _changes(self, name: str, value: Any, variables: _Variables) -> dict[str, _Leaf]:
         """Path -> what has changed in a variable since it was first seen, or since an outer loop has set it."""

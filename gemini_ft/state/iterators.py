@@ -21,7 +21,7 @@ _log = logging.getLogger("gemini_ft")
 _COUNTERS = (type(iter(range(0))), itertools.count)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Resumption:
     """The iterations of all loaders that one Checkpointer has resumed.
 

@@ -36,7 +36,7 @@ class Scene:
         self.heard: timedelta = timedelta(0)  # since the last sign of life
         notes = Notes()
         weakref.finalize(self, notes.close)
-        self.host = LaunchingHost(1.5, notes)
+        self.host = LaunchingHost(patience=1.5, notes=notes)
         self.join = PatientJoin(torch_rendezvous._RendezvousJoinOp(), self.host, lambda: self.now)
 
     def action(self, node: _NodeDesc = SPARE) -> _Action:
