@@ -192,7 +192,7 @@ class BlockingLane:
             raise PeerError(f"the lane to {self.peer} was stopped")
 
     def stop(self) -> None:
-        """Wakes a sending or receiving thread, from any thread; what the kernel still has to send is forgotten when the socket is closed."""
+        """Wakes a sending or receiving thread; what the kernel still has to send is forgotten when the socket is closed."""
         self.stopped = True
         with contextlib.suppress(OSError):
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
