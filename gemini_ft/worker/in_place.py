@@ -154,7 +154,7 @@ def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
 
 
 def _end_loaders(known: Collection[object]) -> None:
-    """Ends the processes of loaders. The collector would close the queues through which they are told first, and wait for them without end."""
+    """Ends the processes of loaders. The collector would close the queues that tell them first, and wait for them without end."""
     for iterator in list(instances(_MultiProcessingDataLoaderIter)):
         if iterator not in known:
             iterator._shutdown_workers()
