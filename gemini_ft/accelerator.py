@@ -31,28 +31,69 @@ class DeviceStream(Protocol):
     def wait_event(self, event: Event) -> None:
         """Holds back what is queued from now on until ``event`` is over."""
 
-    def record_event(self, event: Any = None) -> Event:
+    def record_event(self, event: Event | None = None) -> Event:
         """Puts an event behind what has been queued."""
 
     def synchronize(self) -> None:
         """Returns when all that has been queued is done."""
 
 
-def module_of(device: torch.device) -> Any:
-    """The module with the streams and events of a device, `torch.cuda` for example; None for the CPU, which has no queues."""
+_Event = Event
+
+
+class DeviceModule(Protocol):
+    """The module of a kind of device, `torch.cuda` for example."""
+
+    def Event(self, **options: bool) -> _Event:
+        """Makes an event, which no stream has yet."""
+
+    def Stream(self, device: torch.device | None = None) -> DeviceStream:
+        """Makes a queue, of the current device unless another is given."""
+
+    def current_stream(self, device: torch.device | None = None) -> DeviceStream:
+        """The queue into which this thread's work goes."""
+
+    def stream(self, stream: DeviceStream) -> contextlib.AbstractContextManager[object]:
+        """Lets this thread's work go into another queue meanwhile."""
+
+    def set_device(self, device: torch.device) -> None:
+        """Makes a device this thread's current one."""
+
+    def synchronize(self, device: torch.device) -> None:
+        """Returns when all queues of a device are empty."""
+
+
+def module_of(device: torch.device) -> DeviceModule | None:
+    """The module with the streams and events of a device; None for the CPU, which has no queues."""
     return None if device.type == "cpu" else torch.get_device_module(device)
+
+
+def _module(device: torch.device) -> DeviceModule:
+    module = module_of(device)
+    assert module is not None
+    return module
+
+
+def own_stream(device: torch.device) -> DeviceStream:
+    """A queue for a new thread, which begins on device 0, whatever the rank's is."""
+    _module(device).set_device(device)
+    return _module(device).Stream()
+
+
+def on_stream(stream: DeviceStream, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Lets this thread's work go into another queue meanwhile."""
+    return _module(device).stream(stream)
 
 
 def stream_of(device: torch.device) -> DeviceStream:
     """The queue into which this thread's work on an accelerator goes."""
-    stream: DeviceStream = module_of(device).current_stream(device)
-    return stream
+    return _module(device).current_stream(device)
 
 
 def event_on(stream: DeviceStream, device: torch.device, *, timed: bool = False, sleeps: bool = False) -> Event:
     """An event behind what ``stream`` has been given; ``sleeps``: who waits for it gives its core away, where the device can do that."""
     options = {"enable_timing": timed} | ({"blocking": sleeps} if device.type == "cuda" else {})
-    return stream.record_event(module_of(device).Event(**options))
+    return stream.record_event(_module(device).Event(**options))
 
 
 def give_way(stream: DeviceStream, device: torch.device) -> None:

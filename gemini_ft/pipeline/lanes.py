@@ -120,15 +120,15 @@ class Lanes:
     def __init__(self, device: torch.device, broken: Callable[[BaseException, bool], BaseException]) -> None:
         self._broken: BaseException | None = None
         self._breaking, self._on_broken = threading.Lock(), broken
-        self._device, self._module = device, accelerator.module_of(device)
-        self._stream: Any = self._module.Stream(device) if self._module is not None else None
+        self._device, module = device, accelerator.module_of(device)
+        self._stream = module.Stream(device) if module is not None else None
         self._computing, self._communicating = (Ordered(f"gradients-{name}", self._on_stream) for name in ("codec", "network"))
 
     def submit(self, job: GroupInFlight) -> None:
         """Puts a group on its way; the same groups in the same order on all ranks."""
         self.check()
         if self._stream is not None:
-            job.ready = self._module.current_stream(self._device).record_event()
+            job.ready = accelerator.stream_of(self._device).record_event()
         self._communicating.put(partial(self._carry, job))
         self._computing.put(partial(self._advance, job))
 
@@ -186,7 +186,7 @@ class Lanes:
                 raise self.fail(error)
         job.done.result()
         if job.finished is not None:
-            self._module.current_stream(self._device).wait_event(job.finished)
+            accelerator.stream_of(self._device).wait_event(job.finished)
 
     def close(self) -> None:
         """Ends both threads, after what was submitted. Nothing can be averaged any more."""
@@ -225,4 +225,4 @@ class Lanes:
                 return
 
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        return self._module.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
+        return accelerator.on_stream(self._stream, self._device) if self._stream is not None else contextlib.nullcontext()

@@ -460,9 +460,7 @@ class Snapshotter:
         assert self.plan is not None
         assert self.plan.device is not None
         if self._stream is None:
-            module = accelerator.module_of(self.plan.device)
-            module.set_device(self.plan.device)  # a thread begins on device 0, whatever the rank's is
-            self._stream = module.Stream()
+            self._stream = accelerator.own_stream(self.plan.device)
         return self.plan.device, self._stream
 
     def _copy(self, job: PendingSnapshot, slot: MappedSlot) -> bool:
@@ -497,7 +495,7 @@ class Snapshotter:
         job.begun = accelerator.event_on(stream, device, timed=True)
         landings: list[tuple[int, accelerator.Event]] = []
         for number, batch in enumerate(self.plan.batches, start=1):
-            with accelerator.module_of(device).stream(stream):
+            with accelerator.on_stream(stream, device):
                 slot.write(number - 1, batch)
             accelerator.give_way(stream, device)
             if number % PER_EVENT == 0 or number == len(self.plan.batches):
@@ -545,7 +543,7 @@ class Snapshotter:
         if job.ready is None:
             return job.digest()
         device, queue = self._queue()
-        with accelerator.module_of(device).stream(queue):  # in the training's it would stand behind the next pass
+        with accelerator.on_stream(queue, device):  # in the training's it would stand behind the next pass
             return job.digest()
 
     def _discard(self, job: PendingSnapshot, reason: str) -> None:

@@ -266,7 +266,7 @@ def lanes(module: Any, fake: FakeAccelerator) -> None:
 
     def work() -> Any:
         sent = gradient * 2
-        answer = yield module.PendingCollective(collective=lambda: sent + 1, nbytes=sent.nbytes)
+        answer = yield module.PendingCollective(run=lambda: sent + 1, nbytes=sent.nbytes)
         return {"weight": answer * 10}
 
     both = module.Lanes(DEVICE, lambda error, _: error)
