@@ -87,7 +87,7 @@ def train() -> None:
         reached("group")
         torch.manual_seed(0)
         net = network()
-        model = net if world == 1 else fully_shard(net) if KEEPER.startswith("sharded") else DistributedDataParallel(net)
+        model: Any = net if world == 1 else fully_shard(net) if KEEPER.startswith("sharded") else DistributedDataParallel(net)
         torch.manual_seed(int(rank))
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)

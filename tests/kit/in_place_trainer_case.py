@@ -38,7 +38,8 @@ class Module(L.LightningModule):
 
     def configure_model(self) -> None:
         if "fsdp2" in KEEPER and not any(isinstance(param, DTensor) for param in self.parameters()):
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+            mesh: Any = self.device_mesh
+            fully_shard(self.net, mesh=mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -77,10 +78,11 @@ def fabric() -> None:
         fabric.seed_everything(3)
         net = network()
         model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
-        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.randn(48, 8)), 8, shuffle=True, num_workers=1))
+        loader: Any = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.randn(48, 8)), 8, shuffle=True, num_workers=1))
         state: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader, "epoch": 0, "step": 0}
+        strategy: Any = fabric.strategy
         if "gemini" in KEEPER:
-            fabric.strategy.protect(state)
+            strategy.protect(state)
         while state["epoch"] < 4:
             loader.sampler.set_epoch(state["epoch"])
             for batch in loader:
@@ -95,7 +97,7 @@ def fabric() -> None:
         final = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
         print("end", digest(whole(final)), file=trace)
         if "gemini" in KEEPER:
-            fabric.strategy.close()
+            strategy.close()
 
 
 if __name__ == "__main__":

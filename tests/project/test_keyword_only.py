@@ -24,7 +24,6 @@ POSITIONAL = {
     "Stamped": "torch's loaders hand tuples through, and pin what is in them",
     "Figure": "a table with a line for each figure",
     "_Leaf": "made for each value that is looked at",
-    "_Opaque": "made for each attribute that is looked at; a frozen dataclass takes twice as long",
 }
 
 
