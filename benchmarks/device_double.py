@@ -184,7 +184,8 @@ def install(seconds_per_byte: float) -> Stream:
         def set_device(self, _device: Any) -> None:
             pass
 
-    training, module = Stream(), Module()
+    training = Stream()
+    module: Any = Module()
     module.Event, module.Stream = Event, Stream
     accelerator.module_of = lambda device: module
     accelerator.holds = lambda tensor: True
