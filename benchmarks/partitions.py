@@ -383,6 +383,8 @@ def main() -> int:
     parser.add_argument("--no-report", action="store_true", help="print the results only")
     options = parser.parse_args()
     common.clean_up_on_sigterm()
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
     if options.quick:
         options.rounds = 1
     rounds = campaign(options)
