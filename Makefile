@@ -66,7 +66,7 @@ gpu: ## what only a GPU can show, in under ten minutes, with the machine's own t
 gpu-kit: $(STAMP) ## the wheels that a GPU machine without network lacks, into build/gpu-kit
 	$(BIN)/python scripts/gpu_kit $(ARGS)
 
-evidence: $(OPS) ## quick campaigns, and a bundle of what came out, build/evidence; scripts/gemini-evidence verify checks it
+evidence: $(OPS) ## quick campaigns, and a bundle of their results, build/evidence; scripts/gemini-evidence verify checks it
 	rm -rf build/evidence && mkdir -p build
 	$(BIN)/python scripts/gemini-evidence run $(ARGS) build/evidence
 

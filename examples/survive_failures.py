@@ -48,7 +48,7 @@ SOURCES = ("own memory", "peers", "storage")
 
 @dataclass(frozen=True)
 class Drill:
-    """What is trained, and what goes wrong when."""
+    """A training, and the faults that are injected into it."""
 
     steps: int
     size: Sequence[str]  # of the model: arguments of train_gpt.py
@@ -57,7 +57,7 @@ class Drill:
 
     @property
     def faults(self) -> dict[str, str]:
-        """What is killed -> how to say that in GEMINI_FAULTS."""
+        """The victim of each fault, in words -> the fault as GEMINI_FAULTS has it."""
         return {
             "a worker": f"step={self.steps // 4}:rank=1:sigkill",
             "a host": f"step={self.steps // 2}:host=2:kill",

@@ -233,7 +233,7 @@ class Checkpointer:
 
     @property
     def named(self) -> set[str]:
-        """What has been said in this job not to be in its snapshots, each once."""
+        """The names that warnings of this job have called missing from its snapshots."""
         return self._bound.named if isinstance(self._bound, PlainState) else self._watch.named
 
     # -- finer grain

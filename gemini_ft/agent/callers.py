@@ -1,7 +1,7 @@
-"""Tells the process that is a host's agent from others that know the run secret and call themselves by that host's name.
+"""Tells the agent of a host from other processes that know the run secret and give the name of that host.
 
-Each process has a certificate of its own (`gemini_ft.wire.trust`), which says nothing of its host. But the workers of a session have agreed
-on the address of each host: where two processes come under one name, whoever answers there is the host.
+Each process has a certificate of its own (`gemini_ft.wire.trust`), which does not name its host. But the workers of a session have agreed
+on the address of each host: where two processes give one name, the process that answers at that address is taken for the host.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from gemini_ft.wire.tcp import Connection
 
 
 class Callers:
-    """The hosts that have dialled this one in a session, and by which certificate each is known.
+    """The hosts that have dialled this one in a session, and the certificate by which each is known.
 
     Args:
-        certificate_of: calls a host back at its address, and returns the certificate that it shows there.
-        log: takes a line for the agent's log.
+        certificate_of: calls a host back at its address, and returns the certificate that is shown there.
+        log: writes a line to the agent's log.
     """
 
     def __init__(self, certificate_of: Callable[[str], Awaitable[bytes]], log: Callable[[str], None]) -> None:
         self._certificate_of, self._log = certificate_of, log
-        self._open: dict[str, list[Connection]] = {}  # by host; those of one host have one certificate
-        self._proved: dict[str, bytes] = {}  # by host: the certificate that it has shown when it was called back
+        self._open: dict[str, list[Connection]] = {}  # by host; all connections of one host have the same certificate
+        self._proved: dict[str, bytes] = {}  # by host: the certificate that it showed when it was called back
         self._asked: set[str] = set()  # hosts that are being called back
         self._tasks = Tasks()
 
@@ -32,10 +32,10 @@ class Callers:
         self._tasks.cancel()
 
     def let_in(self, connection: Connection, host: str) -> None:
-        """Takes in a connection of a host, which is believed as long as no other process claims to be that host.
+        """Takes in a connection of a host, which is believed as long as no other process gives that host's name.
 
         Raises:
-            AgentError: one does, and the host is called back; whichever of the two it is may dial again.
+            AgentError: another process gives it, too. The host is called back, and the one of the two that is the host may dial again.
         """
         there = [each for each in self._open.get(host, ()) if not each.closed.is_set()]
         known = self._proved.get(host) or (there[0].certificate if there else connection.certificate)
@@ -49,7 +49,7 @@ class Callers:
     async def _call_back(self, host: str) -> None:
         try:
             self._proved[host] = found = await self._certificate_of(host)
-        except GeminiError:  # nobody answers there: the next to come is believed, once the one that is here is gone
+        except GeminiError:  # nobody answers there: once the present connections are gone, the next process is believed
             self._proved.pop(host, None)
         else:
             if impostors := [each for each in self._open.get(host, ()) if each.certificate != found and not each.closed.is_set()]:

@@ -165,7 +165,7 @@ class StreamContext:
             self._write_event("leader", epoch=epoch, leader=leader)
 
     def lost(self, worker: WorkerConnection) -> None:
-        """Takes note that a worker of the present incarnation has ended; of one that has left before, there is nothing to say."""
+        """Records the end of a worker of the present incarnation, unless the worker had left before."""
         if worker.parting == "goodbye":
             return
         leaves = worker.launch is not None and (worker.launch.pid, worker.launch.ticks) in self.run.leaving

@@ -1,6 +1,7 @@
-"""The figures of an agent by their names in Prometheus: in base units, counters since the agent began, ages as the time of what is old.
+"""The figures of an agent by their names in Prometheus, read from its account of itself (``gemini status --json``) and from `Measures`.
 
-Read from the agent's account of itself (``gemini status --json``), and from `Measures`. docs/metrics.md has the list.
+Figures are in base units, counters count since the agent began, and an age is given as the time of its beginning. docs/metrics.md has the
+list.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 Account = Mapping[str, Any]
-Value = float | None  # None: there is none, and no line of it
-Values = Value | Mapping[str, Value]  # a mapping: by the figure's label
+Value = float | None  # None: there is no value, and the page has no line for it
+Values = Value | Mapping[str, Value]  # a mapping: a value for each value of the figure's label
 
 
 class Figure(NamedTuple):
@@ -28,7 +29,7 @@ class Figure(NamedTuple):
     name: str
     meaning: str
     read: Callable[[Account], Values]
-    label: str = ""  # that a stream's figures have beside the stream's name
+    label: str = ""  # name of a label beside ``stream``; empty: there is none
 
 
 OF_HOST = (
@@ -110,12 +111,12 @@ DISTRIBUTIONS: tuple[tuple[str, str, Callable[[Measures], Distribution]], ...] =
 
 
 def families(account: Account, measures: Mapping[str, Measures | None], began: float) -> Iterator[Metric]:
-    """All figures, in the types of prometheus-client.
+    """Yields all figures, in the types of prometheus-client.
 
     Args:
-        account: of the agent.
-        measures: of each stream.
-        began: when the agent did, seconds of the system's clock.
+        account: the agent's account of itself.
+        measures: by stream.
+        began: time at which the agent began, in seconds of the system's clock.
     """
     from prometheus_client.core import HistogramMetricFamily, InfoMetricFamily
 

@@ -1,4 +1,4 @@
-"""Figures that are kept for metrics alone, of one stream on one host. Where nobody asks for metrics there are none."""
+"""Figures of one stream on one host that only ``/metrics`` needs. They are kept only where the option ``metrics`` is set."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gemini_ft.core.versions import Version
 from gemini_ft.wire.worker_messages import ENDING, LATE, WRITTEN
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_UNDECIDED = 64  # iterations that may wait for their commit; one that is never decided must not stay
+_UNDECIDED = 64  # the most iterations that are remembered until they are committed; some never are
 
 
 class Distribution:
-    """How many values were at most as large as each bound.
+    """Counts of values that were at most as large as each bound.
 
     Attributes:
         total: sum of all values.
@@ -32,7 +32,7 @@ class Distribution:
         self.total += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(bound, number of values up to it), as a histogram of Prometheus has them; the last bound is infinite."""
+        """Returns (bound, number of values up to it), as a histogram of Prometheus has them; the last bound is infinite."""
         return list(zip([*map(str, self._bounds), "+Inf"], accumulate(self._counts), strict=True))
 
 
@@ -40,13 +40,13 @@ class Measures:
     """Figures of one stream since this agent began.
 
     Attributes:
-        step: the last one that a worker of this host has ended; None: none yet.
-        commit_seconds: from the end of a step here until it was committed.
-        blocked_seconds: for which each step of each worker was held up.
-        waited_seconds: the part of that for which its update waited for the copy.
-        skips: reason -> snapshots that a worker of this host gave up.
-        restarts: cause -> incarnations that followed another one.
-        time: what the time went into, as far as it is known here: waiting for storage counts as rendezvous.
+        step: the newest step that a worker of this host has ended; None: none yet.
+        commit_seconds: time from the end of a step here until it was committed.
+        blocked_seconds: time for which snapshots held up each step of each worker.
+        waited_seconds: the part of that time for which the update waited for the copy.
+        skips: reason -> number of snapshots that a worker of this host gave up.
+        restarts: cause -> number of incarnations that followed another one.
+        time: the time of the run by phase, as this host sees it: waiting for storage counts as rendezvous.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Measures:
         self._cause = ""  # of the restart that is to come
 
     def opened(self, number: int, resumed: Version | None, is_restart: bool) -> None:
-        """Takes note of a new incarnation, of that number."""
+        """Begins a new incarnation; a restart is counted under the cause that was seen here."""
         self.time.joined(time.monotonic(), number, resumed.iteration if resumed is not None else 0)
         self._is_restoring = resumed is not None
         if is_restart:
@@ -70,12 +70,17 @@ class Measures:
         self.step = None
 
     def reserved(self) -> None:
-        """Takes note that a worker has asked for its slots, as it does once it has its state back."""
+        """Counts the restore as over, as a worker asks for its slots once it has its state back."""
         if self._is_restoring:
             self.time.restored(time.monotonic())
 
     def reached(self, iteration: int, held: Sequence[tuple[float, float]]) -> None:
-        """Takes note that a worker has ended an iteration, and of what its last ones were held up."""
+        """Records that a worker has ended an iteration.
+
+        Args:
+            iteration: the newest one that it has ended.
+            held: of its last iterations the seconds for which each was held up, and the part of these at the update.
+        """
         if self.step is None or iteration > self.step:
             self.step, self._is_restoring = iteration, False
             self.time.stepped(time.monotonic(), iteration, held[-1][0] if held else 0.0)
@@ -87,17 +92,17 @@ class Measures:
             self.waited_seconds.add(waited)
 
     def committed(self, iteration: int) -> None:
-        """Takes note of a commit."""
+        """Records a commit."""
         if (ended := self._ended.get(iteration)) is not None:
             self.commit_seconds.add(time.monotonic() - ended)
         self._ended = {later: at for later, at in self._ended.items() if later > iteration}
 
     def skipped(self, reason: str) -> None:
-        """Takes note that a worker gave a snapshot up."""
+        """Counts a snapshot that a worker gave up."""
         kind = {ENDING: "ending", LATE: "late"}.get(reason, "written" if reason.endswith(WRITTEN) else "other")
         self.skips[kind] += 1
 
     def lost(self, cause: str) -> None:
-        """Takes note that a worker has ended; the first one is why the others are restarted."""
+        """Records the end of a worker; the first end since the last restart is the cause of the next one."""
         self._cause = self._cause or cause
         self.time.failed(time.monotonic(), cause, "")

@@ -1,7 +1,7 @@
 """``/metrics`` of an agent: its figures as Prometheus reads them, served from the agent's own event loop.
 
-Nothing waits for whoever reads them: they are taken at most once a second, an answer is as long as it is, and one that is not fetched
-within seconds is cut off.
+No reader holds up the agent: the figures are taken at most once a second, and a connection whose answer is not fetched within seconds
+is cut off.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from gemini_ft.wire.network import bound
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-_AGE = 1.0  # seconds for which figures are as good as new
+_AGE = 1.0  # seconds for which a page is served again as it is
 _AGAIN = 2.0  # seconds until a port that was taken is tried again
 _SECONDS = 5.0  # for a request and its answer
 _READERS = 16  # at a time
 _REQUEST_BYTES = 8192
 _PATH = "/metrics"
-_OPEN_METRICS = "application/openmetrics-text; version=1.0.0"  # whatever version a reader asks for: there are two pages, and no more
+_OPEN_METRICS = "application/openmetrics-text; version=1.0.0"  # whatever version a reader asks for: there are two pages only
 
 
 def check_metrics(config: GeminiConfig) -> None:
-    """Refuses metrics where the library that writes them is missing.
+    """Refuses the option ``metrics`` where prometheus-client is not installed.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: metrics are asked for, and the library is missing.
     """
     if config.metrics is not None and importlib.util.find_spec("prometheus_client") is None:
         raise ConfigError(
@@ -48,7 +48,7 @@ def check_metrics(config: GeminiConfig) -> None:
 
 
 class MetricsPage:
-    """The page of one agent; `RunContext.metrics` says where it is, as soon as it is there.
+    """The page of one agent. `RunContext.metrics` has its address as soon as it is served.
 
     Args:
         run: the agent's.
@@ -59,7 +59,7 @@ class MetricsPage:
     def __init__(self, run: RunContext, account: Callable[[], dict[str, Any]], streams: Streams) -> None:
         self._run, self._account, self._streams = run, account, streams
         self._pages: dict[str, tuple[float, bytes]] = {}  # content type -> when it was written, and the page
-        self._readers: dict[int, asyncio.StreamWriter] = {}  # those that are being answered
+        self._readers: dict[int, asyncio.StreamWriter] = {}  # by id, the connections that are being answered, the oldest first
         self._tasks = Tasks()
         self._server: asyncio.Server | None = None
         self._began = time.time()
@@ -71,10 +71,10 @@ class MetricsPage:
             self._server.close()
 
     async def _listen(self) -> None:
-        """Listens, as soon as the port is free: another run's agent may have it, which leaves later than its job."""
+        """Listens as soon as the port is free: the agent of another run may have it, as agents outlive their jobs."""
         try:
             check_metrics(config := load_config())
-        except ConfigError as error:  # the option may have been set since this agent's worker was asked
+        except ConfigError as error:  # the option may have been set after a worker had checked it
             self._run.log(str(error))
             return
         host, _, port = (config.metrics or "").rpartition(":")
@@ -93,7 +93,7 @@ class MetricsPage:
         self._run.log(f"metrics are served at http://{self._run.metrics}{_PATH}")
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._readers) == _READERS:  # the oldest makes way: whoever holds connections open must not keep others out
+        if len(self._readers) == _READERS:  # drop the oldest: readers that hold connections open must not keep others out
             self._readers.pop(next(iter(self._readers))).transport.abort()
         self._readers[id(writer)] = writer
         try:
@@ -102,7 +102,7 @@ class MetricsPage:
                 writer.close()
                 await writer.wait_closed()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # it is slow, has gone, or is no client of HTTP
+            pass  # the reader is slow, has gone, or does not speak HTTP
         finally:
             writer.transport.abort()
             self._readers.pop(id(writer), None)
@@ -130,7 +130,7 @@ class MetricsPage:
         return kind, page
 
     def collect(self) -> Iterator[Metric]:
-        """The figures, as the writers of prometheus-client take them, which call nothing else of a registry."""
+        """Yields the figures. It is the only method of a registry that the writers of prometheus-client call."""
         measures = {name: stream.context.measures for name, stream in self._streams.by_name.items()}
         return families(self._account(), measures, self._began)
 

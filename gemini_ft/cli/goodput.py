@@ -1,4 +1,4 @@
-"""``gemini goodput``: the ledger of a run's time, from its events."""
+"""``gemini goodput``: prints the ledger of a run's time, read from its events."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def command(argv: Sequence[str]) -> int:
 
 
 def ledgers(events: Iterable[Mapping[str, Any]]) -> dict[str, TimeLedger]:
-    """Stream -> its ledger; events of several files in any order."""
+    """Makes a ledger for each stream, by name, of events in any order."""
     found: dict[str, TimeLedger] = {}
     for event in sorted(events, key=lambda event: float(event["at"])):
         stream, at = event["stream"], float(event["at"])
@@ -68,7 +68,7 @@ def ledgers(events: Iterable[Mapping[str, Any]]) -> dict[str, TimeLedger]:
 
 
 def document(ledger: TimeLedger) -> dict[str, Any]:
-    """A ledger for programs: seconds and shares by phase, and for each failure what it has cost."""
+    """Returns a ledger for programs: seconds and shares by phase, and the cost of each failure."""
     return {
         "total_seconds": ledger.total,
         "seconds": dict(ledger.seconds),

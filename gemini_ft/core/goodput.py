@@ -1,6 +1,6 @@
-"""The ledger of a run's time: which seconds were training, and which were lost to what. Pure; times are arguments, in seconds of one clock.
+"""The ledger of a run's time: the seconds of each phase, and the cost of each failure. Pure; times are arguments, in seconds of one clock.
 
-Every second between the first and the last call belongs to exactly one phase: each call closes the stretch since the one before.
+Every second between the first and the last call belongs to exactly one phase: each call books the time since the call before.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """What a stretch of time went into."""
+    """The phases of a run, to which its time is booked."""
 
-    TRAINING = "training"  # steps that were trained for the first time
-    STALL = "checkpoint stall"  # of any step: its training thread was held up by snapshots
+    TRAINING = "training"  # steps that are trained for the first time
+    STALL = "checkpoint stall"  # the part of any step for which snapshots held up the training thread
     DETECTION = "detection"  # from the last step that ended until a worker was known to have failed
-    RENDEZVOUS = "rendezvous"  # from there, or from the start, until all ranks have joined: processes end and start, and meet
-    STORAGE = "waiting for storage"  # of that: storage could not say what it has
-    RESTORE = "restore"  # until the last rank has its state back
-    REPLAY = "replay"  # steps that had been trained before
+    RENDEZVOUS = "rendezvous"  # from there, or from the start, until all ranks have joined: processes end, start and meet
+    STORAGE = "waiting for storage"  # before joining: storage could not say what it has
+    RESTORE = "restore"  # from joining until the last rank has its state back
+    REPLAY = "replay"  # steps that are trained again
 
 
 @dataclass(kw_only=True)
 class FailureCost:
-    """One failure, and what it has cost.
+    """One failure, and the time that it has cost.
 
     Attributes:
-        at: when it was known.
-        cause: of the first worker that failed; empty: nobody knows.
-        host: of that worker.
-        step: the last one that had ended.
-        resumed: the one that was resumed; None: it has not been yet.
-        seconds: by phase, those of the replay included.
+        at: time at which it was known.
+        cause: why the first worker failed; empty: unknown.
+        host: that worker's host; empty: unknown.
+        step: the last step that had ended.
+        resumed: the step that was resumed; None: none yet.
+        seconds: time lost by phase, the replay included.
     """
 
     at: float
@@ -46,32 +46,32 @@ class FailureCost:
 class TimeLedger:
     """The ledger of one stream.
 
-    What ranks report is taken together: a phase begins and ends with the rank for which it lasts longest, and a step with the first.
+    The reports of all ranks are booked together: a phase lasts until the last rank has left it, and a step ends with the first rank.
 
     Args:
         began: time of the beginning.
 
     Attributes:
-        seconds: by phase, without the stretch that is open.
-        failures: in their order.
+        seconds: time by phase, up to the last call.
+        failures: all failures, the oldest first.
     """
 
     def __init__(self, began: float) -> None:
         self.seconds = dict.fromkeys(Phase, 0.0)
         self.failures: list[FailureCost] = []
         self._at = began
-        self._is_running = False  # all are believed to live and to have joined
+        self._is_running = False  # an attempt is under way, and no failure of it is known
         self._incarnation = 0
         self._step = 0  # of the present attempt
         self._furthest = 0
-        self._is_lost = False  # what is spent now is the newest failure's
+        self._is_lost = False  # the present time is booked to the newest failure, too
 
     def joined(self, at: float, incarnation: int, step: int) -> None:
-        """A rank has joined an attempt that goes on after ``step``."""
+        """Books the time until a rank has joined an attempt that goes on after ``step``."""
         if incarnation < self._incarnation:
             return
         if incarnation > self._incarnation:
-            if self._incarnation and self._is_running:  # nobody has told of a failure
+            if self._incarnation and self._is_running:  # no failure was reported
                 self._begin_failure(at=self._at, cause="", host="")
             self._incarnation, self._step, self._is_running = incarnation, step, True
             if self.failures and self._is_lost:
@@ -79,17 +79,17 @@ class TimeLedger:
         self._close(at, Phase.RENDEZVOUS)
 
     def waited(self, at: float, seconds: float) -> None:
-        """Before it joined, a rank has waited for storage, for that long until now."""
+        """Books the last ``seconds``, for which a rank waited for storage before it joined."""
         open_for = max(0.0, at - self._at)
         self._close(at - min(seconds, open_for), Phase.RENDEZVOUS)
         self._close(at, Phase.STORAGE)
 
     def restored(self, at: float) -> None:
-        """A rank has its state back."""
+        """Books the time until a rank has its state back."""
         self._close(at, Phase.RESTORE)
 
     def stepped(self, at: float, step: int, blocked: float) -> None:
-        """A rank has ended a step; the step before that was held up for ``blocked`` seconds by its snapshot."""
+        """Books the time of a step that a rank has ended; snapshots held up the step before it for ``blocked`` seconds."""
         if not self._is_running or step <= self._step:
             return
         stall = min(blocked, max(0.0, at - self._at))
@@ -100,12 +100,12 @@ class TimeLedger:
         self._step, self._furthest = step, max(step, self._furthest)
 
     def failed(self, at: float, cause: str, host: str) -> None:
-        """A worker has failed. The others follow, which is no failure of theirs."""
+        """Books the time until the failure of a worker was known. The ends of the other workers, which follow, do not count as failures."""
         if self._is_running:
             self._close(at, Phase.DETECTION, begins=(cause, host))
 
     def ended(self, at: float) -> None:
-        """A rank has left after its work was finished; what comes after its last step is training too."""
+        """Books the time until a rank has left with its work finished; the time after its last step is training, too."""
         if self._is_running:
             self._is_lost = False
             self._close(at, Phase.TRAINING)
@@ -116,7 +116,7 @@ class TimeLedger:
         return sum(self.seconds.values())
 
     def shares(self) -> Mapping[Phase, float]:
-        """The part of all time that each phase has had; together 1, or all 0 before any time has passed."""
+        """The share of each phase in the total time; the shares add up to 1, or are all 0 before any time has passed."""
         return {phase: seconds / self.total if self.total else 0.0 for phase, seconds in self.seconds.items()}
 
     # -- inside
@@ -126,7 +126,7 @@ class TimeLedger:
         self._is_running, self._is_lost = False, True
 
     def _close(self, at: float, phase: Phase, begins: tuple[str, str] | None = None) -> None:
-        """Books the stretch up to ``at``. Clocks of several hosts may differ a little: none is booked twice, and none less than nothing."""
+        """Books the time up to ``at``. Clocks of hosts may differ a little: no second is booked twice, and no duration is negative."""
         if begins is not None:
             self._begin_failure(at, *begins)
         seconds = max(0.0, at - self._at)

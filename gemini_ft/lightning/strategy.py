@@ -95,7 +95,7 @@ class GeminiMixin(Gemini, _Strategy):
         return result
 
     def _gemini_backward_over(self) -> None:
-        """Takes note that all gradients of the step are there."""
+        """Is called when all gradients of the step are there; does nothing here."""
 
     def on_validation_start(self) -> None:
         super().on_validation_start()

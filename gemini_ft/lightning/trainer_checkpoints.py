@@ -166,12 +166,12 @@ class Files:
             self._seeing = [Around(callback, "file_exists", self._is_seen) for callback in callbacks]
 
     def writes(self, path: Any) -> None:
-        """Takes note of a file that is about to be written."""
+        """Records a file that is about to be written."""
         self._early.discard(str(path))
         self._change("+", path)
 
     def removed(self, path: Any) -> None:
-        """Takes note of a file that was removed."""
+        """Records a file that was removed."""
         self._change("-", path)
 
     def end(self) -> None:

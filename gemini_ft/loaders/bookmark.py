@@ -391,7 +391,7 @@ class Bookmark:
         return is_dataset and self._way == "own" and bool(position["start"]) and not self._num_workers
 
     def asked(self, sampler: Any) -> Iterator[Any]:
-        """Takes note that the loader asks its sampler for an iterator; samplers that draw when they are asked must draw right here.
+        """Answers the loader when it asks its sampler for an iterator; samplers that draw when they are asked must draw right here.
 
         DataLoaders ask twice when they start, and use the second iterator; with persistent workers of an earlier epoch they
         ask once. Those are gone after a restart, so that there is one more question, which is answered like the first.

@@ -119,7 +119,7 @@ class WorkerStates:
         self._rounds.clear()
 
     def follow(self, iterator: Any) -> None:
-        """Takes note of all that comes from the workers of ``iterator``, which is made once if they are persistent."""
+        """Records the states that come from the persistent workers of ``iterator``, which is made only once."""
         if not self.persistent:
             return
         get_data, early = type(iterator)._get_data, deque[Any]()

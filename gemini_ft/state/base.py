@@ -216,7 +216,7 @@ class PlainState:
 
     @property
     def named(self) -> set[str]:
-        """What has been said in this job not to be in its snapshots, each once; it is a part of these, and may be added to."""
+        """The names that warnings of this job have called missing from its snapshots. The set is a part of these, and may be added to."""
         return self._modes.named if self._modes is not None else set()
 
     @property

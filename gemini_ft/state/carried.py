@@ -1,4 +1,4 @@
-"""Finds the variables that a script's own loop carries from one step to the next, and that no object given to be captured holds."""
+"""Finds the variables that a script's own loop carries from one step to the next, and that no captured object holds."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _READ = (argparse.Namespace, SimpleNamespace, Queue, UserDict, UserList, ChainMa
 _LOOKED_INTO = (*_READ, *_CONTAINERS, np.ndarray, np.generic, Number, array, itertools.count)
 _DEPTH, _OBJECTS = 6, 500  # of the objects that one variable leads to
 _MANY = 1000  # parts of a container that are looked at
-_SECONDS = 60.0  # a float that is nearer than this to one of the clocks is taken for a time
-_HOUR = 3600.0  # a clock that reads less is like any small number
+_SECONDS = 60.0  # a float that is nearer than this to a clock counts as a time
+_HOUR = 3600.0  # a clock that reads less cannot be told from other numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +45,10 @@ class LoopChanges:
     """The changes of a loop's variables that no snapshot has, each named once.
 
     Attributes:
-        carried: what steps may depend on.
+        carried: variables on which later steps may depend.
         added: numbers that the loop only adds to.
         data: attributes of objects that the loop iterates over.
-        odd: variables that cannot be looked at, with the error of each.
+        odd: variables that cannot be looked at -> the error of each.
     """
 
     carried: Sequence[str] = ()
@@ -58,9 +58,9 @@ class LoopChanges:
 
 
 class _Leaf(NamedTuple):
-    """A value that counts: of a variable, or of an attribute of an object in one."""
+    """The value of a variable, or of an attribute of an object in one, that is compared."""
 
-    owner: int  # id of the object
+    owner: int  # id of the object that has it
     value: Any
 
 
@@ -68,7 +68,7 @@ class _Seen(NamedTuple):
     """A variable as it was when it was first seen; nothing of it is kept alive."""
 
     number: int  # its id
-    owners: frozenset[str]  # paths of the objects that it led to
+    owners: frozenset[str]  # paths of the objects with attributes to which it led
     marks: dict[str, Any]
 
 
@@ -76,8 +76,8 @@ class Carried:
     """Variables of a loop, and of objects in them, that change while it trains: numbers, averages, buffers, hidden states.
 
     Args:
-        models: those of the training.
-        given: models, optimizers and objects with a state of their own; what they hold is given with them.
+        models: the models of the training.
+        given: models, optimizers and objects with a state of their own; the objects that they hold are known with them.
     """
 
     def __init__(self, models: Collection[nn.Module], given: Iterable[Any]) -> None:
@@ -89,7 +89,7 @@ class Carried:
         self._named: set[str] = set()
 
     def changed(self, scalars: Mapping[str, Any], iteration: int) -> LoopChanges:
-        """Names what has changed since it was first seen, each once.
+        """Names the variables that have changed since they were first seen, each once.
 
         Call it at every step; it looks at the 1st, 2nd, 4th, 8th, ...
 
@@ -107,11 +107,11 @@ class Carried:
             if name not in self._odd:
                 try:
                     found |= self._changes(name, value, variables)
-                except Exception as error:  # any object of the script's may raise anything when it is looked at
+                except Exception as error:  # an object of the script may raise anything when it is looked at
                     odd[name] = error
         self._odd.update(odd)
         is_added = {path: path.partition(".")[0] in variables.added and _is_number(leaf.value) for path, leaf in found.items()}
-        by_place: dict[tuple[int, str], str] = {}  # one attribute of one object has many paths: that of a loop's own name is best
+        by_place: dict[tuple[int, str], str] = {}  # an attribute of one object may have many paths: the best is that of a name of the loop
         for path in sorted(found, key=lambda path: (not is_added[path], path.count("."), path)):
             by_place.setdefault((found[path].owner, path.rpartition(".")[2]), path)
         names = {
@@ -130,7 +130,7 @@ class Carried:
         return LoopChanges(carried=sorted(names - added - data), added=sorted(added), data=sorted(data), odd=odd)
 
     def _changes(self, name: str, value: Any, variables: _Variables) -> dict[str, _Leaf]:
-        """Path -> what has changed in a variable since it was first seen, or since an outer loop has set it."""
+        """Returns path -> value of all that has changed in a variable since it was first seen, or since an outer loop has set it."""
         owners, leaves = self._look_into(name, value, variables)
         before = self._seen.get(name)
         if before is None or (name in variables.held and before.number != id(value)):
@@ -150,7 +150,7 @@ class Carried:
         return changed
 
     def _look_into(self, name: str, value: Any, variables: _Variables) -> tuple[dict[str, _Leaf], dict[str, _Leaf]]:
-        """The objects with attributes that a variable leads to, and the values of these attributes, or its own, by their paths."""
+        """Returns, by path, the objects with attributes to which a variable leads, and the values of these attributes, or its own value."""
         owners, leaves = dict[str, _Leaf](), dict[str, _Leaf]()
         seen, level = set[int](), [(name, _Leaf(0, value), True)]
         for _ in range(_DEPTH):
@@ -171,7 +171,7 @@ class Carried:
         return owners, leaves
 
     def _is_known(self, value: Any) -> bool:
-        """Whether a value is given, is the model's, or a library's own."""
+        """Whether a value is given, belongs to a model, or belongs to a library."""
         kind: type = type(value)
         if id(value) in self._known:
             return True
@@ -195,10 +195,10 @@ class Carried:
 
 
 def _parts(item: Any, variables: _Variables) -> list[tuple[Any, Any]] | None:
-    """The parts of a value in which state may lie, each with its name; None: it has none."""
+    """Returns (name, part) for each part of a value that may have state; None: the value has no parts."""
     if isinstance(item, ModuleType):
         parts = [] if id(vars(item)) in variables.tables else [*vars(item).items()]
-    elif isinstance(item, FunctionType):  # what a closure has, and defaults that are changed in place
+    elif isinstance(item, FunctionType):  # variables of a closure, and defaults that are changed in place
         code, defaults = item.__code__, item.__defaults__ or ()
         cells = [(name, cell.cell_contents) for name, cell in zip(code.co_freevars, item.__closure__ or (), strict=True) if _is_full(cell)]
         arguments = zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
@@ -217,15 +217,15 @@ def _parts(item: Any, variables: _Variables) -> list[tuple[Any, Any]] | None:
 
 
 class _Variables:
-    """The variables of the loops that are under way, but for those that each turn sets before it reads them.
+    """The variables of the loops that are under way, without those that each turn sets before it reads them.
 
     Attributes:
         found: name -> value.
-        held: names of those that an outer loop's turn sets: they count as long as they stay the same objects.
-        added: names of those that the loops only add to.
-        iterated: names in what the loops iterate over.
-        begun: names of those to which the loops' functions assign nothing but constants, and add.
-        tables: ids of the dicts of modules that are among them.
+        held: names that a turn of an outer loop sets: they are compared as long as they stay the same objects.
+        added: names that the loops only add to.
+        iterated: names in the expressions that the loops iterate over.
+        begun: names to which the loops' functions assign only constants, and add.
+        tables: ids of the dicts of the modules whose variables are in ``found``.
     """
 
     def __init__(self) -> None:
@@ -263,16 +263,16 @@ class _Variables:
 
     @staticmethod
     def of(frame: FrameType) -> dict[str, Any]:
-        """The variables of a generator that rests in a loop of its own, but for those that each turn sets before it reads them."""
+        """The variables of a suspended generator, without those that each turn of its own loop sets before it reads them."""
         turns = turns_at(frame) or ()
         renewed = {name for turn in turns for name in turn.stored - turn.carried}
         return {name: value for name, value in variables_of(frame).items() if name not in renewed}
 
 
 def _is_given(path: str, value: Any, scalars: Mapping[str, Any], iteration: int, begun: Collection[str]) -> bool:
-    """Whether a variable that has changed is known to snapshots under a name of theirs, counts steps, or tells the time.
+    """Whether a variable that has changed is among the scalars of snapshots, counts the steps, or is a time.
 
-    A count of the steps may have begun with what `resume` returns, unless the script says by a constant that it has not.
+    A count of the steps may have begun with the result of `resume`, unless the script begins it with a constant.
     """
     name = path.rpartition(".")[2]
     if name in scalars or (
@@ -285,7 +285,7 @@ def _is_given(path: str, value: Any, scalars: Mapping[str, Any], iteration: int,
 
 
 def _is_below(path: str, found: Collection[str]) -> bool:
-    """Whether something that ``path`` leads through is among those found."""
+    """Whether an object on the way to ``path`` is among those found."""
     steps = path.split(".")
     return any(".".join(steps[:count]) in found for count in range(1, len(steps)))
 
@@ -298,12 +298,12 @@ def _is_full(cell: Any) -> bool:
 
 
 def _next_of(counter: itertools.count[Any]) -> Any:
-    """The number that a counter gives next, without asking it."""
+    """Returns the number that a counter gives next, without advancing it."""
     return ast.literal_eval(repr(counter)[len("count(") : -1].partition(",")[0])
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a number, or a list of such."""
+    """Whether a value is a number, or a list of numbers."""
     if isinstance(value, list | deque):
         return all(type(part) in (int, float) for part in islice(value, _MANY))
     return isinstance(value, int | float | np.number) or (isinstance(value, torch.Tensor) and value.dim() == 0)
@@ -312,5 +312,5 @@ def _is_number(value: Any) -> bool:
 def _memory(tensor: torch.Tensor) -> int:
     try:
         return local(tensor).data_ptr() or id(tensor)  # a part of a DTensor may be empty
-    except (RuntimeError, ValueError, NotImplementedError):  # it is sparse, or has no elements yet
+    except (RuntimeError, ValueError, NotImplementedError):  # it is sparse, or has no memory yet
         return id(tensor)

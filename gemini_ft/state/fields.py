@@ -1,4 +1,4 @@
-"""All attributes of an object, wherever its class keeps them, and the parts that a search through objects goes on to."""
+"""Reads and writes all attributes of an object, wherever its class keeps them, and lists the parts through which a search goes on."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 Fields = MutableMapping[str, Any]
 NO_FIELDS: Any = MappingProxyType({})
-FEW = 64  # entries of a collection that stand for all
+FEW = 64  # entries of a collection that a search looks at
 
 
 def fields_of(item: Any) -> Fields:
-    """The attributes of an object's own, to read and to write: those in its ``__dict__`` and those in slots of its classes.
+    """The object's own attributes, to read and to write: those in its ``__dict__`` and those in slots of its classes.
 
     They are looked up and set where they lie: no property, ``__getattr__`` or ``__setattr__`` of the object's class is called.
     Returns `NO_FIELDS` for an object that has no place for attributes.
     """
     try:
         own = item.__dict__
-    except Exception:  # whatever a __getattr__ of the script's raises
+    except Exception:  # a __getattr__ of the script may raise anything
         own = NO_FIELDS
     kind: type = type(item)
     return _SlotFields(item, slots, own) if (slots := slots_of(kind)) else own
@@ -71,9 +71,9 @@ class _SlotFields(Fields):
 
 
 def parts_of(item: Any, most: int = FEW) -> list[tuple[Any, Any]]:
-    """Name, key or index, and value, of the parts of an object: attributes, and the first entries of a collection.
+    """Returns (name, key or index; value) for each part of an object: its attributes, and the first entries of a collection.
 
-    Mappings that are no dicts have none: they may read a file for every entry.
+    Mappings that are not dicts have no entries here: they may read a file for each.
     """
     if isinstance(item, functools.partial):
         return [*enumerate(item.args), *item.keywords.items(), ("func", item.func)]

@@ -202,7 +202,7 @@ class FiguresReporter:
         self._due = 0.0
 
     def step_over(self) -> None:
-        """Takes note that a step has ended."""
+        """Offers the figures to the agent after a step, at most once a second."""
         if time.monotonic() >= self._due and self._offer(Figures(figures=_finite(self._summary()))):
             self._due = time.monotonic() + _PAUSE
 

@@ -45,7 +45,7 @@ class Hyperparameters:
         self._script |= scripts
 
     def note(self, of_optimizers: Callable[[], Given]) -> None:
-        """Takes note of what the script gives; until the first snapshot is made or resumed."""
+        """Records the hyperparameters that the script gives, until the first snapshot is made or resumed."""
         if not self._is_known:
             self._given = of_optimizers() | self._beside
 

@@ -1,4 +1,4 @@
-"""What a script gives beside its models, and what its loop has that no snapshot has, which is named while nothing has failed yet."""
+"""Checks the objects that a script gives beside its models, and names early what its loop has that no snapshot has."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COUNTS = (
     "this loop numbers its batches by enumerate(loader), or zip(range(n), loader): after a failure it counts from 0 again, in the middle "
     "of the epoch. Where the numbers matter, give enumerate(loader, loader.batches_done), or a range from there"
 )
-_AROUND = {  # what `wrappers` finds -> what is said of it
+_AROUND = {  # name that `wrappers` finds -> the warning about it
     "enumerate": _COUNTS,
     "zip": _COUNTS,
     "islice": "this loop limits its batches by itertools.islice(loader, n): after a failure in the middle of the epoch it takes n more. "
@@ -37,14 +37,14 @@ _AROUND = {  # what `wrappers` finds -> what is said of it
 
 
 def keepable(item: Any, given: str) -> Any:
-    """The object whose ``state_dict`` and ``load_state_dict`` keep ``item``: itself, or a wrapper around a random generator.
+    """Returns the object whose ``state_dict`` and ``load_state_dict`` keep ``item``: itself, or a wrapper around a random generator.
 
     Args:
-        item: what the script has given.
+        item: an object that the script has given.
         given: how it was given, for errors: ``state['scheduler']``.
 
     Raises:
-        ConfigError: it lacks these methods, or would not go on where it was by them.
+        ConfigError: it lacks these methods, or they would not restore its position.
     """
     if is_generator(item):
         return GivenGenerator(item)
@@ -68,14 +68,14 @@ def keepable(item: Any, given: str) -> Any:
 
 
 class LoopWatch:
-    """Looks at a loop at each of its steps, on one rank; says each thing once in a job, and never ends the loop.
+    """Looks at a loop at each of its steps, on one rank; warns of each thing once in a job, and never ends the loop.
 
     Args:
-        state: what was given beside the models, as `resume` has left it.
-        has_resumed: whether it was resumed: then the loop may go through what is left of an epoch without a step.
+        state: the objects that were given beside the models, as `resume` has left them.
+        has_resumed: whether the state was resumed: then the loop may go through the rest of an epoch without a step.
 
     Attributes:
-        named: what has been said; its owner may put a set that is part of snapshots here.
+        named: the names that were said; its owner may put a set here that is part of snapshots.
     """
 
     def __init__(self, state: Collection[Any] = (), *, has_resumed: bool = True) -> None:
@@ -94,23 +94,23 @@ class LoopWatch:
         scalars: Mapping[str, Any] = MappingProxyType({}),
         iteration: int = 0,
     ) -> None:
-        """Looks as of a step that ends now.
+        """Looks at the loop when a step has ended.
 
         Args:
-            models: those that were given.
-            state: what was given beside them.
-            optimizers: those that were given; none: what belongs to them is not looked for.
-            scalars: the loop's values that snapshots have.
+            models: the models that were given.
+            state: the objects that were given beside them.
+            optimizers: the optimizers that were given; empty: schedulers and the like are not looked for.
+            scalars: the loop's values that snapshots have, by name.
             iteration: the number of steps so far.
         """
         self._safely("batches", self._look_at_batches, state.values())
         self._look_at_rest(models, [*models, *state.values()], optimizers, scalars, iteration)
 
     def look_beside(self, state: Mapping[str, Any], inner: Mapping[str, Any], iteration: int) -> None:
-        """Looks at what a loop of Fabric has beside its data.
+        """Looks at a loop of Fabric, apart from its batches.
 
         Args:
-            state: what was given, counters and other plain values among it.
+            state: the state that was given, with counters and other plain values.
             inner: the same, without Fabric's wrappers.
             iteration: the number of steps so far.
         """
@@ -133,15 +133,15 @@ class LoopWatch:
             return
         try:
             look(*given)
-        except Exception as error:  # any object of the script's may raise anything when it is looked at
+        except Exception as error:  # an object of the script may raise anything when it is looked at
             self._failed.add(what)
             self._say(f"{what} of this loop that no snapshot has are not looked for any more, as an object cannot be looked at: {error!r}")
 
     def _say(self, text: str, names: Iterable[str] = ("",), *, level: int = logging.WARNING, between: str = ", ") -> None:
-        """Says of all names that have not been said what ``text`` has a place for; or itself, if that has none."""
+        """Logs ``text`` with the names that were not said before in the place of ``{}``; a text without ``{}`` once."""
         marks = {name or text.partition(":")[0]: name for name in names}
         fresh = {mark: name for mark, name in marks.items() if mark not in self.named}
-        self.named.update(fresh)  # in place: it may be another's
+        self.named.update(fresh)  # in place: its owner may have put it here
         if fresh:
             more = f" and {len(fresh) - _SOME} more" if len(fresh) > _SOME else ""
             _log.log(level, text.replace("{}", between.join([*fresh.values()][:_SOME]) + more))
@@ -175,7 +175,7 @@ class LoopWatch:
         self._look_around(loaders)
 
     def _look_around(self, loaders: Collection[Any], note: str = "") -> None:
-        """Names what the loop has put around the iterations of its loaders."""
+        """Warns of the iterators that the loop has put around its loaders (`enumerate`, `zip` and so on)."""
         around = wrappers(loaders)
         for said in dict.fromkeys(text for name, text in _AROUND.items() if name in around):
             self._say(said + note)

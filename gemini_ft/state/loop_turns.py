@@ -12,20 +12,20 @@ from typing import NamedTuple
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_ADDS = {"add", "append", "clear", "extend", "reset", "update"}  # methods, as of lists and of meters, that only write
+_ADDS = {"add", "append", "clear", "extend", "reset", "update"}  # methods of lists, meters and the like that only write
 _TELLS = {"add_scalar", "debug", "info", "log", "print", "set_description", "set_postfix", "warning", "write"}
 
 
 class LoopTurn(ast.NodeVisitor):
-    """The names that one turn of a loop stores, and those of them that it reads before.
+    """The names that one turn of a loop assigns, and those of them that it reads first.
 
-    Branches are taken one by one, each as if the others had not been there.
+    Each branch of an ``if`` is read as if the other one were not there.
 
     Attributes:
-        stored: names that a turn stores.
-        carried: those of them that it reads before.
-        added: names that a turn adds to (``total += loss``, ``losses.append(loss)``), and reads only to tell of them.
-        iterated: names in what the loop iterates over.
+        stored: names that a turn assigns.
+        carried: those of them that a turn reads before it assigns them.
+        added: names that a turn adds to (``total += loss``, ``losses.append(loss)``), and reads only to print or log them.
+        iterated: names in the expression that the loop iterates over.
     """
 
     def __init__(self, loop: ast.AST) -> None:
@@ -101,7 +101,7 @@ class LoopTurn(ast.NodeVisitor):
         self.stored.add(node.name)
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
-        """Runs later."""
+        """Leaves a lambda out, as its body runs later."""
 
     def generic_visit(self, node: ast.AST) -> None:
         if isinstance(node, _COMPREHENSIONS):
@@ -120,7 +120,7 @@ class LoopTurn(ast.NodeVisitor):
 
 
 class _Source(NamedTuple):
-    """The loops in a code's source, each with its first and last line, outer ones first; and the result of `begun_by`."""
+    """The loops in the source of a code object, each with its first and last line, outer loops first; and the result of `begun_by`."""
 
     loops: Sequence[tuple[int, int, LoopTurn]]
     begun: frozenset[str]
@@ -130,13 +130,13 @@ _UNREADABLE = _Source((), frozenset())
 
 
 def turns_at(frame: FrameType) -> Sequence[LoopTurn] | None:
-    """The loops of a frame's code that its present line is in, the innermost last; None: its source cannot be read."""
+    """Returns the loops around the present line of a frame, the innermost last; None: the source cannot be read."""
     source = _source_of(frame.f_code)
     return [turn for first, last, turn in source.loops if first <= frame.f_lineno <= last] if source is not _UNREADABLE else None
 
 
 def begun_by(code: CodeType) -> frozenset[str]:
-    """The variables to which a code assigns nothing but constants, and adds: they begin with these when it is started again."""
+    """Returns the variables to which a code object assigns only constants, and adds; they begin with these when it is started again."""
     return _source_of(code).begun
 
 

@@ -63,7 +63,7 @@ class OptimizerSteps:
         self._hooked.clear()
 
     def announced(self) -> None:
-        """Takes note that the loop announces an update: a step, if it may be the replay of a graph that has captured one."""
+        """Takes the loop's announcement of an update, which counts as a step if it may be the replay of a graph that has captured one."""
         if any(optimizer in _captured for optimizer in self._hooked):
             self._count()
         self._is_unannounced = False
@@ -126,7 +126,7 @@ class OptimizerSteps:
         self.has_stepped = True
 
     def _any_stepped(self, optimizer: Optimizer) -> None:
-        """Takes note that an optimizer of this process has stepped; an unknown one writes captured state while its own is not captured."""
+        """Watches every optimizer of this process: an unknown one that steps writes captured state, while its own state is not captured."""
         if optimizer not in self._hooked and self._stranger is None and self._state is not None:
             ours = {id(param) for model in self._state.models.values() for param in model.parameters()}
             if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):

@@ -170,7 +170,7 @@ class Survey:
 
 
 class Surveyor:
-    """Surveys the same models and optimizers again and again; see the module.
+    """Surveys the same models and optimizers at every step.
 
     Args:
         models: name -> module; names may not contain dots.

@@ -1,4 +1,4 @@
-"""Small plain values, which snapshots can have: copied, compared, written where processes share them; and marks of all other values."""
+"""Copies, compares and writes the small plain values that snapshots can have, and marks all other values so that a change shows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 SEQUENCES = (list, tuple, set, frozenset, deque)
 MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 SMALL = 2**18  # bytes of a value that is kept
-_SAMPLED = 4096  # elements of a larger array that are looked at, or up to twice as many
+_SAMPLED = 4096  # of a larger array at least so many elements are looked at, and less than twice as many
 _Number = (Synchronized, ctypes._SimpleCData)  # of multiprocessing.Value and RawValue
 _Numbers = (SynchronizedArray, ctypes.Array)
 
@@ -36,11 +36,11 @@ class NotPlain(Exception):
 
 
 class Opaque:
-    """A value that is not plain, as far as a change of it shows. It is not kept alive.
+    """A mark of a value that is not plain, by which a change of it shows. It does not keep the value alive.
 
     Args:
         value: anything.
-        closely: whether what is in containers and arrays counts, which data may fill as a cache.
+        closely: whether to look into containers and arrays, too; data may fill those as a cache.
     """
 
     def __init__(self, value: Any, closely: bool) -> None:
@@ -48,20 +48,20 @@ class Opaque:
         self._reference: weakref.ref[Any] | None
         try:
             self._reference = weakref.ref(value)
-        except TypeError:  # lists and dicts: another one may have the place of one that is gone, and what is in it counts then
+        except TypeError:  # lists and dicts: another one may have the id of one that is gone; then its content tells them apart
             self._reference = None
 
     def is_of(self, value: Any) -> bool:
-        """Whether this is of the very object."""
+        """Whether this is the mark of the very object."""
         return id(value) == self._id if self._reference is None else self._reference() is value
 
     def is_now(self, value: Any) -> bool:
-        """Whether this is of the very object, and nothing in it has changed, as far as that shows."""
+        """Whether this is the mark of the very object, and the object shows no change."""
         return self.is_of(value) and _mark(value, self._closely) == self._mark
 
 
 def snapshot(value: Any, closely: bool = False) -> Any:
-    """A copy of a plain value; numbers and texts are their own. Else an `Opaque` of it."""
+    """Copies a plain value; of any other value returns an `Opaque`."""
     try:
         return copy_of(value)
     except NotPlain:
@@ -69,10 +69,10 @@ def snapshot(value: Any, closely: bool = False) -> Any:
 
 
 def copy_of(value: Any) -> Any:
-    """A copy of a plain value.
+    """Copies a plain value; one that cannot change is returned itself.
 
     Raises:
-        NotPlain: it is another one, or too large.
+        NotPlain: the value is not plain, or too large.
     """
     kind = type(value)
     if kind in ATOMS:
@@ -90,7 +90,7 @@ def copy_of(value: Any) -> Any:
     if kind in SEQUENCES and len(value) <= FEW:
         parts = [copy_of(part) for part in value]
         if kind is tuple and all(map(operator.is_, parts, value)):
-            return value  # of values that never change: found to be the same at once
+            return value  # its parts never change: comparing it with itself is quick
         return deque(parts, value.maxlen) if kind is deque else kind(parts)
     if kind in MAPPINGS and len(value) <= FEW:
         pairs = {copy_of(key): copy_of(part) for key, part in value.items()}
@@ -115,7 +115,7 @@ def is_shared(value: Any) -> bool:
 
 
 def wrote(shared: Any, value: Any) -> bool:
-    """Writes ``value`` where processes share it, if it fits."""
+    """Writes ``value`` into memory that processes share; False: it does not fit."""
     if isinstance(shared, torch.Tensor):
         if not isinstance(value, torch.Tensor) or (shared.shape, shared.dtype) != (value.shape, value.dtype):
             return False
@@ -148,14 +148,14 @@ def is_same(value: Any, then: Any) -> bool:
 
 
 def _mark(value: Any, closely: bool, most: int = _SAMPLED) -> int:
-    """A number that shows whether a value that is no plain one was changed in place.
+    """A number that differs after a value that is not plain was changed in place.
 
-    Looks at tensors by their versions and, as ``tensor.data`` is written past these, closely at one element.
+    Of tensors it looks at versions and, if ``closely``, at one element, as writes to ``tensor.data`` count no version.
 
     Args:
         value: anything.
-        closely: see `Opaque`.
-        most: entries of a container that are looked at.
+        closely: as in `Opaque`.
+        most: the most entries of a container that are looked at.
     """
     if isinstance(value, torch.Tensor):
         is_seen = closely and value.device.type == "cpu" and value.layout is torch.strided and value.numel() > 0
@@ -168,7 +168,7 @@ def _mark(value: Any, closely: bool, most: int = _SAMPLED) -> int:
     if closely and isinstance(value, (bytearray, array.array)):
         return hash(bytes(value))
     if closely and type(value) is np.ndarray and not value.dtype.hasobject:  # np.memmap is another type: no file is read
-        return hash(value.flat[:: max(1, value.size // _SAMPLED)].tobytes())  # no copy of all of it, however its elements lie
+        return hash(value.flat[:: max(1, value.size // _SAMPLED)].tobytes())  # copies the sample alone, whatever the strides
     parts = list(itertools.islice(entries(value), most))  # more are data
     count = len(entries(value)) + sum(_mark(part, closely) for part in parts if isinstance(part, (torch.Tensor, nn.Module)))
     if not closely:

@@ -1,6 +1,7 @@
-"""`gemini_ft.run`: a training function that is called again in the same process when another worker, or this one, has failed.
+"""`gemini_ft.run`: calls a training function again in the same process when another worker, or this one, has failed.
 
-What an attempt has made is gone before the next one begins: else the process does not stay. Random numbers begin anew as in a new process.
+All that an attempt has made must be gone before the next one begins; otherwise the process is replaced. Random numbers begin anew, as in a
+new process.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def run(train: Callable[[], T]) -> T:
 
 
 def once(train: Callable[[], T], present: OwnAttempt) -> list[T]:
-    """The result of ``train`` in a list; empty if the attempt is over, and what has been raised is forgotten."""
+    """Calls ``train`` and returns its result in a list; the list is empty if the attempt is over, and an exception is dropped then."""
     try:
         result = train()
         present.look()
@@ -92,7 +93,7 @@ def once(train: Callable[[], T], present: OwnAttempt) -> list[T]:
     except OverError:
         pass
     except Exception as error:
-        if getattr(error, "exit_status", 1) != 1:  # the launcher has to know which one it was
+        if getattr(error, "exit_status", 1) != 1:  # the launcher must see the exit status of this error
             raise
         present.look()
         if not present.is_over:
@@ -103,7 +104,7 @@ def once(train: Callable[[], T], present: OwnAttempt) -> list[T]:
 
 
 def _stay(present: OwnAttempt, known: Collection[object]) -> None:
-    """Returns when the next attempt may begin, as what the launcher has said of it.
+    """Waits for the launcher's order to begin the next attempt, and takes over its environment and streams.
 
     Raises:
         SystemExit: this process cannot stay.
@@ -125,7 +126,7 @@ def _stay(present: OwnAttempt, known: Collection[object]) -> None:
 
 
 def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
-    """Lets go of what the attempt has made, so that its connections close; the reason why this process cannot stay, empty if it can."""
+    """Releases all that the attempt has made, so that its connections close. Returns why this process cannot stay; empty: it can."""
     if accelerator.in_use() is not None:
         return "it uses a device, and groups of devices are not yet made anew in place"
     if present.refusal:
@@ -138,7 +139,7 @@ def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
         for each in (accelerate.AcceleratorState, accelerate.PartialState, accelerate.GradientState):
             each._shared_state.clear()
     if "torch._dynamo" in sys.modules:  # which takes long to import
-        torch.compiler.reset()  # else what the attempt has compiled counts against the limit of the next, and its shapes are known
+        torch.compiler.reset()  # else the compiled code counts against the next attempt's limit, and its shapes are known there
     rendezvous.forget_group()
     notes.step = None
     for stream in (sys.stdout, sys.stderr):
@@ -157,7 +158,7 @@ def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
 
 
 def _end_loaders(known: Collection[object]) -> None:
-    """Ends the processes of loaders. The collector would first close the queues through which they are told, and wait without end."""
+    """Ends the processes of loaders. Garbage collection would close the queues that tell them to end first, and wait without end."""
     for iterator in list(instances(_MultiProcessingDataLoaderIter)):
         if iterator not in known:
             iterator._shutdown_workers()

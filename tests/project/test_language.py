@@ -1,4 +1,4 @@
-"""Docstrings are plain English: of the phrases that the guide for contributors names, none comes back."""
+"""Docstrings are plain English: they have none of the phrases that the guide for contributors rules out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RIDDLES = {
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """The line and the text of each."""
+    """Yields the line and the text of each docstring in a file."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
             yield node.body[0].lineno, text
