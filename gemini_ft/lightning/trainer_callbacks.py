@@ -53,9 +53,14 @@ def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module])
 
     def leave(item: Any) -> frozenset[str]:
         private = next((names for kind, names in blank.items() if isinstance(item, kind)), frozenset[str]())
-        states = getattr(item, "__dict__", {}).get("_defaults")  # a torchmetrics.Metric's, which are captured as such
+        own = getattr(item, "__dict__", {})
+        states = own.get("_defaults")  # a torchmetrics.Metric's, which are captured as such
+        metrics = frozenset(name for name, value in own.items() if _is_metric(value)) if is_holder(item) else frozenset[str]()
         saved = _saved_by(item) if isinstance(item, base.Callback) else frozenset[str]()
-        return not_users(item) | private | saved | (frozenset(states) if isinstance(states, dict) else frozenset())
+        return not_users(item) | private | saved | metrics | (frozenset(states) if isinstance(states, dict) else frozenset())
+
+    def is_holder(item: Any) -> bool:
+        return item is trainer.datamodule or any(item is callback for callback in trainer.callbacks)
 
     others = {
         f"callback.{index}": callback
@@ -65,6 +70,11 @@ def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module])
     if trainer.datamodule is not None:
         others["datamodule"] = trainer.datamodule
     return Modes(modules, others, leave)
+
+
+def _is_metric(value: Any) -> bool:
+    """Whether a value is a torchmetrics.Metric or a collection of them, which are captured as such."""
+    return isinstance(value, torch.nn.Module) and any(kind.__module__.startswith("torchmetrics.") for kind in type(value).__mro__)
 
 
 def modules_beside(trainer: Any) -> dict[str, Any]:

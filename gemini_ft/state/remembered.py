@@ -220,11 +220,12 @@ class Attributes:
             for path, item, is_root in level:
                 if id(item) in seen or type(item) in ATOMS:
                     continue
-                if not is_root and (len(seen) > _OBJECTS + len(roots) or _is_closed(item)):
-                    continue
-                seen.add(id(item))
                 if self._is_namespace(item):
                     self._namespaces.add(id(item))
+                is_closed = _is_closed(item) and id(item) not in self._namespaces
+                if not is_root and (len(seen) > _OBJECTS + len(roots) or is_closed):
+                    continue
+                seen.add(id(item))
                 if id(item) in self._namespaces or _has_fields(item):
                     found[path] = item
                 below += [(f"{path}.{name}", inner, False) for name, inner in _parts(item)]

@@ -60,7 +60,7 @@ IN_THE_MIDDLE = """
     import os, signal, sys, tempfile
     from gemini_ft.export.target import DCP, Target, staged
 
-    with staged(sys.argv[1], Target("model.safetensors") if len(sys.argv) > 2 else DCP, overwrite=True) as folder:
+    with staged(sys.argv[1], Target(name="model.safetensors") if len(sys.argv) > 2 else DCP, overwrite=True) as folder:
         (folder / "__0_0.distcp").write_text("torn")
         os.kill(os.getpid(), signal.SIGKILL)
 """
