@@ -6,6 +6,7 @@ import functools
 import gc
 import sys
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -30,6 +31,21 @@ def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
         return None
     check: Callable[..., bool] = kind(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
+
+
+def forget_defaults(group: Any) -> None:
+    """Takes a default process group out of the defaults of functions, where None means the default group of the moment.
+
+    A module that is imported while there is one, as DDP imports ``torch.distributed.nn``, keeps it by ``group=dist.group.WORLD``, and its
+    connections stay open.
+    """
+    for each in gc.get_objects():
+        if type(each) is FunctionType:
+            if any(value is group for value in each.__defaults__ or ()):
+                each.__defaults__ = tuple(None if value is group else value for value in each.__defaults__ or ())
+            for name, value in (each.__kwdefaults__ or {}).items():
+                if value is group:
+                    each.__kwdefaults__[name] = None
 
 
 def forget_meshes() -> None:

@@ -120,6 +120,7 @@ class PlainState:
         self._outline: object = None  # by which a change of the layout is seen
         self._described: Survey | None = None  # the survey that `_outline` was made of
         self._changes = Changes()
+        self._named: set[str] = set()
         self._born = Structure()
         self.remember()
         if before is not None:
@@ -217,7 +218,7 @@ class PlainState:
     @property
     def named(self) -> set[str]:
         """The names that warnings of this job have called missing from its snapshots. The set is a part of these, and may be added to."""
-        return self._modes.named if self._modes is not None else set()
+        return self._modes.named if self._modes is not None else self._named
 
     @property
     def is_replicated(self) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, MutableMapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from types import MappingProxyType, MemberDescriptorType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Fields = MutableMapping[str, Any]
 NO_FIELDS: Any = MappingProxyType({})
 FEW = 64  # entries of a collection that a search looks at
@@ -27,39 +29,52 @@ def fields_of(item: Any) -> Fields:
     return _SlotFields(item, slots, own) if (slots := slots_of(kind)) else own
 
 
-@functools.cache
-def slots_of(kind: type) -> Mapping[str, MemberDescriptorType]:
-    """The slots of a class and its bases, by their full names: ``__rate`` of a class ``Model`` is ``_Model__rate``."""
-    found: dict[str, MemberDescriptorType] = {}
-    for base in kind.__mro__:
-        members = vars(base).items() if "__slots__" in vars(base) else ()
-        found = {name: slot for name, slot in members if isinstance(slot, MemberDescriptorType)} | found
-    return found
+def of_class(function: Callable[[type], T]) -> Callable[[type], T]:
+    """Keeps a function's result for each class as long as the class lives: one made inside a function may hold a model."""
+    known: weakref.WeakKeyDictionary[type, T] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(function)
+    def look(kind: type) -> T:
+        if (found := known.get(kind)) is None:
+            found = known[kind] = function(kind)
+        return found
+
+    return look
+
+
+@of_class
+def slots_of(kind: type) -> Mapping[str, weakref.ref[type]]:
+    """The slots of a class and its bases, with the class of each; ``__rate`` of a class ``Model`` is called ``_Model__rate``."""
+    bases = [base for base in reversed(kind.__mro__) if "__slots__" in vars(base)]
+    return {name: weakref.ref(base) for base in bases for name, slot in vars(base).items() if isinstance(slot, MemberDescriptorType)}
 
 
 class _SlotFields(Fields):
     """The attributes of an object that has some in slots."""
 
-    def __init__(self, item: Any, slots: Mapping[str, MemberDescriptorType], rest: Fields) -> None:
+    def __init__(self, item: Any, slots: Mapping[str, weakref.ref[type]], rest: Fields) -> None:
         self._item, self._slots, self._rest = item, slots, rest
+
+    def _slot(self, name: str) -> Any:
+        return vars(self._slots[name]())[name]
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._slots:
             return self._rest[name]
         try:
-            return self._slots[name].__get__(self._item)
+            return self._slot(name).__get__(self._item)
         except AttributeError:
             raise KeyError(name) from None
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name in self._slots:
-            self._slots[name].__set__(self._item, value)
+            self._slot(name).__set__(self._item, value)
         else:
             self._rest[name] = value
 
     def __delitem__(self, name: str) -> None:
         if name in self._slots:
-            self._slots[name].__delete__(self._item)
+            self._slot(name).__delete__(self._item)
         else:
             del self._rest[name]
 
@@ -83,5 +98,5 @@ def parts_of(item: Any, most: int = FEW) -> list[tuple[Any, Any]]:
     if isinstance(item, dict):
         entries = list(itertools.islice(item.items(), most))
     elif isinstance(item, (list, tuple)):
-        entries = list(enumerate(item[:most]))
+        entries = list(enumerate(itertools.islice((list if isinstance(item, list) else tuple).__iter__(item), most)))
     return entries + list(fields_of(item).items())

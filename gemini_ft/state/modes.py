@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import dis
-import functools
 import inspect
 import logging
 import textwrap
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gemini_ft.core.census import Fate, Finding, declare
+from gemini_ft.state.fields import of_class
 from gemini_ft.state.remembered import HOOKS, MODULE_INTERNALS, Attributes
 from gemini_ft.state.rng import generator_states, private_generators, set_generator_states
 
@@ -58,23 +58,24 @@ def not_users(item: Any) -> frozenset[str]:
     return _internals(kind) if isinstance(item, nn.Module) else frozenset()
 
 
-@functools.cache
+@of_class
 def _internals(kind: type) -> frozenset[str]:
     theirs = {name for base in kind.__mro__ if base.__module__.partition(".")[0] in _OTHERS for name in set_by(base)}
     private = {name for name in theirs if name.startswith("_")} - {"_hparams"}  # which a script may change while it trains
     return MODULE_INTERNALS | private if private else MODULE_INTERNALS
 
 
-@functools.cache
+@of_class
 def set_by(kind: type) -> frozenset[str]:
     """Names of the attributes that the methods of a class set of their first argument; by their code, as there may be no source."""
-    functions = [inspect.unwrap(getattr(item, "fget", None) or getattr(item, "__func__", item)) for item in vars(kind).values()]
+    found = [(item.fget, item.fset) if isinstance(item, property) else (item,) for item in vars(kind).values()]
+    functions = [inspect.unwrap(getattr(part, "__func__", part)) for parts in found for part in parts]
     return frozenset(
         name for each in functions if isinstance(each, FunctionType) for name in _stores(each.__code__, each.__code__.co_varnames[:1])
     )
 
 
-@functools.cache
+@of_class
 def kept_by(kind: type) -> frozenset[str]:
     """Names of the attributes in a class's ``state_dict`` and ``load_state_dict``; all that it sets, where these take ``vars(self)``."""
     methods = [method for method in _methods(kind) if method.name in ("state_dict", "load_state_dict")]

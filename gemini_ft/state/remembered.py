@@ -197,7 +197,7 @@ class Attributes:
                 continue
             now, given = self._fields(item), values.get(path, {})
             for name in values.get(_GONE, {}).get(path, ()):
-                now.pop(name, None)
+                _delete(now, name)
             for name, then in (self._marked[path] | given).items():
                 current = now.get(name, _ABSENT)
                 if name in values.get(_GONE, {}).get(path, ()) or (not shared and is_shared(current)):
@@ -208,7 +208,7 @@ class Attributes:
                 if is_same(present, then) or (name not in given and type(present) is Opaque and (not lost or isinstance(current, _CODE))):
                     continue
                 if not (is_shared(current) and wrote(current, then)):
-                    now[name] = copy_of(then)
+                    _set(now, name, copy_of(then))
 
     def _find(self, roots: Mapping[str, Any]) -> dict[str, Any]:
         """Objects with attributes of their own, by the path that leads to them."""
@@ -318,6 +318,21 @@ class _StillModules:
 
 
 _ABSENT = object()
+
+
+def _set(fields: Fields, name: str, value: Any) -> None:
+    """Sets an attribute, or the entry of a namespace, as ``dict`` does: what its class has made of that is not called."""
+    if isinstance(fields, dict):
+        dict.__setitem__(fields, name, value)
+    else:
+        fields[name] = value
+
+
+def _delete(fields: Fields, name: str) -> None:
+    if isinstance(fields, dict):
+        dict.pop(fields, name, None)
+    else:
+        fields.pop(name, None)
 
 
 def _has_fields(item: Any) -> bool:

@@ -107,7 +107,7 @@ class GivenGenerator:
         return {"generator": _state_of(self.generator)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _set_state_of(self.generator, state["generator"])
+        _set_state_of(self.generator, _state_of(state) if is_generator(state) else state["generator"])
 
 
 def private_generators(**roots: Any) -> dict[str, Any]:

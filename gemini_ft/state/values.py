@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import ctypes
 import itertools
-import math
 import operator
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -80,7 +79,13 @@ def copy_of(value: Any) -> Any:
             raise NotPlain
         return value
     if kind is torch.Tensor:
-        if value.layout is not torch.strided or value.is_meta or value.numel() * value.element_size() > SMALL:
+        if (
+            value.layout is not torch.strided
+            or value.is_meta
+            or value.is_nested
+            or value.is_quantized
+            or value.numel() * value.element_size() > SMALL
+        ):
             raise NotPlain
         return value.detach().clone()
     if kind in (np.ndarray, bytearray):
@@ -93,6 +98,8 @@ def copy_of(value: Any) -> Any:
             return value  # its parts never change: comparing it with itself is quick
         return deque(parts, value.maxlen) if kind is deque else kind(parts)
     if kind in MAPPINGS and len(value) <= FEW:
+        if any(isinstance(key, torch.Tensor | np.ndarray) for key in value):  # which are equal to none, or to many
+            raise NotPlain
         pairs = {copy_of(key): copy_of(part) for key, part in value.items()}
         made: Any = kind
         return made(value.default_factory, pairs) if kind is defaultdict else made(pairs)
@@ -132,19 +139,27 @@ def wrote(shared: Any, value: Any) -> bool:
 
 def is_same(value: Any, then: Any) -> bool:
     """Whether two plain values are the same, bit for bit."""
+    if value is then:
+        return True
     if type(value) is not type(then):
         return False
     if isinstance(value, torch.Tensor):
-        return (value.shape, value.dtype, value.device) == (then.shape, then.dtype, then.device) and torch.equal(value, then)
+        is_alike = (value.shape, value.dtype, value.device) == (then.shape, then.dtype, then.device)
+        return is_alike and torch.equal(_bits(value), _bits(then))
     if isinstance(value, np.ndarray):
         return (value.shape, value.dtype) == (then.shape, then.dtype) and value.tobytes() == then.tobytes()
     if isinstance(value, (list, tuple, deque)):
         return len(value) == len(then) and all(map(is_same, value, then))
     if isinstance(value, dict):
         return list(value) == list(then) and all(is_same(part, then[key]) for key, part in value.items())
-    if isinstance(value, float):
-        return value == then and math.copysign(1, value) == math.copysign(1, then)
-    return bool(value == then)
+    if isinstance(value, float | complex):
+        return np.asarray(value).tobytes() == np.asarray(then).tobytes()
+    return value.tobytes() == then.tobytes() if isinstance(value, np.generic) else bool(value == then)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements' bytes: a NaN is equal to itself."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _mark(value: Any, closely: bool, most: int = _SAMPLED) -> int:
@@ -156,7 +171,16 @@ def _mark(value: Any, closely: bool, most: int = _SAMPLED) -> int:
         value: anything.
         closely: as in `Opaque`.
         most: the most entries of a container that are looked at.
+
+    One that cannot be looked at (a lazy module, a nested tensor) shows no change.
     """
+    try:
+        return _marked(value, closely, most)
+    except Exception:  # an object may raise anything
+        return 0
+
+
+def _marked(value: Any, closely: bool, most: int) -> int:
     if isinstance(value, torch.Tensor):
         is_seen = closely and value.device.type == "cpu" and value.layout is torch.strided and value.numel() > 0
         first = repr(value[(0,) * value.ndim].item()) if is_seen and not hasattr(value, "placements") else ""

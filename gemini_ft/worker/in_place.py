@@ -27,7 +27,7 @@ from gemini_ft.launch.in_place import FAILED, IN_PLACE, LEAVES, PARKED
 from gemini_ft.launch.script import record, take_rank
 from gemini_ft.state.left_out import instances
 from gemini_ft.state.rng import rng_state, set_rng_state
-from gemini_ft.torch_versions import forget_meshes, number_groups_anew
+from gemini_ft.torch_versions import forget_defaults, forget_meshes, number_groups_anew
 from gemini_ft.worker import attempt, rendezvous
 from gemini_ft.worker.attempt import OverError, OwnAttempt
 
@@ -69,13 +69,17 @@ def run(train: Callable[[], T]) -> T:
         end.connect(f"\0{address}")
         known, randomness = [*threading.enumerate(), *instances(_MultiProcessingDataLoaderIter)], rng_state()
         named = attempt.named.copy()
-        has_gradients = torch.is_grad_enabled()
+        has_gradients, variables = torch.is_grad_enabled(), dict(os.environ)
         try:
             while True:
                 attempt.present = present = OwnAttempt(end)
                 if done := once(train, present):
                     return done[0]
-                _stay(present, known)
+                variables |= _stay(present, known)
+                for name in os.environ.keys() - variables.keys():
+                    del os.environ[name]
+                os.environ.update(variables)
+                take_rank(os.environ)
                 attempt.named = named.copy()
                 set_rng_state(randomness)
                 torch.set_grad_enabled(has_gradients)
@@ -103,8 +107,8 @@ def once(train: Callable[[], T], present: OwnAttempt) -> list[T]:
     return []
 
 
-def _stay(present: OwnAttempt, known: Collection[object]) -> None:
-    """Waits for the launcher's order to begin the next attempt, and takes over its environment and streams.
+def _stay(present: OwnAttempt, known: Collection[object]) -> dict[str, str]:
+    """Waits for the launcher's order to begin the next attempt, and takes over its streams; returns what is new in its environment.
 
     Raises:
         SystemExit: this process cannot stay.
@@ -121,8 +125,7 @@ def _stay(present: OwnAttempt, known: Collection[object]) -> None:
     for target, stream in enumerate(streams):
         os.dup2(stream, target)
         os.close(stream)
-    os.environ.update(environ)
-    take_rank(environ)
+    return environ
 
 
 def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
@@ -133,7 +136,10 @@ def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
         return present.refusal
     present.close_checkpointers()
     if dist.is_initialized():
+        group = dist.group.WORLD
         dist.destroy_process_group()
+        forget_defaults(group)
+        del group
     number_groups_anew()
     if (accelerate := sys.modules.get("accelerate.state")) is not None:  # it keeps devices and process group for the whole process
         for each in (accelerate.AcceleratorState, accelerate.PartialState, accelerate.GradientState):

@@ -79,6 +79,9 @@ def network() -> nn.Sequential:
 
 def train() -> None:
     rank, world = os.environ["RANK"], int(os.environ["WORLD_SIZE"])
+    assert os.environ.setdefault("SET_BY_AN_ATTEMPT", str(os.getpid()) + os.environ["TORCHELASTIC_RESTART_COUNT"]).endswith(
+        os.environ["TORCHELASTIC_RESTART_COUNT"]
+    )  # what libraries set in the environment, the next attempt does not find
     with open(f"{FOLDER}/rank-{rank}", "a", buffering=1) as trace:
         print("attempt", os.getpid(), float(torch.rand(())).hex(), file=trace)  # random numbers begin anew as well
         reached("start")

@@ -298,7 +298,7 @@ class Made:
 """
     made: dict[str, Any] = {}
     exec(text, made)
-    assert set_by(made["Made"]) == {"plain", "added", "a", "b", "deep"}
+    assert set_by(made["Made"]) == {"plain", "added", "a", "b", "deep", "_value"}
 
 
 @pytest.mark.gpu

@@ -1,0 +1,94 @@
+"""Values that are compared bit for bit, and looks at objects that do not like to be looked at."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gemini_ft.state.fields import fields_of
+from gemini_ft.state.modes import Modes
+from gemini_ft.state.remembered import Attributes
+from gemini_ft.state.values import copy_of, is_same
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "value", [NAN, torch.full((3,), NAN), {"a": NAN}, [1.0, NAN], complex(NAN, 1), np.float32("nan"), np.array([NAN]), torch.tensor([1j])]
+)
+def test_what_is_no_number_is_the_same_as_itself(value: Any) -> None:
+    assert is_same(copy_of(value), value)
+
+
+@pytest.mark.parametrize("of", [float, torch.tensor, np.float32, lambda zero: [complex(1, zero)]])
+def test_the_sign_of_a_zero_counts(of: Any) -> None:
+    assert is_same(of(0.0), of(0.0))
+    assert not is_same(of(0.0), of(-0.0))
+
+
+class Odd(nn.Module):
+    """Attributes of which each raised at a look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+        self.names = {tensor: name for name, tensor in self.net.named_parameters()}
+        self.held = [nn.LazyLinear(3)]
+        self.nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+        self.count = 0
+
+
+def test_attributes_that_cannot_be_looked_at_stop_nothing() -> None:
+    odd = Odd()
+    modes = Modes(dict(odd.named_modules()))
+    odd.count = 3
+    assert modes.collect(dict(odd.named_modules()))["attributes"] == {"": {"count": 3}}
+
+
+def test_a_class_that_was_made_in_a_function_is_not_kept_alive_by_a_look() -> None:
+    def look() -> weakref.ref[nn.Module]:
+        model = nn.Linear(2, 2)
+
+        class Meter:
+            __slots__ = ("total",)
+
+            def __init__(self) -> None:
+                self.total = 0.0
+
+            def add(self) -> None:
+                self.total += float(model.weight.sum())
+
+        meter = Meter()
+        assert dict(fields_of(meter)) == {"total": 0.0}
+        Attributes({"meter": meter}).changes()
+        return weakref.ref(model)
+
+    model = look()
+    gc.collect()
+    assert model() is None
+
+
+def test_a_namespace_is_given_back_without_its_classs_own_methods() -> None:
+    class Strict(dict[str, Any]):
+        def __setitem__(self, key: str, value: Any) -> None:
+            raise TypeError("read only")
+
+        def pop(self, *_: Any) -> Any:
+            raise TypeError("read only")
+
+    holder = nn.Module()
+    holder.config = Strict(rate=1.0)
+    modes = Modes({"": holder})
+    dict.__setitem__(holder.config, "rate", 2.0)
+    saved = modes.collect({"": holder})
+    assert not math.isclose(1.0, saved["attributes"][".config"]["rate"])
+    dict.__setitem__(holder.config, "rate", 1.0)
+    modes.restore(saved, {"": holder})
+    assert holder.config == {"rate": 2.0}
