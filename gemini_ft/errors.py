@@ -31,8 +31,6 @@ refused: a process that begins anew may no longer see what is wrong with it.
 
 from __future__ import annotations
 
-import re
-
 _MOST = 8000  # characters of a text
 FINAL = 70  # EX_SOFTWARE: the exit status for a state that no restart may talk away
 
@@ -44,7 +42,8 @@ def printable(text: str) -> str:
     """
     if len(text) > _MOST:
         text = f"{text[: _MOST // 2]} ... {len(text) - _MOST} characters are left out ... {text[-_MOST // 2 :]}"
-    line = re.sub(r"\s*\n\s*", " ", text.strip("\n"))
+    # Not by a pattern for the blanks around the end of a line: its time grows with the square of their number.
+    line = " ".join(filter(None, map(str.strip, text.split("\n")))) if "\n" in text else text
     return line if line.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 

@@ -1,7 +1,7 @@
 """The events of a run, one JSON object per line, appended to the file that GEMINI_EVENTS names.
 
 For drills, tests and dashboards; without the variable nothing is written. Every line has ``event``, ``at`` (seconds of the
-system's clock), ``pid``, ``host``, ``rank`` and ``stream``, and besides:
+system's clock), ``pid``, ``run``, ``host``, ``rank`` and ``stream``, and besides:
 
     joined     incarnation, hosts (of each rank), resuming ("nothing", "memory", "storage"), iteration
     resumed    iteration, sources ("own memory", "peer <host>", "storage" -> bytes this rank has read), seconds
@@ -13,7 +13,7 @@ system's clock), ``pid``, ``host``, ``rank`` and ``stream``, and besides:
     leader     epoch, leader: that host's agent leads the commits from now on, in place of another one; ``rank`` is null
     left       finished, interrupted; neither after a failure
     waited     seconds: storage could not say for so long what there is to resume
-    lost       cause ("died", "hang", "drain"): the agent has seen the end of this rank's worker, which had not left
+    lost       cause ("died", "hang", "drain"), incarnation: the agent has seen the end of this rank's worker, which had not left
 """
 
 from __future__ import annotations
@@ -34,14 +34,18 @@ _log = logging.getLogger("gemini_ft")
 class EventLog:
     """The events of one worker's part of a stream; writes nothing without GEMINI_EVENTS.
 
+    Args:
+        run: id of the run; None: the one that GEMINI_RUN_ID names.
+        who: what every line has besides.
+
     Raises:
         ConfigError: GEMINI_EVENTS cannot be written.
     """
 
-    def __init__(self, **who: Any) -> None:
+    def __init__(self, run: str | None = None, **who: Any) -> None:
         path = os.environ.get("GEMINI_EVENTS")
         self._torn, self._lost = False, 0  # whether the last line is there in part only; lines that are not there at all
-        self._who = {"pid": os.getpid(), **who}
+        self._who = {"pid": os.getpid(), "run": run or os.environ.get("GEMINI_RUN_ID"), **who}
         try:  # appending is atomic: the lines of several processes do not mix
             self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644) if path else -1
         except OSError as error:
@@ -69,13 +73,14 @@ class EventLog:
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:
-    """Reads all events so far, whole lines only; none while there is no file."""
+    """Reads all events so far, whole lines only; none while there is no file. A line that is no JSON object is skipped."""
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(errors="replace")
     except FileNotFoundError:
         return []
     found = []
     for line in text[: text.rfind("\n") + 1].splitlines():
         with contextlib.suppress(ValueError):  # the disk was full in the middle of it
-            found.append(json.loads(line))
+            if isinstance(event := json.loads(line), dict):
+                found.append(event)
     return found

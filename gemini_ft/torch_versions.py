@@ -43,9 +43,8 @@ def forget_defaults(group: Any) -> None:
         if type(each) is FunctionType:
             if any(value is group for value in each.__defaults__ or ()):
                 each.__defaults__ = tuple(None if value is group else value for value in each.__defaults__ or ())
-            for name, value in (each.__kwdefaults__ or {}).items():
-                if value is group:
-                    each.__kwdefaults__[name] = None
+            named = each.__kwdefaults__ or {}
+            named.update({name: None for name, value in named.items() if value is group})
 
 
 def forget_meshes() -> None:

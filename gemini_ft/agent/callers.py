@@ -6,11 +6,18 @@ on the address of each host: where two processes give one name, the process that
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import struct
 from collections.abc import Awaitable, Callable
 
+from gemini_ft.agent.commit.collector import HEARTBEAT
 from gemini_ft.agent.tasks import Tasks
-from gemini_ft.errors import AgentError, GeminiError
+from gemini_ft.errors import AgentError
 from gemini_ft.wire.tcp import Connection
+
+_SILENCE = 5 * HEARTBEAT  # seconds after which a process that cannot be called back is given up
+_TCP_INFO = struct.Struct("=52xI")  # of linux/tcp.h: tcpi_last_data_recv
 
 
 class Callers:
@@ -49,11 +56,32 @@ class Callers:
     async def _call_back(self, host: str) -> None:
         try:
             self._proved[host] = found = await self._certificate_of(host)
-        except GeminiError:  # nobody answers there: once the present connections are gone, the next process is believed
+        except Exception:  # of any kind. Nobody answers there: once the present connections are gone, the next process is believed
             self._proved.pop(host, None)
+            self._give_up_if_silent(host)
         else:
             if impostors := [each for each in self._open.get(host, ()) if each.certificate != found and not each.closed.is_set()]:
                 self._log(f"a process that is not at its address has called itself host {host!r}: its connections are closed")
                 for connection in impostors:
                     connection.abort(f"it is not host {host}")
-        self._asked.discard(host)
+        finally:
+            self._asked.discard(host)
+
+    def _give_up_if_silent(self, host: str) -> None:
+        """Ends the connections of a process that has been lost, or stopped, and keeps the host's next one out: its kernel may live on."""
+        there = [each for each in self._open.get(host, ()) if not each.closed.is_set()]
+        if there and min(map(silence_of, there)) > _SILENCE:
+            self._log(f"host {host!r} is not at its address, and has been silent for more than {_SILENCE:g} s: its connections are closed")
+            for connection in there:
+                connection.abort(f"host {host} is silent, and another process gives its name")
+
+
+def silence_of(connection: Connection) -> float:
+    """Seconds since anything has come from a peer, be it a message or a part of a payload; that its kernel lives does not count."""
+    found = float("inf")
+    sockets = [connection.transport.get_extra_info("socket")] if connection.transport is not None else []
+    for sock in [*sockets, *connection.payload_sockets]:
+        with contextlib.suppress(OSError):  # it has been closed
+            (milliseconds,) = _TCP_INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
+            found = min(found, milliseconds / 1000)
+    return found

@@ -172,11 +172,12 @@ class StreamContext:
         cause = worker.parting or ("drain" if leaves else "died")
         if self.measures is not None:
             self.measures.lost(cause)
-        self._write_event("lost", rank=worker.rank, cause=cause)
+        number = worker.incarnation.number if worker.incarnation is not None else None
+        self._write_event("lost", rank=worker.rank, cause=cause, incarnation=number)
 
     def _write_event(self, event: str, **facts: Any) -> None:
         try:
-            events = EventLog(host=self.host.name, rank=None, stream=self.name)
+            events = EventLog(self.run.run_id, host=self.host.name, rank=None, stream=self.name)
         except ConfigError as error:
             self.log(str(error))
         else:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Set
 from datetime import datetime
 
 from gemini_ft.agent.stream import Stream
+from gemini_ft.agent.watchdog import START_TIMEOUT
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.config import load_config
 from gemini_ft.errors import RunAliveError, StateError
@@ -75,14 +76,15 @@ class Departure:
         launches: the launches of the run that are known here.
 
     Attributes:
-        linger: seconds for which the agent stays without a worker, as the last worker has said.
+        linger: seconds for which the agent stays without a worker, as the last worker has said. Until one comes, at least those that
+            whoever has started the agent may take: an agent that left before would take the memory it has inherited along.
         idle_since: when the last worker was seen, on the monotonic clock.
         follows: whether it leaves after its workers, as it was told to end while they are drained.
     """
 
     def __init__(self, streams: Mapping[str, Stream], workers: Set[WorkerConnection], launches: Launches) -> None:
         self._streams, self._workers, self._launches = streams, workers, launches
-        self.linger = load_config().linger  # until a worker comes: one that is started in place of another may stay without any
+        self.linger = max(load_config().linger, START_TIMEOUT)
         self.idle_since = time.monotonic()
         self._asked_to_leave = False
         self.follows = False

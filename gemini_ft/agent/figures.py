@@ -86,16 +86,19 @@ OF_STREAM = (
     Figure("gemini_snapshot_interval_steps", "Steps between snapshots.", lambda of: of["traffic"] and of["traffic"]["interval"]),
     Figure("gemini_replica_bytes_total", "Bytes of shards that were sent to other hosts.", _counted("replica_bytes")),
     Figure("gemini_damaged_copies_total", "Copies here that had to be discarded.", _counted("damaged")),
-    Figure("gemini_slots", "Slots by what they hold.", _slots, "state"),
+    Figure("gemini_slots", "Slots by state.", _slots, "state"),
     Figure("gemini_uploads_total", "Checkpoints that have reached storage.", _counted("uploads")),
-    Figure("gemini_failed_uploads_total", "Checkpoints that have not.", _counted("failed_uploads")),
+    Figure("gemini_failed_uploads_total", "Checkpoints whose upload failed.", _counted("failed_uploads")),
     Figure("gemini_stored_step", "The newest step in storage, as far as this host knows.", _stored("stored")),
-    Figure("gemini_stored_timestamp_seconds", "When it was stored.", _stored("stored_at")),
+    Figure("gemini_stored_timestamp_seconds", "When the newest stored step was stored.", _stored("stored_at")),
     Figure("gemini_storage_failing_since_timestamp_seconds", "Since when storage fails; 0: it is well.", _stored("failing_since", 0)),
     Figure(
-        "gemini_restarts_total", "Attempts after the first one, by what ended the one before.", _measured(lambda of: of.restarts), "cause"
+        "gemini_restarts_total",
+        "Attempts after the first one, by the cause that this host saw.",
+        _measured(lambda of: of.restarts),
+        "cause",
     ),
-    Figure("gemini_time_seconds_total", "What the time of the run went into, as this host sees it.", _measured(_seconds), "phase"),
+    Figure("gemini_time_seconds_total", "Time of the run by phase, as this host sees it.", _measured(_seconds), "phase"),
     Figure("gemini_leader_changes_total", "Times that another host has come to lead the commits.", _counted("leader_changes")),
     Figure("gemini_leader_reached", "Whether the leader of the commits hears this host at once.", lambda of: of["reaches_leader"]),
     Figure("gemini_job_hosts", "Hosts of the job, as its leader says.", _of_job("hosts")),
@@ -105,8 +108,8 @@ OF_STREAM = (
 )
 DISTRIBUTIONS: tuple[tuple[str, str, Callable[[Measures], Distribution]], ...] = (
     ("gemini_commit_seconds", "From the end of a step on this host until it was committed.", lambda of: of.commit_seconds),
-    ("gemini_blocked_seconds", "For which snapshots held up a step of a worker.", lambda of: of.blocked_seconds),
-    ("gemini_waited_seconds", "The part of that for which an update waited for the copy.", lambda of: of.waited_seconds),
+    ("gemini_blocked_seconds", "Time for which snapshots held up a step of a worker.", lambda of: of.blocked_seconds),
+    ("gemini_waited_seconds", "The part of gemini_blocked_seconds for which an update waited for the copy.", lambda of: of.waited_seconds),
 )
 
 

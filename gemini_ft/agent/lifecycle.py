@@ -284,7 +284,7 @@ def agent_environment() -> dict[str, str]:
 
     paths = [str(Path(entry).resolve().parent) for entry in gemini_ft.__path__[:1]]
     existing = [str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    options = {"GEMINI_CONFIG": os.path.abspath(path)} if (path := os.environ.get("GEMINI_CONFIG")) else {}
+    options = {name: os.path.abspath(path) for name in ("GEMINI_CONFIG", "GEMINI_EVENTS") if (path := os.environ.get(name))}
     return {**os.environ, **options, "PYTHONPATH": os.pathsep.join([*paths, *existing])}
 
 

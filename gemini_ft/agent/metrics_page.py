@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 _AGE = 1.0  # seconds for which a page is served again as it is
-_AGAIN = 2.0  # seconds until a port that was taken is tried again
+RETRY_SECONDS = 2.0  # seconds until a port that was taken is tried again
 _SECONDS = 5.0  # for a request and its answer
 _READERS = 16  # at a time
 _REQUEST_BYTES = 8192
+_TEXTS = 20  # about figures that could not be read; each is logged once
 _PATH = "/metrics"
+_PARTS = ("core", "exposition", "openmetrics.exposition")  # of prometheus-client
 _OPEN_METRICS = "application/openmetrics-text; version=1.0.0"  # whatever version a reader asks for: there are two pages only
 
 
@@ -58,6 +60,7 @@ class MetricsPage:
 
     def __init__(self, run: RunContext, account: Callable[[], dict[str, Any]], streams: Streams) -> None:
         self._run, self._account, self._streams = run, account, streams
+        self._said = set[str]()  # about figures that could not be read
         self._pages: dict[str, tuple[float, bytes]] = {}  # content type -> when it was written, and the page
         self._readers: dict[int, asyncio.StreamWriter] = {}  # by id, the connections that are being answered, the oldest first
         self._tasks = Tasks()
@@ -77,17 +80,24 @@ class MetricsPage:
         except ConfigError as error:  # the option may have been set after a worker had checked it
             self._run.log(str(error))
             return
+        try:  # of which a reader should not be the first: it takes longer than the agent's loop may wait
+            for part in _PARTS:
+                await asyncio.to_thread(importlib.import_module, f"prometheus_client.{part}")
+        except Exception as error:  # of any kind: the library is not ours
+            self._run.log(f"metrics are not served, as prometheus-client cannot be imported: {type(error).__name__}: {error}")
+            return
         host, _, port = (config.metrics or "").rpartition(":")
         is_told = False
         while True:
             try:
-                listener = bound(host.strip("[]"), int(port), socket.SOCK_STREAM)
+                # Not on this thread: a name server that is down would stop the agent.
+                listener = await asyncio.to_thread(bound, host.strip("[]"), int(port), socket.SOCK_STREAM)
                 break
-            except ConfigError as error:
+            except (ConfigError, UnicodeError) as error:  # such a name cannot be asked for
                 if not is_told:
                     is_told = True
                     self._run.log(f"metrics are not served while this lasts, and all else goes on: {error}")
-            await asyncio.sleep(_AGAIN)
+            await asyncio.sleep(RETRY_SECONDS)
         self._server = await asyncio.start_server(self._answer, sock=listener, limit=_REQUEST_BYTES)
         self._run.metrics = f"{host}:{listener.getsockname()[1]}"
         self._run.log(f"metrics are served at http://{self._run.metrics}{_PATH}")
@@ -115,7 +125,14 @@ class MetricsPage:
         if target.partition("?")[0] != _PATH:
             return _response("404 Not Found", "text/plain", f"figures are at {_PATH}\n".encode())
         accepted = next((value for name, _, value in (line.partition(":") for line in rest) if name.strip().lower() == "accept"), "")
-        kind, page = self._page(accepted)
+        try:
+            kind, page = self._page(accepted)
+        except Exception as error:  # of any kind: a figure must not leave the reader without an answer
+            text = f"the figures cannot be read: {type(error).__name__}: {error}"
+            if text not in self._said and len(self._said) < _TEXTS:
+                self._said.add(text)
+                self._run.log(text)
+            return _response("500 Internal Server Error", "text/plain", b"the figures cannot be read; see the agent's log\n")
         return _response("200 OK", kind, page, is_asked_for=method == "GET")
 
     def _page(self, accepted: str) -> tuple[str, bytes]:

@@ -196,12 +196,12 @@ def start(run: str, host: str, estate: LeftMemory, deadline: float) -> None:
         if process.poll() is None:
             if process.pid in _listening_pids(run, host):
                 return
-        elif process.returncode != 0:
-            process = lifecycle.spawn(run, host, estate.fds, estate.arguments)
-        elif (sock := lifecycle.try_connect(run, host)) is not None:
+        elif process.returncode == 0 and (sock := lifecycle.try_connect(run, host)) is not None:
             with sock:
                 _hand_over(sock, estate)
             return
+        else:  # it has failed, or it has left its place to one that has gone since
+            process = lifecycle.spawn(run, host, estate.fds, estate.arguments)
         time.sleep(_POLL)
 
 

@@ -1,6 +1,7 @@
 """The ledger of a run's time: the seconds of each phase, and the cost of each failure. Pure; times are arguments, in seconds of one clock.
 
-Every second between the first and the last call belongs to exactly one phase: each call books the time since the call before.
+Every second between the first and the last call belongs to exactly one phase: each call books the time since the call before. Only the
+time between an orderly end and the next start of the run belongs to none.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class FailureCost:
 
 
 class TimeLedger:
-    """The ledger of one stream.
+    """The ledger of one stream of one run.
 
     The reports of all ranks are booked together: a phase lasts until the last rank has left it, and a step ends with the first rank.
 
@@ -62,8 +63,12 @@ class TimeLedger:
         self._at = began
         self._is_running = False  # an attempt is under way, and no failure of it is known
         self._incarnation = 0
+        self._joined_at = began  # the last rank of the present attempt, so far
+        self._is_over = False  # the attempt has come to an orderly end: its ranks have finished, or the user has interrupted them
+        self._is_interrupted = False
         self._step = 0  # of the present attempt
         self._furthest = 0
+        self._is_done = False  # the last attempt had finished its work, and no other one has begun
         self._is_lost = False  # the present time is booked to the newest failure, too
 
     def joined(self, at: float, incarnation: int, step: int) -> None:
@@ -71,15 +76,19 @@ class TimeLedger:
         if incarnation < self._incarnation:
             return
         if incarnation > self._incarnation:
-            if self._incarnation and self._is_running:  # no failure was reported
-                self._begin_failure(at=self._at, cause="", host="")
-            self._incarnation, self._step, self._is_running = incarnation, step, True
+            self._leave_attempt(at)
+            if self._is_done and not step:  # the training begins anew: nothing is trained again
+                self._furthest = 0
+            self._incarnation, self._step, self._is_running, self._is_done = incarnation, step, True, False
             if self.failures and self._is_lost:
                 self.failures[-1].resumed = step
         self._close(at, Phase.RENDEZVOUS)
+        self._joined_at = self._at
 
     def waited(self, at: float, seconds: float) -> None:
         """Books the last ``seconds``, for which a rank waited for storage before it joined."""
+        if at - seconds > self._joined_at:  # else the clock of a rank that has joined the same attempt is behind
+            self._leave_attempt(at - seconds)
         open_for = max(0.0, at - self._at)
         self._close(at - min(seconds, open_for), Phase.RENDEZVOUS)
         self._close(at, Phase.STORAGE)
@@ -99,20 +108,28 @@ class TimeLedger:
         self._close(at, Phase.STALL)
         self._step, self._furthest = step, max(step, self._furthest)
 
-    def failed(self, at: float, cause: str, host: str) -> None:
-        """Books the time until the failure of a worker was known. The ends of the other workers, which follow, do not count as failures."""
-        if self._is_running:
+    def failed(self, at: float, cause: str, host: str, incarnation: int | None = None) -> None:
+        """Books the time until the failure of a worker was known.
+
+        The ends of the other workers, which follow, do not count as failures, nor do those of an ``incarnation`` of the past, of which an
+        agent tells late, or those after an interrupt. A worker that fails when others have finished does.
+        """
+        is_past = incarnation is not None and incarnation < self._incarnation
+        if self._is_running and not self._is_interrupted and not is_past:
+            self._is_over = False
             self._close(at, Phase.DETECTION, begins=(cause, host))
 
-    def ended(self, at: float) -> None:
-        """Books the time until a rank has left with its work finished; the time after its last step is training, too."""
+    def ended(self, at: float, is_interrupted: bool = False) -> None:
+        """Books the time until a rank has left with its work finished, or as the user wanted; from its last step on it is training, too."""
         if self._is_running:
             self._is_lost = False
             self._close(at, Phase.TRAINING)
+        self._is_interrupted = self._is_interrupted or is_interrupted
+        self._is_over = self._is_over or self._is_running or is_interrupted
 
     @property
     def total(self) -> float:
-        """Seconds from the beginning until now."""
+        """Seconds from the beginning until now, without those for which the run was over."""
         return sum(self.seconds.values())
 
     def shares(self) -> Mapping[Phase, float]:
@@ -120,6 +137,15 @@ class TimeLedger:
         return {phase: seconds / self.total if self.total else 0.0 for phase, seconds in self.seconds.items()}
 
     # -- inside
+
+    def _leave_attempt(self, at: float) -> None:
+        """Notes that another attempt began by ``at``: the one before had come to an orderly end, or has failed, also if nobody told."""
+        if self._is_over:
+            self._at = max(self._at, at)
+            self._is_done = self._is_done or not self._is_interrupted
+            self._is_running = self._is_lost = self._is_over = self._is_interrupted = False
+        elif self._is_running:
+            self._begin_failure(at=self._at, cause="", host="")
 
     def _begin_failure(self, at: float, cause: str, host: str) -> None:
         self.failures.append(FailureCost(at=at, cause=cause, host=host, step=self._step))

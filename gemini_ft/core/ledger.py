@@ -72,10 +72,12 @@ class Ledger:
     @property
     def withholding(self) -> list[str]:
         """The hosts that have not reported their own shards of the version under way, without which nothing can be committed."""
-        current = self._folded if self._folded.version is not None else next(iter(self._rounds.values()), None)
-        if current is None or current.own_since is not None:
-            return []
-        return sorted({self.holders[owner][0] for owner in self.holders.keys() - current.roots.keys()})
+        current = next(iter(self._rounds.values()), None)
+        if self._folded.version is not None:
+            lacking = [owner for owner in self.holders if not self._folded.has_own(owner)]
+        else:
+            lacking = [owner for owner in self.holders if current is not None and owner not in current.own]
+        return sorted({self.holders[owner][0] for owner in lacking})
 
     # -- reports
 

@@ -132,6 +132,7 @@ class Standby:
                     return self._move(best)
                 except RendezvousConnectionError:  # it was there when it was asked
                     known.clear()
+                    self._generation = 0  # the next one must not be raised to that store's
             waited, silent = time.monotonic() - begun, self._named(known)
             if waited > patience:
                 why = ". The job may be at work there; leave out of --rdzv-endpoint, on all hosts, a store that is gone" if known else ""

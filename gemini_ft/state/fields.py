@@ -98,5 +98,6 @@ def parts_of(item: Any, most: int = FEW) -> list[tuple[Any, Any]]:
     if isinstance(item, dict):
         entries = list(itertools.islice(item.items(), most))
     elif isinstance(item, (list, tuple)):
-        entries = list(enumerate(itertools.islice((list if isinstance(item, list) else tuple).__iter__(item), most)))
+        values = list.__iter__(item) if isinstance(item, list) else tuple.__iter__(item)
+        entries = list(enumerate(itertools.islice(values, most)))
     return entries + list(fields_of(item).items())

@@ -68,7 +68,7 @@ def _internals(kind: type) -> frozenset[str]:
 @of_class
 def set_by(kind: type) -> frozenset[str]:
     """Names of the attributes that the methods of a class set of their first argument; by their code, as there may be no source."""
-    found = [(item.fget, item.fset) if isinstance(item, property) else (item,) for item in vars(kind).values()]
+    found: list[tuple[Any, ...]] = [(item.fget, item.fset) if isinstance(item, property) else (item,) for item in vars(kind).values()]
     functions = [inspect.unwrap(getattr(part, "__func__", part)) for parts in found for part in parts]
     return frozenset(
         name for each in functions if isinstance(each, FunctionType) for name in _stores(each.__code__, each.__code__.co_varnames[:1])

@@ -109,13 +109,14 @@ def test_commits_go_on_by_way_of_a_collector_that_strangers_and_a_member_attack(
     job.open(ranks, addresses={rank.host: rank.address for rank in ranks} | {"test": ("127.0.0.1", 1)}, holders=holders, fan_in=2)
     job.commit(ranks, 1)
     address, incarnation = ranks[1].address, ranks[0].spec.incarnation
-    copies = Copies("test", job.version(1), "l", "d", {2: "r"})
+    copies = Copies(host="test", version=job.version(1), layout="l", digest="d", roots={2: "r"})
     claims = job.claims("report", to="b", incarnation=incarnation)
     lies = [
         *(Relayed.of(["c"], message) for message in (copies, ReportFinished(rank=2))),
-        Gathered(job.version(2), "l", "d", {"c": "r"}), GatheredSkips(job.version(2), "late", {"c": [2]}), Silent(hosts=["c"]),
+        Gathered(version=job.version(2), layout="l", digest="d", roots={"c": "r"}),
+        GatheredSkips(job.version(2), "late", {"c": [2]}), Silent(hosts=["c"]),
         Abort(job.version(2), "no"), AllFinished(), Admitted(host="c", attempt=1), claims,
-        Copies("c", job.version(2), "l", "d", {2: "r"}),
+        Copies(host="c", version=job.version(2), layout="l", digest="d", roots={2: "r"}),
     ]  # fmt: skip
     with ExitStack() as stack:
         for data in (bytes(4), (MAX_MESSAGE + 1).to_bytes(4, "big"), (2**16).to_bytes(4, "big") + bytes(2**15)):

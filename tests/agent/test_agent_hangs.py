@@ -251,6 +251,20 @@ class TestReplacement:
             assert (mine, other) == (True, False)
         job.rank("a", 0)
 
+    def test_one_that_has_left_its_place_to_one_that_is_gone_is_started_again(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As where another's agent is killed when ours has just found the address taken."""
+        spawn, spawned = lifecycle.spawn, list[subprocess.Popen[bytes]]()
+
+        def first_ends(*given: Any) -> subprocess.Popen[bytes]:
+            spawned.append(spawn(*given) if spawned else subprocess.Popen(["true"]))
+            return spawned[-1]
+
+        monkeypatch.setattr(lifecycle, "spawn", first_ends)
+        watchdog.start(job.run, "a", watchdog.LeftMemory(), time.monotonic() + 60)
+        assert job.pid("a") == spawned[1].pid
+        assert len(spawned) == 2
+        job.rank("a", 0)
+
 
 class TestStart:
     """A worker that hangs before its third step is found, and shows where."""

@@ -189,6 +189,16 @@ def test_an_upload_that_does_not_end_is_spoken_of(monkeypatch: pytest.MonkeyPatc
     asyncio.run(work())
 
 
+def test_a_host_whose_own_shard_has_no_root_keeps_nothing_back() -> None:
+    book = Ledger({0: ("a", "b"), 1: ("b", "a"), 2: ("c",)}, None, 30.0)
+    for owner, host, root in ((0, "a", ""), (0, "b", ""), (1, "b", "r")):
+        book.report(Completed(owner=owner, host=host, version=version(1), layout="l", digest="d", root=root), 0.0)
+    assert book.withholding == ["c"]
+    book.report(Completed(owner=2, host="c", version=version(1), layout="l", digest="d"), 0.0)
+    assert book.is_under_way
+    assert book.withholding == []
+
+
 def test_a_host_that_keeps_its_own_shards_back_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader, "WITHHELD", 0.0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import time
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from agent_kit import WAIT, Job
 from pydantic import BaseModel
 
 from gemini_ft.core.versions import Incarnation, Version
-from gemini_ft.errors import PeerError
+from gemini_ft.errors import PeerError, printable
 from gemini_ft.wire.frames import BlockingWire
 from gemini_ft.wire.peer_messages import Claims, PeerMessage
 
@@ -35,6 +36,16 @@ PLAIN: dict[Any, list[Any]] = {
 def job(tmp_path: Path) -> Iterator[Job]:
     with Job(tmp_path) as job:
         yield job
+
+
+def test_a_text_of_blanks_is_made_one_line_at_once() -> None:
+    """It would hold up the agent, and a member may send one after the other."""
+    begun = time.process_time()
+    blanks = " " * 7900
+    for _ in range(50):
+        assert printable(f"a{blanks}b \n\n \t c\n") == f"a{blanks}b c"
+    assert time.process_time() - begun < 1.0
+    assert (printable(" a "), printable("\n a\r\n  \n"), printable("\n \n")) == (" a ", "a", "")
 
 
 def made(hint: Any, luck: random.Random) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import math
@@ -16,6 +17,8 @@ import urllib.request
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from agent_kit import Job, eventually
@@ -23,10 +26,10 @@ from rank_kit import World
 from session_case import loop
 
 import gemini_ft
-from gemini_ft.agent import lifecycle
+from gemini_ft.agent import lifecycle, metrics_page
 from gemini_ft.agent.figures import DISTRIBUTIONS, OF_HOST, OF_STREAM
 from gemini_ft.agent.measures import Distribution, Measures
-from gemini_ft.agent.metrics_page import check_metrics
+from gemini_ft.agent.metrics_page import MetricsPage, check_metrics
 from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError
 from gemini_ft.wire.worker_messages import ENDING, LATE, WRITTEN, Request
@@ -216,6 +219,93 @@ def test_a_job_that_is_killed_once(tmp_path: Path) -> None:
 
 
 # -- without an agent
+
+
+async def served_at(run: SimpleNamespace) -> None:
+    async with asyncio.timeout(30):
+        while not run.metrics:
+            await asyncio.sleep(0.01)
+
+
+async def answer_of(address: str) -> bytes:
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+def test_an_address_is_looked_up_beside_the_agents_loop_and_again_whatever_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name server that is down takes seconds; meanwhile a leader would lose its place."""
+    monkeypatch.setenv("GEMINI_METRICS", "head:0")
+    monkeypatch.setattr(metrics_page, "RETRY_SECONDS", 0.01)
+    errors: list[Exception] = [UnicodeError("label too long"), ConfigError("name server is down")]
+
+    def bound(host: str, port: int, kind: socket.SocketKind) -> socket.socket:
+        time.sleep(0.5)
+        if errors:
+            raise errors.pop()
+        return socket.create_server(("127.0.0.1", port))
+
+    monkeypatch.setattr(metrics_page, "bound", bound)
+
+    async def work() -> float:
+        lines, longest = list[str](), 0.0
+        run = SimpleNamespace(metrics="", log=lines.append)
+        page = MetricsPage(cast("Any", run), dict, cast("Any", None))
+        while not run.metrics:
+            begun = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest = max(longest, time.monotonic() - begun)
+        page.close()
+        assert len(lines) == 2
+        assert lines[0].endswith("name server is down")
+        return longest
+
+    assert asyncio.run(asyncio.wait_for(work(), 30)) < 0.4
+
+
+def test_a_figure_that_cannot_be_read_is_an_error_of_the_server_and_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMINI_METRICS", "0")
+    texts = ["one", "one", "other"]
+
+    def account() -> dict[str, Any]:
+        raise ValueError(texts.pop(0))
+
+    async def work() -> None:
+        lines: list[str] = []
+        run = SimpleNamespace(metrics="", log=lines.append)
+        page = MetricsPage(cast("Any", run), account, cast("Any", SimpleNamespace(by_name={})))
+        await served_at(run)
+        for _ in range(3):
+            assert (await answer_of(run.metrics)).startswith(b"HTTP/1.1 500 Internal Server Error\r\n")
+        page.close()
+        assert lines[1:] == [f"the figures cannot be read: ValueError: {text}" for text in ("one", "other")]
+
+    asyncio.run(work())
+
+
+def test_the_library_is_imported_before_anybody_reads() -> None:
+    code = """
+import asyncio, sys, threading
+from types import SimpleNamespace
+from gemini_ft.agent.metrics_page import MetricsPage
+class Finder:
+    def find_spec(self, name, path, target=None):
+        assert not name.startswith("prometheus_client.") or threading.current_thread() is not threading.main_thread(), name
+sys.meta_path.insert(0, Finder())
+async def work():
+    run = SimpleNamespace(metrics="", log=print)
+    page = MetricsPage(run, dict, None)
+    while not run.metrics:
+        await asyncio.sleep(0.01)
+    for part in ("exposition", "core", "openmetrics.exposition"):
+        assert f"prometheus_client.{part}" in sys.modules
+    page.close()
+asyncio.run(asyncio.wait_for(work(), 30))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "GEMINI_METRICS": "0"})
 
 
 def test_the_library_that_is_missing_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gemini_ft.agent.lifecycle import agent_environment
 from gemini_ft.cli import main as cli
 from gemini_ft.cli.goodput import ledgers
 from gemini_ft.core.goodput import Phase, TimeLedger
+from gemini_ft.events import EventLog, read_events
 
 
 def test_a_run_that_fails_once() -> None:
@@ -72,13 +75,99 @@ def test_a_rank_of_the_past_changes_nothing() -> None:
     assert TimeLedger(0.0).shares() == dict.fromkeys(Phase, 0.0)
 
 
+def test_a_failure_of_which_nobody_has_told_before_a_wait_for_storage() -> None:
+    ledger = TimeLedger(0.0)
+    ledger.joined(1.0, 1, 0)
+    ledger.stepped(10.0, 1, 0.0)
+    ledger.waited(100.0, 80.0)
+    ledger.joined(101.0, 2, 1)
+    (failure,) = ledger.failures
+    assert (failure.at, failure.step, failure.resumed) == (10.0, 1, 1)
+    assert failure.seconds == {Phase.RENDEZVOUS: 11, Phase.STORAGE: 80}
+
+
+def test_a_wait_of_a_host_whose_clock_is_ahead_is_no_failure() -> None:
+    ledger = TimeLedger(0.0)
+    ledger.joined(10.0, 1, 0)
+    ledger.waited(10.1, 5.0)
+    ledger.joined(10.2, 1, 0)
+    ledger.stepped(11.0, 1, 0.0)
+    assert not ledger.failures
+    assert ledger.seconds[Phase.TRAINING] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_start_after_an_orderly_end_is_no_failure(is_interrupted: bool, waits: bool) -> None:
+    ledger = TimeLedger(0.0)
+    ledger.joined(1.0, 1, 0)
+    ledger.stepped(10.0, 1, 0.0)
+    ledger.ended(11.0, is_interrupted)
+    ledger.ended(12.0, is_interrupted)  # the other rank
+    if waits:
+        ledger.waited(86_400.0, 20.0)
+    ledger.joined(86_400.0, 2, 1)
+    ledger.joined(86_402.0, 2, 1)
+    ledger.stepped(86_405.0, 2, 0.0)
+    assert not ledger.failures
+    assert ledger.seconds[Phase.STORAGE] == (20 if waits else 0)
+    assert ledger.seconds[Phase.RENDEZVOUS] == 3
+    assert ledger.seconds[Phase.TRAINING] == 14
+    assert ledger.total == (37 if waits else 17)
+    ledger.failed(86_406.0, "died", "a")  # the attempt after it can fail again
+    assert [failure.step for failure in ledger.failures] == [2]
+
+
+def test_an_end_after_an_interrupt_is_no_failure() -> None:
+    ledger = TimeLedger(0.0)
+    ledger.joined(1.0, 1, 0)
+    ledger.ended(2.0, is_interrupted=True)
+    ledger.failed(3.0, "died", "a")  # its launcher did not wait
+    ledger.joined(1000.0, 2, 0)
+    assert not ledger.failures
+    assert ledger.total == 2
+
+
+def test_an_interrupt_after_a_failure_ends_the_run() -> None:
+    ledger = TimeLedger(0.0)
+    ledger.joined(1.0, 1, 0)
+    ledger.failed(3.0, "died", "a")
+    ledger.ended(4.0, is_interrupted=True)
+    ledger.joined(1000.0, 2, 0)
+    ledger.stepped(1001.0, 1, 0.0)
+    assert [failure.seconds for failure in ledger.failures] == [{Phase.DETECTION: 2}]
+    assert ledger.total == 4
+
+
+def test_a_worker_that_fails_when_others_have_finished_is_a_failure() -> None:
+    ledger = TimeLedger(0.0)
+    ledger.joined(1.0, 1, 0)
+    ledger.ended(2.0)
+    ledger.failed(3.0, "died", "a")
+    ledger.joined(5.0, 2, 0)
+    assert [failure.seconds for failure in ledger.failures] == [{Phase.DETECTION: 1, Phase.RENDEZVOUS: 2}]
+
+
+def test_an_end_of_the_past_that_is_told_late_is_no_failure() -> None:
+    ledger = TimeLedger(0.0)
+    ledger.joined(1.0, 1, 0)
+    ledger.failed(2.0, "died", "a", 1)
+    ledger.joined(3.0, 2, 0)
+    ledger.failed(3.1, "died", "b", 1)
+    ledger.stepped(5.0, 1, 0.0)
+    assert len(ledger.failures) == 1
+    assert ledger.seconds[Phase.TRAINING] == pytest.approx(2)
+    ledger.failed(6.0, "died", "b", 2)
+    assert len(ledger.failures) == 2
+
+
 calls = st.one_of(
     st.tuples(st.just("joined"), st.integers(0, 5), st.integers(0, 9)),
     st.tuples(st.just("waited"), st.floats(0, 9)),
     st.tuples(st.just("restored")),
     st.tuples(st.just("stepped"), st.integers(0, 20), st.floats(0, 3)),
-    st.tuples(st.just("failed"), st.just("died"), st.just("a")),
-    st.tuples(st.just("ended")),
+    st.tuples(st.just("failed"), st.just("died"), st.just("a"), st.none() | st.integers(0, 5)),
+    st.tuples(st.just("ended"), st.booleans()),
 )
 
 
@@ -151,3 +240,112 @@ def test_streams_have_ledgers_of_their_own() -> None:
         {"event": "joined", "at": at, "incarnation": 1, "iteration": 0, "stream": stream} for at, stream in ((1.0, "one"), (2.0, "two"))
     ]
     assert {*ledgers(events)} == {"one", "two"}
+
+
+def _attempt(run: str | None, begins: float, steps: int, incarnation: int = 1, resumed: int = 0) -> list[dict[str, Any]]:
+    """An attempt of two ranks with a step each second."""
+    whose = {"stream": "main", "host": "a"} | ({"run": run} if run else {})
+    found: list[dict[str, Any]] = []
+    for rank in range(2):
+        found.append({"event": "joined", "at": begins, "incarnation": incarnation, "iteration": resumed, "rank": rank, **whose})
+        for step in range(1, steps + 1):
+            found.append({"event": "step", "at": begins + step, "iteration": resumed + step, "blocked": 0.0, "rank": rank, **whose})
+    return found
+
+
+def _end(run: str, at: float, **facts: Any) -> dict[str, Any]:
+    return {"at": at, "run": run, "stream": "main", "host": "a", "rank": 0, **facts}
+
+
+def test_runs_have_ledgers_of_their_own() -> None:
+    first = [*_attempt("one", 0.0, 100), _end("one", 100.0, event="left", finished=True, interrupted=False)]
+    second = [*_attempt("two", 200.0, 50), _end("two", 252.0, event="lost", cause="died", incarnation=1)]
+    found = ledgers([*first, *second, *_attempt("two", 260.0, 10, 2, 50)])
+    assert {*found} == {"one/main", "two/main"}
+    assert found["one/main"].total == 100
+    assert not found["one/main"].failures
+    (failure,) = found["two/main"].failures
+    assert (failure.step, failure.resumed) == (50, 50)
+    assert failure.seconds == {Phase.DETECTION: 2, Phase.RENDEZVOUS: 8}
+    assert found["two/main"].seconds[Phase.REPLAY] == 0
+
+
+def test_a_command_that_is_started_again_after_its_end_counts_anew() -> None:
+    """Its name is the same, and its attempts count from 1 again, as its agents have left."""
+    first = [*_attempt("one", 0.0, 100), _end("one", 100.0, event="left", finished=True, interrupted=False)]
+    second = [*_attempt("one", 200.0, 50), _end("one", 252.0, event="lost", cause="died", incarnation=1)]
+    ledger = ledgers([*first, *second, *_attempt("one", 260.0, 10, 2, 50)])["main"]
+    (failure,) = ledger.failures
+    assert (failure.step, failure.resumed) == (50, 50)
+    assert failure.seconds == {Phase.DETECTION: 2, Phase.RENDEZVOUS: 8}
+    assert ledger.seconds[Phase.REPLAY] == 0
+    assert ledger.total == 170
+
+
+def test_an_end_that_is_told_late_is_of_its_attempt() -> None:
+    """The agent's clock is behind, or the agent is: the next attempt has begun."""
+    ends = [_end("one", at, event="lost", cause="died", incarnation=1) for at in (12.0, 20.5)]
+    ledger = ledgers([*_attempt("one", 0.0, 10), *_attempt("one", 20.0, 10, 2, 10), *ends])["main"]
+    assert len(ledger.failures) == 1
+    assert ledger.seconds[Phase.TRAINING] == 20
+
+
+def test_a_restart_without_memory_counts_from_1_again() -> None:
+    course = _attempt("one", 0.0, 10) + _attempt("one", 20.0, 10, 2, 10) + _attempt("one", 40.0, 30)
+    ledger = ledgers(course)["main"]
+    assert [(failure.step, failure.resumed) for failure in ledger.failures] == [(10, 10), (20, 0)]
+    assert ledger.seconds == {**dict.fromkeys(Phase, 0.0), Phase.TRAINING: 30, Phase.RENDEZVOUS: 20, Phase.REPLAY: 20}
+
+
+def test_events_that_name_no_run_are_of_the_one_that_is_named() -> None:
+    course = [*_attempt(None, 0.0, 10), _end("one", 12.0, event="lost", cause="died", incarnation=1)]
+    assert [failure.cause for failure in ledgers(course)["main"].failures] == ["died"]
+    assert {*ledgers(course + _attempt("two", 20.0, 3))} == {"?/main", "two/main"}
+
+
+def test_lines_that_are_no_events_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other: list[object] = [
+        1,
+        None,
+        [],
+        {"event": "step"},
+        {"event": "step", "at": "soon", "stream": "main"},
+        {"event": "step", "at": float("nan"), "stream": "main"},
+        {"event": "step", "at": 10**400, "stream": "main"},
+        {"event": ["step"], "at": 1.0, "stream": "main"},
+        {"event": "step", "at": 1.0, "stream": []},
+        {"event": "step", "at": 1.0, "stream": "main", "iteration": "two"},
+        {"event": "waited", "at": 3.0, "stream": "main", "seconds": None},
+        {"event": "joined", "at": 3.0, "stream": "main", "incarnation": None, "iteration": 1},
+    ]
+    path = tmp_path / "events"
+    lines = [json.dumps(line) for line in [*_attempt("one", 0.0, 10), *other]]
+    path.write_bytes(b"\xff\xfe\n" + "".join(f"{line}\n" for line in lines).encode())
+    assert cli.main(["goodput", str(path), str(path)]) == 0  # a file that is given twice counts once
+    assert capsys.readouterr().out.startswith("main: 10 s, goodput 100.00%\n")
+
+
+def test_a_folder_in_place_of_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["goodput", str(tmp_path)]) == 2
+    assert f"{tmp_path} is a folder; give the files in it" in capsys.readouterr().err
+
+
+# -- how events are written
+
+
+def test_each_line_names_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMINI_EVENTS", str(tmp_path / "events"))
+    monkeypatch.setenv("GEMINI_RUN_ID", "one")
+    for log in (EventLog(stream="main"), EventLog("two", stream="main")):
+        log.write("step")
+        log.close()
+    assert [event["run"] for event in read_events(tmp_path / "events")] == ["one", "two"]
+
+
+def test_the_agent_writes_to_the_file_of_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It works in another folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GEMINI_EVENTS", "events")
+    assert agent_environment()["GEMINI_EVENTS"] == str(tmp_path / "events")
+    monkeypatch.setenv("GEMINI_EVENTS", "")
+    assert agent_environment()["GEMINI_EVENTS"] == ""

@@ -38,6 +38,8 @@ def test_the_time_of_a_job_that_is_killed_twice(tmp_path: Path, capsys: pytest.C
     ]
     lost = [event for event in told if event["event"] == "lost"]
     assert lost[0]["rank"] == 1
+    assert sorted({event["incarnation"] for event in lost}) == [1, 2]
+    assert len({event["run"] for event in told}) == 1
     for failure, step in zip(found["failures"], (8, 14), strict=True):
         assert failure["step"] == step
         assert failure["at"] in [event["at"] for event in lost]

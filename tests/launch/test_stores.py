@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, c10d_rendezvous_backend
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from gemini_ft.cli.store import open_store
@@ -241,6 +242,24 @@ def test_a_store_that_is_cut_off_when_it_was_just_found_is_waited_for(
     assert cut
     one.set_state(state(5, complete=True))
     assert seen(one) == state(5, complete=True)
+
+
+def test_a_store_that_is_lost_when_it_was_just_chosen_leaves_the_next_one_as_it_is(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its generation counts for nobody: of two that are alive, the higher one would."""
+    ports, key = (places.serve(), places.serve()), "gemini.generation.run"
+    held = [TCPStore(HERE, port, is_master=False) for port in ports]
+    for store, generation in zip(held, ("7", "2"), strict=True):
+        store.set(key, generation)
+
+    def lost(store: TCPStore, run: str) -> Any:
+        if store.port == ports[0]:
+            places.lose(ports[0])
+            raise RendezvousConnectionError("lost")
+        return C10dRendezvousBackend(store, run)
+
+    monkeypatch.setattr(stores, "C10dRendezvousBackend", lost)
+    assert launcher(*ports).store.port == ports[1]
+    assert held[1].get(key) == b"2"
 
 
 def test_a_name_server_that_hangs_keeps_nobody_from_a_store_and_is_waited_for_no_longer(

@@ -361,7 +361,7 @@ def test_what_is_wrong_is_said_once_however_often_the_storage_is_looked_at(stora
     storage.delete(lacking.shards[0].key)
     storage.put(f"{damaged.folder}/{MANIFEST}", [b"{}"])
     retention = Retention(lambda: storage, "run", "main", 2)
-    this = Sighting("", Version(Incarnation(2, "this"), 9), "torn", Descent((), frozenset({lacking.incarnation})))
+    this = Sighting("", Version(Incarnation(2, "this"), 9), "torn", Descent(lineage=(), overtaken=frozenset({lacking.incarnation})))
     for _ in range(3):
         retention.tidy(this)
     assert len(caplog.messages) == len(set(caplog.messages))
