@@ -110,7 +110,7 @@ class Recorder:
         self._employ()
         self._digest_at = _first_digest(self.session)
         self._recorded = self.session.plan.version.iteration if self.session.plan.version is not None else 0
-        self.events = EventLog(stream=name, rank=self.session.rank, host=self.session.host)
+        self.events = EventLog(self.session.run, stream=name, rank=self.session.rank, host=self.session.host)
         self._announce()
         self.drain.heed()
 

@@ -475,7 +475,7 @@ class Chooser:
     def _note_wait(self) -> None:
         """Writes down, on rank 0, for how long storage was waited for."""
         if self._rank == 0 and self._since is not None:
-            events = EventLog(stream=self._stream, rank=0, host=self._everyone[0].welcome.info.host)
+            events = EventLog(self._everyone[0].run, stream=self._stream, rank=0, host=self._everyone[0].welcome.info.host)
             events.write("waited", seconds=time.monotonic() - self._since)
             events.close()
 
