@@ -199,9 +199,9 @@ def test_a_job_that_is_killed_once(tmp_path: Path) -> None:
         world.start(partial(loop, pause=0.01), 10**6)
         reached = max(int(figures["gemini_committed_step", "main"]) for figures in before)
         after = committed(reached + 5)
+    assert after[1]["gemini_restarts_total", "main", "died"] == 1  # of the other host, another cause if its worker has ended by itself
     for first, second in zip(before, after, strict=True):
         assert sum(value for name, value in first.items() if name[0] == "gemini_restarts_total") == 0
-        assert second["gemini_restarts_total", "main", "died"] == 1
         assert sum(value for name, value in second.items() if name[0] == "gemini_restarts_total") == 1
         assert first["gemini_agent_start_timestamp_seconds",] == second["gemini_agent_start_timestamp_seconds",]
         for phase in ("training", "checkpoint_stall", "rendezvous"):
