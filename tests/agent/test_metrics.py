@@ -199,7 +199,9 @@ def test_a_job_that_is_killed_once(tmp_path: Path) -> None:
         world.start(partial(loop, pause=0.01), 10**6)
         reached = max(int(figures["gemini_committed_step", "main"]) for figures in before)
         after = committed(reached + 5)
-    assert after[1]["gemini_restarts_total", "main", "died"] == 1  # of the other host, another cause if its worker has ended by itself
+    # On the other host the worker may have ended by itself: then nothing was detected there, and the cause is another one.
+    assert after[1]["gemini_restarts_total", "main", "died"] == 1
+    assert after[1]["gemini_time_seconds_total", "main", "detection"] > 0
     for first, second in zip(before, after, strict=True):
         assert sum(value for name, value in first.items() if name[0] == "gemini_restarts_total") == 0
         assert sum(value for name, value in second.items() if name[0] == "gemini_restarts_total") == 1
@@ -208,7 +210,7 @@ def test_a_job_that_is_killed_once(tmp_path: Path) -> None:
             assert first["gemini_time_seconds_total", "main", phase] > 0
         for phase in ("detection", "restore"):
             assert first["gemini_time_seconds_total", "main", phase] == 0
-            assert second["gemini_time_seconds_total", "main", phase] > 0
+        assert second["gemini_time_seconds_total", "main", "restore"] > 0
         for name, value in first.items():
             if name[0].endswith(("_total", "_count", "_sum", "_bucket")):
                 assert value <= second[name], name
