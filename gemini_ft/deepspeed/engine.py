@@ -7,7 +7,6 @@ Only the one engine that is given is changed: it becomes an instance of a subcla
 
 from __future__ import annotations
 
-import itertools
 import logging
 import sys
 import weakref
@@ -33,14 +32,13 @@ from gemini_ft.state.gradients import GradientState
 from gemini_ft.state.iterators import unkept
 from gemini_ft.state.left_out import left_out
 from gemini_ft.state.rng import branch_randomness, rng_state, set_rng_state, unchanged_randomness
-from gemini_ft.worker.attempt import never_stay
+from gemini_ft.worker.attempt import never_stay, next_name
 
 _log = logging.getLogger("gemini_ft")
 _HANG_SECONDS = 600.0  # for a collective of the engine, where hang_timeout is not set: NCCL's own default
 _COUNTERS = {"global_steps", "global_samples"}  # a script that follows the engine reads one of them
 _NOT_SCRIPTS = {"accelerate", "deepspeed", "gemini_ft", "transformers"}
 ONLY_ANEW = "DeepSpeed begins anew in a new process only"
-_ordinals = itertools.count()
 _open: weakref.WeakSet[Protection] = weakref.WeakSet()
 
 
@@ -65,7 +63,7 @@ class Protection:
         gradients: GradientState | None = vars(engine).get("gradients")  # of its pipeline; getattr would find the module's too
         state = EngineState(engine)
         never_stay(ONLY_ANEW)
-        name = f"deepspeed-{next(_ordinals)}"
+        name = next_name("deepspeed")
         self.checkpointer = Checkpointer(
             config=load_config(options), name=name, hooks=False, resizable=state.resizable, gradients=gradients
         )

@@ -57,7 +57,7 @@ class Case(LightningModule):
 
     @property
     def diary(self) -> dict[tuple[int, int], str]:
-        """Of this process alone."""
+        """The losses of this process alone, by epoch and batch."""
         return diaries.setdefault(self, {})
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:

@@ -264,7 +264,7 @@ def train_data(case: Case, out: str) -> Any:
 
 
 def train_on_a_loader_of_its_own() -> list[str]:
-    """What a script is told that makes a DataLoader, and gives it to nothing."""
+    """Returns the warnings of a script that makes a DataLoader and gives it to nothing."""
     from session_case import Recorded
 
     import gemini_ft

@@ -95,7 +95,7 @@ def is_positional(node: ast.ClassDef) -> bool:
 
 
 def fields(node: ast.ClassDef) -> Iterator[ast.AnnAssign]:
-    """Those that may be given by position."""
+    """Yields the fields that may be given by position."""
     for each in node.body:
         if isinstance(each, ast.AnnAssign) and not ast.unparse(each.annotation).startswith("ClassVar"):
             if ast.unparse(each.annotation) == "KW_ONLY":

@@ -97,7 +97,7 @@ def _tree(function: FunctionType) -> Any:
 
 
 def _places(tree: Any) -> Iterator[tuple[str, Any]]:
-    """What can be changed, in words, and a function that does."""
+    """Yields each possible change: in words, and as a function that makes it."""
     for node in ast.walk(tree):
         for _, value in ast.iter_fields(node):
             for at, each in enumerate(value) if isinstance(value, list) else ():
