@@ -76,7 +76,7 @@ class Cell:
 ONE: dict[str, Any] = {"gigabytes": 1, "width": 768, "layers": 8, "batch": 32}
 FOUR: dict[str, Any] = {"gigabytes": 4, "width": 1024, "layers": 24, "batch": 16}
 SIXTEEN: dict[str, Any] = {"gigabytes": 16, "width": 2048, "layers": 24, "batch": 8, "warm_up": 30}
-QUICK = [Cell(**FOUR), Cell(**FOUR, reads=False), Cell(**FOUR, ranks=2), Cell(**ONE), Cell(**SIXTEEN)]
+QUICK = [Cell(**FOUR), Cell(**FOUR, reads=False), Cell(**FOUR, ranks=2, warm_up=60), Cell(**ONE), Cell(**SIXTEEN)]
 CELLS = [*QUICK, Cell(**ONE, reads=False)]
 TINY = [Cell(gigabytes=0.01, width=64, layers=2, batch=1), Cell(gigabytes=0.01, width=64, layers=2, batch=1, ranks=2)]
 
@@ -195,10 +195,22 @@ class Gemini(Nothing):
             "blocked_s": statistics.median(blocked),
             "blocked_worst_s": max(blocked),
             "state_bytes": stats.shard_bytes,
+            "travelled": [_brief(each) for travels in stats.traffic.values() for each in travels][-3:],
         }
 
     def close(self) -> None:
         self._checkpointer.close()
+
+
+def _brief(travelled: Any) -> dict[str, Any]:
+    """A snapshot's way to a peer: bytes, those outside of idle spans, how many slices went in spans, seconds, and those expected."""
+    return {
+        "nbytes": travelled.nbytes,
+        "outside": travelled.outside,
+        "spans": len(travelled.spans),
+        "seconds": round(travelled.seconds, 3),
+        "expected": travelled.expected,
+    }
 
 
 class AsyncSave(Nothing):
@@ -479,6 +491,8 @@ def measure(cell: Cell, rows: list[str], rounds: int, steps: int) -> dict[str, A
         results[name] = {"step_s": statistics.mean(times), "median_s": statistics.median(times), "worst_s": max(times)}
         results[name]["blocks"] = [statistics.mean(each["steps"]) for each in blocks]
         results[name]["host_ms"] = [each["host_ms"] for each in blocks]
+        if travelled := [each["travelled"] for each in blocks if each.get("travelled")]:
+            results[name]["travelled"] = travelled
         for key, worst in (("committed", min), ("complete_s", max), ("blocked_s", max), ("blocked_worst_s", max), ("state_bytes", max)):
             values = [each[key] for each in blocks if each.get(key) is not None]
             if values:

@@ -27,8 +27,8 @@ FAST = LinkCost(alpha=0.0, bandwidth=100e6)  # 4 ms of it are 400,000 bytes
 class Sender:
     """What it has under way."""
 
-    def __init__(self, unacknowledged: int = 0) -> None:
-        self.unacknowledged = unacknowledged
+    def __init__(self, unacknowledged: int = 0, lanes: int = 1) -> None:
+        self.unacknowledged, self.lanes = unacknowledged, lanes
 
 
 def traffic(**options: Any) -> TrafficConfig:
@@ -104,7 +104,7 @@ class TestFastLink:
             async with host() as here:
                 here.worker()
                 here.gate.link = LinkCost(alpha=1e-5, bandwidth=rate)
-                here.gate.register("lanes", sender := Sender())
+                here.gate.register("lanes", sender := Sender(lanes=8))
 
                 async def lane() -> None:
                     while True:
@@ -123,6 +123,34 @@ class TestFastLink:
                         here.gate.poke()
                     for each in lanes:
                         each.cancel()
+
+        run(work())
+
+
+    def test_is_shared_by_the_lanes(self) -> None:
+        """Each has something to send at any time, although a chunk is as large as all that may travel."""
+
+        async def work() -> None:
+            async with host() as here:
+                here.worker()
+                here.gate.link = LinkCost(alpha=0.0, bandwidth=1e9)
+                here.gate.register("lanes", sender := Sender(lanes=8))
+                given = [0] * 8
+
+                async def lane(number: int) -> None:
+                    while True:
+                        leave = await here.leave(8 * 2**20)
+                        sender.unacknowledged += leave.nbytes
+                        given[number] += leave.nbytes
+                        await asyncio.sleep(0)
+
+                tasks = [asyncio.create_task(lane(number)) for number in range(8)]
+                while sum(given) < 8_000_000:
+                    await asyncio.sleep(0)
+                assert await here.still_waits(tasks[0])
+                assert given == [1_000_000] * 8
+                for each in tasks:
+                    each.cancel()
 
         run(work())
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_kit import Job, eventually
+from agent_kit import CHUNK, Job, eventually
 
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
 from gemini_ft.agent.replication.gate import Gate
@@ -172,3 +172,14 @@ def test_the_decision_sets_how_long_a_snapshot_may_wait() -> None:
     assert (status["interval"], status["step_seconds"], status["idle_seconds"], status["bytes"]) == (3, 10.0, 1.0, 100_000_000)
     host.pacing.observed(0, None)
     assert host.pacing.status()["idle_seconds"] is None
+
+
+def test_a_link_is_measured_before_the_first_snapshot_has_arrived(tmp_path: Path) -> None:
+    """Until then no more than two least slices travel at a time, whatever the network carries."""
+    with Job(tmp_path) as job:
+        first, _ = job.start("a", "b")
+        first.reserve(24 * 2**20)
+        first.request(1)
+        first.copy(1, slice(0, 20 * 2**20 // CHUNK))  # without the end
+        eventually(lambda: job.stream("a")["traffic"]["bandwidth"] is not None)
+        assert not first.heard("commit", iteration=1)

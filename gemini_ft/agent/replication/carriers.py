@@ -29,6 +29,10 @@ class Carrier(Protocol):
     def unacknowledged(self) -> int:
         """Bytes that have left, and may not have arrived."""
 
+    @property
+    def lanes(self) -> int:
+        """How many chunks travel at a time."""
+
     def meter(self) -> Meter:
         """The traffic so far."""
 
@@ -55,6 +59,10 @@ class ByAgents:
     @property
     def unacknowledged(self) -> int:
         return self._connection.unacknowledged
+
+    @property
+    def lanes(self) -> int:
+        return self._connection.lanes
 
     def meter(self) -> Meter:
         return self._connection.meter()
@@ -105,6 +113,10 @@ class ByWorkers:
     @property
     def unacknowledged(self) -> int:
         return sum(nbytes for nbytes, _ in self._under_way.values())
+
+    @property
+    def lanes(self) -> int:
+        return 1  # whose parts go to several sub-buffers
 
     def meter(self) -> Meter:
         return Meter(acked=self._acked, busy=self._busy, rtt=min(self._seconds, default=0.0))

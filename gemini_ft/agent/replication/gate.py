@@ -43,6 +43,10 @@ class InFlight(Protocol):
     def unacknowledged(self) -> int:
         """Bytes that have left, and may not have arrived."""
 
+    @property
+    def lanes(self) -> int:
+        """How many of its payloads travel at a time."""
+
 
 class Gate:
     """The gate of one stream on one host."""
@@ -130,14 +134,14 @@ class Gate:
         if not self._pages:
             return Pass(nbytes)
         if left <= 0:
-            return Pass(min(nbytes, self._slice), outside=True)
+            return Pass(min(nbytes, self._part), outside=True)
         moments = {rank: page.read() for rank, page in self._pages.items()}
         gaps = {rank: profile.gaps for rank, profile in self.profiles.items()}
         free = room(moments, gaps, time.monotonic(), self._under_way, link=self.link, gamma=self._traffic.gamma, most=self._slice)
-        if free < min(nbytes, max(LEAST, self._slice // _PART)):
+        if free < min(nbytes, max(LEAST, self._part // _PART)):
             return None
         moment = next(iter(moments.values()))
-        return Pass(min(nbytes, free), span=(moment.step, moment.begun))
+        return Pass(min(nbytes, free, self._part), span=(moment.step, moment.begun))
 
     def _pause(self, left: float) -> float:
         """Seconds to wait at most: no bell rings when the last bytes arrive, nor when a collective does not come."""
@@ -148,6 +152,11 @@ class Gate:
         if self.link is None:
             return SLICE
         return max(SLICE, int(_SLICE_SECONDS[self._traffic.transport] * self.link.bandwidth))
+
+    @property
+    def _part(self) -> int:
+        """Bytes of a slice for one lane: what a collective may have to wait for is shared, so that no lane waits for the others."""
+        return max(SLICE, self._slice // max(1, sum(carrier.lanes for carrier in self._in_flight.values())))
 
     @property
     def _under_way(self) -> int:

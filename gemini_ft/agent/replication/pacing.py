@@ -84,6 +84,7 @@ def end_of(owner: int, memory: SlotMemory, digest: str = "") -> End:
 
 _SAMPLES = 8  # newest transfers from which the cost of sending is known
 _MEASURABLE = 2**16  # bytes below which one says nothing
+_TELLING = 8 * 2**20  # bytes after which one that is still on its way says enough
 
 
 class Pacing:
@@ -129,6 +130,11 @@ class Pacing:
         """Records that the copies of a rank's device hold its updates back unless snapshots are ``steps`` apart."""
         self._copies[rank] = steps, f"host {self._host}, rank {rank}: {why}"
         self._judge()
+
+    def under_way(self, out: Outgoing, meter: Meter) -> None:
+        """Learns from the first snapshot before it is there: while the link's speed is not known, next to nothing travels at a time."""
+        if self._gate.link is None and out.busy_before is not None and meter.acked - out.busy_before.acked >= _TELLING:
+            self._learn(out, meter)
 
     def arrived(self, out: Outgoing, peer: str, meter: Meter, seconds: float) -> None:
         """Records that a shard got to a peer, ``seconds`` after its first byte could be sent."""

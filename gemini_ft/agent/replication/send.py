@@ -299,6 +299,7 @@ class PeerLink:
         else:
             out.sent_bytes += nbytes
             carrier.send_chunk(chunk, out.slot, out.memory.data(offset, nbytes), partial(self._allowed, out))
+            self._common.pacing.under_way(out, carrier.meter())
         return True
 
     async def _allowed(self, out: Outgoing, nbytes: int) -> int:
