@@ -2,7 +2,8 @@
 
 Two processes, each with an event loop as an agent has, dial each other over loopback and send chunks from memory to memory by the code that
 carries replicas (`gemini_ft.wire.tcp`, `gemini_ft.agent.replication.carriers`). A row is a number of lanes and a kind of payload: `sealed`,
-as it is by default; `encrypted`; `bare`, without any tag, which no run has. `one way` has one sender and one receiver, all others are both.
+as it is by default; `encrypted`; `bare`, without any tag, which no run has; `gated`, sealed through the gate of a host whose worker
+communicates with nobody, as replicas go by default. `one way` has one sender and one receiver, all others are both.
 Each row is measured for a time, after a time to settle; rows come in random order, as often as there are rounds.
 """
 
@@ -23,8 +24,13 @@ from typing import Any
 
 import common
 from gemini_ft.agent.replication.carriers import ByAgents
+from gemini_ft.agent.replication.gate import Gate
+from gemini_ft.agent.replication.pacing import Outgoing, Pacing
 from gemini_ft.config import TrafficConfig
+from gemini_ft.core.traffic import Moment
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.wire import handshake, lane
+from gemini_ft.wire.control_page import ControlPage
 from gemini_ft.wire.messages import Chunk
 from gemini_ft.wire.peer_messages import Claims, PeerMessage
 from gemini_ft.wire.tcp import Address, Connection
@@ -33,7 +39,7 @@ PACKAGES = ("gemini-ft", "cryptography", "xxhash")
 CHUNK = 8 * 2**20
 SOURCE, TARGET = 24, 48  # chunks: larger than the caches, and more than travel at a time
 LANES = (1, 2, 4, 8, 16)
-KINDS = ("sealed", "encrypted", "bare", "one way")
+KINDS = ("sealed", "gated", "encrypted", "bare", "one way")
 SETTLE = 0.3  # seconds before those that count
 ROUNDS, SECONDS, QUICK_SECONDS = 5, 2.0, 0.8
 IN_FLIGHT = 4  # as gemini_ft.agent.replication.send has it
@@ -64,19 +70,47 @@ class Receiving:
         self.lost = reason
 
 
-async def _pump(connection: Connection, memory: memoryview) -> None:
-    carrier = ByAgents(connection, TrafficConfig.model_validate({"when": "ready"}))
+class Gated:
+    """A gate that nothing closes, and the speed of the link behind it, learned as the links of a session learn it."""
 
-    async def valve(nbytes: int) -> int:
-        return nbytes
+    def __init__(self, connection: Connection, carrier: ByAgents, traffic: TrafficConfig) -> None:
+        self._carrier, self._gate, page = carrier, Gate(traffic), ControlPage.create()
+        page.write(Moment(since=time.monotonic()))
+        self._gate.watch(0, page)
+        self._gate.register(connection, carrier)
+        connection.drained = self._gate.poke
+        self._pacing = Pacing("host", traffic, self._gate, None, lambda message: None, lambda message: None)
+        self._out = Outgoing(owner=0, version=Version(Incarnation(1, "n"), 1), slot=0, memory=None, busy_before=carrier.meter())  # type: ignore[arg-type]
 
-    for index in itertools.count():
-        at = index % SOURCE * CHUNK
-        chunk = Chunk(owner=0, iteration=1, index=index, offset=at, nbytes=CHUNK, digest=0)
-        carrier.send_chunk(chunk, 0, memory[at : at + CHUNK], valve)
-        await carrier.flushed(IN_FLIGHT)
-        if connection.closed.is_set():
-            break
+    async def allowed(self, nbytes: int) -> int:
+        leave = await self._gate.leave(nbytes, lambda: time.monotonic() + 1)
+        self._out.sent_bytes += leave.nbytes
+        self._pacing.under_way(self._out, self._carrier.meter())
+        return leave.nbytes
+
+    def close(self) -> None:
+        self._gate.close()
+
+
+async def _at_once(nbytes: int) -> int:
+    return nbytes
+
+
+async def _pump(connection: Connection, memory: memoryview, is_gated: bool) -> None:
+    traffic = TrafficConfig.model_validate({"when": "idle" if is_gated else "ready"})
+    carrier = ByAgents(connection, traffic)
+    gated = Gated(connection, carrier, traffic) if is_gated else None
+    try:
+        for index in itertools.count():
+            at = index % SOURCE * CHUNK
+            chunk = Chunk(owner=0, iteration=1, index=index, offset=at, nbytes=CHUNK, digest=0)
+            carrier.send_chunk(chunk, 0, memory[at : at + CHUNK], gated.allowed if gated is not None else _at_once)
+            await carrier.flushed(IN_FLIGHT)
+            if connection.closed.is_set():
+                break
+    finally:
+        if gated is not None:
+            gated.close()
 
 
 def _memory(chunks: int) -> memoryview:
@@ -102,7 +136,7 @@ async def _row(pipe: Pipe, row: Row, sends: bool, seconds: float, source: memory
     claims = Claims(run="r", stream="s", host="h", to="", role="replicate", incarnation=None, lanes=lanes)
     sending = Receiving(target)
     mine = await handshake.dial(address, claims, b"secret", sending)
-    pump = asyncio.create_task(_pump(mine, source)) if sends else None
+    pump = asyncio.create_task(_pump(mine, source, kind == "gated")) if sends else None
     await asyncio.sleep(SETTLE)
     before, nbytes, begin = resource.getrusage(resource.RUSAGE_SELF), receiving.nbytes, time.perf_counter()
     await asyncio.sleep(seconds)
