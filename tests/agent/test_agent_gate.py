@@ -126,7 +126,6 @@ class TestFastLink:
 
         run(work())
 
-
     def test_is_shared_by_the_lanes(self) -> None:
         """Each has something to send at any time, although a chunk is as large as all that may travel."""
 
