@@ -261,11 +261,11 @@ class Rank:
     def give_up(self, iteration: int) -> None:
         self.client.tell(GiveUp(iteration=iteration, reason="of the test"))
 
-    def reconnect(self, committed: Version | None) -> None:
+    def reconnect(self, committed: Version | None, **hello_fields: Any) -> None:
         """As a worker does whose agent has died: start another, hand it what is held for it, and go on."""
         old = self.client
         kept = [*self.fds, *old.custody.values()]
-        hello = self.hello.model_copy(update={"preferred_port": self.spec.addresses[self.host][1]})
+        hello = self.hello.model_copy(update={"preferred_port": self.spec.addresses[self.host][1]} | hello_fields)
         self.client = AgentClient(self.run, self.host, hello, self._hear, 10.0)
         self.client.tell(Adopt(count=len(kept), incarnation=self.spec.incarnation), kept)
         self.open(self.spec, readopt=True, committed=committed, reached=self.reached)
