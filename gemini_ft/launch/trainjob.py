@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from gemini_ft.launch.drain import account_of
+from gemini_ft.launch.endings import account_of
 
 _log = logging.getLogger(__name__)
 

@@ -32,8 +32,7 @@ from gemini_ft.core.words import in_words
 from gemini_ft.errors import ConfigError, RunAliveError
 from gemini_ft.faults.inject import Orders
 from gemini_ft.hosts import host_id
-from gemini_ft.launch.launched import changes, launch_id, this_launch, without_secrets
-from gemini_ft.launch.run_id import default_run_id, is_passing
+from gemini_ft.launch.launched import changes, default_run_id, is_passing, launch_id, this_launch, without_secrets
 from gemini_ft.recovery.plan import RecoveryPlan, describe
 from gemini_ft.recovery.readers import ShardReaders
 from gemini_ft.storage.marks import recall_on_host
