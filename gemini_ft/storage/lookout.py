@@ -21,10 +21,10 @@ from gemini_ft.storage.checkpoints import (
     list_checkpoints,
     missing_shards,
     read_manifest,
+    read_mark,
     scan,
 )
 from gemini_ft.storage.decisions import CanResume, Condition, Descent, Look, NothingStored, Sighting, decide
-from gemini_ft.storage.marks import read_mark
 
 _T = TypeVar("_T")
 _LOOKS = 3  # listings to ask for where one names a missing object: retention may have been at work in between

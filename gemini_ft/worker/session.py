@@ -35,7 +35,7 @@ from gemini_ft.hosts import host_id
 from gemini_ft.launch.launched import changes, default_run_id, is_passing, launch_id, this_launch, without_secrets
 from gemini_ft.recovery.plan import RecoveryPlan, describe
 from gemini_ft.recovery.readers import ShardReaders
-from gemini_ft.storage.marks import recall_on_host
+from gemini_ft.storage.checkpoints import recall_on_host
 from gemini_ft.wire.messages import PROTOCOL_VERSION
 from gemini_ft.wire.network import bind_address, is_loopback
 from gemini_ft.wire.peer_messages import Claims
