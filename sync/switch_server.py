@@ -20,10 +20,29 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from .switch_adders import ADDERS
-from .switch_control import MARK, Envelope, Join, Joined, Message, SwitchHello, SwitchLeave, SwitchRefused, SwitchWelcome, job_key
-from .switch_packets import GIVEN, MOST_RANKS, SUMMED, SWITCH, Array, Packets, decode, encode
+from .switch_packets import (
+    GIVEN,
+    MARK,
+    MOST_RANKS,
+    SUMMED,
+    SWITCH,
+    Array,
+    Datagrams,
+    Envelope,
+    Join,
+    Joined,
+    Message,
+    Packets,
+    SwitchHello,
+    SwitchLeave,
+    SwitchRefused,
+    SwitchWelcome,
+    await_any,
+    decode,
+    encode,
+    job_key,
+)
 from .switch_slots import Slots
-from .switch_udp import Datagrams, await_any
 
 Address: TypeAlias = tuple[object, ...]
 _COOKIE_SECONDS = 60.0  # a cookie is good for one to two times as long
