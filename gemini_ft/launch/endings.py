@@ -70,7 +70,6 @@ class HostDrain:
     """The drain of this host, which a signal to the launcher begins.
 
     Args:
-        run: run id.
         seconds: that it may take.
         signum: the signal; None: only workers, and the host's agent, can be told.
         have_joined: whether workers of this launcher have joined the run: if there are none now, they are being restarted.

@@ -107,7 +107,6 @@ class Reports(threading.Thread):
 
     Args:
         endpoint: where to.
-        run: run id.
         total: tells the number of optimizer steps of the whole job once it is known; nothing is reported before.
     """
 

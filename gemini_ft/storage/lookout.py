@@ -170,7 +170,6 @@ def newest_whole(storage: Storage, run: str, stream: str) -> Manifest | None:
     """The checkpoint that a job would resume; None: storage proves that there never was one.
 
     Args:
-        storage: where to look.
         run: whose checkpoints.
         stream: which line of them.
 

@@ -105,7 +105,6 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None]
     """Joins the run. Collective.
 
     Args:
-        config: options.
         stream: which of the run's streams of snapshots.
         on_event: for what the agent says of its own accord; on a thread of the client.
         resizable: whether what another number of ranks has made can be resumed.
@@ -391,7 +390,6 @@ def _announce_resumption(session: WorkerSession, launches: Collection[str]) -> N
     """Says, on rank 0, that what is resumed is not of this launch: the user may have meant another job.
 
     Args:
-        session: the new one.
         launches: those that the hosts have served last, where that is known.
     """
     plan, now, before = session.plan, session.hello.launch, session.client.welcome.launch
