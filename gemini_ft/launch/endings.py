@@ -44,16 +44,13 @@ from gemini_ft.wire.private import newest_first, runtime_folder
 from gemini_ft.wire.worker_messages import AskDrain, Draining, ToWorker
 
 LEFT = DRAINED_STATUS
-_STRAGGLERS = 10.0  # seconds for the other workers of a host, once one has left
-_RESTART = 10.0  # seconds for workers that are being restarted to join their run once more
-_POLL = 0.1  # seconds
-_log = logging.getLogger(__name__)
 ENDED_ELSEWHERE = 69  # EX_UNAVAILABLE
 NOT_STORED = 73  # EX_CANTCREAT
 OVERTAKEN = 76  # EX_PROTOCOL
 _BY_WORKERS = {StorageUnclearError.exit_status, RunAliveError.exit_status}
 # Bases of exceptions that come from outside of the script, and go away as they have come.
 _PASSING = {"OSError", "DistError", "AgentError", "PeerError", "StorageError", "CorruptDataError", "BotoCoreError", "ClientError"}
+_PASSING |= {"AcceleratorError", "KeyboardInterrupt"}
 _LASTING = {"FileNotFoundError", "NotADirectoryError", "IsADirectoryError", "PermissionError"}  # of the OSErrors
 _OF_PEERS = re.compile(
     # Data loaders' processes may be told to end before the rank that is stopped with them, because another has failed.
@@ -61,9 +58,13 @@ _OF_PEERS = re.compile(
     re.IGNORECASE,
 )
 UNPROTECTED_SECONDS = 120.0
+_STRAGGLERS = 10.0  # seconds for the other workers of a host, once one has left
+_RESTART = 10.0  # seconds for workers that are being restarted to join their run once more
+_POLL = 0.1  # seconds
 _OVER = (WorkerState.FAILED, WorkerState.SUCCEEDED)
 _REPORTS = "launch-"  # how the names of folders for reports begin
 _KEPT = 20  # folders for reports of jobs that have failed
+_log = logging.getLogger(__name__)
 
 
 class HostDrain:
@@ -199,9 +200,6 @@ def await_workers(context: Any) -> None:
             context.close(signal.SIGKILL)  # SIGTERM would be another wish to save, which a worker that waits for others never hears
             return
         time.sleep(_POLL)
-
-
-_PASSING |= {"AcceleratorError", "KeyboardInterrupt"}
 
 
 class Endings:
