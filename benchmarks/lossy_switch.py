@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from gemini_ft.sync.switch_packets import Array
+from gemini_ft.sync.switch_packets import Array, Datagrams
 from gemini_ft.sync.switch_server import SwitchServer
-from gemini_ft.sync.switch_udp import Datagrams
 
 
 class Lossy(Datagrams):

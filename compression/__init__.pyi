@@ -1,4 +1,4 @@
-# The names that `from gemini_ft.compression import TopK` finds. This folder has no __init__.py: gemini_ft/beside.py reads this file.
+# The names that `from gemini_ft.compression import TopK` finds. This folder has no __init__.py: gemini_ft/public_names.py reads this file.
 from .base import Bundle as Bundle
 from .base import Compressor as Compressor
 from .base import FlatLayout as FlatLayout

@@ -36,7 +36,6 @@ class Ordered:
     abort the process.
 
     Args:
-        name: of the thread.
         within: makes the context in which it runs.
 
     Raises:

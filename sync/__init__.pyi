@@ -1,4 +1,4 @@
-# The names that `from gemini_ft.sync import Zen` finds. This folder has no __init__.py: gemini_ft/beside.py reads this file.
+# The names that `from gemini_ft.sync import Zen` finds. This folder has no __init__.py: gemini_ft/public_names.py reads this file.
 from .auto import Auto as Auto
 from .base import Scheme as Scheme
 from .builtin import AGsparse as AGsparse

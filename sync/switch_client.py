@@ -10,9 +10,25 @@ from dataclasses import dataclass
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from .switch_control import Envelope, Join, Joined, Message, SwitchHello, SwitchLeave, SwitchRefused, SwitchWelcome, job_key
-from .switch_packets import GIVEN, SUMMED, SWITCH, Packets, decode, encode
-from .switch_udp import Datagrams, await_any
+from .switch_packets import (
+    GIVEN,
+    SUMMED,
+    SWITCH,
+    Datagrams,
+    Envelope,
+    Join,
+    Joined,
+    Message,
+    Packets,
+    SwitchHello,
+    SwitchLeave,
+    SwitchRefused,
+    SwitchWelcome,
+    await_any,
+    decode,
+    encode,
+    job_key,
+)
 from .switch_worker import TensorStream, Worker
 
 MOST_ROUNDS = 2**31  # of a job's slot: a packet has 32 bits for their number, and a nonce must never come again

@@ -74,8 +74,6 @@ def use(run: str, host: str, deadline: float) -> bool:
     """Makes the process that waits this host's agent, with this process's environment.
 
     Args:
-        run: run id.
-        host: host id.
         deadline: time of the monotonic clock until which it is waited for.
 
     Returns:

@@ -25,7 +25,6 @@ class Callers:
 
     Args:
         certificate_of: calls a host back at its address, and returns the certificate that is shown there.
-        log: writes a line to the agent's log.
     """
 
     def __init__(self, certificate_of: Callable[[str], Awaitable[bytes]], log: Callable[[str], None]) -> None:

@@ -37,11 +37,7 @@ class AgentClient:
     """A connection to the agent; its own thread listens, and replaces an agent that is silent for ``hello.agent_timeout`` seconds.
 
     Args:
-        run: run id.
-        host: host id.
-        hello: this worker's introduction.
         on_event: called on the listening thread with whatever is no answer.
-        timeout: seconds to wait for an answer.
 
     Raises:
         AgentTimeoutError: the agent cannot be started or does not answer.

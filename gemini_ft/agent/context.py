@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from gemini_ft.agent.measures import Measures
+from gemini_ft.agent.figures import Measures
 from gemini_ft.agent.memory.budget import Budget
 from gemini_ft.agent.memory.slot_files import SlotFiles
 from gemini_ft.agent.memory.slot_memory import SlotMemory
@@ -92,12 +92,6 @@ class RunContext:
 
 class StreamContext:
     """One stream on one host, as the parts that send, receive, serve and store its shards see it.
-
-    Args:
-        name: name of the stream.
-        run: the run that it belongs to.
-        perform: carries out the protocol's decisions.
-        report: tells the leader.
 
     Attributes:
         spec: the present session, or the last one; None: there has been none.

@@ -70,11 +70,6 @@ _UNKNOWN = "the leader's word on the last upload has not come; whether it has be
 class Departure:
     """The reasons to stay and to go, as workers and launchers have given them.
 
-    Args:
-        streams: all streams of this host.
-        workers: all workers of this host.
-        launches: the launches of the run that are known here.
-
     Attributes:
         linger: seconds for which the agent stays without a worker, as the last worker has said. Until one comes, at least those that
             whoever has started the agent may take: an agent that left before would take the memory it has inherited along.

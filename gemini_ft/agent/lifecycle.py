@@ -353,7 +353,6 @@ def job_finished(run: str, *, stores: bool) -> str:
     """Tells the agent, for the launcher, that the job has ended well; waits for the last upload, as long as the agent answers.
 
     Args:
-        run: run id.
         stores: whether the job has a storage. Its agent stays until it was asked, so its absence means that the last step may be lost.
 
     Returns:

@@ -53,9 +53,7 @@ class MetricsPage:
     """The page of one agent. `RunContext.metrics` has its address as soon as it is served.
 
     Args:
-        run: the agent's.
         account: gives the agent's account of itself, as ``gemini status --json`` prints it.
-        streams: the agent's.
     """
 
     def __init__(self, run: RunContext, account: Callable[[], dict[str, Any]], streams: Streams) -> None:

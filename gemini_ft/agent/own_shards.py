@@ -35,7 +35,6 @@ class Hashing:
     """One shard on its way from a device into its slot.
 
     Args:
-        memory: the slot.
         version: the version that the device writes there.
         on_chunk: called with number, offset, bytes and checksum of each chunk, on the event loop, in any order.
     """
@@ -95,7 +94,6 @@ class OwnShards:
     """The shards that workers of this host copy into their slots.
 
     Args:
-        context: the stream.
         inbound: has replicas that a worker can keep, as soon as one comes.
         outbound: the sending side of the present session.
     """

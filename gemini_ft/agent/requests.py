@@ -59,12 +59,7 @@ from gemini_ft.wire.worker_messages import (
 
 
 class Requests:
-    """The `Office` of this host's agent.
-
-    Attributes:
-        hangs: the watch over all workers.
-        departure: the reasons to stay and to go.
-    """
+    """The `Office` of this host's agent."""
 
     def __init__(self, run: RunContext, streams: Streams) -> None:
         self._run, self._streams = run, streams

@@ -75,7 +75,6 @@ class Stagings:
     """Gets shards of a stored checkpoint into memory, each once, however often it is asked for.
 
     Args:
-        context: the stream.
         end_rebuilding: stops what would lay down other copies meanwhile.
     """
 

@@ -21,10 +21,21 @@ from gemini_ft.core.layout import Layout
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, GeminiError, ObjectGoneError, StorageError, SupersededError
 from gemini_ft.storage.base import Storage, exists
-from gemini_ft.storage.checkpoints import MANIFEST, Manifest, checkpoint_folder, read_manifest, shard_key, write_manifest
+from gemini_ft.storage.checkpoints import (
+    MANIFEST,
+    Manifest,
+    checkpoint_folder,
+    mark_key,
+    note_on_host,
+    note_path,
+    read_manifest,
+    recall_on_host,
+    shard_key,
+    write_manifest,
+    write_mark,
+)
 from gemini_ft.storage.decisions import Descent, Sighting
 from gemini_ft.storage.lookout import check_not_superseded, other_by_mark
-from gemini_ft.storage.marks import mark_key, note_on_host, note_path, recall_on_host, write_mark
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.retention import Retention
 from gemini_ft.storage.shard import Committed, ShardRecord, StoredShard, write_shard

@@ -135,8 +135,6 @@ def connect(run: str, host: str, patience: float = 0.0) -> socket.socket:
     """Connects to the agent of ``run`` on this host; starts it if there is none, and anew if it hangs.
 
     Args:
-        run: run id.
-        host: host id.
         patience: seconds without an answer after which an agent hangs; 0: it is not asked.
 
     Raises:
@@ -276,8 +274,6 @@ class AgentWatch(threading.Thread):
     """The launcher's look at its host's agent: the workers, which look too, may all be dead or hang themselves.
 
     Args:
-        run: run id.
-        host: host id.
         timeout: seconds of silence after which the agent hangs, as far as is known; it says itself what the job has configured.
     """
 

@@ -38,7 +38,7 @@ def command(arguments: Sequence[str]) -> int:
         GeminiError: there is no such checkpoint, it cannot be written in this format, or the target exists.
     """
     options = _parser().parse_args(arguments)
-    from gemini_ft.export import deepspeed, formats  # torch comes with them, and takes seconds that --help does without
+    from gemini_ft.export import formats, zero  # torch comes with them, and takes seconds that --help does without
 
     step = _step(options.step)
     config = load_config()
@@ -49,7 +49,7 @@ def command(arguments: Sequence[str]) -> int:
         with staged(options.to, target, options.overwrite, endpoint) as folder:
             with _refusing_nonsense(checkpoint):
                 write = {"dcp": formats.write_dcp, "lightning": formats.write_lightning, "safetensors": formats.write_safetensors}
-                write.get(options.format, deepspeed.write)(checkpoint, folder / (name or ""))
+                write.get(options.format, zero.write)(checkpoint, folder / (name or ""))
             nbytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     where = options.to if name is None else f"{options.to.rstrip('/')}/{name}"
     print(f"wrote step {checkpoint.step} of {checkpoint.run} ({checkpoint.stream}) from {checkpoint.where} to {where}: {nbytes:,} bytes")

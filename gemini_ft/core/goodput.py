@@ -49,9 +49,6 @@ class TimeLedger:
 
     The reports of all ranks are booked together: a phase lasts until the last rank has left it, and a step ends with the first rank.
 
-    Args:
-        began: time of the beginning.
-
     Attributes:
         seconds: time by phase, up to the last call.
         failures: all failures, the oldest first.

@@ -166,6 +166,11 @@ class Read:
     start: int
     stop: int
 
+    @classmethod
+    def of(cls, owner: int, piece: Piece, name: str) -> Read:
+        """All of a piece of ``owner``'s shard."""
+        return cls(owner=owner, offset=piece.offset, nbytes=piece.nbytes, name=name, start=piece.start, stop=piece.stop)
+
 
 def build_layout(specs: Sequence[TensorSpec], rank: int, world_size: int) -> Layout:
     """Cuts every group's bytes into equal stretches and lays out those that ``rank`` owns; frozen tensors first, cut apart.
@@ -246,12 +251,7 @@ def plan_reads(specs: Sequence[TensorSpec], rank: int, layouts: Mapping[int, Lay
     stored = _stored(rank, layouts)
     if differing := list(_differences(specs, stored)):
         raise LayoutMismatchError(_explain(differing))
-    reads = [
-        Read(owner=owner, offset=p.offset, nbytes=p.nbytes, name=p.name, start=p.start, stop=p.stop)
-        for held in stored.values()
-        for owner, p in held
-        if p.nbytes
-    ]
+    reads = [Read.of(owner, piece, piece.name) for held in stored.values() for owner, piece in held if piece.nbytes]
     return sorted(reads, key=lambda read: (read.owner, read.offset))
 
 

@@ -33,7 +33,6 @@ class Succession:
     """One host's knowledge of who leads.
 
     Args:
-        name: this host.
         order: the candidates; the same on all hosts.
         size: hosts of the session.
         now: seconds of a monotonic clock.

@@ -13,18 +13,6 @@ Importing this module does not import DeepSpeed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from gemini_ft.public_names import show_names as _show_names
 
-if TYPE_CHECKING:
-    from gemini_ft.deepspeed.engine import Protection, attach, initialize
-    from gemini_ft.deepspeed.gradients import EngineGradients
-
-__all__ = ["EngineGradients", "Protection", "attach", "initialize"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from gemini_ft.deepspeed import engine
-
-    return getattr(engine, name)
+_show_names(__name__)

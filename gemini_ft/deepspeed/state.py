@@ -264,7 +264,7 @@ def _whole(layout: Layout, owner: int, item: Live) -> Read:
         then = "is missing from the snapshot" if piece is None else f"has shape {shape} now and {piece.shape} in the snapshot"
         raise LayoutMismatchError(f"{item.name} {then}. {_WAY_OUT}")
     _same_dtype(item.name, item.tensor, piece.dtype)
-    return Read(owner=owner, offset=piece.offset, nbytes=piece.nbytes, name=item.name, start=0, stop=item.tensor.numel())
+    return Read.of(owner, piece, item.name)
 
 
 def _same_dtype(name: str, tensor: torch.Tensor, then: str) -> None:

@@ -52,7 +52,6 @@ class Checkpoint:
     """A checkpoint that can be read. Close it soon: in memory it takes a slot from the job until then.
 
     Attributes:
-        run: run id.
         stream: which line of snapshots: ``main`` of a plain loop, ``fit-0``, ``fabric-0``.
         version: of the state.
         where: in words.

@@ -70,11 +70,7 @@ def _key(piece: Piece) -> str:
 
 
 def _reads(owner: int, layout: Layout, wanted: Mapping[str, torch.Tensor]) -> list[Read]:
-    pieces = [piece for piece in layout.pieces if piece.nbytes and _key(piece) in wanted]
-    return [
-        Read(owner=owner, offset=piece.offset, nbytes=piece.nbytes, name=_key(piece), start=piece.start, stop=piece.stop)
-        for piece in pieces
-    ]
+    return [Read.of(owner, piece, _key(piece)) for piece in layout.pieces if piece.nbytes and _key(piece) in wanted]
 
 
 def check_covered(pieces: Sequence[Piece]) -> None:

@@ -1,22 +1,28 @@
-"""One launch of a job by its user: how it is told from other launches of the same run, and what has changed since another one."""
+"""The name of a run, by which the same command finds its memory again; one launch of it, and what has changed since another one.
+
+Under Ray Train both have the names that its public interface tells; that is asked only where the process has it loaded.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import socket
+import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from gemini_ft.config import PASSWORD
 from gemini_ft.errors import ConfigError
 from gemini_ft.hosts import began
-from gemini_ft.launch import ray_train
-from gemini_ft.launch.run_id import own_command
 from gemini_ft.wire.worker_messages import Launch
 
+VARIABLES = "GEMINI_RUN_ID_VARIABLES"  # names of variables whose values tell jobs apart
+_OF_ARRAYS = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "LSB_JOBINDEX", "SGE_TASK_ID")  # a task of a job array is a job
 LAUNCH = "GEMINI_LAUNCH"  # in the environment of workers of `gemini run`: the name of the launch, the same on all hosts
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|PIN", re.IGNORECASE)  # names whose values no log must show
 _PLAIN = re.compile(r"[+-]?[\d_]{0,12}\.?\d{0,12}(e[+-]?\d{1,3})?|true|false|none", re.IGNORECASE)  # values that are no secret
@@ -35,6 +41,79 @@ _OF_THE_START = re.compile(
 )
 
 
+def default_run_id(command: Sequence[str] | None = None) -> str:
+    """Sixteen hex digits out of user, working directory, command and some variables; the same on every host and in every rank.
+
+    ``gemini run`` computes it from its arguments and a worker under plain torchrun from its own: the results agree. For workers of Ray
+    Train, which have Ray's command and folders of their own, the name of their run takes the place of both.
+    Host, rank and torchrun's options do not enter; the task of a job array does, and so do the variables that GEMINI_RUN_ID_VARIABLES
+    names. Two jobs of one user that run the same command in the same directory at the same time need one of these,
+    ``--run-id`` or ``GEMINI_RUN_ID``.
+
+    Args:
+        command: the script (or ``-m`` and the module's name) and its arguments; default: those of this process, so
+            call it before the script changes its directory or ``sys.argv``.
+    """
+    what, *arguments = own_command() if command is None else command
+    named = [name.strip() for name in os.environ.get(VARIABLES, "").split(",") if name.strip()]
+    if command is None and ray_run_name() is not None:
+        identity: list[object] = [os.getuid(), what, *arguments]
+    else:
+        identity = [os.getuid(), os.path.realpath(os.getcwd()), os.path.realpath(what) if what != "-m" else what, *arguments]
+    if values := {name: os.environ.get(name) for name in sorted({*named, *_OF_ARRAYS}) if name in named or name in os.environ}:
+        identity.append(values)
+    if is_passing(command):
+        identity.append(f"{os.getpid()} {began(os.getpid())}")  # no other process of this machine has these two numbers
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+
+
+def is_passing(command: Sequence[str] | None = None) -> bool:
+    """Whether the command does not name its program (a pipe, ``-c``, a notebook), so that its default id is good for one process only."""
+    if command is None and hasattr(sys, "ps1"):  # the prompt of Python's shell; IPython and the kernels of notebooks set it, too
+        return True
+    what = (own_command() if command is None else command)[0]
+    if what in ("", "-", "-c"):
+        return True
+    try:
+        return what != "-m" and not (stat.S_ISREG(mode := os.stat(what).st_mode) or stat.S_ISDIR(mode))
+    except OSError:
+        return False  # it will fail by itself
+
+
+def own_command() -> list[str]:
+    """The script (or ``-m`` and the module's name) and arguments of this process; of a worker of Ray Train the name of its run."""
+    if (name := ray_run_name()) is not None:
+        return ["-m", "ray.train", name]
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None:  # python script.py
+        return list(sys.argv)
+    return ["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]  # python -m module: argv[0] is the file found for it
+
+
+def ray_run_name() -> str | None:
+    """The name of the run (``RunConfig(name=...)``), the same in all its workers and over all its restarts; None: this is none of them."""
+    context = _ray_context()
+    return context.get_experiment_name() if context is not None else None
+
+
+def ray_launch_name() -> str | None:
+    """A name for what one driver starts under this name of a run: its job, in its cluster. None: this process is no worker of Ray Train."""
+    if (name := ray_run_name()) is None:
+        return None
+    runtime = sys.modules["ray"].get_runtime_context()
+    return f"ray-{runtime.gcs_address}-{runtime.get_job_id()}-{name}"
+
+
+def _ray_context() -> Any:
+    train = sys.modules.get("ray.train")
+    if train is None:
+        return None
+    try:
+        return train.get_context()
+    except (RuntimeError, DeprecationWarning):  # outside of a training function; in a trial of Ray Tune
+        return None
+
+
 def launch_id() -> str:
     """Name of the launch that this process belongs to; what rank 0 says counts for all ranks.
 
@@ -42,7 +121,7 @@ def launch_id() -> str:
     elsewhere of this process.
     """
     pid = _starter()
-    return os.environ.get(LAUNCH) or ray_train.launch_name() or f"{socket.gethostname()}-{pid}-{began(pid)}"
+    return os.environ.get(LAUNCH) or ray_launch_name() or f"{socket.gethostname()}-{pid}-{began(pid)}"
 
 
 def this_launch(name: str) -> Launch:
@@ -55,7 +134,7 @@ def this_launch(name: str) -> Launch:
         ticks=ticks,
         started=_boot_time() + ticks / os.sysconf("SC_CLK_TCK"),
         command=without_secrets(own_command()),
-        folder=os.getcwd() if ray_train.run_name() is None else "",  # Ray makes one for each session of a cluster
+        folder=os.getcwd() if ray_run_name() is None else "",  # Ray makes one for each session of a cluster
         script=_digest_of_script(),
         environ=relevant(_environment_at_start()),
     )

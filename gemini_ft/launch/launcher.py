@@ -40,13 +40,10 @@ from gemini_ft.config import GeminiConfig, load_config, unknown_variables
 from gemini_ft.errors import ConfigError, RunAliveError
 from gemini_ft.hosts import HOSTNAME, host_id
 from gemini_ft.launch import slurm
-from gemini_ft.launch.drain import LEFT, HostDrain, account_of
-from gemini_ft.launch.endings import ENDED_ELSEWHERE, NOT_STORED, OVERTAKEN, final_endings
-from gemini_ft.launch.launched import LAUNCH
+from gemini_ft.launch.endings import ENDED_ELSEWHERE, LEFT, NOT_STORED, OVERTAKEN, HostDrain, account_of, final_endings, own_log_dir
+from gemini_ft.launch.launched import LAUNCH, default_run_id, is_passing
 from gemini_ft.launch.notes import PROTECTED, STORES, notes_of_workers
 from gemini_ft.launch.preload import early_environment, modules_to_preload
-from gemini_ft.launch.reports import own_log_dir
-from gemini_ft.launch.run_id import default_run_id, is_passing
 from gemini_ft.launch.spares import better_rendezvous
 from gemini_ft.launch.stores import OvertakenError, surviving_stores
 from gemini_ft.launch.trainjob import reported_progress

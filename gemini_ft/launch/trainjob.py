@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from gemini_ft.launch.drain import account_of
+from gemini_ft.launch.endings import account_of
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +107,6 @@ class Reports(threading.Thread):
 
     Args:
         endpoint: where to.
-        run: run id.
         total: tells the number of optimizer steps of the whole job once it is known; nothing is reported before.
     """
 

@@ -34,7 +34,7 @@ from gemini_ft.loaders.parts import refuse_gone
 from gemini_ft.state.ddp import ddp_state, frozen_at_first, restore_buckets, restore_sync
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.rebuilding import ModuleTree
-from gemini_ft.storage.marks import state_folder
+from gemini_ft.storage.checkpoints import state_folder
 from gemini_ft.worker import attempt
 
 log = logging.getLogger("gemini_ft")

@@ -19,8 +19,8 @@ from torch import nn
 
 from gemini_ft.errors import AveragingError, ConfigError, RecoveryError
 from gemini_ft.pipeline.averager import Averager
+from gemini_ft.pipeline.measuring import ReadyTimes
 from gemini_ft.pipeline.plan import Tensor
-from gemini_ft.pipeline.ready_times import ReadyTimes
 from gemini_ft.pipeline.rules import Rules
 from gemini_ft.pipeline.telemetry import Step
 from gemini_ft.pipeline.tuner import Tuner

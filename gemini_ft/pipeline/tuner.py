@@ -36,9 +36,8 @@ from gemini_ft.compression.espresso_options import (
 from gemini_ft.compression.timeline import Backward, even, simulate
 from gemini_ft.compression.topology import Scope, Topology
 from gemini_ft.pipeline.averager import Averager
-from gemini_ft.pipeline.measuring import Costs, measure, slowest
+from gemini_ft.pipeline.measuring import Costs, ReadyTimes, measure, slowest
 from gemini_ft.pipeline.plan import Group, Tensor, grouped, in_order
-from gemini_ft.pipeline.ready_times import ReadyTimes
 from gemini_ft.pipeline.route_table import option_way
 from gemini_ft.pipeline.routes import Plain
 from gemini_ft.pipeline.rules import PLANNED, payload_of_one_length

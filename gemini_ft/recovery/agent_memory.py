@@ -34,8 +34,6 @@ class Remembered:
     """A stream of one run, as the agents of this machine have it.
 
     Attributes:
-        run: run id.
-        stream: name of the stream.
         hosts: host id -> what its agent said; at least one.
     """
 

@@ -155,8 +155,6 @@ class Outflow:
     A copy that fails in the middle is left for the next one, which goes on where the first has ended: equal roots are equal bytes.
 
     Args:
-        sources: where it is.
-        shard: its stream.
         reads: what this rank needs of it.
         tensors: ``Read.name`` -> what to fill.
         blocks: memory of equal size, to be filled again and again.

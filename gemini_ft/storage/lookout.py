@@ -21,10 +21,10 @@ from gemini_ft.storage.checkpoints import (
     list_checkpoints,
     missing_shards,
     read_manifest,
+    read_mark,
     scan,
 )
 from gemini_ft.storage.decisions import CanResume, Condition, Descent, Look, NothingStored, Sighting, decide
-from gemini_ft.storage.marks import read_mark
 
 _T = TypeVar("_T")
 _LOOKS = 3  # listings to ask for where one names a missing object: retention may have been at work in between
@@ -170,7 +170,6 @@ def newest_whole(storage: Storage, run: str, stream: str) -> Manifest | None:
     """The checkpoint that a job would resume; None: storage proves that there never was one.
 
     Args:
-        storage: where to look.
         run: whose checkpoints.
         stream: which line of them.
 

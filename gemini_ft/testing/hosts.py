@@ -22,7 +22,7 @@ import torch
 from gemini_ft.errors import GeminiError
 from gemini_ft.events import read_events
 from gemini_ft.hosts import is_readable
-from gemini_ft.launch.drain import LEFT
+from gemini_ft.launch.endings import LEFT
 from gemini_ft.testing.network import DEVICE, END_SECONDS, HUB, Network, end_all
 
 T = TypeVar("T")

@@ -46,9 +46,6 @@ class DrainedError(SystemExit):
 class Drain:
     """The wish that this rank leaves after a step, from wherever it comes: a signal to this process, or the host's agent.
 
-    Args:
-        config: options.
-
     Attributes:
         announced: whether the host's agent knows.
     """

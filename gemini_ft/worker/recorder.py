@@ -21,7 +21,8 @@ from gemini_ft.errors import AgentError, GeminiError
 from gemini_ft.events import EventLog
 from gemini_ft.faults import inject as faults
 from gemini_ft.faults.plan import World
-from gemini_ft.launch import notes, ray_train
+from gemini_ft.launch import notes
+from gemini_ft.launch.launched import ray_run_name
 from gemini_ft.state import codec
 from gemini_ft.state.base import TrainingState
 from gemini_ft.state.copy_plan import CopyPlan
@@ -257,7 +258,7 @@ class Recorder:
         self.halt()
         if finished or interrupted:
             with contextlib.suppress(AgentError):
-                self.client.tell(Goodbye(finished=finished, last=ray_train.run_name() is not None))
+                self.client.tell(Goodbye(finished=finished, last=ray_run_name() is not None))
         self.client.close()
         if interrupted:  # by a connection of its own: the interrupt may have struck in the middle of a message on ours
             lifecycle.leave(self.session.run, self.session.host)

@@ -66,8 +66,6 @@ class Reservation:
     """The memory of one session's snapshots; keeps plan and slots of the snapshotter up to date.
 
     Args:
-        session: the session.
-        snapshotter: whose copies go into the slots.
         room: set when the agent has room for slots that this rank could not get when it asked.
         mend: starts another agent where that has died, which ends in ``renew``.
     """

@@ -84,7 +84,6 @@ class Chooser:
     """Finds what to resume, the same on every rank: collective.
 
     Args:
-        config: options.
         client: this rank's agent.
         everyone: what all ranks have said, by rank.
         stream: which stream of snapshots.

@@ -32,11 +32,10 @@ from gemini_ft.core.words import in_words
 from gemini_ft.errors import ConfigError, RunAliveError
 from gemini_ft.faults.inject import Orders
 from gemini_ft.hosts import host_id
-from gemini_ft.launch.launched import changes, launch_id, this_launch, without_secrets
-from gemini_ft.launch.run_id import default_run_id, is_passing
+from gemini_ft.launch.launched import changes, default_run_id, is_passing, launch_id, this_launch, without_secrets
 from gemini_ft.recovery.plan import RecoveryPlan, describe
 from gemini_ft.recovery.readers import ShardReaders
-from gemini_ft.storage.marks import recall_on_host
+from gemini_ft.storage.checkpoints import recall_on_host
 from gemini_ft.wire.messages import PROTOCOL_VERSION
 from gemini_ft.wire.network import bind_address, is_loopback
 from gemini_ft.wire.peer_messages import Claims
@@ -106,7 +105,6 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None]
     """Joins the run. Collective.
 
     Args:
-        config: options.
         stream: which of the run's streams of snapshots.
         on_event: for what the agent says of its own accord; on a thread of the client.
         resizable: whether what another number of ranks has made can be resumed.
@@ -392,7 +390,6 @@ def _announce_resumption(session: WorkerSession, launches: Collection[str]) -> N
     """Says, on rank 0, that what is resumed is not of this launch: the user may have meant another job.
 
     Args:
-        session: the new one.
         launches: those that the hosts have served last, where that is known.
     """
     plan, now, before = session.plan, session.hello.launch, session.client.welcome.launch

@@ -30,7 +30,7 @@ from gemini_ft.cli import commands
 from gemini_ft.cli import main as cli
 from gemini_ft.cli.store import open_store
 from gemini_ft.errors import AgentError, ConfigError
-from gemini_ft.launch.run_id import default_run_id, is_passing
+from gemini_ft.launch.launched import default_run_id, is_passing
 from gemini_ft.wire.messages import pack
 from gemini_ft.wire.worker_messages import Status
 
@@ -280,7 +280,7 @@ class TestAgentsThatHang:
         assert capsys.readouterr().out == shown
 
 
-TELL = "import json, sys\nfrom gemini_ft.launch.run_id import default_run_id\nprint(default_run_id())\n"
+TELL = "import json, sys\nfrom gemini_ft.launch.launched import default_run_id\nprint(default_run_id())\n"
 
 
 class TestRunId:

@@ -21,10 +21,9 @@ from agent_kit import WAIT, preload
 from rank_kit import World
 from switch_kit import KEY, Switch, places, switches
 
-from gemini_ft.sync import switch_udp
+from gemini_ft.sync import switch_packets
 from gemini_ft.sync.switch_client import Client, SwitchRefusedError, SwitchTerms
-from gemini_ft.sync.switch_control import Envelope, Join, SwitchHello, SwitchLeave, SwitchWelcome
-from gemini_ft.sync.switch_packets import Array
+from gemini_ft.sync.switch_packets import Array, Envelope, Join, SwitchHello, SwitchLeave, SwitchWelcome
 from gemini_ft.sync.switch_server import Jobs, Limits, SwitchServer
 from gemini_ft.sync.switchml import SwitchMLStream
 
@@ -174,11 +173,11 @@ def test_what_belongs_to_no_job_is_dropped_and_counted() -> None:
 
 def test_a_flood_of_the_smallest_datagrams_does_not_keep_a_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty one fills no room, so that room alone would never end a call."""
-    monkeypatch.setattr(switch_udp, "MOST_CALLS", 4)
+    monkeypatch.setattr(switch_packets, "MOST_CALLS", 4)
     bound, stranger = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
     with bound, stranger:
         bound.bind(("127.0.0.1", 0))
-        receiver = switch_udp.Datagrams(bound)
+        receiver = switch_packets.Datagrams(bound)
         for text in (*[b""] * 6, b"at last"):
             stranger.sendto(text, bound.getsockname())
         assert receiver.receive() == []

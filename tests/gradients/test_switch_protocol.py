@@ -18,7 +18,7 @@ from gemini_ft.sync.fpisa import Accuracy
 from gemini_ft.sync.omnireduce import OmniReduceStream
 from gemini_ft.sync.switch_adders import ADDERS
 from gemini_ft.sync.switch_packets import Array, Packets
-from gemini_ft.sync.switch_slots import Slots
+from gemini_ft.sync.switch_server import Slots
 from gemini_ft.sync.switch_worker import TensorStream, Worker
 from gemini_ft.sync.switchml import SPECIAL, SwitchMLStream, exponents, factors, to_integers
 

@@ -23,7 +23,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.cli.main import main
 from gemini_ft.config import load_config
 from gemini_ft.errors import AgentTimeoutError
-from gemini_ft.launch.drain import HostDrain
+from gemini_ft.launch.endings import HostDrain
 from gemini_ft.launch.grace import Workers
 from gemini_ft.wire.worker_messages import Draining
 from gemini_ft.worker.drain import Drain

@@ -28,8 +28,7 @@ from gemini_ft.errors import (
     is_refusal,
 )
 from gemini_ft.launch import endings as module
-from gemini_ft.launch.drain import LEFT, HostDrain
-from gemini_ft.launch.endings import Endings, final_endings
+from gemini_ft.launch.endings import LEFT, Endings, HostDrain, final_endings
 from gemini_ft.launch.launcher import in_short
 from gemini_ft.launch.notes import DRAINED, PROTECTED, notes_of_workers, say
 

@@ -31,8 +31,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.cli import main as cli
 from gemini_ft.hosts import host_id, lasting_name
 from gemini_ft.launch import launcher
-from gemini_ft.launch.launched import launch_id, this_launch
-from gemini_ft.launch.run_id import default_run_id
+from gemini_ft.launch.launched import default_run_id, launch_id, this_launch
 from gemini_ft.storage.checkpoints import FORMAT_VERSION, body_checksum
 from gemini_ft.wire.messages import PROTOCOL_VERSION
 from gemini_ft.wire.worker_messages import GetStatus, Leave, Ping, to_agent
@@ -319,7 +318,7 @@ class TestEnding:
 
 SHOW = """
 import json, os, sys
-from gemini_ft.launch.run_id import default_run_id
+from gemini_ft.launch.launched import default_run_id
 names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "GEMINI_RUN_ID", "GEMINI_LAUNCHER_PID"]
 sys.stdout.write(json.dumps([sys.argv, default_run_id(), *map(os.environ.get, names)]) + "\\n")
 sys.stderr.write("to stderr\\n")

@@ -13,7 +13,7 @@ import pytest
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.errors import ConfigError
-from gemini_ft.launch import launcher, reports
+from gemini_ft.launch import endings, launcher
 from gemini_ft.wire.private import runtime_folder
 
 DAYS = 86400.0
@@ -51,9 +51,9 @@ def test_a_full_disk_under_the_reports_of_workers_is_a_clear_error(folder: Path,
     def full(**_: object) -> str:
         raise OSError(errno.ENOSPC, "No space left on device", str(folder))
 
-    monkeypatch.setattr(reports, "mkdtemp", full)
+    monkeypatch.setattr(endings, "mkdtemp", full)
     with pytest.raises(ConfigError, match=r"No space left on device.*make room there, or name another folder \(--log-dir, TMPDIR\)"):
-        reports.own_log_dir(launcher.make_parser().parse_args(["train.py"])).__enter__()
+        endings.own_log_dir(launcher.make_parser().parse_args(["train.py"])).__enter__()
 
 
 class TestLogsOfAgents:

@@ -27,7 +27,7 @@ for line in sys.stdin:
 """
 CELL = """
 import torch, gemini_ft
-from gemini_ft.launch.run_id import default_run_id
+from gemini_ft.launch.launched import default_run_id
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 checkpointer = gemini_ft.Checkpointer(model, optimizer)

@@ -27,7 +27,6 @@ SHOWN = {
     "state/carried.py:",
     "storage/checkpoints.py:",
     "storage/local.py:_name",
-    "storage/marks.py:",
     "storage/s3errors.py:_skew",
     "worker/resume_choice.py:_stage_all",
 }

@@ -17,7 +17,7 @@ import pytest
 from pydantic import BaseModel
 
 from gemini_ft.agent.memory import slot_memory
-from gemini_ft.storage import checkpoints, marks
+from gemini_ft.storage import checkpoints
 from gemini_ft.wire import messages, peer_messages, worker_messages
 
 # The functions whose dicts and tuples are the small state.
@@ -62,7 +62,7 @@ class Kept(NamedTuple):
 
 KEPT = {
     "storage.checkpoints.FORMAT_VERSION": Kept(
-        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, marks.Mark, LAYOUT, *SMALL_STATE], "f432bb3f002b0c86"
+        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, checkpoints.Mark, LAYOUT, *SMALL_STATE], "f432bb3f002b0c86"
     ),
     "agent.memory.slot_memory.FORMAT": Kept(
         slot_memory.FORMAT, ["agent.memory.slot_memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "0b6dde76fa6aef57"

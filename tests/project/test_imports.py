@@ -27,7 +27,7 @@ PURE = (
     "wire.worker_messages",
     "core.placement",
     "core.protocol",
-    "launch.run_id",
+    "launch.launched",
     "core.schedule",
     "core.slots",
     "core.traffic",

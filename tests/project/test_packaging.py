@@ -36,6 +36,13 @@ def test_package_dir_maps_what_lies_beside(pyproject: dict[str, Any]) -> None:
     assert pyproject["tool"]["setuptools"]["package-dir"] == mapping
 
 
+def test_names_that_packages_show_are_shipped(pyproject: dict[str, Any]) -> None:
+    data = pyproject["tool"]["setuptools"]["package-data"]
+    stubs = [file.parent.relative_to(ROOT) for top in ("gemini_ft", *BESIDE) for file in (ROOT / top).rglob("__init__.pyi")]
+    shown = {f"gemini_ft.{stub}" if str(stub) in BESIDE else ".".join(stub.parts) for stub in stubs}
+    assert shown == {package for package, files in data.items() if "*.pyi" in files}
+
+
 @pytest.mark.parametrize("folder", sorted(_python_folders(ROOT / "gemini_ft")), ids=str)
 def test_folders_of_gemini_ft_are_packages(folder: Path) -> None:
     assert (ROOT / folder / "__init__.py").is_file()

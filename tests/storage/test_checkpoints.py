@@ -31,11 +31,11 @@ from gemini_ft.storage.checkpoints import (
     read_manifest,
     shard_key,
     write_manifest,
+    write_mark,
 )
 from gemini_ft.storage.decisions import CanResume, Unclear, decide
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.lookout import Lookout, check_not_superseded, newest_whole, other_by_mark
-from gemini_ft.storage.marks import write_mark
 from gemini_ft.storage.retention import READER_SECONDS, Retention, reading
 from gemini_ft.storage.shard import StoredShard, write_shard
 

@@ -32,14 +32,15 @@ from gemini_ft.storage.checkpoints import (
     body_checksum,
     examine,
     list_checkpoints,
+    mark_key,
     read_manifest,
+    read_mark,
     shard_key,
     write_manifest,
 )
 from gemini_ft.storage.decisions import Descent, Sighting
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.lookout import newest_whole
-from gemini_ft.storage.marks import mark_key, read_mark
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.retention import Retention, held_by_readers
 from gemini_ft.storage.s3 import S3Storage

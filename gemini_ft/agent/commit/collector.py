@@ -42,12 +42,7 @@ _REPORTS = Rejoin | Copies | Skipped | ReportUploaded | ReportFinished | ReportN
 
 
 class Collector:
-    """The hosts that report to this one. They stay connected while the leader is lost, and greet again when it is back.
-
-    Args:
-        name: this host.
-        gathering: the pure part.
-    """
+    """The hosts that report to this one. They stay connected while the leader is lost, and greet again when it is back."""
 
     def __init__(self, name: str, gathering: Gathering) -> None:
         self.name, self._gathering = name, gathering

@@ -104,8 +104,6 @@ class Failover:
         """Takes in a host that reports to this one, or asks it to lead; or hears of a leader that makes itself known.
 
         Args:
-            connection: to that host.
-            host: its name.
             epoch: the one that this host is asked to lead.
             promised: the newest one of which that host knows.
         """

@@ -32,8 +32,6 @@ class SlotFiles:
 
     Args:
         root: the folder that the user has named, on a tmpfs.
-        run: run id.
-        host: host id.
 
     Raises:
         ConfigError: the folder is no memory, or not this user's alone, or another user could put an old one in its place.

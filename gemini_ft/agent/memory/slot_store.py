@@ -30,7 +30,6 @@ class SlotDonor:
     """A worker that has handed a slot back to this agent.
 
     Attributes:
-        worker: its connection.
         incarnation: the one it works for.
     """
 
@@ -105,7 +104,6 @@ class SlotStore:
         """Takes over a slot from before this agent's own time; it counts, but is never refused: the memory is in use already.
 
         Args:
-            memory: the slot.
             shared: a process that has not handed it back may still write to it: it can be read, and is not granted.
             donor: the worker that hands it back.
 

@@ -91,12 +91,8 @@ class Pacing:
     """The pacing of one stream on one host, for one session.
 
     Args:
-        host: id of this host.
         traffic: the user's wishes.
-        gate: the gate of the links.
         fixed: steps between snapshots, where the user says so.
-        report: takes messages for the leader.
-        tell: takes messages for the workers.
     """
 
     def __init__(

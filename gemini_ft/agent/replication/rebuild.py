@@ -54,9 +54,6 @@ class Rebuilding:
     """The rebuilding of one session.
 
     Args:
-        stream: what this host holds.
-        inbound: makes room for it.
-        spec: the session.
         gate: through which this host's replicas go out.
     """
 

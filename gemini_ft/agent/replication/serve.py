@@ -24,7 +24,6 @@ class Lease:
     """Ends a connection on which no request and no progress is seen for ``seconds``.
 
     Args:
-        connection: the reader's.
         seconds: of silence, but never less than five.
         expired: called before the connection is closed.
     """

@@ -40,7 +40,7 @@ from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, CorruptDataError, FormatError, GeminiError, PeerError
 from gemini_ft.hosts import began
 from gemini_ft.launch import notes
-from gemini_ft.storage import lookout, marks, shard
+from gemini_ft.storage import checkpoints, lookout, shard
 from gemini_ft.storage.checkpoints import MANIFEST, Manifest, checked, checkpoint_folder
 from gemini_ft.wire.peer_messages import PeerMessage
 from gemini_ft.wire.tcp import Connection
@@ -233,7 +233,7 @@ class World:
                 "lineage": [text(version) for version in manifest.lineage or ()],
             }
         elif event == "put" and key.endswith(".stored.json"):
-            facts["stored"] = text(marks.Mark.model_validate(checked(self.bucket.objects[key])).version)
+            facts["stored"] = text(checkpoints.Mark.model_validate(checked(self.bucket.objects[key])).version)
         elif event == "put" and READING in key:
             facts["holds"] = json.loads(self.bucket.objects[key])["folder"]
         process = PROCESS.get()
@@ -637,7 +637,7 @@ class World:
             (storage_check, "within", within),
             (resume_choice, "within", within),
             (lookout, "within", within),
-            (marks, "state_folder", host_folder),
+            (checkpoints, "state_folder", host_folder),
             (notes, "_words_here", words),
             (notes, "say", said),
             (rendezvous, "dist", world_size),

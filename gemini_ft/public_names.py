@@ -1,8 +1,8 @@
-"""Public names of the two packages that have no ``__init__.py``: ``from gemini_ft.sync import Zen``.
+"""Public names of packages, which load nothing before they are used: ``from gemini_ft.sync import Zen``.
 
-`gemini_ft.sync` and `gemini_ft.compression` are namespace packages (CONTRIBUTING.md has the reason), so no code of theirs runs when they
-are imported. Python asks a module's ``__getattr__`` for a name that it lacks, whoever has set it; here it reads the folder's
-``__init__.pyi``, where type checkers look the same names up. Nothing is loaded before a name is used.
+Python asks a module's ``__getattr__`` for a name that it lacks, whoever has set it; here it reads the ``__init__.pyi`` of the package,
+where type checkers look the same names up. `gemini_ft.sync` and `gemini_ft.compression` are namespace packages (CONTRIBUTING.md has the
+reason), so no code of theirs runs when they are imported, and `gemini_ft` shows their names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def show_names(package: str) -> None:
-    """Makes a namespace package show the names of its ``__init__.pyi``.
+    """Makes a package show the names of its ``__init__.pyi``.
 
     Args:
         package: its full name; it is imported, which loads no module of it.
@@ -27,13 +27,15 @@ def show_names(package: str) -> None:
 
 def _found(module: ModuleType, name: str) -> Any:
     if name == "__all__":
-        return sorted(_exports(module))
+        return sorted({*_exports(module), *vars(module).keys() & {"__version__"}})
     if name.startswith("__"):  # the import system asks for such names
         raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
     known = _exports(module)
     if name not in known:
         raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}; it has {', '.join(sorted(known))}, and its modules")
-    value = getattr(importlib.import_module(f"{module.__name__}.{known[name]}"), name)
+    value: Any = importlib.import_module(f"{module.__name__}.{known[name] or name}")
+    if known[name] is not None:
+        value = getattr(value, name)
     setattr(module, name, value)  # the next access does not come here
     return value
 
@@ -42,12 +44,12 @@ def _names(module: ModuleType) -> list[str]:
     return sorted({*vars(module), *_exports(module)})
 
 
-def _exports(module: ModuleType) -> dict[str, str]:
-    """The public names, and the module of the package that each comes from."""
-    found: dict[str, str] = {}
+def _exports(module: ModuleType) -> dict[str, str | None]:
+    """The public names, and the module of the package that each comes from; None: it is such a module itself."""
+    found: dict[str, str | None] = {}
     for folder in module.__path__:
         stub = Path(folder) / "__init__.pyi"
         for node in ast.parse(stub.read_text()).body if stub.is_file() else ():
-            if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
                 found |= dict.fromkeys((each.name for each in node.names), node.module)
     return found
