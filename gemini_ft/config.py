@@ -43,6 +43,7 @@ def parse_bytes(value: object) -> object:
         raise ValueError("is more than there can be") from None
 
 
+LARGEST_CHUNK = 2**30  # bytes
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 
@@ -185,7 +186,7 @@ class GeminiConfig(_Model):
     copy_when: Literal["auto", "background", "at_step"] = Field("auto", description="Copy the state beside the next forward pass (background), or at once when a step ends (at_step), for loops that write it in forward; auto: at_step from when such a write has been found.")
     verify: bool = Field(False, description="Compare each copy with the live state just before the next update.")
     ignore: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = Field((), description="Names in the census (`gemini run --explain`) that are not captured because the script sees to them; patterns as for files, separated by commas.")
-    chunk_bytes: Bytes = Field(8 * 2**20, description="Bytes that travel to a peer at a time.")
+    chunk_bytes: Bytes = Field(8 * 2**20, le=LARGEST_CHUNK, description="Bytes that travel to a peer at a time.")
     traffic: TrafficConfig = Field(DEFAULT_TRAFFIC, description="How replicas travel beside the training's own traffic.")
     timeout: float = Field(60.0, gt=0, description="Seconds to wait for an agent or a peer before an error names it.")
     replica_timeout: float = Field(30.0, gt=0, description="Seconds after which a holder that has not acknowledged is left out of the commit.")

@@ -16,6 +16,7 @@ from gemini_ft.agent.tasks import Tasks
 from gemini_ft.errors import AgentError
 from gemini_ft.wire.tcp import Connection
 
+MOST_OF_A_HOST = 8  # connections at a time; one that has been lost may not be known to be so when the host dials again
 _SILENCE = 5 * HEARTBEAT  # seconds after which a process that cannot be called back is given up
 _TCP_INFO = struct.Struct("=52xI")  # of linux/tcp.h: tcpi_last_data_recv
 
@@ -51,6 +52,8 @@ class Callers:
                 self._tasks.spawn(self._call_back(host))
             raise AgentError(f"another process is known here as host {host!r}, which is called back at its address; dial again")
         self._open[host] = [*there, connection]
+        if len(there) >= MOST_OF_A_HOST:
+            there[0].abort(f"host {host} has dialled {MOST_OF_A_HOST} times since")
 
     async def _call_back(self, host: str) -> None:
         try:

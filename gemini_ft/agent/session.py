@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from resource import RLIMIT_NOFILE, getrlimit
 from typing import Any
 
 from gemini_ft.agent.callers import Callers
@@ -14,6 +15,7 @@ from gemini_ft.agent.commit.collector import CollectorPort
 from gemini_ft.agent.commit.failover import Failover, Refusal
 from gemini_ft.agent.commit.leader import Leader, MemberPort
 from gemini_ft.agent.context import StreamContext
+from gemini_ft.agent.log_limit import RateLimitedLog
 from gemini_ft.agent.replication.receive import Inbound, Receiver
 from gemini_ft.agent.replication.send import Outbound
 from gemini_ft.agent.replication.serve import Fetcher
@@ -24,10 +26,13 @@ from gemini_ft.core.succession import Succession, candidates
 from gemini_ft.core.tree import ways_up
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, SupersededError
+from gemini_ft.wire.fair_share import FairShare
 from gemini_ft.wire.handshake import certificate_at, dial
 from gemini_ft.wire.peer_messages import Claims, PeerMessage, Rejoin, UploadSoon
 from gemini_ft.wire.tcp import Connection, Handler
 from gemini_ft.wire.worker_messages import SessionSpec
+
+READERS = 512  # connections of all readers of a stream at a time, or a sixteenth of the descriptors that an agent may have
 
 
 class AgentSession:
@@ -169,6 +174,8 @@ class Incoming:
         self._connections: set[Connection] = set()  # that may hold slots
         self._senders: dict[str, Connection] = {}  # host -> the one on which it sends its shards
         self._callers = Callers(self._certificate_of, context.log)
+        self._readers = FairShare[Connection](min(READERS, getrlimit(RLIMIT_NOFILE)[0] // 16), self._end_reading)
+        self._log_rarely = RateLimitedLog(context.log)
 
     def close(self) -> None:
         """Ends all connections that may hold slots."""
@@ -181,6 +188,7 @@ class Incoming:
         """Takes in a peer that has proved to know the secret."""
         spec, session = self._context.spec, self._session()
         if claims.role == "fetch":
+            self._readers.take(connection, connection.peer)
             return self._tracked(connection, Fetcher(self._context, connection, claims.host, self._committed_roots))
         if spec is None or session is None or claims.incarnation != spec.incarnation:
             mine = spec.incarnation if spec is not None else "none"
@@ -196,6 +204,11 @@ class Incoming:
         self._senders[claims.host] = connection
         return self._tracked(connection, Receiver(self._inbound, connection, claims.host))
 
+    def _end_reading(self, connection: Connection) -> None:
+        text = f"{self._readers.most} readers are more than this agent has room for, and most of them come from its address"
+        self._log_rarely(f"{connection.peer} may read no longer: {text}")
+        connection.abort(text)
+
     async def _certificate_of(self, host: str) -> bytes:
         assert self._context.spec is not None
         return await certificate_at(self._context.spec.addresses[host], self._context.run.secret)
@@ -209,6 +222,7 @@ class Incoming:
 
         def gone(reason: str) -> None:
             self._connections.discard(connection)
+            self._readers.give_back(connection)
             if connection.refused:
                 self._context.log(f"{connection.peer}: {reason}")
 

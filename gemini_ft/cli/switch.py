@@ -9,6 +9,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gemini_ft.agent.lifecycle import leave_no_core
 from gemini_ft.cli.units import nbytes
 from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError
@@ -34,6 +35,7 @@ def command(argv: Sequence[str]) -> int:
         "--idle", type=float, default=limits.idle, help="seconds after which a silent job makes room for another (default: %(default)g)"
     )
     options = parser.parse_args(argv)
+    leave_no_core()  # with the key
     part, parts = _part(options.part)
     limits = replace(limits, memory=int(options.memory), jobs=options.jobs, idle=options.idle)
     with bound(options.host, options.port, socket.SOCK_DGRAM) as listening:

@@ -35,6 +35,7 @@ ITEMSIZES: Mapping[str, int] = {
     **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
     "complex128": 16,
 }  # bytes per element
+_MOST_DIMENSIONS = 1024  # of a tensor; the product of a million sizes takes minutes
 _NAMED = 5  # differences spelled out in an error
 
 
@@ -115,7 +116,8 @@ class Layout:
     _by_name: Mapping[str, Piece] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "groups", tuple(sorted({*self.groups, *(piece.group for piece in self.pieces)})))
+        groups = {id(group): group for group in (*self.groups, *(piece.group for piece in self.pieces))}  # to hash a group takes its length
+        object.__setattr__(self, "groups", tuple(sorted(set(groups.values()))))
         object.__setattr__(self, "_by_name", {piece.name: piece for piece in self.pieces})
 
     def piece(self, name: str) -> Piece | None:
@@ -142,7 +144,7 @@ class Layout:
             StateError: they are of a format version that this release does not know.
         """
         try:
-            version, *fields = msgpack.unpackb(blob, use_list=False)
+            version, *fields = msgpack.unpackb(blob, use_list=False, object_hook=_no_map, max_ext_len=0)
             if version != FORMAT_VERSION:
                 raise StateError(f"layout of format version {version!r}; this release reads version {FORMAT_VERSION}")
             world_size, logical_hash, nbytes, groups, rows = fields
@@ -319,7 +321,8 @@ def _check_layout(layout: Layout) -> None:
     end = 0
     for piece in layout.pieces:
         _require(isinstance(piece.name, str) and isinstance(piece.logical, str), "names")
-        _require(_whole(piece.shape) and _whole(piece.group) and _whole((piece.start, piece.offset)), f"piece {piece.name}")
+        _require(_whole(piece.shape) and _whole((piece.start, piece.offset)), f"piece {piece.name}")
+        _require(len(piece.shape) <= _MOST_DIMENSIONS, f"dimensions of piece {piece.name}")
         _require(piece.start <= piece.stop <= math.prod(piece.shape), f"elements of {piece.label}")
         _require(piece.offset % ALIGNMENT == 0 and piece.offset >= end, f"offset of {piece.label}")
         end = piece.offset + piece.nbytes
@@ -328,6 +331,10 @@ def _check_layout(layout: Layout) -> None:
 
 def _whole(values: Any) -> bool:
     return isinstance(values, tuple) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _no_map(found: object) -> None:
+    raise ValueError("a map, of which millions fit into a few megabytes")
 
 
 def _require(condition: bool, what: str) -> None:

@@ -23,7 +23,7 @@ from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, PeerErro
 from gemini_ft.recovery.plan import RecoveryPlan
 from gemini_ft.wire.frames import BlockingWire
 from gemini_ft.wire.messages import Failed, check_answer, kind_of
-from gemini_ft.wire.peer_messages import Claims, Data, Describe, Description, Fetch, GetRoots, Heartbeat, PeerMessage, Roots
+from gemini_ft.wire.peer_messages import READER_LANES, Claims, Data, Describe, Description, Fetch, GetRoots, Heartbeat, PeerMessage, Roots
 from gemini_ft.wire.worker_messages import Map, Mapped
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ _KEPT = 16  # shards that a reader keeps open: each is a connection, and in a la
 
 def threads_of_a_reader() -> int:
     """Threads of one reader: every rank of a host may read at the same time."""
-    return max(1, min(4, len(os.sched_getaffinity(0)) // 4))
+    return max(1, min(READER_LANES, len(os.sched_getaffinity(0)) // 4))
 
 
 def _in_order(deeds: Iterator[Callable[[], T]], threads: int) -> Iterator[T]:

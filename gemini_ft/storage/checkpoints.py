@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -35,6 +35,7 @@ FORMAT_VERSION: Final = 5  # of the manifest, and of all that it leads to: shard
 
 _log = logging.getLogger(__name__)
 _FOLDER = rf"(?P<run>{WORD})/(?P<stream>{WORD})/step-(?P<step>\d{{8,15}})-inc-(?P<number>\d{{1,15}})-(?P<nonce>{WORD})"
+_MOST = 2**16  # fields of a manifest, and entries of each of its lists
 _KEY = re.compile(rf"(?P<folder>{_FOLDER})/(?P<file>manifest\.json|shard-\d{{5,}}\.safetensors)")
 MANIFEST: Final = "manifest.json"
 
@@ -89,6 +90,17 @@ class Manifest(BaseModel):
     def descent(self) -> Descent:
         """The descent of the state's incarnation."""
         return Descent(lineage=self.lineage, overtaken=frozenset(self.overtaken), aside=frozenset(self.aside))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_by_one(cls, body: Any) -> Any:
+        """Refuses the first shard that is none, and lists without end: an error for each of a million takes minutes, and a gigabyte."""
+        if not isinstance(body, dict) or len(body) > _MOST or not isinstance(shards := body.get("shards"), dict):
+            raise ValueError("no fields, or too many, or no shards")
+        for name in ("lineage", "overtaken", "aside", "versions"):
+            if isinstance(found := body.get(name), Sized) and len(found) > _MOST:
+                raise ValueError(f"{len(found):,} entries of {name}")
+        return body | {"shards": {int(owner): ShardRecord.model_validate(record) for owner, record in shards.items()}}
 
     @model_validator(mode="after")
     def _complete(self) -> Manifest:

@@ -33,6 +33,7 @@ _NAME = re.compile(r"[A-Za-z0-9-]+\.(?P<domain>[0-9a-f]+-[0-9a-f]+)\.\d+\.\d+\.[
 _log = logging.getLogger(__name__)
 _told: set[Path] = set()  # links that this process has spoken of
 _UNKNOWN = secrets.token_hex(4)
+_DEPTH = 16  # of folders in each other, which is more than a key has
 _PARTIAL = ".partial"  # no key begins with a dot
 _WAY_OUT = {
     errno.ENOSPC: "free some space or lower storage.keep_last",
@@ -208,7 +209,7 @@ class LocalStorage:
     def _open(self, key: str) -> int:
         path = self.root / check_key(key)
         self._refuse_links(path.parent)
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would have no end
 
     def _refuse_links(self, folder: Path) -> None:
         """Raises OSError: a folder on the way from the root to ``folder`` is a link."""
@@ -218,10 +219,10 @@ class LocalStorage:
             if path.is_symlink():
                 raise OSError(errno.ELOOP, f"{path} is a link")
 
-    def _files(self, folder: Path, start: str = "") -> Iterator[Path]:
+    def _files(self, folder: Path, start: str = "", depth: int = _DEPTH) -> Iterator[Path]:
         """All files in and below ``folder`` whose names may be parts of a key, ``folder``'s own begin with ``start``.
 
-        Folders may vanish meanwhile.
+        Folders may vanish meanwhile, and are not looked into below that depth.
         """
         try:
             entries = list(os.scandir(folder))
@@ -236,7 +237,7 @@ class LocalStorage:
                     _log.warning("%s: %s is a link, which is not followed; %s", self.url, path, _WAY_OUT[errno.ELOOP])
                 _told.add(path)
             elif entry.is_dir():
-                yield from self._files(path)
+                yield from self._files(path, depth=depth - 1) if depth else ()
             elif entry.is_file():
                 yield path
 

@@ -23,18 +23,20 @@ from random import randrange
 from struct import pack, unpack
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from gemini_ft.config import LARGEST_CHUNK
 from gemini_ft.core.layout import ALIGNMENT, Layout
 from gemini_ft.core.roots import checksum, layout_digest, shard_root
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, StorageError
-from gemini_ft.storage.base import RangeReader, Storage, ignore
+from gemini_ft.storage.base import SMALL, RangeReader, Storage, ignore
 
 CHUNK_BYTES = 8 * 2**20
 _HEADER = 64 * 1024  # bytes; a header up to here is read with what follows it
 ONE_REQUEST = CHUNK_BYTES + 2**20  # bytes; up to here a journey to the storage costs more than the bytes
 LARGEST = 2**50  # bytes; no store takes larger objects
+_MOST_EXTRAS = 2**32  # bytes; a file with holes has as many as it says
 
 # The dtypes that safetensors readers know. Any other one is stored as plain bytes and named in the metadata.
 CODES: Mapping[str, str] = {
@@ -70,8 +72,14 @@ class ShardRecord(_Record):
     extras: Span
     digests: Span
     data: Span
-    chunk_bytes: int = Field(gt=0)  # of data, per digest
+    chunk_bytes: int = Field(gt=0, le=LARGEST_CHUNK)  # of data, per digest
     root: str = ""  # of the committed copy (gemini_ft.core.roots); empty where it was not known
+
+    @model_validator(mode="after")
+    def _is_read_in_one_piece(self) -> ShardRecord:
+        if max(self.layout.nbytes, self.digests.nbytes) > SMALL or self.extras.nbytes > _MOST_EXTRAS:
+            raise ValueError(f"shard {self.key}: its layout, checksums or small state are larger than any that is written")
+        return self
 
 
 @dataclass(frozen=True)
@@ -198,10 +206,10 @@ class StoredShard:
     @cached_property
     def digests(self) -> Sequence[int]:
         """XXH3-64 of each chunk of the data."""
-        blob, chunks = self._small("digests", self.record.digests), -(-self.record.data.nbytes // self.record.chunk_bytes)
-        if len(blob) != 8 * chunks:
-            raise CorruptDataError(f"{self._name}: {len(blob) // 8} checksums of {chunks} chunks; use an older checkpoint")
-        return unpack(f"<{len(blob) // 8}Q", blob)
+        nbytes, chunks = self.record.digests.nbytes, -(-self.record.data.nbytes // self.record.chunk_bytes)
+        if nbytes != 8 * chunks:
+            raise CorruptDataError(f"{self._name}: {nbytes // 8} checksums of {chunks} chunks; use an older checkpoint")
+        return unpack(f"<{chunks}Q", self._small("digests", self.record.digests))
 
     def read(self, offset: int, out: memoryview) -> None:
         """Fills ``out`` with the shard's bytes from ``offset`` on.

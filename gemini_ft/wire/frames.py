@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from gemini_ft.errors import PeerError, SecretError
-from gemini_ft.wire.lane import ID_BYTES, MARK, BlockingLane, lanes_of
+from gemini_ft.wire.lane import ID_BYTES, MARK, BlockingLane, deadline, in_time, lanes_of
 from gemini_ft.wire.messages import MAX_MESSAGE, kind_of, pack
 from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage, peers
 from gemini_ft.wire.trust import tls_context
@@ -151,9 +151,11 @@ class BlockingWire:
             raise self._silent(error) from None
 
     def _fill(self, out: memoryview) -> None:
+        end = deadline(self._socket, out.nbytes)
         while out:
             try:
                 count = self._socket.recv_into(out)
+                in_time(end)
             except OSError as error:
                 raise self._silent(error) from None
             if count == 0:

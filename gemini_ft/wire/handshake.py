@@ -11,6 +11,7 @@ Strangers get as far as TLS. They are few at a time, and each has a few seconds.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import ssl
@@ -20,16 +21,18 @@ from functools import partial
 from typing import Any
 
 from gemini_ft.errors import AgentError, ConfigError, GeminiError, PeerError, SecretError
+from gemini_ft.wire.fair_share import FairShare
 from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES, MARK, BlockingLane, lanes_of
 from gemini_ft.wire.lane_thread import LaneThread
 from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, kind_of
 from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage
-from gemini_ft.wire.tcp import Address, Connection, Handler, prepare
+from gemini_ft.wire.tcp import SHORT_FRAME, Address, Connection, Handler, prepare
 from gemini_ft.wire.trust import tls_context
 
 TIMEOUT = 10.0  # seconds that an unknown peer may take
-_FRAME = 2**16  # bytes that a peer may make us take in at a time before it is accepted
-STRANGERS = 64  # peers under way at a time that have not been accepted, beside lanes that are due; one more, and the oldest is dropped
+STRANGERS = 64  # peers under way at a time that have not been accepted, beside lanes that are due
+LONG_FRAMES = 256 * 2**20  # bytes of messages of more than SHORT_FRAME that may be coming at a time
+_VALUES = 2**18  # in a message of a peer that has dialled
 _PAUSE = 0.5  # seconds until the next try when there is no descriptor or memory for another connection
 
 Accept = Callable[[Connection, Claims], Handler]
@@ -161,7 +164,11 @@ class Listener:
         self._socket, self._secret, self._accept, self._log, self._encrypt = sock, secret, accept, log, encrypt
         self.address: Address = sock.getsockname()[:2]
         self._loop = asyncio.get_running_loop()
-        self._strangers: dict[asyncio.Task[None], None] = {}  # in the order in which they came
+        self._strangers = FairShare[asyncio.Task[None]](STRANGERS, lambda greeting: greeting.cancel())
+        self._long_frames = FairShare[Connection](
+            LONG_FRAMES, lambda connection: connection.abort("its address has too many long messages")
+        )
+        self._checkers = set[str]()  # addresses from which this host was called back
         self._lanes: dict[bytes, _Expected] = {}  # by id
         self._loop.add_reader(sock, self._on_connection)
 
@@ -170,12 +177,11 @@ class Listener:
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket)
             self._socket.close()
-        for stranger in self._strangers:
-            stranger.cancel()
+        self._strangers.end_all()
 
     def _on_connection(self) -> None:
         try:
-            sock, _ = self._socket.accept()
+            sock, address = self._socket.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:  # no descriptor or memory is left: the connection stays in the backlog
@@ -184,16 +190,14 @@ class Listener:
             self._loop.call_later(_PAUSE, self._accept_again)
             return
         sock.setblocking(False)
-        while len(self._strangers) >= STRANGERS + len(self._lanes):
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
-            oldest.cancel()
-        task = self._loop.create_task(self._greet(sock))
-        self._strangers[task] = None
-        task.add_done_callback(partial(self._greeted, sock))
+        peer = "{}:{}".format(*address[:2])
+        greeting = self._loop.create_task(self._greet(sock, peer))
+        greeting.add_done_callback(partial(self._greeted, sock))
+        self._strangers.most = STRANGERS + len(self._lanes)
+        self._strangers.take(greeting, peer)
 
     def _greeted(self, sock: socket.socket, greeting: asyncio.Task[None]) -> None:
-        self._strangers.pop(greeting, None)
+        self._strangers.give_back(greeting)
         if greeting.cancelled():  # perhaps before it began
             sock.close()
 
@@ -201,15 +205,13 @@ class Listener:
         if self._socket.fileno() >= 0:
             self._loop.add_reader(self._socket, self._on_connection)
 
-    async def _greet(self, sock: socket.socket) -> None:
-        peer = "?"
+    async def _greet(self, sock: socket.socket, peer: str) -> None:
         try:
-            peer = "{}:{}".format(*sock.getpeername()[:2])
             async with asyncio.timeout(TIMEOUT):
                 if await self._peek(sock) == MARK[:1]:
                     await self.take_lane(sock, peer)
                 else:
-                    await self._shake_hands(sock)
+                    await self._shake_hands(sock, peer)
         except ssl.SSLError as error:
             self._log(f"refused {peer}: it does not know this run's secret, or is no agent ({error.reason or error})")
             sock.close()
@@ -253,12 +255,18 @@ class Listener:
             expected.connection.abort(f"a lane could not be attached: {error}")
             raise
 
-    async def _shake_hands(self, sock: socket.socket) -> None:
+    async def _shake_hands(self, sock: socket.socket, peer: str) -> None:
         greeting = _Greeting(self._admit)
+        greeting.connection.long_frames = self._long_frames
         context = tls_context(self._secret(), server=True)
         try:
             await self._loop.connect_accepted_socket(lambda: greeting.connection, sock, ssl=context)
-            await greeting.over
+            with contextlib.suppress(_HungUpError):
+                await greeting.over
+                return
+            if (host := peer.rpartition(":")[0]) not in self._checkers:
+                self._checkers.add(host)
+                self._log(f"{peer}, which knows the run's secret, made sure that this host is at its address, and hung up")
         except BaseException:
             greeting.connection.abort("no handshake in time")
             raise
@@ -276,7 +284,11 @@ class Listener:
             connection.send(Failed(error=type(error).__name__, text=str(error), fatal=True))
             self._loop.call_later(0.2, connection.abort, "refused")
             return
-        connection.handler, connection.max_frame = handler, MAX_MESSAGE
+        connection.handler = handler
+        if claims.role == "fetch":
+            connection.only_answers = True
+        else:
+            connection.max_frame = MAX_MESSAGE
         opens = [os.urandom(ID_BYTES + KEY_BYTES) for _ in range(claims.lanes_due)]
         encrypt = claims.encrypt or self._encrypt(claims.stream)
         for number, each in enumerate(opens):
@@ -295,7 +307,7 @@ class _Greeting:
 
     def __init__(self, admit: Callable[[Connection, Claims], None]) -> None:
         self.connection = Connection(self)
-        self.connection.max_frame = _FRAME
+        self.connection.max_frame, self.connection.most_values = SHORT_FRAME, _VALUES
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._admit = admit
 
@@ -310,7 +322,11 @@ class _Greeting:
         raise PeerError("raw bytes during the handshake")
 
     def on_lost(self, reason: str) -> None:
-        _fail(self.over, PeerError(reason))
+        _fail(self.over, PeerError(reason) if self.connection.refused else _HungUpError(reason))
+
+
+class _HungUpError(PeerError):
+    """A peer that has shown that it knows the secret says nothing, and hangs up, as `certificate_at` does."""
 
 
 def _fail(future: asyncio.Future[Any], error: GeminiError) -> None:

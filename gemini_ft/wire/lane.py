@@ -10,8 +10,10 @@ count for nothing before their tag has been checked.
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import struct
+import time
 from collections.abc import Iterator, Sequence
 
 from cryptography.exceptions import InvalidTag
@@ -113,6 +115,18 @@ def keys(key: bytes, dialled: bool) -> tuple[bytes, bytes]:
     return (there, back) if dialled else (back, there)
 
 
+def deadline(sock: socket.socket, nbytes: int) -> float:
+    """When so many bytes are due on the monotonic clock: a socket's timeout is for each SLICE of them, and alone ends no trickle."""
+    seconds = sock.gettimeout()
+    return math.inf if seconds is None else time.monotonic() + seconds * max(1.0, nbytes / SLICE)
+
+
+def in_time(end: float) -> None:
+    """Raises TimeoutError after a `deadline`."""
+    if time.monotonic() > end:
+        raise TimeoutError("only a trickle of bytes came")
+
+
 def _slices(targets: Sequence[memoryview]) -> Iterator[memoryview]:
     """The same memory, in pieces of SLICE bytes at most."""
     for target in targets:
@@ -181,11 +195,14 @@ class BlockingLane:
         return checksum.intdigest()
 
     def _fill(self, piece: memoryview) -> None:
+        """Receives the next SLICE bytes at most, for which the socket's timeout counts, however few bytes come at a time."""
+        end = deadline(self.socket, piece.nbytes)
         while piece:
             count = self.socket.recv_into(piece, 0, socket.MSG_WAITALL)
             if count == 0:
                 raise PeerError(f"{self.peer} closed the connection in the middle of a payload")
-            piece = piece[count:]
+            if piece := piece[count:]:
+                in_time(end)
 
     def _go_on(self) -> None:
         if self.stopped:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sized
 from types import UnionType
 from typing import Annotated, Any, Generic, TypeVar, get_args
 
@@ -23,8 +24,10 @@ from gemini_ft.errors import PeerError, printable
 
 PROTOCOL_VERSION = 16
 MAX_MESSAGE = 64 * 2**20  # bytes; layouts of very large models are the longest messages
+MOST_VALUES = 2**22  # in lists and maps of a message, which unfold into 72 bytes each
 Text = Annotated[str, AfterValidator(printable)]  # which another process has written, for the user's terminal or a log
 M = TypeVar("M")
+T = TypeVar("T", bound=Sized)
 _adapters: dict[type[Any], TypeAdapter[Any]] = {}  # made when a kind is met first
 
 
@@ -112,22 +115,38 @@ class Channel(Generic[M]):
     def __init__(self, kinds: UnionType) -> None:
         self._kinds: dict[str, type[M]] = {kind_of(kind): kind for kind in get_args(kinds)}
 
-    def unpack(self, body: bytes | bytearray | memoryview) -> M:
-        """Checks the body of one frame.
+    def unpack(self, body: bytes | bytearray | memoryview, most_values: int = MOST_VALUES) -> M:
+        """Checks the body of one frame, which may have ``most_values`` values in lists and maps.
 
         Raises:
             PeerError: it is not a message of this channel.
         """
         try:
-            fields = msgpack.unpackb(body, strict_map_key=False)
+            fields = msgpack.unpackb(body, strict_map_key=False, **(_limits(most_values) if len(body) > most_values else {}))
             kind = self._kinds[fields.pop("kind")]
             if dataclasses.is_dataclass(kind) and (unknown := fields.keys() - {field.name for field in dataclasses.fields(kind)}):
-                raise ValueError(f"{kind_of(kind)!r} has no {', '.join(map(str, unknown))}")
+                raise ValueError(f"{kind_of(kind)!r} has no {', '.join(map(str, sorted(unknown, key=str)[:3]))}")
             message: M = _adapter(kind).validate_python(fields)
         except (ValidationError, LookupError, ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
-            what = (str(error).splitlines() or [type(error).__name__])[0]
+            if isinstance(error, ValidationError):  # whose text has a paragraph for each of perhaps a million values
+                what = f"{error.error_count()} values of {error.title} are wrong"
+            else:
+                what = (str(error).splitlines() or [type(error).__name__])[0]
             raise PeerError(f"not a message of protocol {PROTOCOL_VERSION} ({what}); both sides must run the same gemini-ft") from None
         return message
+
+
+def _limits(most_values: int) -> dict[str, Any]:
+    """Options of msgpack with which a short message cannot unfold into gigabytes."""
+    values = 0
+
+    def counted(part: T) -> T:
+        nonlocal values
+        if (values := values + len(part)) > most_values:
+            raise ValueError(f"more than {most_values:,} values")
+        return part
+
+    return {"list_hook": counted, "object_hook": counted, "max_array_len": most_values, "max_map_len": most_values}
 
 
 def kind_of(message: object) -> str:

@@ -29,6 +29,7 @@ from gemini_ft.wire.messages import (
 )
 
 MOST_LANES = 64  # of a connection
+READER_LANES = 4  # of one that reads
 
 
 class Claims(Message):
@@ -53,7 +54,7 @@ class Claims(Message):
     @property
     def lanes_due(self) -> int:
         """The number of lanes that the connection gets."""
-        return self.lanes if self.role != "report" else 0
+        return {"replicate": self.lanes, "report": 0, "fetch": min(self.lanes, READER_LANES)}[self.role]
 
 
 class Accepted(Message):

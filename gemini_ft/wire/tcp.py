@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import mmap
 import socket
 import struct
 from collections import deque
@@ -21,10 +22,11 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Protocol, TypeGuard, cast
 
-from gemini_ft.errors import GeminiError, PeerError
+from gemini_ft.errors import PeerError
+from gemini_ft.wire.fair_share import FairShare
 from gemini_ft.wire.frames import frame_length
 from gemini_ft.wire.lane_thread import BusyTime, LaneThread, Meter, Outcome, Valve, metered
-from gemini_ft.wire.messages import MAX_MESSAGE, Chunk, pack
+from gemini_ft.wire.messages import MAX_MESSAGE, MOST_VALUES, Chunk, pack
 from gemini_ft.wire.peer_messages import Data, PeerMessage, Unchanged, peers
 
 Address = tuple[str, int]
@@ -33,6 +35,9 @@ _UNSENT = 64 * 1024  # bytes that the kernel takes in ahead of the wire, where a
 _LOWER_EFFORT = 1 << 2  # DSCP LE (RFC 8622), in its place in the IP header
 _SO_MAX_PACING_RATE = 47
 _TLS_PIECE = 256 * 1024  # bytes handed to the TLS layer at a time
+SHORT_FRAME = 2**16  # bytes of a message for which memory is taken before it has come, and that a peer may send before it is accepted
+_UNREAD = 2 * MAX_MESSAGE  # bytes of messages to a peer that takes them in too slowly; more, and it is given up
+_ANSWERS = 64  # payloads on their way to a reader before its next question is heard
 AHEAD = 2  # payloads of a lane that are announced at a time: one travels, one is ready
 
 
@@ -56,7 +61,9 @@ class Connection(asyncio.BufferedProtocol):
         self.handler = handler
         self.peer = "?"
         self.certificate = b""  # of the peer's process, which has shown it
-        self.max_frame = MAX_MESSAGE
+        self.max_frame, self.most_values = MAX_MESSAGE, MOST_VALUES
+        self.long_frames: FairShare[Connection] | None = None  # that a peer may send, beside all others that have dialled
+        self.only_answers = False  # whether the next message is heard when the answers to those before are on their way
         self.closed = asyncio.Event()
         self.transport: asyncio.Transport | None = None
         self._tls_socket: Any = None  # kept: asyncio's TLS forgets it a moment before it says that the connection is lost
@@ -68,6 +75,7 @@ class Connection(asyncio.BufferedProtocol):
         self._coming = 0  # payloads that were announced and are not there
         self._payloads_heard = itertools.count()
         self._outbox: deque[tuple[bytes, memoryview | None, Valve | None]] = deque()
+        self._queued = 0  # bytes of the messages in it
         self._leaving = 0  # payloads that were given to lanes and have not left
         self._busy = BusyTime()  # of the lanes, with what they send
         self.drained: Callable[[], None] = lambda: None  # called as each part has left
@@ -103,7 +111,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         try:
             getattr(self, f"_end_of_{self._state}")()
-        except GeminiError as error:
+        except Exception as error:  # of any kind: a connection that stayed open would not be read
             self._refuse(error)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -112,7 +120,7 @@ class Connection(asyncio.BufferedProtocol):
         self.closed.set()
         self._handed_over.set()
         self._stop()
-        self._expect("head", memoryview(bytearray(4)))
+        self._expect_head()
         self._heard_late.clear()
         self._outbox.clear()
         self.handler.on_lost(self._reason if error is None else str(error))
@@ -122,12 +130,23 @@ class Connection(asyncio.BufferedProtocol):
     def _expect(self, state: str, target: memoryview) -> None:
         self._state, self._target, self._filled = state, target, 0
 
+    def _expect_head(self) -> None:
+        if self.long_frames is not None:
+            self.long_frames.give_back(self)
+        self._expect("head", memoryview(bytearray(4)))
+
     def _end_of_head(self) -> None:
-        self._expect("body", memoryview(bytearray(frame_length(self._target, self.max_frame))))
+        length = frame_length(self._target, self.max_frame)
+        if length <= SHORT_FRAME:
+            self._expect("body", memoryview(bytearray(length)))
+            return
+        if self.long_frames is not None:
+            self.long_frames.take(self, self.peer, length)
+        self._expect("body", memoryview(mmap.mmap(-1, length)))  # which takes memory as the bytes come
 
     def _end_of_body(self) -> None:
-        self._heard_late.append(peers.unpack(self._target))
-        self._expect("head", memoryview(bytearray(4)))
+        self._heard_late.append(peers.unpack(self._target, self.most_values))
+        self._expect_head()
         self._go_on_hearing()
 
     def _go_on_hearing(self) -> None:
@@ -137,6 +156,8 @@ class Connection(asyncio.BufferedProtocol):
             (self.transport.pause_reading if self._heard_late else self.transport.resume_reading)()
 
     def _may_hear(self, message: PeerMessage) -> bool:
+        if self.only_answers and (self._queued > SHORT_FRAME or self._leaving > _ANSWERS):
+            return False
         if not announces_payload(message):
             return not self._coming or isinstance(message, Unchanged)  # which stands among chunks, and is of another one than those
         return not self._lanes or (self._lanes_there.is_set() and self._coming < AHEAD * len(self._lanes))
@@ -218,9 +239,13 @@ class Connection(asyncio.BufferedProtocol):
 
     def send_frame(self, frame: bytes, payload: memoryview | None = None, valve: Valve | None = None) -> None:
         """Queues a message that is packed already, as it goes to many."""
-        if not self.closed.is_set():
-            self._outbox.append((frame, payload, valve))
-            self._wake.set()
+        if self.closed.is_set():
+            return
+        self._outbox.append((frame, payload, valve))
+        self._queued += len(frame)
+        self._wake.set()
+        if self._queued > _UNREAD and not self.only_answers:
+            self.abort(f"it does not take in what it is told: {self._queued:,} bytes of messages wait for it")
 
     def shape(self, hold_back: bool, max_rate: int | None, low_priority: bool) -> None:
         """Sets the kernel's treatment of the bytes that are sent.
@@ -294,15 +319,24 @@ class Connection(asyncio.BufferedProtocol):
                 self._lane(next(payloads)).send(payload, valve, self._sent)
                 self._leaving += 1
             self._outbox.popleft()
-            self._handed_over.set()
+            self._queued -= len(frame)
+            self._moved_on()
 
     def _sent(self, outcome: Outcome) -> None:
         if isinstance(outcome, BaseException):
             self.abort(f"sending failed: {outcome}")
             return
         self._leaving -= outcome
-        self._handed_over.set()
+        self._moved_on()
         self.drained()
+
+    def _moved_on(self) -> None:
+        self._handed_over.set()
+        if self.only_answers:
+            try:
+                self._go_on_hearing()
+            except Exception as refusal:
+                self._refuse(refusal)
 
     async def _write_through_tls(self, data: memoryview) -> None:
         assert self.transport is not None

@@ -218,6 +218,8 @@ class TestTcpPort:
                     BlockingWire(ranks["ab".index(to)].address, claims, SECRET, WAIT)
         job.commit(ranks, 2)
         assert "has dialled again" not in job.log("a") + job.log("b")
+        assert "the peer closed the connection" not in job.log("b")
+        assert job.log("b").count("made sure that this host is at its address, and hung up") == 1
 
     def test_a_member_that_took_another_hosts_name_before_that_host_came_is_put_out(self, job: Job) -> None:
         """The host is called back at its address; the other may come again as often as it likes."""

@@ -285,6 +285,7 @@ def test_the_command_serves_until_it_is_stopped_and_reports(tmp_path: Path) -> N
         line = process.stdout.readline()
         assert line.startswith("switch ready on 127.0.0.1:")
         assert line.endswith("part 2 of 3\n")
+        assert resource.prlimit(process.pid, resource.RLIMIT_CORE)[0] <= 1  # no core has the key in it
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=WAIT)
     assert process.returncode == 0

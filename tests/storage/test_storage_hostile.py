@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import os
 import resource
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 import xxhash
@@ -132,6 +135,98 @@ def test_sizes_that_lie_take_no_memory(storage: LocalStorage, little_memory: Non
     forge(storage, manifest, body)
     with pytest.raises(GeminiError):
         read_all(storage, manifest.folder)
+
+
+@pytest.mark.parametrize("part", ["layout", "extras", "digests", "chunk"])
+def test_holes_of_a_file_take_no_memory(storage: LocalStorage, little_memory: None, part: str) -> None:
+    """The bytes that a record claims are there, and cost whoever has written them nothing."""
+    manifest, huge = save(storage, 7), 2**36
+    body = manifest.model_dump(mode="json")
+    record = body["shards"]["0"]
+    os.truncate(storage.root / record["key"], 2 * huge)
+    if part == "chunk":
+        layout = build_layout([TensorSpec(name="weight", dtype="uint8", shape=(huge,), group=(0,))], 0, 1).to_bytes()
+        digest = bytes(8)
+        with open(storage.root / record["key"], "r+b") as file:
+            file.write(layout + digest)
+        record["layout"] = {"offset": 0, "nbytes": len(layout), "xxh3": xxhash.xxh3_64_hexdigest(layout)}
+        record["digests"] = {"offset": len(layout), "nbytes": 8, "xxh3": xxhash.xxh3_64_hexdigest(digest)}
+        record["data"], record["chunk_bytes"] = {"offset": huge, "nbytes": huge}, huge
+    else:
+        record[part] = {"offset": huge, "nbytes": huge, "xxh3": "0" * 16}
+    record["nbytes"] = 2 * huge
+    forge(storage, manifest, body)
+    with pytest.raises(CorruptDataError, match="is no manifest"):
+        read_all(storage, manifest.folder)
+
+
+@pytest.mark.parametrize("field", ["shards", "no owners", "lineage", "versions", "unknown"])
+def test_errors_without_number_are_one(storage: LocalStorage, field: str) -> None:
+    """Each of a million took a paragraph."""
+    manifest = save(storage, 7)
+    many: dict[str, Any] = {
+        "shards": {"shards": dict.fromkeys(map(str, range(70_000)), "none")},
+        "no owners": {"shards": {f"rank {number}": manifest.shards[0].model_dump() for number in range(5_000)}},
+        "lineage": {"lineage": [None] * 70_000},
+        "versions": {"versions": dict.fromkeys(map(str, range(70_000)), 1)},
+        "unknown": dict.fromkeys(map(str, range(70_000)), 1),
+    }
+    forge(storage, manifest, manifest.model_dump(mode="json") | many[field])
+    with pytest.raises(CorruptDataError, match="is no manifest: 1 validation error for Manifest"):
+        read_manifest(storage, manifest.folder)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [("weight", "uint8", [2**62] * 300_000, 0, 1, 0, 0, "")],
+        [("weight", "uint8", [1], 0, 1, 0, 0, {}), *[{}] * 10**7],
+        [("weight", "uint8", [1], 0, 1, 0, 0, msgpack.ExtType(1, b"1"))],
+    ],
+    ids=["dimensions", "maps", "types"],
+)
+def test_a_layout_that_unfolds_is_refused_in_little_time_and_memory(little_memory: None, rows: list[Any]) -> None:
+    blob = msgpack.packb((1, 1, "0" * 16, 64, [(0,)], rows))
+    begin, before = time.process_time(), peak()
+    with pytest.raises(CorruptDataError, match="not a layout"):
+        Layout.from_bytes(blob)
+    assert peak() < before + 300
+    assert time.process_time() - begin < 5  # of minutes
+
+
+def test_large_groups_of_many_pieces_are_looked_at_once(little_memory: None) -> None:
+    rows = [(f"weight {number}", "uint8", [1], 0, 1, 64 * number, 0, "") for number in range(20_000)]
+    begin = time.process_time()
+    assert len(Layout.from_bytes(msgpack.packb((1, 100_000, "0" * 16, 64 * len(rows), [list(range(100_000))], rows))).pieces) == len(rows)
+    assert time.process_time() - begin < 5  # of the processor; each piece took a millisecond for each thousand ranks
+
+
+def peak() -> int:
+    """The most memory that this process has had, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+def test_a_pipe_in_a_files_place_is_not_waited_for(storage: LocalStorage) -> None:
+    manifest = save(storage, 7)
+    for key in (manifest.shards[0].key, f"{manifest.folder}/{MANIFEST}"):
+        (storage.root / key).unlink()
+        os.mkfifo(storage.root / key)
+        with pytest.raises(StorageError):
+            storage.get_range(key, 0, memoryview(bytearray(1)))
+    with pytest.raises(CorruptDataError, match="is not JSON"):
+        read_manifest(storage, manifest.folder)
+
+
+def test_folders_in_folders_without_end_hide_nothing(storage: LocalStorage) -> None:
+    manifest = save(storage, 7)
+    place = storage.root / "run"
+    for _ in range(1200):
+        place /= "a"
+        place.mkdir()
+    assert [info.folder for info in list_checkpoints(storage)] == [manifest.folder]
+    while place != storage.root / "run":  # which rmtree does not, by recursion
+        place.rmdir()
+        place = place.parent
 
 
 def test_chunks_without_a_checksum_are_not_read(storage: LocalStorage) -> None:

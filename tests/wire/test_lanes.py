@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import socket
@@ -17,12 +18,14 @@ from gemini_ft.core.roots import checksum
 from gemini_ft.errors import PeerError
 from gemini_ft.wire import lane as module
 from gemini_ft.wire import lane_thread, tcp
+from gemini_ft.wire.frames import BlockingWire
 from gemini_ft.wire.handshake import dial, listen
 from gemini_ft.wire.lane import BlockingLane
 from gemini_ft.wire.lane_thread import Meter
 from gemini_ft.wire.messages import Chunk, Notice
 from gemini_ft.wire.peer_messages import Claims, PeerMessage, Unchanged
 from gemini_ft.wire.tcp import Connection
+from gemini_ft.wire.trust import tls_context
 
 LANES, SLICES, SLICE = 3, 4, 64 * 1024
 NBYTES = SLICES * SLICE  # of a payload
@@ -353,3 +356,44 @@ def test_what_was_changed_in_any_payload_is_not_taken() -> None:
         mine.sendall(bytes(payload) + bytes(module.TAG_BYTES))
         with pytest.raises(PeerError, match="a: a payload was changed on its way"):
             receiver.receive([target], 100)
+
+
+def trickle(send: Callable[[bytes], object]) -> None:
+    """Sends a byte at a time, each before a socket's timeout, until the other end hangs up."""
+    with contextlib.suppress(OSError):
+        while True:
+            send(b"x")
+            time.sleep(0.05)
+
+
+def test_a_trickle_of_a_payload_is_given_up_as_silence_is() -> None:
+    """A reader would wait for a chunk of 8 MiB for years."""
+    mine, theirs = socket.socketpair()
+    theirs.settimeout(0.3)
+    sender = threading.Thread(target=trickle, args=(mine.sendall,))
+    with mine:
+        with theirs:
+            receiver = BlockingLane(theirs, os.urandom(module.KEY_BYTES), dialled=False, encrypt=False, peer="a")
+            sender.start()
+            with pytest.raises(TimeoutError, match="only a trickle of bytes came"):
+                receiver.receive([memoryview(bytearray(1000))], 1000)
+        sender.join(10)
+
+
+def test_a_trickle_of_a_message_is_given_up_as_silence_is() -> None:
+    claims = Claims(run="r", stream="s", host="h", to="", role="report", incarnation=None)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with (
+                contextlib.suppress(OSError),
+                tls_context(b"secret", server=True).wrap_socket(listener.accept()[0], server_side=True) as sock,
+            ):
+                sock.sendall((1000).to_bytes(4, "big"))
+                trickle(sock.sendall)
+
+        member = threading.Thread(target=answer)
+        member.start()
+        with pytest.raises(PeerError, match="only a trickle of bytes came"):
+            BlockingWire(listener.getsockname(), claims, b"secret", 0.5)
+        member.join(10)

@@ -25,7 +25,7 @@ from gemini_ft.wire.frames import BlockingWire
 from gemini_ft.wire.handshake import dial, listen
 from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES, BlockingLane
 from gemini_ft.wire.lane_thread import LaneThread
-from gemini_ft.wire.messages import PROTOCOL_VERSION, Chunk, Notice, kind_of, pack
+from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Chunk, Notice, kind_of, pack
 from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage, ReportFinished
 from gemini_ft.wire.tcp import Connection
 from gemini_ft.wire.trust import tls_context
@@ -224,6 +224,23 @@ class Valve:
     def allow(self, *nbytes: int) -> None:
         for each in nbytes:
             self._allowed.put_nowait(each)
+
+
+class TestMessages:
+    def test_to_a_peer_that_takes_none_in_are_not_kept_without_end(self) -> None:
+        async def work() -> None:
+            async with Place() as place:
+                ours = Recorder()
+                connection = await place.dial(ours)
+                transport = place.connections[0].transport
+                assert transport is not None
+                transport.pause_reading()
+                for _ in range(2 * MAX_MESSAGE // 2**20 + 1):
+                    connection.send_frame(bytes(2**20))
+                await ours.until(lambda: ours.lost)
+                assert "it does not take in what it is told" in str(ours.lost)
+
+        run(work())
 
 
 class TestValve:
