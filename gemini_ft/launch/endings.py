@@ -20,6 +20,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from gemini_ft import failpoints
 from gemini_ft.core.words import in_words
 from gemini_ft.errors import FINAL, RunAliveError, StorageUnclearError
 from gemini_ft.launch.drain import LEFT, HostDrain, account_of, await_workers
@@ -83,6 +84,8 @@ class Endings:
             text = "the same %s for the second time%s, at %s: another restart would only repeat it. %s"
             _log.error(text, kind, when, where, self._kept())
         self.look(has_failed=True)
+        if not self.status:
+            failpoints.reached("launcher_restarts")
         return bool(self.status)
 
     def look(self, has_failed: bool = False) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from gemini_ft import failpoints
 from gemini_ft.agent.context import StreamContext
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
 from gemini_ft.agent.tasks import Tasks
@@ -147,6 +148,7 @@ class Inbound:
             text = f"rank {end.owner}'s shard of {version} arrived with another root than its owner's copy has"
             self.log(f"{text}: asking for all of it again, on another connection")
             raise PeerError(text)
+        failpoints.reached("agent_received", version.iteration, end.owner)
         self._context.perform(self._context.host.completed(end.owner, version, end.layout, end.digest, memory.root))
         return True
 
