@@ -1,7 +1,8 @@
 """Failures in random order on real processes: does a job always end with the bits of an undisturbed one, and how soon does it go on?
 
 Three to five emulated hosts and a spare, each with launcher, workers and agent of its own; faults by a seed. Between two faults
-the job makes some steps, or none: every third fault is followed by another within a second. See benchmarks/README.md.
+the job makes some steps, or none: every third fault is followed by another within a second. Three more are drawn for moments inside
+agents, workers and launchers (docs/drills.md). See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 import common
 from gemini_ft.agent import lifecycle
+from gemini_ft.core.faults import PROCESS_MOMENTS
 from gemini_ft.testing import DrillError, EmulatedHosts
 from gemini_ft.wire.private import credentials
 
@@ -67,6 +69,7 @@ class Round:
     longest_without_commit: float = 0.0
     stayed: int = 0  # times that a worker has begun anew in its process
     faults: list[Fault] = field(default_factory=list)
+    inside: list[str] = field(default_factory=list)  # faults that have happened at moments inside processes
 
 
 class Events:
@@ -196,10 +199,22 @@ class Monkey:
 # --------------------------------------------------------------------------- rounds
 
 
-def job_of(hosts: int, workers: int, steps: int, folder: Path, restart: str = "process") -> EmulatedHosts:
+def inside(chance: random.Random, steps: int) -> str:
+    """Faults at three different moments inside processes; one that is alone in its place never looks like an error that comes back."""
+    drawn = []
+    for moment in chance.sample(list(PROCESS_MOMENTS), 3):
+        kind = chance.choice(("sigkill", "exit", "exception", "delay:seconds=3"))
+        step = {"agent": f"step={chance.randint(1, steps)}:", "worker": "step=1:" * (moment != "worker_hands_over")}
+        kind = "delay:seconds=3" if moment.startswith("launcher_") else kind  # else hosts would be lost that nobody replaces
+        drawn.append(f"{step.get(moment.partition('_')[0], '')}moment={moment}:{kind}")
+    return "; ".join(drawn)
+
+
+def job_of(hosts: int, workers: int, steps: int, folder: Path, restart: str = "process", faults: str = "") -> EmulatedHosts:
     """The job, in an empty folder; every twentieth step is in storage, for when all holders of a shard are lost."""
     (folder / "out").mkdir(parents=True)
     env = SETTINGS | {"GEMINI_STORAGE__URL": f"file://{folder}/store", "GEMINI_STORAGE__EVERY_STEPS": "20", "GEMINI_RESTART": restart}
+    env["GEMINI_FAULTS"] = faults
     return EmulatedHosts(hosts, [WORKER, "--steps", str(steps), "--out", str(folder / "out")], folder, workers=workers, env=env)
 
 
@@ -217,7 +232,7 @@ def undisturbed(hosts: int, workers: int, steps: int, folder: Path) -> dict[str,
 def disturbed(round_: Round, faults: int, longest_stop: float, folder: Path, restart: str) -> dict[str, Any]:
     """Carry a round out; its record is filled on the way."""
     chance = random.Random(round_.seed)
-    with job_of(round_.hosts, round_.workers, round_.steps, folder, restart) as job:
+    with job_of(round_.hosts, round_.workers, round_.steps, folder, restart, inside(chance, round_.steps)) as job:
         job.add()  # the spare
         events = Events(folder / "events")
         monkey = Monkey(job, events, chance, longest_stop)
@@ -232,6 +247,7 @@ def disturbed(round_: Round, faults: int, longest_stop: float, folder: Path, res
             monkey.stop()
             _measure_commits(round_, events.read())
             round_.stayed = events.stayed
+            round_.inside = sorted(path.read_text().strip() for path in (folder / "faults").glob("*"))
     return ends(folder)
 
 
@@ -308,6 +324,7 @@ def campaign(options: argparse.Namespace) -> list[Round]:
 def _line(round_: Round) -> str:
     kinds = Counter(kind for fault in round_.faults for kind in fault.kinds)
     told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    told += "".join(f", {text}" for text in round_.inside)
     verdict = "same bits" if round_.equal else f"FAILED: {round_.problem}"
     return f"seed {round_.seed}, {round_.hosts} hosts, {round_.workers} per host, {round_.seconds:.0f} s: {told}: {verdict}"
 
@@ -324,6 +341,7 @@ def summary(rounds: list[Round]) -> dict[str, Any]:
         "median_next_step_s": round(statistics.median(waits), 2) if waits else None,
         "worst_next_step_s": round(max(waits), 2) if waits else None,
         "longest_without_commit_s": round(max((round_.longest_without_commit for round_ in rounds), default=0.0), 2),
+        "inside": sum(len(round_.inside) for round_ in rounds),
         "stayed": sum(round_.stayed for round_ in rounds),
         "worst_steps_lost": max((fault.steps_lost for fault in faults), default=0),
         "sources": dict(Counter(source for fault in faults for source in fault.sources)),
@@ -337,7 +355,7 @@ def report(rounds: list[Round], figures: dict[str, Any], restart: str) -> str:
         f"Settings: {json.dumps(SETTINGS)}; storage every 20 steps; `--restart {restart}`.",
         "",
         f"{figures['faults']} faults in {figures['rounds']} rounds; {sum(r.equal for r in rounds)} ended with the undisturbed bits. "
-        f"{figures['stayed']} times a worker began anew in its process.",
+        f"{figures['inside']} more happened at moments inside processes. {figures['stayed']} times a worker began anew in its process.",
         "",
         "| fault (alone) | times | next step, median s | worst s | steps lost, median | worst |",
         "|---|---|---|---|---|---|",

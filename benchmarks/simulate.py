@@ -1,11 +1,11 @@
 """The package's own agents on simulated time: seeds of faults, each a history that is checked as a whole.
 
-Four hosts, three ranks and, in most runs, storage. Real are the agents, from messages to commits, replicas, changes of leaders, slots
-and uploads, and how ranks join, choose and read what they resume; simulated are the clock, the network, processes and the store
-(`tests/kit/simulation`). By a seed workers, agents and hosts are killed, stopped and slowed down, links are cut in one direction or both,
-connections break, bits flip in memory, and storage fails, lags and is away. A run fails if anything in its history must not be
-(`tests/kit/simulation/history.py`): a commit without its copies, something committed that is passed over while it is there, other
-bytes than were made, a checkpoint deleted with nothing newer, or no commits when all is well again.
+Four hosts with three ranks, or six with five, and, in most runs, storage. Real are the agents, from messages to commits, replicas,
+changes of leaders, slots and uploads, and how ranks join, choose and read what they resume; simulated are the clock, the network,
+processes and the store (`tests/kit/simulation`). By a seed workers, agents and hosts are killed, stopped and slowed down, links are cut
+in one direction or both, connections break, bits flip in memory, and storage fails, lags and is away. A run fails if anything in its
+history must not be (`tests/kit/simulation/history.py`): a commit without its copies, something committed that is passed over while it is
+there, other bytes than were made, a checkpoint deleted with nothing newer, or no commits when all is well again.
 
 One seed is one history, on any machine: `--first SEED --seeds 1 --history FILE` writes it down. See benchmarks/README.md.
 """

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 
+from gemini_ft import failpoints
 from gemini_ft.agent import ahead
 from gemini_ft.agent.context import RunContext
 from gemini_ft.agent.lifecycle import (
@@ -117,6 +118,7 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(number, signal.SIG_IGN)
     if options.ahead and not ahead.wait(options.run, options.host):
         return 0
+    failpoints.arm(options.run, options.host)
     raise_descriptor_limit()
     leave_no_core()
     yield_to_training()

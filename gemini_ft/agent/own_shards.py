@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from gemini_ft import failpoints
 from gemini_ft.agent.context import StreamContext
 from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
@@ -226,5 +227,6 @@ class OwnShards:
             context.note_damage(owner, version)
             context.perform(context.host.give_up(owner, version, "its checksums did not come here as they left the worker"))
             return
+        failpoints.reached("agent_copied", version.iteration, owner)
         self._outbound().copied(owner, version, end_of(owner, memory, message.digest))
         context.perform(context.host.completed(owner, version, memory.shape.layout_hash, message.digest, memory.root))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from gemini_ft import failpoints
 from gemini_ft.agent.context import RunContext, StreamContext
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.memory.slot_store import SlotDonor
@@ -102,6 +103,7 @@ class Stream:
             raise SupersededError(
                 f"incarnation {spec.incarnation} comes after {before.incarnation} began; this process belongs to the past and must stop"
             )
+        failpoints.reached("agent_opens", spec.resumed.iteration if spec.resumed is not None else None)
         is_unstored = self._session is not None and self._session.uploads
         self.close_session()
         holders = {owner: tuple(hosts) for owner, hosts in spec.holders.items()}
@@ -299,6 +301,7 @@ class Stream:
                         context.workers[owner].send(Abort(version, "withdrawn"))
                 case Upload(owner=owner, slot=slot, version=version):
                     assert self.session.storing is not None
+                    failpoints.reached("agent_uploads", version.iteration, owner)
                     self.session.storing.upload(owner, slot, version)
                 case Lacking(owner, version):
                     assert self.session.storing is not None
@@ -334,6 +337,7 @@ class Stream:
         context, host = self.context, self.context.host
         match message:
             case Commit(version=version, freeze=freeze, roots=roots, agreed=agreed):
+                failpoints.reached("agent_commits", version.iteration)
                 context.counters["committed"] += 1
                 if context.measures is not None:
                     context.measures.committed(version.iteration)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
+from gemini_ft import failpoints
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.progress import Outage, TransferProgress
 from gemini_ft.agent.tasks import Tasks
@@ -259,6 +260,7 @@ class Uploader:
         except CorruptDataError as error:
             raise StorageError(f"the upload could not be read back: {error}") from None
         transfer.finish()
+        failpoints.reached("agent_stored", version.iteration, owner)
         if version not in self._written:  # the upload has failed elsewhere meanwhile
             with self._clearing:
                 self._leftovers.add(key)
@@ -290,6 +292,7 @@ class Uploader:
 
         def write() -> None:
             nonlocal is_begun
+            failpoints.reached("agent_manifest", version.iteration)
             self._check_place()
             if not (is_begun and self._is_written(manifest)):  # as it may be although the store has denied it
                 check_not_superseded(self._storage, manifest)

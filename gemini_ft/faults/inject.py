@@ -2,11 +2,12 @@
 
     GEMINI_FAULTS="step=20:rank=1:sigkill; step=40:host=2:kill" gemini run ... train.py
 
-A fault says what, who and when (`gemini_ft.faults.plan` has all words):
+A fault says what, who and when (`gemini_ft.core.faults` has all words):
 
-    sigkill | sigstop | exception | exit          happen to workers: rank=1, rank=all, all of host=2, all of group=0
+    sigkill | sigstop | exception | exit | delay  happen to workers: rank=1, rank=all, all of host=2, all of group=0
     agent | kill | corrupt | slow | storage_full  happen to hosts: host=2, host=some-id, the host of rank=1, all of group=0
     step=20, step=20:moment=in_copy               at the end of step 20, or at the first such moment from then on
+    moment=agent_copied, moment=launcher_starts   inside agents, workers and launchers (`gemini_ft.failpoints`): host=ID or rank=1
     probability=0.01:seed=7                       at random; without rank, host or group a rank is drawn too
 
 `host=2` is the third of the hosts in the order of their ids; a group is a set of hosts that hold copies of each other.
@@ -14,7 +15,7 @@ A fault says what, who and when (`gemini_ft.faults.plan` has all words):
 A fault happens once in a run, although the job restarts and comes to its step again: what has happened is kept in files
 (GEMINI_FAULTS_DIR, by default a folder of this user and run under the temporary directory), and the ranks tell each other
 when they come together, so that a host that joins later knows too. A run that starts from the beginning removes these files;
-whatever else lies in the folder stays.
+whatever else lies in the folder stays, and what has happened inside processes too.
 
 A training loop of your own around the Checkpointer needs nothing more; ``at_step`` is for integrations.
 """
@@ -26,11 +27,9 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 import sys
-import time
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -39,11 +38,11 @@ import psutil
 
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.config import parse_bytes
+from gemini_ft.core.faults import OCCURRENCE, PROCESS_MOMENTS, Fault, World, parse
 from gemini_ft.errors import AgentError, ConfigError
 from gemini_ft.events import EventLog
-from gemini_ft.faults.plan import OCCURRENCE, Fault, World, parse
+from gemini_ft.failpoints import InjectedFault, notes_folder, strike
 from gemini_ft.faults.slowing import slow_down
-from gemini_ft.wire.private import runtime_folder
 from gemini_ft.wire.worker_messages import Inject
 
 __all__ = ["Fault", "InjectedFault", "at_step", "from_environment"]
@@ -52,10 +51,6 @@ _log = logging.getLogger("gemini_ft")
 _GATHER_SECONDS = 2.0  # a rank that never comes to the moment delays the fault by this much
 _FILL_LIMIT = "256MiB"  # that storage_full may write; GEMINI_FAULTS_FILL_LIMIT
 _FILLER = ".gemini-fault-filler"
-
-
-class InjectedFault(RuntimeError):
-    """The error that a worker raises for a fault of kind ``exception``."""
 
 
 def from_environment() -> tuple[Fault, ...]:
@@ -72,7 +67,7 @@ def at_step(iteration: int, moment: str = "end_of_step") -> None:
 
     Args:
         iteration: iterations done.
-        moment: a key of ``gemini_ft.faults.plan.MOMENTS``.
+        moment: a key of ``gemini_ft.core.faults.MOMENTS``.
 
     Raises:
         InjectedFault: asked for by a fault of kind ``exception``.
@@ -151,8 +146,9 @@ def arm(orders: Orders, scene: Scene) -> None:
             check_room(scene.storage)
     folder, happened = notes_folder(scene.run), set(orders.happened)
     if not (scene.has_past or orders.restarted):
-        _forget(folder)
-        happened.clear()
+        inside = {fault.name for fault in faults if fault.moment in PROCESS_MOMENTS}  # may have happened before the ranks met
+        _forget(folder, inside)
+        happened &= inside
     if scene.rank == 0:
         _log.warning("fault injection: %s", "; ".join(f.text for f in faults if f.name not in happened) or "no fault is left to happen")
         if happened:
@@ -171,19 +167,14 @@ def _report_the_rest() -> None:
 drill: Drill | None = None
 
 
-def notes_folder(run: str) -> Path:
-    chosen = os.environ.get("GEMINI_FAULTS_DIR")
-    return Path(chosen) if chosen else runtime_folder() / f"faults-{run}"
-
-
 def _files(folder: Path) -> Iterable[Path]:
     return folder.iterdir() if folder.is_dir() else ()
 
 
-def _forget(folder: Path) -> None:
+def _forget(folder: Path, but: Collection[str]) -> None:
     """Removes the notes of earlier runs; the folder is the user's, so everything else in it stays."""
     for path in _files(folder):
-        if OCCURRENCE.fullmatch(path.name) and (path.is_file() or path.is_symlink()):
+        if OCCURRENCE.fullmatch(path.name) and path.name not in but and (path.is_file() or path.is_symlink()):
             path.unlink(missing_ok=True)  # another rank of this host may have been quicker
 
 
@@ -219,7 +210,8 @@ class Drill:
 
     def rest(self) -> list[str]:
         """The planned faults that have not happened."""
-        return [fault.text for fault in self._faults if fault.probability is None and fault.name not in self._happened]
+        happened = {*self._happened, *(path.name for path in _files(self._folder))}
+        return [fault.text for fault in self._faults if fault.probability is None and fault.name not in happened]
 
     def _end(self, fault: Fault, iteration: int) -> None:
         if fault.kind == "storage_full" and fault.until is not None and iteration >= fault.until:
@@ -247,16 +239,6 @@ def _gather(name: str, rank: int, world_size: int, wait: bool) -> None:
 
 def _do(fault: Fault, scene: Scene, launcher: psutil.Process | None) -> None:
     match fault.kind:
-        case "sigkill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "sigstop":
-            while True:  # the agent lets a hanging worker go on for a moment, to write down its stacks
-                os.kill(os.getpid(), signal.SIGSTOP)
-                time.sleep(0.1)
-        case "exception":
-            raise InjectedFault(fault.text)
-        case "exit":
-            os._exit(fault.code)
         case "agent":
             _kill([*_process(scene.client().welcome.pid)])
         case "kill":
@@ -272,6 +254,8 @@ def _do(fault: Fault, scene: Scene, launcher: psutil.Process | None) -> None:
         case "storage_full":
             check_room(scene.storage)
             _fill(_storage_folder(scene.storage) / _FILLER)
+        case _:
+            strike(fault)
 
 
 def _kill_host(agent: int, launcher: psutil.Process | None) -> None:

@@ -33,6 +33,7 @@ from torch.distributed.elastic.multiprocessing import api as torch_api
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from gemini_ft import failpoints
 from gemini_ft.agent import lifecycle
 from gemini_ft.core.words import in_words
 from gemini_ft.errors import FINAL, AgentTimeoutError, ConfigError, GeminiError, RunAliveError, StorageUnclearError
@@ -239,6 +240,8 @@ class Endings:
             text = "the same %s for the second time%s, at %s: another restart would only repeat it. %s"
             _log.error(text, kind, when, where, self._kept())
         self.look(has_failed=True)
+        if not self.status:
+            failpoints.reached("launcher_restarts")
         return bool(self.status)
 
     def look(self, has_failed: bool = False) -> None:

@@ -32,6 +32,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
+from gemini_ft import failpoints
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.ahead import started_ahead
 from gemini_ft.agent.departure import PARTING_SECONDS, is_alive
@@ -85,6 +86,7 @@ def command(argv: Sequence[str]) -> int:
         logger.warning("%s", warning)
     is_nameless = is_passing(program) and not (options.run_id or os.environ.get("GEMINI_RUN_ID"))
     run_id = prepare(options, program)
+    failpoints.arm(run_id, host_id())
     config = load_config()
     options.signals_to_handle = ",".join(each for each in options.signals_to_handle.split(",") if each.strip() != config.drain_signal)
     if torchrun.parse_min_max_nnodes(options.nnodes)[1] == 1:

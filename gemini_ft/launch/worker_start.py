@@ -20,6 +20,7 @@ from typing import IO, Any
 from torch.distributed.elastic.multiprocessing import api as torch_api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from gemini_ft import failpoints
 from gemini_ft.errors import GeminiError
 from gemini_ft.launch import forkserver
 from gemini_ft.launch.grace import Process, Workers
@@ -237,6 +238,7 @@ class WorkerHandler(SubprocessHandler):
         super().__init__(**arguments)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        failpoints.reached("launcher_starts")
         streams = [0, _descriptor(self._stdout, 1), _descriptor(self._stderr, 2)]
         start = partial(self._started, args, env, streams)
         self.workers.go_on()

@@ -12,15 +12,16 @@ import threading
 import time
 from typing import Any
 
+from gemini_ft import failpoints
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient, as_error
 from gemini_ft.config import GeminiConfig
 from gemini_ft.core.decisions import Abort, Commit
+from gemini_ft.core.faults import World
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, GeminiError
 from gemini_ft.events import EventLog
 from gemini_ft.faults import inject as faults
-from gemini_ft.faults.plan import World
 from gemini_ft.launch import notes
 from gemini_ft.launch.launched import ray_run_name
 from gemini_ft.state import codec
@@ -448,6 +449,7 @@ class Recorder:
             for start in range(0, len(fds), 100):
                 part = fds[start : start + 100]
                 client.tell(Adopt(count=len(part), incarnation=spec.incarnation), part)
+            failpoints.reached("worker_hands_over", rank=session.rank)
             reopening = OpenSession(spec=spec, secret=session.secret, readopt=True, committed=self._committed, reached=self._copying.newest)
             client.call(reopening, Opened)
         except GeminiError:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gemini_ft import failpoints
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.agent.departure import PARTING_SECONDS
@@ -118,6 +119,7 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None]
     everyone = exchange((config.run_id or default_run_id(), launch_id(), PROTOCOL_VERSION), config.timeout)
     _check_versions(everyone)
     run, launch = everyone[0][:2]
+    failpoints.arm(run, host_id())
     secret = on_all_ranks(lambda: read_secret(config), config.timeout)  # it does not leave this rank
     now = this_launch(launch)
     hello = _hello(config, run, stream, rank, secret, now)
@@ -251,6 +253,8 @@ def _agree(
     orders = Orders.agree([about.orders for about in everyone])
     reopen = storage_opener(config)
     choice = Chooser(config, client, everyone, stream, reopen, rank=rank, resizable=resizable).choose()
+    version = choice.plan.version
+    failpoints.reached("worker_chosen", version.iteration if version is not None else None, rank)
     if reopen is not None:
         check_storage(config, reopen, choice, hello, [about.welcome.info.host for about in everyone])
     make_spec = partial(_make_spec, config, stream, everyone, choice)
@@ -258,6 +262,7 @@ def _agree(
     assert spec is not None
     opening = OpenSession(spec=spec, secret=secret)
     exchange_or_raise(lambda: client.call(opening, Opened)[0], config.timeout + 10)
+    failpoints.reached("worker_opened", version.iteration if version is not None else None, rank)
     session = WorkerSession(
         rank=rank,
         world_size=len(everyone),

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from agent_kit import Job, Proxy, Rank, end_agent, eventually
+from agent_kit import CHUNK, Job, Proxy, Rank, end_agent, eventually
 
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
 from gemini_ft.agent.replication.gate import Gate
@@ -74,6 +74,22 @@ def test_workers_that_make_no_step_are_not_waited_for_for_ever(job: Job) -> None
     newcomers = lose_a_host(job)
     open_both(job, newcomers, newcomers[0].address, replica_timeout=0.1)
     eventually(lambda: is_rebuilt(job), "the copy")
+
+
+def test_a_copy_of_a_layout_that_is_over_takes_no_slot_from_the_next_one(job: Job) -> None:
+    """The owner's host has been told that there is room for the next one, and sends on."""
+    a, b = newcomers = lose_a_host(job)
+    open_both(job, newcomers, a.address, replica_timeout=1000.0)
+    a.reserve(2 * CHUNK, name="another")
+    b.reserve(2 * CHUNK, name="another")
+    a.snapshot(2)
+    eventually(lambda: "complete:2" in job.stream("b")["shards"].get("0", []), "the replica of the next layout")
+    b.progress(3)
+    eventually(lambda: "rebuilding rank 0's replica" in job.log("b"), "the rebuilding")
+    b.snapshot(2)
+    a.wait_for("commit", version=job.version(2))
+    job.commit(newcomers, 3)
+    assert "broke off" not in job.log("a")
 
 
 @pytest.mark.soak
@@ -183,7 +199,7 @@ class Source:
             claims=lambda role, to: Claims(run="run", stream="main", host="b", to=to, role=role, incarnation=None),
         )
 
-        async def make_room(*_: object) -> None:
+        async def make_room(*_: object, offered: bool) -> None:
             pass
 
         spec: Any = SimpleNamespace(

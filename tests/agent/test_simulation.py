@@ -84,6 +84,27 @@ def _newer() -> list[dict[str, Any]]:
     return [*_copies("1-a:2"), _commit("1-a:2"), _put("new/shard"), _put("new/manifest.json", "1-a:2")]
 
 
+def _read(where: str) -> dict[str, Any]:
+    return {"event": "read", "at": 9.5, "rank": 0, "host": "h1", "version": "1-a:1", "where": where}
+
+
+def _cruise(steps: int = 0, **facts: Any) -> list[dict[str, Any]]:
+    begun = [_seen("begin", version=f"1-a:{number + 1}") for number in range(steps)]
+    return [_seen("cruise"), *begun, _seen("cruise end") | {"lines": [], "slots": []} | facts]
+
+
+def _probe(fault: str, *events: dict[str, Any]) -> list[dict[str, Any]]:
+    return [_seen("probe", fault=fault), *events, _seen("probe end", fault=fault)]
+
+
+def _finished(last: int, **facts: Any) -> dict[str, Any]:
+    return _seen("finished", last=last) | {"at_work": [], "waiting": [], "stores": False} | facts
+
+
+def _visited(version: str) -> dict[str, Any]:
+    return _seen("visited", version=version, committed="1-a:2")
+
+
 DELETED = {"event": "delete", "at": 7.0, "key": "old/shard", "by": "h0"}
 NOTED = {"event": "put", "at": 6.7, "key": "reading", "holds": "old"}
 LOOKED = {"event": "looked", "at": 6.8, "key": "reading", "seen": ["reading"], "by": "h0"}
@@ -113,6 +134,12 @@ WELL = {
     "a checkpoint that nobody reads any more goes": [
         *STORED, *_newer(), NOTED, LOOKED, {"event": "delete", "at": 6.9, "key": "reading"}, DELETED,
     ],
+    "a host that has lost its copy reads a peer's": [
+        *_copies(), _commit(), _chosen("1-a:1"), _seen("agent killed", host="h1") | {"at": 9.2}, _read("peer h0"),
+    ],
+    "a job that is stored, and ends": [*STORED, _finished(1, stores=True)],
+    "two steps that are still under way": _cruise(2, slots=[["h0", 0, 3, 2]]),
+    "what is committed is exported": _probe("visit", *_copies("1-a:2"), _commit("1-a:2"), _visited("1-a:2")),
     "a leftover of an upload that is begun again goes": [
         *_copies(), _commit(freeze=True, folder="old"), _put("old/shard"),
         _seen("thaw", folder="old"), _commit(freeze=True, folder="old"), DELETED,
@@ -157,6 +184,19 @@ WRONG = {
     "are left out": [_seen("calm"), *_copies(), _commit(), _seen("end", excluded=[[0, "h1"]])],
     "nothing is stored": [_seen("calm"), *_copies(), _commit(), _seen("end", stores=True)],
     "h0 counts 2 bytes": [_seen("calm"), *_copies(), _commit(), _seen("end", memory=[["h0", 2, 1]])],
+    "and its own host has it": [*_copies(), _commit(), _chosen("1-a:1"), _read("peer h0")],
+    "of 3 steps 0 are committed": _cruise(3),
+    "an agent says: oh": _cruise(lines=["oh"]),
+    "4 slots for rank 0, and 2 are due": _cruise(slots=[["h0", 0, 4, 2]]),
+    "1 slots for rank 0, and 0 are due": _cruise(slots=[["h0", 0, 1, 0]]),
+    "h1 are still there": [*_copies(), _commit(), _finished(1, waiting=["h1"])],
+    "has ended after 2 steps": [*_copies(), _commit(), _finished(2)],
+    "1-a:1 is not stored": [*UPLOADED, _finished(1, stores=True)],
+    "is lost by a single fault": _probe("restart_all", *_copies(), _commit(), _chosen(None, copies={})),
+    "2 attempts follow": _probe("kill_worker", *_copies(), _commit(), _seen("attempt"), _seen("attempt")),
+    "which was never committed": [*_copies("1-a:2"), _commit("1-a:2"), _visited("1-a:1")],
+    "1-a:1 is exported, and 1-a:2": _probe("visit", *UPLOADED, *_copies("1-a:2"), _commit("1-a:2"), _visited("1-a:1")),
+    "nothing can be exported": _probe("visit", *_copies(), _commit(), _seen("visit failed", error="of the test")),
     "after a single fault (stop)": [*_copies(), _commit(), _seen("probe", fault="stop"), _seen("probe end", fault="stop")],
     "nothing is committed": [*_copies(), _commit(), {"event": "calm", "at": 6.0}, {"event": "end", "at": 9.0}],
 }

@@ -15,10 +15,10 @@ from disks import small_disk
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gemini_ft.core.faults import KINDS, MOMENTS, Fault, World, parse
 from gemini_ft.errors import ConfigError
 from gemini_ft.events import EventLog
 from gemini_ft.faults import inject as faults
-from gemini_ft.faults.plan import KINDS, MOMENTS, Fault, World, parse
 from gemini_ft.testing import EmulatedHosts, assert_identical
 
 PLAIN_LOOP = str(Path(__file__).parents[2] / "examples" / "plain_loop.py")
@@ -78,7 +78,8 @@ def test_every_kind_can_be_asked_for(kind: str) -> None:
         ("step=9:rank=1:until=5:storage_full", "until=5 is before step=9"),
         ("step=1:rank=1:owner=0:exit", "owner goes with corrupt"),
         ("step=1:rank=1:code=3:sigkill", "code goes with exit"),
-        ("step=1:rank=1:share=0.5:agent", "share and seconds go with slow"),
+        ("step=1:rank=1:share=0.5:agent", "share goes with slow"),
+        ("step=1:rank=1:seconds=5:sigkill", "seconds go with slow and delay"),
         ("step=1:rank=1:share=0:slow", "share=0 must be above 0 and below 1"),
         ("step=1:rank=1:seconds=inf:slow", "seconds=inf must be above 0"),
     ],

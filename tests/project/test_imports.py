@@ -19,7 +19,7 @@ HEAVY = {"accelerate", "deepspeed", "lightning", "lightning_fabric", "numpy", "p
 PURE = (
     "config",
     "errors",
-    "faults.plan",
+    "core.faults",
     "core.layout",
     "core.ledger",
     "wire.messages",

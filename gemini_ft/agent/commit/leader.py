@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from gemini_ft import failpoints
 from gemini_ft.agent.commit.collector import SILENCE, ReportingEnd
 from gemini_ft.agent.storing import Storing
 from gemini_ft.agent.tasks import Tasks
@@ -360,6 +361,7 @@ class Leader:
                 self._tasks.spawn(self._manifest(decision))
             else:
                 if isinstance(decision, Commit):
+                    failpoints.reached("agent_decides", decision.version.iteration)
                     self._roots.append((decision.version, decision.roots))
                 self._tell(decision)
 

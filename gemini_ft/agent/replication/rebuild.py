@@ -148,7 +148,7 @@ class Rebuilding:
         Layout.from_bytes(about.layout)  # refuses garbage before it is kept
         # A replica's slots may have another shape by now, or a writer of the past; those of its worker are reserved for it.
         if not stream.host.owns(owner) or not any(o == owner for o, _ in stream.slot_store.memory):
-            await self._inbound.make_room(owner, about)
+            await self._inbound.make_room(owner, about, offered=False)
         if stream.host.slots(owner).find(version) is not None:
             return
         if (slot := stream.host.rebuild(owner, version)) is None:

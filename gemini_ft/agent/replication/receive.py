@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from gemini_ft import failpoints
 from gemini_ft.agent.context import StreamContext
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
 from gemini_ft.agent.tasks import Tasks
@@ -57,10 +58,12 @@ class Inbound:
     def __init__(self, context: StreamContext) -> None:
         self._context = context
         self._collecting: dict[tuple[int, int], tuple[Landed, int]] = {}  # (source, tag) of a piece -> who hears of it, and its rank
+        self._offered: dict[int, SlotShape] = {}  # owner -> shape of the shards that its host sends in this session
 
     def end_session(self) -> None:
         """Drops the pieces that are awaited: the session is over."""
         self._collecting.clear()
+        self._offered.clear()
 
     def entrust_all(self) -> None:
         """Lets a worker that has just come keep the replicas that no worker keeps."""
@@ -85,11 +88,19 @@ class Inbound:
     def log(self, text: str) -> None:
         self._context.log(text)
 
-    async def make_room(self, owner: int, wanted: ShardLayout) -> None:
-        """Makes slots for a peer's shard, their pages already faulted in."""
+    async def make_room(self, owner: int, wanted: ShardLayout, *, offered: bool) -> None:
+        """Makes slots for a peer's shard, their pages already faulted in; ``offered``: for those that the owner's host sends from now on.
+
+        Raises:
+            PeerError: it sends shards of another shape than this one, which is a copy of the past.
+        """
         slot_store, spec = self._context.slot_store, self._context.spec
         before = {memory for (of, _), memory in slot_store.memory.items() if of == owner}
         shape = shape_of(self._context, owner, wanted)
+        if offered:
+            self._offered[owner] = shape
+        elif self._offered.get(owner, shape) != shape:
+            raise PeerError("the layout has changed since; the next commit brings a copy")
 
         def reuse() -> bool:
             return not (may_be_written_by_another(self._context, owner) or self._is_kept_by_stranger(owner))
@@ -137,6 +148,7 @@ class Inbound:
             text = f"rank {end.owner}'s shard of {version} arrived with another root than its owner's copy has"
             self.log(f"{text}: asking for all of it again, on another connection")
             raise PeerError(text)
+        failpoints.reached("agent_received", version.iteration, end.owner)
         self._context.perform(self._context.host.completed(end.owner, version, end.layout, end.digest, memory.root))
         return True
 
@@ -259,7 +271,7 @@ class Receiver:
 
     async def _answer(self, offer: Offer) -> None:
         try:
-            await self._inbound.make_room(offer.owner, offer)
+            await self._inbound.make_room(offer.owner, offer, offered=True)
         except GeminiError as error:
             self._connection.send(Refused(call=offer.call, owner=offer.owner, text=str(error)))
         else:

@@ -4,6 +4,7 @@ Nothing of the protocol is modelled here. Doubles stand at the outermost seams o
 
 ``loop``      asyncio on a clock that jumps to the next timer; processes that stop and die; blocking calls that take simulated time
 ``network``   connections between hosts, below `gemini_ft.wire.tcp.Connection`
+``visitor``   a process that is no worker, and reads agents' memory
 ``storage``   objects in memory that come late, fail and are hidden from lists
 ``worker``    a rank: joins and chooses by the package's own code, trains bytes in place of tensors
 ``world``     hosts, their agents, restarts, faults; everything that happens is drawn from one seed

@@ -88,7 +88,7 @@ class Audit:
             memory = context.slot_store.memory.get((owner, slot.index))
             facts: dict[str, Any] = {"host": context.host.name, "owner": owner, "sealed": sealed}
             if dropped and version is not None and memory is not None:
-                nbytes = self._world.nbytes
+                nbytes = self._world.size_at(version.iteration)
                 sound = bytes(memory.data(0, nbytes)) == content(owner, version, nbytes)
                 self._world.record("dropped", **facts, version=text(version), sound=sound, of=str(context.host.incarnation))
             if granted and slot.version is not None and memory is not None:

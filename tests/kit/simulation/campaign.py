@@ -21,6 +21,10 @@ from simulation.world import World
 QUIET = 400.0  # simulated seconds without faults in which the job must come up again
 _PATIENCE = 60  # processor seconds that a run may take; ten times as many real ones
 _TOLD = 20  # violations of a run that are told
+_NEVER = (  # in agents' logs: faults of theirs, and words that only a hostile peer says
+    *("Traceback", "the agent failed at", "is no collector", "is not a report", "is not a decision", "copies of another host"),
+    *("not its place", "chunks are missing", "Error(", "Error:", "before hello", "is not for an agent"),
+)
 
 
 @dataclass
@@ -67,6 +71,7 @@ def _play(seed: int, seconds: float) -> Outcome:
     world, begin = World(seed), time.process_time()
     history = world.simulate(seconds, QUIET)
     took = time.process_time() - begin
-    wrong = [*violations(history), *world.loop.errors]
+    said = [line[:2000] for line in world.lines if any(text in line for text in _NEVER)]
+    wrong = [*violations(history), *world.loop.errors, *said]
     counts = dict(Counter(event["event"] for event in history))
     return Outcome(seed, world.digest, wrong[:_TOLD], counts, history[-1]["at"], took, bool(drawn.RAN))

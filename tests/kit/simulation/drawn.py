@@ -13,9 +13,10 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 PARTS = {
-    "core": ("ledger", "protocol", "rounds", "slots", "succession"),
+    "core": ("gathering", "ledger", "protocol", "rounds", "slots", "succession", "tree"),
     "agent": (
-        "commit.failover", "commit.leader", "commit.member", "memory.slot_memory", "memory.slot_store", "memory.staging", "own_shards",
+        "commit.collector", "commit.failover", "commit.leader", "commit.member", "memory.slot_memory", "memory.slot_store",
+        "memory.staging", "own_shards",
         "replication.rebuild", "replication.receive", "replication.send", "replication.serve", "session", "storing", "stream", "uploads",
     ),
     "storage": ("checkpoints", "decisions", "lookout", "marks", "retention", "shard"),

@@ -8,7 +8,8 @@ The events of a run, in the order in which they happened, are dicts with ``event
 ``heard``     a rank is told of no commit but one that a leader has decided
 ``chosen``    nothing that was committed is passed over while memory of the hosts that choose has a sound copy of every shard, and nothing
               that is stored while storage has all of it
-``read``      what is resumed has the bytes that were made, and is what was chosen
+``read``      what is resumed has the bytes that were made, and is what was chosen; a host that has a copy asks no other one
+``visited``   what another process reads in the agents' memory was committed
 ``put``       a manifest is written only of what was committed, and when all of its shards are there
 ``delete``    a checkpoint that is whole, and was reported as stored, goes only when ``keep_last`` newer ones are, and nobody reads it;
               that of an upload that failed may go, and nothing that an upload under way has written
@@ -19,7 +20,9 @@ The events of a run, in the order in which they happened, are dicts with ``event
 ``report``    a host reports only whole copies
 ``left out``  no copy is left out while nothing is heard of its owner's own host
 ``end``       when nothing fails any more, the job comes up, all holders count, something is stored, and memory is counted as it is;
-              and after each single fault then it commits again
+              and after each single fault then it commits again, with no more attempts than the fault explains, and nothing lost
+``cruise``    meanwhile the last two steps at most are uncommitted, agents say nothing, and each host has the slots that it should
+``finished``  when all ranks have ended well, their agents leave, and what was committed last is that of the last step, and stored
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ class _Check:
         self.harm: dict[str, float] = {}  # host -> when something happened to it last
         self.flipped: set[tuple[str, int, str]] = set()  # (host, owner, version) of copies that were damaged
         self.committed: set[str] = set()
+        self.latest: str | None = None  # that was committed last
         self.safe: set[str] = set()  # committed, or resumed by an incarnation that all of its hosts have begun
         self.opened: dict[str, set[str]] = {}  # incarnation -> hosts that have begun it
         self.hosts: dict[str, set[str]] = {}  # and all of its hosts
@@ -61,6 +65,8 @@ class _Check:
         self.newest: dict[tuple[str, str, int], tuple[int, str, int]] = {}  # (incarnation, leader, epoch) -> its last commit
         self.last: dict[str, tuple[int, str, int]] = {}  # incarnation -> its last commit
         self.chosen: str | None = None
+        self.chosen_at = 0.0
+        self.held: dict[int, list[str]] = {}  # owner -> hosts that had a sound copy of it then
         self.objects: set[str] = set()
         self.stored: set[str] = set()  # versions that were reported as stored
         self.manifests: dict[str, tuple[str, set[str]]] = {}  # folder -> version, and the keys of its shards
@@ -74,6 +80,9 @@ class _Check:
         self.commits_since_calm: int | None = None
         self.stored_since_calm = False
         self.commits = 0
+        self.begun = set[str]()
+        self.probed = ""  # the single fault under way
+        self.attempts = 0
 
     def take(self, event: Event) -> None:
         kind = event["event"]
@@ -118,6 +127,7 @@ class _Check:
         if version in self.committed:
             return  # it is said again, by this leader or the next
         self.committed.add(version)
+        self.latest = version
         self.safe.add(version)
         last = self.last.setdefault(incarnation, order(version))
         goes_on = order(version) >= last or order(version) < before
@@ -198,6 +208,8 @@ class _Check:
 
     def _chosen(self, event: Event) -> None:
         self.chosen = version = event["version"]
+        self._must(not self.probed or version == self.latest, event, f"{self.latest} is lost by a single fault ({self.probed})")
+        self.chosen_at, self.held = event["at"], event["copies"].get(version, {})
         at = order(version) if version is not None else (0, "", 0)
         ranks = range(event["ranks"])
         passed_over = [other for other in self.committed - {*event["given_up"]} if order(other) > at]
@@ -212,6 +224,20 @@ class _Check:
     def _read(self, event: Event) -> None:
         what = f"rank {event['rank']} resumes {event['version']}, and {self.chosen} was chosen"
         self._must(event["version"] == self.chosen, event, what)
+        rank, host, where = event["rank"], event.get("host", ""), event.get("where", "")
+        what = f"rank {rank} on {host} reads {event['version']} from {where}"
+        is_lost = self.harm.get(host, -1.0) >= self.chosen_at or (host, rank, event["version"]) in self.flipped
+        has_own = host in self.held.get(rank, ()) and not is_lost
+        self._must(not (where.startswith("peer") and has_own), event, f"{what}, and its own host has it")
+
+    def _visited(self, event: Event) -> None:
+        version, newest = event["version"], event["committed"]
+        self._must(version in self.safe, event, f"{version} is exported, which was never committed")
+        current = newest is None or order(version) >= order(newest)
+        self._must(not self.probed or current, event, f"{version} is exported, and {newest} is committed")
+
+    def _visit_failed(self, event: Event) -> None:
+        self._must(not self.probed, event, f"nothing fails, and nothing can be exported: {event.get('error')}")
 
     def _wrong_bytes(self, event: Event) -> None:
         self._must(False, event, f"rank {event['rank']} reads other bytes of {event['version']} from {event['where']} than were made")
@@ -283,8 +309,36 @@ class _Check:
         for host, counted, there in event.get("memory", ()):
             self._must(counted == there, event, f"{host} counts {counted} bytes of memory, and has {there}")
 
+    def _cruise(self, event: Event) -> None:
+        self.begun, self.cruised = set[str](), len(self.committed)
+
+    def _begin(self, event: Event) -> None:
+        self.begun.add(event["version"])
+
+    def _cruise_end(self, event: Event) -> None:
+        steps, commits = len(self.begun), len(self.committed) - self.cruised
+        self._must(commits >= steps - 2, event, f"nothing fails, and of {steps} steps {commits} are committed")
+        for line in event["lines"]:
+            self._must(False, event, f"nothing fails, and an agent says: {line}")
+        for host, owner, slots, due in event["slots"]:
+            self._must(due <= slots <= max(due, 3) * bool(due), event, f"{host} has {slots} slots for rank {owner}, and {due} are due")
+
+    def _finished(self, event: Event) -> None:
+        who = sorted({*event["at_work"], *event["waiting"]})
+        self._must(not who, event, f"all ranks have come to their end, and {', '.join(who)} are still there")
+        if not who:
+            last = self.latest or ""
+            self._must(last.endswith(f":{event['last']}"), event, f"the job has ended after {event['last']} steps, and {last} is committed")
+            self._must(not event["stores"] or last in self.stored, event, f"the job has ended, and {last} is not stored")
+
     def _probe(self, event: Event) -> None:
-        self.commits = 0
+        self.commits, self.probed, self.attempts = 0, event["fault"], 0
+
+    def _attempt(self, event: Event) -> None:
+        self.attempts += 1
 
     def _probe_end(self, event: Event) -> None:
+        attempts = {"restart_all": 2, "stop": 2, "kill_worker": 1}.get(self.probed, 0)
+        self._must(self.attempts <= attempts, event, f"{self.attempts} attempts follow a single fault ({self.probed})")
+        self.probed = ""
         self._must(bool(self.commits), event, f"nothing is committed any more after a single fault ({event['fault']})")

@@ -31,9 +31,13 @@ from gemini_ft.wire.trust import fingerprint
 from gemini_ft.wire.worker_messages import (
     Adopt,
     Copied,
+    Ended,
     GiveUp,
+    Goodbye,
     Granted,
     Hello,
+    Landed,
+    Noted,
     Opened,
     OpenSession,
     Ping,
@@ -269,6 +273,7 @@ class Script:
         self._fatal: GeminiError | None = None
         self._changed = asyncio.Event()
         self._room = False
+        self.has_finished = False
         self.lacks = False  # whether others must be here for the state to be whole
         self.at = 0
 
@@ -317,7 +322,7 @@ class Script:
     def _check(self, shard: Any, version: Version) -> str:
         data = b"".join(bytes(view) for _, view in shard.chunks())
         extras = shard.extras()
-        expected = content(self.rank, version, self.world.nbytes)
+        expected = content(self.rank, version, self.world.size_at(version.iteration))
         if data != expected or extras != EXTRAS:
             self.world.record("wrong bytes", rank=self.rank, host=self.host.name, version=text(version), where=shard.where)
         return str(shard.where)
@@ -326,8 +331,8 @@ class Script:
         exchange_or_raise(self._reserve, self.world.config.timeout + 10)
 
     def _reserve(self) -> None:
-        session, nbytes = self.session, self.world.nbytes
-        world_size = session.world_size
+        nbytes, world_size = self.world.size_at(self.at), self.session.world_size
+        self._nbytes = nbytes
         specs = [TensorSpec(name="weight", dtype="uint8", shape=(nbytes * world_size,), group=tuple(range(world_size)))]
         self.layout: Layout = build_layout(specs, self.rank, world_size)
         layout = self.layout
@@ -349,7 +354,7 @@ class Script:
     async def train(self) -> None:
         """Makes steps until the end, or until something is wrong."""
         world, loop = self.world, self.world.loop
-        while True:
+        while world.last is None or self.at < world.last:
             await self.attempt.meet(self, world.config.timeout)  # the gradients
             await asyncio.sleep(world.step * world.rng.uniform(0.8, 1.2))
             if self._fatal is not None:
@@ -358,13 +363,24 @@ class Script:
             assert self.client is not None
             try:
                 self.client.tell(Progress(iteration=self.at))
-                if self._room:
+                if self._room or world.size_at(self.at) != self._nbytes:
                     await loop.run_in_executor(None, self._reserve)
                 await self._snapshot(self.at)
             except AgentError:
                 if not self.client.lost:
                     raise
                 await loop.run_in_executor(None, self._reconnect)
+        await loop.run_in_executor(None, self._finish)
+
+    def _finish(self) -> None:
+        """Does what `Recorder.close` and the end of the process do."""
+        end = self.world.loop.time() + self.world.config.timeout
+        while self.at not in (self.committed, *self._over) and self.world.loop.time() < end:
+            self.fiber.sleep(0.05)
+        self.has_finished = True
+        assert self.client is not None
+        self.client.tell(Goodbye(finished=True))
+        self.client.call(Ended(), Noted)
 
     async def _snapshot(self, iteration: int) -> None:
         assert self.client is not None
@@ -403,9 +419,14 @@ class Script:
             await asyncio.sleep(world.rng.expovariate(1 / world.copying))
             memory[at + start : at + start + size] = body[start : start + size]
             checksums.append(checksum(body[start : start + size]))
-            client.tell(Chunk(owner=self.rank, iteration=iteration, index=index, offset=start, nbytes=size, digest=checksums[-1]))
+            if world.on_device and start < nbytes:
+                client.tell(Landed(iteration=iteration, upto=start + size))
+            else:
+                client.tell(Chunk(owner=self.rank, iteration=iteration, index=index, offset=start, nbytes=size, digest=checksums[-1]))
         root = shard_root(self.rank, version, layout_digest(self.layout.to_bytes()), (nbytes, len(EXTRAS), chunk), checksums)
-        client.tell(Copied(iteration=iteration, extras_bytes=len(EXTRAS), digest=f"digest of {iteration}", root=root))
+        client.tell(
+            Copied(iteration=iteration, extras_bytes=len(EXTRAS), digest=f"digest of {iteration}", root="" if world.on_device else root)
+        )
         world.record("copied", rank=self.rank, version=text(version), root=root)
 
     def _version(self, iteration: int) -> Version:

@@ -48,6 +48,7 @@ from gemini_ft.wire.worker_messages import Launch
 from gemini_ft.worker import rendezvous, resume_choice, storage_check
 from gemini_ft.worker import session as joining
 from simulation import network as networking
+from simulation import visitor
 from simulation.audit import Audit
 from simulation.loop import PROCESS, Fiber, Lock, Process, SimulatedLoop, sleep, within
 from simulation.network import Network
@@ -58,7 +59,9 @@ Event = dict[str, Any]
 _LOOK = 0.5  # seconds between looks of the launchers
 _PROBES = 3  # single faults after all that came at once
 _COMES_UP = 240.0  # seconds after such a fault until steps are committed again, at the latest
+_USUAL = ("] upload of", "speaks for incarnation", "more of this kind")  # in agents' logs, also when nothing fails
 _COMMITS = 3  # that must be heard of then
+_ENDS = 200.0  # seconds until a job that has finished is over on all hosts
 
 
 class _Run(RunContext):
@@ -183,7 +186,10 @@ class World:
         self.lines: list[str] = []
         self.bucket = Bucket(Random(rng.random()), self._on_storage)
         self.run, self.numbers, self.pids = f"simulated-{seed}", itertools.count(1), itertools.count(1_000_000)
-        self.nbytes, self.ranks = rng.choice([64, 512, 1536]), 3
+        self.nbytes, self.ranks = rng.choice([64, 512, 1536]), rng.choice([3, 3, 5])
+        self.growth = rng.choice([0, 0, 7, 40])  # steps after which the state has another size; 0: never
+        self.fan_in = rng.choice([64, 1, 2])  # hosts that report to the leader, beyond which there are collectors
+        self.on_device = rng.random() < 0.3  # whether agents form the checksums of what the ranks have laid down
         self.step = rng.choice([0.5, 2.0, 5.0])
         self.copying = rng.choice([0.001, 0.02, 0.2]) * self.step
         self.linger = 3600.0
@@ -209,6 +215,13 @@ class World:
         self.weights = {name: rng.choice([0.0, 1.0, 1.0, 3.0]) for name in FAULTS}
         self.weights["kill_worker"] = max(1.0, self.weights["kill_worker"])
         self.folder = Path()
+        self.full: set[str] = set()  # hosts without free memory
+        self.skew: dict[str, float] = {}  # host -> seconds by which its system's clock is wrong
+        self.last: int | None = None  # iteration with which the job ends
+
+    def size_at(self, iteration: int) -> int:
+        """Bytes of a shard after so many iterations."""
+        return self.nbytes * (1 + iteration // self.growth % 3) if self.growth else self.nbytes
 
     # -- what is recorded
 
@@ -247,7 +260,7 @@ class World:
             for fd in self._descriptors(host):
                 if (inode := os.fstat(fd).st_ino) not in seen:
                     seen.add(inode)
-                    if (copy := _sound(fd, self.nbytes, only)) is not None and host.name not in (
+                    if (copy := _sound(fd, self.size_at, only)) is not None and host.name not in (
                         where := found.setdefault(text(copy[1]), {}).setdefault(copy[0], [])
                     ):
                         where.append(host.name)
@@ -360,10 +373,11 @@ class World:
         script = host.worker
         if script is None:
             return
-        self.record("killed", host=host.name, why=why)
+        if not script.has_finished:
+            self.record("killed", host=host.name, why=why)
         host.worker = None
         host.ready_at = self.loop.time() + self.rng.uniform(0.2, 3.0) + 15.0 * script.lacks  # it gives way to others
-        script.attempt.broken = True
+        script.attempt.broken |= not script.has_finished
         script.process.kill()
         self.network.lose_process(script.process)
         script.lose_memory()
@@ -393,7 +407,7 @@ class World:
             else:
                 host.lingers_until = 0.0
         free = [host for host in self.hosts if host.is_up and host.worker is None and now >= host.ready_at]
-        if len(free) < self.ranks:
+        if len(free) < self.ranks or any(script.has_finished for each in self.attempts[-1:] for script in each.scripts):
             return
         self.rng.shuffle(free)
         for first in free:
@@ -495,11 +509,17 @@ class World:
                     begun = len(self.history)
                     await self._until(quiet, self.commits + _COMMITS, lambda: self._is_well(begun))
                     self.record("end", **self._state())
+                    self.record("cruise")
+                    said = len(self.lines)
+                    await asyncio.sleep(12 * self.step)
+                    lines = [line for line in self.lines[said:] if not any(text in line for text in _USUAL)]
+                    self.record("cruise end", lines=lines, slots=[] if self.growth else [*self._slots()])
                     for name in self.rng.choices(PROBES, k=_PROBES):
                         self.record("probe", fault=name)
                         FAULTS[name](self)
                         await self._until(_COMES_UP, self.commits + _COMMITS)
                         self.record("probe end", fault=name)
+                    await self._end_job()
 
             try:
                 self.loop.run_until_complete(work())
@@ -513,10 +533,35 @@ class World:
         while self.loop.time() < end and not (self.commits >= commits and holds()):
             await asyncio.sleep(2.0)
 
+    async def _end_job(self) -> None:
+        """Lets the ranks end well, and their agents leave."""
+        crew = [host for host in self.hosts if host.worker is not None]
+        self.last = 3 + max((host.worker.at for host in crew if host.worker is not None), default=0)
+        end = self.loop.time() + _ENDS
+        while self.loop.time() < end and any(host.worker is not None or host.agent is not None for host in crew):
+            await asyncio.sleep(2.0)
+        self.record(
+            "finished",
+            at_work=[host.name for host in crew if host.worker is not None],
+            waiting=[host.name for host in crew if host.agent is not None],
+            unstored=[stream.unstored for host in crew if host.agent is not None for stream in host.agent.streams.by_name.values()],
+            last=self.last,
+            stores=self.config.storage is not None,
+        )
+
     def _is_well(self, begun: int) -> bool:
         """Whether every holder counts, and something has been stored since an event of that number."""
         stored = self.config.storage is None or any("stored" in event for event in self.history[begun:])
         return stored and not self._state()["excluded"]
+
+    def _slots(self) -> Iterator[tuple[str, int, int, int]]:
+        """(host, owner, slots there, slots that there should be)."""
+        for host in self.hosts:
+            for stream in host.agent.streams.by_name.values() if host.agent is not None and host.worker is not None else ():
+                own, holders = 2 + (self.config.storage is not None), stream.context.host.holders
+                for owner, slots in stream.context.host.shards.items():
+                    due = {True: own, False: 2 * (host.name in holders[owner])}[holders[owner][0] == host.name]
+                    yield host.name, owner, len(slots.slots), due
 
     def _state(self) -> dict[str, Any]:
         """The state at the end: who is left out of the commits, and what memory is counted and what there is."""
@@ -543,6 +588,7 @@ class World:
         self.bucket.mend()
         self.network.garbling = 0
         self.network.slow.clear()
+        self.full.clear()
         for host in self.hosts:
             if not host.is_up:
                 self._boot(host)
@@ -579,13 +625,18 @@ class World:
         def words() -> list[str]:
             return list(here().host.notes)
 
+        def here_or_nowhere() -> str:
+            process = PROCESS.get()
+            return process.host if process is not None else ""
+
+        make_spec = joining._make_spec
         on_decision, choose, finish = Stream._on_decision, resume_choice.Chooser.choose, SlotMemory.finish
 
         def finished(memory: SlotMemory, version: Version, extras_bytes: int, root: str | None) -> bool:
             whole = finish(memory, version, extras_bytes, root)
             process = PROCESS.get()
             assert process is not None
-            if whole and _sound(memory.fd, self.nbytes) is not None:
+            if whole and _sound(memory.fd, self.size_at) is not None:
                 self.record("copy", host=process.host, owner=memory.shape.owner, version=text(version), root=memory.root)
             return whole
 
@@ -619,17 +670,18 @@ class World:
             (uploads, "threading", SimpleNamespace(Lock=Lock)),
             (shard, "threading", SimpleNamespace(Lock=Lock)),
             *networking.seams(self.network),
+            *visitor.seams(self),
             *Audit(self).seams(),
             (time, "monotonic", self.loop.time),
             (time, "monotonic_ns", lambda: int(self.loop.time() * 1e9)),
-            (time, "time", lambda: 1.7e9 + self.loop.time()),
+            (time, "time", lambda: 1.7e9 + self.loop.time() + self.skew.get(here_or_nowhere(), 0.0)),
             (time, "perf_counter", self.loop.time),
             (time, "sleep", sleep),
             (rebuild.Throttle.__init__, "__defaults__", (self.loop.time, asyncio.sleep)),
             (secrets, "token_hex", lambda n=16: tokens.randbytes(n).hex()),
             (agent_main, "WorkerListener", lambda requests, listener: listener(requests, None)),
-            (budget, "available_memory", lambda: 2**40),
-            (slot_store, "available_memory", lambda: 2**40),
+            *((each, "available_memory", lambda: 0 if here_or_nowhere() in self.full else 2**40) for each in (budget, slot_store)),
+            (joining, "_make_spec", lambda *given: make_spec(*given).model_copy(update={"fan_in": self.fan_in})),
             (slot_store, "populate", lambda *_: None),
             (uploads, "open_storage", storage),
             (staging, "open_storage", storage),
@@ -671,7 +723,7 @@ GRAVEYARD: list[World] = []  # tasks of dead processes are never collected: that
 SCRIPTS: dict[Process, Script] = {}
 
 
-def _sound(fd: int, nbytes: int, only: Version | None = None) -> tuple[int, Version] | None:
+def _sound(fd: int, size_at: Callable[[int], int], only: Version | None = None) -> tuple[int, Version] | None:
     """(owner, version) of the copy in a slot, if its bytes are those that its owner has made."""
     try:
         header, _ = slot_memory._read_header(os.pread(fd, 4096, 0), os.fstat(fd).st_size)
@@ -681,6 +733,7 @@ def _sound(fd: int, nbytes: int, only: Version | None = None) -> tuple[int, Vers
     if version is None or only not in (None, version):
         return None
     shape = header.shape(b"\0" * header.layout_bytes)
+    nbytes = size_at(version.iteration)
     data = os.pread(fd, nbytes, shape.data_offset)
     return (shape.owner, version) if data == content(shape.owner, version, nbytes) else None
 
@@ -794,6 +847,23 @@ def _storage(world: World) -> None:
     bucket.away = {host.name for host in world.hosts if rng.random() < 0.1}
 
 
+def _full(world: World) -> None:
+    """Other processes of a host take all memory that is left there, for a while."""
+    host, seconds = world.rng.choice(world.hosts).name, world.rng.choice([5.0, 60.0])
+    world.full.add(host)
+    asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + seconds, world.full.discard, host)
+
+
+def _clock(world: World) -> None:
+    """The system's clock of a host is set."""
+    world.skew[world.rng.choice(world.hosts).name] = world.rng.choice([-86400.0, -30.0, 0.0, 30.0, 86400.0])
+
+
+def _visit(world: World) -> None:
+    """Another process reads the newest snapshot."""
+    visitor.visit(world, world.rng.choice(world.hosts).name)
+
+
 FAULTS = {
     "kill_worker": _kill_worker,
     "kill_agent": _kill_agent,
@@ -811,5 +881,8 @@ FAULTS = {
     "garble": _garble,
     "rot": _rot,
     "storage": _storage,
+    "full": _full,
+    "clock": _clock,
+    "visit": _visit,
 }
-PROBES = ("kill_worker", "kill_agent", "kill_leader", "stop", "reset", "restart_all")
+PROBES = ("kill_worker", "kill_agent", "kill_leader", "stop", "reset", "restart_all", "visit")

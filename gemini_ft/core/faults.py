@@ -18,12 +18,13 @@ from typing import Any
 
 from gemini_ft.errors import ConfigError
 
-# Done by each rank that is hit, to itself.
+# Done by each rank that is hit, to itself; or by the process that comes to one of PROCESS_MOMENTS.
 RANK_KINDS = {
     "sigkill": "the worker dies of SIGKILL",
     "sigstop": "the worker stops and hangs, until hang_timeout ends it",
     "exception": "the worker raises gemini_ft.faults.inject.InjectedFault",
     "exit": "the worker ends by os._exit (code=1)",
+    "delay": "the worker does nothing for some seconds (seconds=60)",
 }
 # Done once on each host that is hit.
 HOST_KINDS = {
@@ -44,6 +45,22 @@ MOMENTS = {
     "validation_end": "Lightning's validation is over",
     "epoch_start": "a training epoch of Lightning begins",
     "epoch_end": "a training epoch of Lightning is over",
+}
+# Inside the processes of a run (`gemini_ft.failpoints`): of those that are meant, the first one to come there is hit.
+PROCESS_MOMENTS = {
+    "agent_opens": "an agent is asked to begin an incarnation, and has not; the snapshot is the one that is resumed",
+    "agent_copied": "an agent has a whole copy of its own rank's shard, and has told nobody",
+    "agent_received": "an agent has a whole replica of a rank's shard, and has not acknowledged it",
+    "agent_decides": "the agent that leads has decided a commit, and has told nobody",
+    "agent_commits": "an agent hears of a commit, and has not acted on it",
+    "agent_uploads": "a rank's committed shard is due for storage, and nothing of it is there",
+    "agent_stored": "a rank's shard is in storage, and the agent that leads has not heard of it",
+    "agent_manifest": "all shards are in storage, and no manifest makes them a checkpoint",
+    "worker_chosen": "the ranks have chosen what to resume, and have begun nothing",
+    "worker_opened": "the incarnation has begun, and nothing is loaded",
+    "worker_hands_over": "a worker has given the memory back to another agent, which has not opened the incarnation",
+    "launcher_starts": "a launcher is about to start a worker",
+    "launcher_restarts": "a launcher has seen workers fail, and has not begun to restart them",
 }
 
 
@@ -79,7 +96,7 @@ class Fault:
     seed: int | None = None
     code: int = 1
     share: float = 0.02  # slow: of each second, in which the process may run
-    seconds: float = 60.0  # slow: for which it is
+    seconds: float = 60.0  # slow, delay: for which it is
 
     def occurrence(self, iteration: int) -> str:
         """The name under which the fault happens at most once: a scheduled one in a run, a random one in an iteration."""
@@ -96,6 +113,12 @@ class Fault:
         if self.probability is None:
             return True
         return iteration <= (self.until or iteration) and self._dice(iteration).random() < self.probability
+
+    def is_about(self, host: str, iteration: int | None, rank: int | None) -> bool:
+        """Whether a moment inside a process of ``host`` is meant, which is about this snapshot and rank, if about any."""
+        if self.step is not None and (iteration is None or iteration < self.step):
+            return False
+        return self.host in (None, host) and self.rank in (None, rank)
 
     def doers(self, world: World, iteration: int) -> list[int]:
         """The ranks that carry the fault out: all that are hit, or the first one on each host that is hit."""
@@ -208,6 +231,9 @@ def _check_relations(fault: Fault) -> None:
         problem = "a random fault needs a seed, so that the drill can be repeated: seed=7"
     elif not is_random and fault.seed is not None:
         problem = "seed goes with probability: probability=0.01"
+    elif fault.moment in PROCESS_MOMENTS:
+        if fault.kind not in RANK_KINDS or fault.everyone or fault.group is not None or is_random:
+            problem = f"at {fault.moment} goes one of {', '.join(RANK_KINDS)}, with step, host=ID or rank=N"
     elif not is_random and fault.step is None:
         problem = "say when: step=20, or probability=0.01:seed=7"
     elif not is_random and not targets:
@@ -220,8 +246,10 @@ def _check_relations(fault: Fault) -> None:
         problem = "owner goes with corrupt"
     elif fault.code != 1 and fault.kind != "exit":
         problem = "code goes with exit"
-    elif (fault.share, fault.seconds) != (0.02, 60.0) and fault.kind != "slow":
-        problem = "share and seconds go with slow"
+    elif fault.share != 0.02 and fault.kind != "slow":
+        problem = "share goes with slow"
+    elif fault.seconds != 60.0 and fault.kind not in ("slow", "delay"):
+        problem = "seconds go with slow and delay"
     if problem is not None:
         raise ConfigError(f"{_where(fault.text)}: {problem}")
 
@@ -250,6 +278,7 @@ def _text(value: str) -> str:
     return value
 
 
+_MOMENTS = MOMENTS | PROCESS_MOMENTS
 _from_0, _from_1 = _number(int, lambda number: number >= 0), _number(int, lambda number: number >= 1)
 _COUNTED = "a whole number from 0"
 _KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -259,7 +288,7 @@ _KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
     "host": (_text, "a host's id, or its place among the sorted ids, from 0"),
     "group": (_from_0, _COUNTED),
     "owner": (_from_0, _COUNTED),
-    "moment": ({moment: moment for moment in MOMENTS}.__getitem__, f"one of {', '.join(MOMENTS)}"),
+    "moment": ({moment: moment for moment in _MOMENTS}.__getitem__, f"one of {', '.join(_MOMENTS)}"),
     "probability": (_number(float, lambda number: 0 < number <= 1), "above 0 and at most 1"),
     "seed": (int, "a whole number"),
     "code": (_from_0, _COUNTED),

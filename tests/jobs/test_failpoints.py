@@ -1,0 +1,128 @@
+"""Processes that end, stop or fail exactly at a moment of their work: the script has the bits that it has plain, and undisturbed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gemini_ft import failpoints
+from gemini_ft.core.faults import PROCESS_MOMENTS, parse
+from gemini_ft.errors import ConfigError
+from gemini_ft.testing import EmulatedHosts, assert_identical
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "plain_loop.py"
+STEPS = 60
+# The script without gemini-ft.
+STUB = """
+class Nothing:
+    def __init__(self, *_, **__): ...
+    def __enter__(self): return self
+    def __exit__(self, *_): ...
+    def resume(self): return 0
+    def step(self): ...
+
+class gemini_ft:
+    Checkpointer, init_process_group = Nothing, dist.init_process_group
+"""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The final state of plain DDP."""
+    folder = tmp_path_factory.mktemp("plain")
+    (folder / "script.py").write_text(SCRIPT.read_text().replace("import gemini_ft\n", STUB))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(folder / "script.py")]
+    command += ["--steps", str(STEPS), "--out", str(folder / "final.pt")]
+    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True, timeout=100)
+    return torch.load(folder / "final.pt")
+
+
+Hit = Callable[..., Any]
+
+
+@pytest.fixture
+def run_hit(tmp_path: Path, plain: Any) -> Hit:
+    """Runs the script on two hosts with faults, restarts so many of these when they are lost, and compares the end."""
+
+    def run(faults: str = "", lost: int = 0) -> None:
+        storage = f'{{"url": "file://{tmp_path}/store", "every_steps": 10}}'
+        env = {"GEMINI_ON_LATE": "wait", "GEMINI_FAULTS": faults, "GEMINI_STORAGE": storage}
+        program = [str(SCRIPT), "--steps", str(STEPS), "--out", str(tmp_path / "final.pt")]
+        with EmulatedHosts(2, program, tmp_path, env=env) as job:
+            for _ in range(lost):
+                job.restart(job.wait_for(lambda: job.lost)[0])
+            job.finish(100)
+        assert {path.read_text().strip() for path in (tmp_path / "faults").glob("*")} == {each.text for each in parse(faults)}
+        assert_identical(torch.load(tmp_path / "final.pt"), plain)
+        assert list((tmp_path / "store").glob(f"*/*/step-{STEPS:08}-*/manifest.json"))
+
+    return run
+
+
+def test_nothing_that_happens(run_hit: Hit) -> None:
+    run_hit()
+
+
+@pytest.mark.timeout(200)
+def test_agents_that_end_between_two_of_their_deeds(run_hit: Hit) -> None:
+    run_hit(
+        "step=4:rank=0:moment=agent_copied:sigkill; step=8:rank=1:moment=agent_received:sigkill; step=14:moment=agent_decides:sigkill;"
+        "step=17:host=host1:moment=agent_commits:exit; step=20:rank=0:moment=agent_uploads:sigkill; step=30:moment=agent_manifest:sigkill;"
+        "step=40:rank=1:moment=agent_stored:exception; step=45:rank=1:moment=agent_received:exception;"
+        "step=47:rank=1:moment=agent_copied:delay:seconds=1"
+    )
+
+
+@pytest.mark.timeout(200)
+def test_workers_that_end_before_and_after_an_incarnation_is_opened(run_hit: Hit) -> None:
+    run_hit(
+        "step=10:rank=1:sigkill; step=9:rank=0:moment=worker_chosen:sigkill; step=9:rank=1:moment=worker_opened:exception;"
+        "step=9:host=host0:moment=agent_opens:sigkill; step=30:rank=0:agent; rank=0:moment=worker_hands_over:sigkill"
+    )
+
+
+@pytest.mark.timeout(200)
+def test_launchers_that_end_before_they_restart_workers(run_hit: Hit) -> None:
+    run_hit("step=10:rank=1:sigkill; moment=launcher_restarts:sigkill; host=host1:moment=launcher_starts:delay:seconds=1", lost=1)
+
+
+def test_that_are_off_cost_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GEMINI_FAULTS", raising=False)
+    failpoints.arm("run", "host")
+    assert failpoints.armed is None
+    failpoints.reached("agent_copied", 1, 0)
+
+
+def test_the_first_process_that_is_meant_is_hit_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMINI_FAULTS_DIR", str(tmp_path))
+    monkeypatch.setenv("GEMINI_FAULTS", "step=5:rank=1:moment=agent_copied:exception; step=9:rank=1:sigkill")
+    monkeypatch.setattr(failpoints, "armed", None)
+    failpoints.arm("run", "host")
+    for moment in ((4, 1), (5, 0), (None, 1)):
+        failpoints.reached("agent_copied", *moment)
+    failpoints.reached("agent_received", 5, 1)
+    with pytest.raises(failpoints.InjectedFault, match="agent_copied"):
+        failpoints.reached("agent_copied", 6, 1)
+    failpoints.arm("run", "host")
+    failpoints.reached("agent_copied", 6, 1)
+
+
+@pytest.mark.parametrize("text", ["host=a:kill", "group=0:exit", "rank=all:exit", "probability=0.1:seed=1:exit"])
+def test_what_cannot_happen_inside_a_process_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="at agent_copied goes one of sigkill"):
+        parse(f"moment=agent_copied:{text}")
+
+
+def test_each_moment_is_reached_in_one_place() -> None:
+    package = Path(failpoints.__file__).parent
+    source = "".join(path.read_text() for path in package.rglob("*.py"))
+    assert {moment: source.count(f'failpoints.reached("{moment}"') for moment in PROCESS_MOMENTS} == dict.fromkeys(PROCESS_MOMENTS, 1)
+    drills = (package.parent / "docs" / "drills.md").read_text()
+    assert all(f"| `{moment}` | {what} |" in drills for moment, what in PROCESS_MOMENTS.items())

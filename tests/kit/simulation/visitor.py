@@ -1,0 +1,77 @@
+"""A process that is no worker and reads the newest snapshot out of the agents' memory, as `gemini export` does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from gemini_ft.errors import GeminiError
+from gemini_ft.recovery import agent_memory
+from gemini_ft.wire.worker_messages import Visit
+from simulation.loop import PROCESS, Fiber, Process
+from simulation.worker import EXTRAS, content, text
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+
+def visit(world: World, host: str) -> None:
+    """Begins to read, on a host, by a process that ends when it has read all, or can read nothing."""
+    process = Process(world.loop, f"visitor of {host}", host)
+
+    def work() -> None:
+        if not (found := agent_memory.remembered(world.run)):
+            return
+        committed = found[0].committed
+        version, shards = agent_memory.open_newest(found[0], None)
+        for shard, owner in zip(shards, range(len(shards)), strict=True):
+            data, extras = b"".join(bytes(view) for _, view in shard.chunks()), shard.extras()
+            if (data, extras) != (content(owner, version, world.size_at(version.iteration)), EXTRAS):
+                world.record("wrong bytes", rank=owner, host=host, version=text(version), where=shard.where)
+            shard.close()
+        world.record(
+            "visited", host=host, version=text(version), of=len(shards), committed=text(committed) if committed is not None else None
+        )
+
+    def over(_: Any, error: BaseException | None) -> None:
+        if error is not None:
+            world.record("visit failed", host=host, error=str(error))
+        if error is not None and not isinstance(error, GeminiError):
+            world.loop.errors.append(f"a visitor fails: {error!r}")
+        asyncio.BaseEventLoop.call_soon(world.loop, end)
+
+    def end() -> None:
+        process.kill()
+        world.network.lose_process(process)
+        agent_memory._kept.clear()
+        agent_memory._keeper = None
+
+    process.at(world.loop.time() + 1e-5, process.run(Fiber, process, work, over).go_on)
+
+
+class _Thread:
+    """In place of `threading.Thread`."""
+
+    def __init__(self, target: Callable[[], None], **_: Any) -> None:
+        self._target = target
+
+    def start(self) -> None:
+        process = PROCESS.get()
+        assert process is not None
+        process.soon(Fiber(process, self._target, lambda value, error: None).go_on)
+
+
+def seams(world: World) -> Sequence[tuple[Any, str, Any]]:
+    """(module, name, double) of all that this module stands in for."""
+
+    def ask_all(message: Visit) -> Iterable[Any]:
+        agents = [host.agent for host in world.hosts if host.agent is not None and not host.agent.process.is_stopped]
+        return [each.process.run(each.requests._visited, message.model_copy(update={"call": 1})) for each in agents]
+
+    return [
+        (agent_memory, "lifecycle", SimpleNamespace(ask_all=ask_all)),
+        (agent_memory, "threading", SimpleNamespace(Thread=_Thread, Lock=threading.Lock)),
+    ]
