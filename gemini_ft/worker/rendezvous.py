@@ -67,7 +67,6 @@ def init_process_group(backend: str | None = None, timeout: timedelta | None = N
         if not (is_told or backend == "mpi"):
             await_store(os.environ, (timeout or default_pg_timeout).total_seconds())
         dist.init_process_group(backend, timeout=timeout, **kwargs)
-    atexit.unregister(_leave)  # of an attempt before
     atexit.register(_leave)
 
 

@@ -8,7 +8,6 @@ without; "pipeline" and "pipeline-alone": gradients are compressed, with residua
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import json
@@ -104,7 +103,7 @@ def count() -> None:
             pids["agent"] = credentials(agent)[0]
     found = {f"descriptors, {name}": len(os.listdir(f"/proc/{pid}/fd")) for name, pid in pids.items()}
     found |= {"threads": len(os.listdir("/proc/self/task")), "children": len(multiprocessing.active_children())}
-    found |= {"exit handlers": atexit._ncallbacks(), "objects": len(gc.get_objects())}
+    found |= {"objects": len(gc.get_objects())}
     found |= {"tensors": sum(isinstance(each, torch.Tensor) for each in gc.get_objects())}
     found |= {"KiB": int(next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")))}
     with open(f"{FOLDER}/counts", "a") as file:
