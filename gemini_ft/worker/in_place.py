@@ -163,7 +163,8 @@ def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
     _end_loaders(known)
     if present.is_sharded:
         forget_meshes()
-    if alive := Counter(type(each).__qualname__ for each in present.left_behind()):
+    # What a first look frees of torch's graphs may have held more.
+    if alive := Counter(type(each).__qualname__ for each in present.left_behind() and present.left_behind()):
         return f"what train() has trained is still referenced from outside of it: {', '.join(sorted(alive))}"
     if hooks := [getattr(hook, "__qualname__", repr(hook)) for hook in _hooks_of_all() if hook not in known]:
         return f"train() has registered hooks of all modules or optimizers: {', '.join(hooks)}"
