@@ -45,6 +45,7 @@ class Job:
     loop: str
     keeper: str
     in_place: bool = False  # survivors keep their processes
+    every: int = 1  # steps from one file to the next, where these are kept; 0: none
 
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -67,14 +68,14 @@ class Running:
     def __init__(self, job: Job, megabytes: int, hosts: int, folder: Path) -> None:
         self.job, self.hosts, self.folder = job, hosts, folder
         self.mark = f"bench-{uuid.uuid4().hex[:12]}"
-        self._log = folder / "events"
-        self._log.touch()
+        self.log = folder / "events"
+        self.log.touch()
         self._own = folder / "own-events"  # as gemini-ft itself writes them
         self._endpoint = f"127.0.0.1:{common.free_port()}"
         self._launchers: list[subprocess.Popen[bytes]] = []
         worker = str(Path(__file__).with_name("recovery_worker.py"))
-        options = ["--loop", job.loop, "--keeper", job.keeper, "--events", str(self._log), "--folder", str(folder / "checkpoints")]
-        self._script = [worker, *options, "--megabytes", str(megabytes)]
+        options = ["--loop", job.loop, "--keeper", job.keeper, "--every", str(job.every), "--megabytes", str(megabytes)]
+        self._script = [worker, *options, "--events", str(self.log), "--folder", str(folder / "checkpoints")]
 
     def start_spare(self) -> None:
         """Start one more launcher and return when it waits for its turn: all its imports are done, it has become idle."""
@@ -96,7 +97,7 @@ class Running:
             where = ["--standalone", "--nproc-per-node=2"]
         else:
             where = [f"--nnodes={self.hosts}", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={self._endpoint}"]
-        argv = [*self.job.launcher, *where, "--max-restarts=20", *self._script]
+        argv = [*self.job.launcher, *where, "--max-restarts=1000", *self._script]
         env = {**os.environ, **common.one_thread(), common.MARK: self.mark, "GEMINI_HOST_ID": name, "GEMINI_RUN_ID": self.mark}
         env |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "GEMINI_EVENTS": str(self._own)}
         # without it restarts of torch 2.13 on gloo find the dead workers' addresses in the store, and most hang
@@ -105,9 +106,15 @@ class Running:
             self._launchers.append(subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT))
         return name
 
+    def kill_host(self, host: str) -> None:
+        """End everything of one emulated host as a power cut would: nobody on it gets to say goodbye."""
+        for pid in common.marked(self.mark, GEMINI_HOST_ID=host):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def events(self) -> list[dict[str, Any]]:
         """Everything written so far, whole lines only."""
-        text = self._log.read_text()
+        text = self.log.read_text()
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def own_events(self) -> list[dict[str, Any]]:
@@ -205,7 +212,7 @@ def fail(job: Running, scenario: str) -> Recovery:
     watched = {pid: os.pidfd_open(pid) for pid in dying}
     at = time.monotonic()
     if scenario == "host":
-        _kill_host(job.mark, old.hosts[rank])
+        job.kill_host(old.hosts[rank])
     else:
         os.kill(old.pids[rank], signal.SIGKILL if scenario == "worker" else signal.SIGUSR2)
     marks = {"start": at, **_watch(watched, {old.pids[rank]})}  # the host that is lost has no other worker
@@ -229,13 +236,6 @@ def _attempt(events: Sequence[Mapping[str, Any]]) -> Attempt:
     found = Attempt.newest(events)
     assert found is not None
     return found
-
-
-def _kill_host(mark: str, host: str) -> None:
-    """End everything of one emulated host as a power cut would: nobody on it gets to say goodbye."""
-    for pid in common.marked(mark, GEMINI_HOST_ID=host):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def _watch(pidfds: Mapping[int, int], victims: Collection[int]) -> dict[str, float]:

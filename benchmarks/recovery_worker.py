@@ -95,21 +95,49 @@ def lightning_job(arguments: argparse.Namespace, log: Log) -> None:
     trainer.fit(Reporting(arguments.megabytes, log), Inputs(STEPS, TOKENS).loader(), ckpt_path=None if gemini else "last")
 
 
+class Files:
+    """A file that rank 0 writes in place of the one before, after each ``every`` steps (0: never), and that all ranks load."""
+
+    def __init__(self, load: Load, folder: Path, every: int) -> None:
+        self._parts = {"model": load.model, "optimizer": load.optimizer}
+        self._path, self._every, self._made = folder / "state.pt", every, 0
+
+    def resume(self) -> int:
+        if self._path.exists():
+            found = torch.load(self._path, mmap=True)
+            for name, part in self._parts.items():
+                part.load_state_dict(found[name])
+            self._made = found["step"]
+        return self._made
+
+    def step(self) -> None:
+        self._made += 1
+        if self._every and self._made % self._every == 0 and dist.get_rank() == 0:
+            self._path.parent.mkdir(exist_ok=True)
+            new, parts = self._path.with_suffix(".new"), {name: part.state_dict() for name, part in self._parts.items()}
+            torch.save({"step": self._made, **parts}, new)
+            new.replace(self._path)
+
+
 def plain_job(arguments: argparse.Namespace, log: Log) -> None:
-    """A loop of one's own around gemini-ft's Checkpointer, from the beginning of an attempt."""
+    """A loop of one's own around gemini-ft's Checkpointer, or around files, from the beginning of an attempt."""
     import gemini_ft
 
+    gemini = arguments.keeper == "gemini"
     log.started()
     told: list[int] = []
     signal.signal(signal.SIGUSR2, lambda number, frame: told.append(number))
-    gemini_ft.init_process_group("gloo", timeout=timedelta(seconds=60))
+    make_group = gemini_ft.init_process_group if gemini else dist.init_process_group
+    make_group("gloo", timeout=timedelta(seconds=60))
     log.write("group")
     load = Load(arguments.megabytes * 10**6, TOKENS, seed=0)
     log.write("model")
-    model = DistributedDataParallel(load.model, init_sync=False)  # the Checkpointer sends the weights, if there is nothing to resume
+    model = DistributedDataParallel(load.model, init_sync=not gemini)  # the Checkpointer sends the weights, if there is nothing to resume
     log.write("wrapped")
-    checkpointer = gemini_ft.Checkpointer(model, load.optimizer, init_sync=True)
-    start = checkpointer.resume()
+    keeper: Any = Files(load, arguments.folder, arguments.every)
+    if gemini:
+        keeper = gemini_ft.Checkpointer(model, load.optimizer, init_sync=True)
+    start = keeper.resume()
     log.write("restored", step=start)
     inputs = Inputs(STEPS, TOKENS)
     for step in range(start, STEPS):
@@ -121,13 +149,14 @@ def plain_job(arguments: argparse.Namespace, log: Log) -> None:
         log.write("backward")
         load.update()
         log.write("step", step=step + 1)
-        checkpointer.step()
+        keeper.step()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--loop", choices=("plain", "lightning"), required=True)
-    parser.add_argument("--keeper", choices=("gemini", "lightning"), required=True)
+    parser.add_argument("--keeper", choices=("gemini", "lightning", "files"), required=True)
+    parser.add_argument("--every", type=int, default=1, help="steps from one file to the next; 0: none")
     parser.add_argument("--megabytes", type=int, required=True)
     parser.add_argument("--events", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True, help="where Lightning's checkpoints go")

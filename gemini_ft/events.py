@@ -13,7 +13,8 @@ system's clock), ``pid``, ``run``, ``host``, ``rank`` and ``stream``, and beside
     leader     epoch, leader: that host's agent leads the commits from now on, in place of another one; ``rank`` is null
     left       finished, interrupted; neither after a failure
     waited     seconds: storage could not say for so long what there is to resume
-    lost       cause ("died", "hang", "drain"), incarnation: the agent has seen the end of this rank's worker, which had not left
+    lost       cause ("died", "failed" in place, "hang", "drain"), incarnation: the agent has seen the end of this rank's worker, which had
+               not left
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Measures:
         self.step: int | None = None
         self.commit_seconds, self.blocked_seconds, self.waited_seconds = Distribution(), Distribution(), Distribution()
         self.skips = Counter(dict.fromkeys(("late", "written", "ending", "other"), 0))
-        self.restarts = Counter(dict.fromkeys(("died", "hang", "drain", "elsewhere"), 0))
+        self.restarts = Counter(dict.fromkeys(("died", "failed", "hang", "drain", "elsewhere"), 0))
         self.time = TimeLedger(time.monotonic())
         self._ended: dict[int, float] = {}  # iteration -> when the first worker said that it has ended
         self._is_restoring = False

@@ -40,6 +40,7 @@ from gemini_ft.wire.worker_messages import (
     Noted,
     Opened,
     OpenSession,
+    Over,
     Ping,
     Pong,
     Progress,
@@ -111,6 +112,9 @@ class Requests:
                 self._map(worker, message)
             case Goodbye():
                 self._goodbye(worker, message)
+            case Over(failed=failed):
+                worker.end("failed" if failed else "goodbye")
+                self._lost(worker, "has ended its attempt")
             case Watch():
                 page = ControlPage.take(*fds)
                 try:
@@ -137,20 +141,23 @@ class Requests:
         return stream
 
     def on_worker_dead(self, worker: WorkerConnection) -> None:
-        self._workers.discard(worker)
-        self.hangs.end(worker)
-        if worker.stream:
-            self._run.log(f"rank {worker.rank} (pid {worker.pid}) is gone")
-            self._stream(worker).worker_lost(worker)
-            self._stream(worker).unseal(worker)
+        if worker in self._workers:
+            self._lost(worker, "is gone")
 
     def on_worker_hung_up(self, worker: WorkerConnection) -> None:
         self.hangs.end(worker)
-        if worker.stream:
+        if worker.stream and worker in self._workers:
             self._stream(worker).unseal(worker)
-        else:  # a process that only asked for the status
+        else:  # a process that only asked for the status, or whose attempt is over
             self._workers.discard(worker)
             worker.close()
+
+    def _lost(self, worker: WorkerConnection, how: str) -> None:
+        self._workers.discard(worker)
+        self.hangs.end(worker)
+        self._run.log(f"rank {worker.rank} (pid {worker.pid}) {how}")
+        self._stream(worker).worker_lost(worker)
+        self._stream(worker).unseal(worker)
 
     # -- answers
 

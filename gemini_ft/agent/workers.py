@@ -60,7 +60,7 @@ class WorkerConnection:
         self.incarnation: Incarnation | None = None
         self.launch: Launch | None = None
         self.pid = pid
-        self.parting = ""  # why its end is not a failure of its own: "goodbye", or "hang" (this agent kills it)
+        self.parting = ""  # how it has ended other than by its death: "goodbye", "failed" in place, or "hang" (this agent kills it)
         self._handler, self._socket = handler, sock
         self._loop = asyncio.get_running_loop()
         self._frames = FrameBuffer()
@@ -105,6 +105,10 @@ class WorkerConnection:
         """Sends SIGKILL, without the risk of hitting another process that got the same pid."""
         with contextlib.suppress(OSError):  # it is dead already, and its pidfd closed
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def end(self, how: str) -> None:
+        """Takes the worker for gone, though its process lives: its attempt is over, and has let go of all slots."""
+        self._alive, self.parting = False, how
 
     def close(self) -> None:
         self._disconnect()

@@ -49,13 +49,13 @@ class PendingGradients:
                         self._look_out(optimizer, param)
 
     def _look_out(self, optimizer: Optimizer, param: torch.Tensor) -> None:
-        number, groups, seen = id(optimizer), optimizer.param_groups, weakref.ref(param)
+        number, owner, seen = id(optimizer), weakref.ref(optimizer), weakref.ref(param)  # a hook that holds its tensor is never freed
 
         def look(_: torch.Tensor) -> None:
             self._sentries[number].remove()
-            param = seen()
-            if param is not None and param.grad is not None and self._is_used(param, param.grad):
-                self._added_to.update(id(param) for group in groups for param in group["params"])
+            optimizer, param = owner(), seen()
+            if optimizer is not None and param is not None and param.grad is not None and self._is_used(param, param.grad):
+                self._added_to.update(id(param) for group in optimizer.param_groups for param in group["params"])
 
         self._sentries[number] = param.register_hook(look)  # type: ignore[no-untyped-call]
 

@@ -273,6 +273,12 @@ class Goodbye(Message):
     last: bool = False  # no word will come when the process ends: whoever runs it kills it
 
 
+class Over(Message):
+    """The end of this worker's attempt in place: to the agent as if its process had died, which may have another attempt."""
+
+    failed: bool  # it has raised an exception itself
+
+
 class Ended(Call):
     """Tells that this process, which may have been a worker, is about to end well; or that it ends because its state was refused."""
 
@@ -309,8 +315,8 @@ class Inject(Message):
 
 ToAgent = (
     Hello | GetInventory | OpenSession | Reserve | Request | Copied | GiveUp | Progress | Watch | Observed | Figures | Dispatched
-    | Collected | Excuse | Verify | Stage | Map | Adopt | Ping | Goodbye | Ended | GetStatus | Visit | Leave | AskDrain | Inject | Chunk
-    | Landed | HoldsBack
+    | Collected | Excuse | Verify | Stage | Map | Adopt | Ping | Goodbye | Over | Ended | GetStatus | Visit | Leave | AskDrain | Inject
+    | Chunk | Landed | HoldsBack
 )  # fmt: skip
 to_agent: Channel[ToAgent] = Channel(ToAgent)
 

@@ -6,6 +6,7 @@ an exception in the middle of other code could leave its objects half changed.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import select
@@ -137,6 +138,15 @@ def leave_if_over() -> None:
     """
     if present is not None:
         present.leave_if_over()
+
+
+def has_failed() -> bool | None:
+    """Whether the attempt that ends has failed here, and not elsewhere; None: the process ends with it."""
+    if present is None:
+        return None
+    with contextlib.suppress(ConnectionError):  # the launcher is gone, which ends this process as well
+        present.look()
+    return not present.is_over
 
 
 def watch(captured: Iterable[Any]) -> None:

@@ -14,8 +14,9 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterator
+from multiprocessing import active_children
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,17 @@ from gemini_ft.worker.attempt import OverError, OwnAttempt
 T = TypeVar("T")
 
 _log = logging.getLogger("gemini_ft")
-_THREADS_SECONDS = 1.0  # for threads of an attempt to end
+_ENDING_SECONDS = 1.0  # for threads and processes of an attempt to end
+# Of the process, each beside the function that puts it back: every attempt finds them as the first one did.
+_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+    (os.getcwd, os.chdir),
+    (rng_state, set_rng_state),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+]
 has_begun = False  # whether a script has called `run`: only its first call is repeated, as a worker started anew begins with it
 
 
@@ -67,9 +78,8 @@ def run(train: Callable[[], T]) -> T:
         return train()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         end.connect(f"\0{address}")
-        known, randomness = [*threading.enumerate(), *instances(_MultiProcessingDataLoaderIter)], rng_state()
-        named = attempt.named.copy()
-        has_gradients, variables = torch.is_grad_enabled(), dict(os.environ)
+        known = [*threading.enumerate(), *active_children(), *instances(_MultiProcessingDataLoaderIter), *_hooks_of_all()]
+        named, variables, settings = attempt.named.copy(), dict(os.environ), [(put, read()) for read, put in _SETTINGS]
         try:
             while True:
                 attempt.present = present = OwnAttempt(end)
@@ -81,8 +91,8 @@ def run(train: Callable[[], T]) -> T:
                 os.environ.update(variables)
                 take_rank(os.environ)
                 attempt.named = named.copy()
-                set_rng_state(randomness)
-                torch.set_grad_enabled(has_gradients)
+                for put, value in settings:
+                    put(value)
         finally:
             attempt.present = None
             end.shutdown(socket.SHUT_RDWR)  # processes of a DataLoader may have the descriptor, too
@@ -153,14 +163,25 @@ def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
     _end_loaders(known)
     if present.is_sharded:
         forget_meshes()
-    if alive := Counter(type(each).__qualname__ for each in present.left_behind()):
+    # What a first look frees of torch's graphs may have held more.
+    if alive := Counter(type(each).__qualname__ for each in present.left_behind() and present.left_behind()):
         return f"what train() has trained is still referenced from outside of it: {', '.join(sorted(alive))}"
-    end = time.monotonic() + _THREADS_SECONDS
-    threads = [thread for thread in threading.enumerate() if thread not in known]
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    names = [thread.name for thread in threads if thread.is_alive()]
-    return f"threads that train() has started still run: {', '.join(names)}" if names else ""
+    if hooks := [getattr(hook, "__qualname__", repr(hook)) for hook in _hooks_of_all() if hook not in known]:
+        return f"train() has registered hooks of all modules or optimizers: {', '.join(hooks)}"
+    end = time.monotonic() + _ENDING_SECONDS
+    started = [each for each in (*threading.enumerate(), *active_children()) if each not in known]
+    for each in started:
+        each.join(max(0.0, end - time.monotonic()))
+    names = [each.name for each in started if each.is_alive()]
+    return f"threads or processes that train() has started still run: {', '.join(names)}" if names else ""
+
+
+def _hooks_of_all() -> Iterator[Any]:
+    """The hooks that torch calls for every module or optimizer, without this package's own."""
+    for module in (torch.nn.modules.module, sys.modules["torch.optim.optimizer"]):
+        for name, hooks in vars(module).items():
+            if name.startswith("_global_") and name.endswith("_hooks"):
+                yield from (hook for hook in hooks.values() if not (getattr(hook, "__module__", None) or "").startswith("gemini_ft."))
 
 
 def _end_loaders(known: Collection[object]) -> None:

@@ -41,6 +41,7 @@ from gemini_ft.wire.worker_messages import (
     Granted,
     Opened,
     OpenSession,
+    Over,
     Progress,
     Queued,
     Room,
@@ -50,7 +51,7 @@ from gemini_ft.wire.worker_messages import (
     Travelled,
 )
 from gemini_ft.worker import drain
-from gemini_ft.worker.attempt import leave_if_over
+from gemini_ft.worker.attempt import has_failed, leave_if_over
 from gemini_ft.worker.collectives import UNSEEN, Observation
 from gemini_ft.worker.courier import Courier
 from gemini_ft.worker.drain import Drain
@@ -260,6 +261,9 @@ class Recorder:
         if finished or interrupted:
             with contextlib.suppress(AgentError):
                 self.client.tell(Goodbye(finished=finished, last=ray_run_name() is not None))
+        elif (failed := has_failed()) is not None:
+            with contextlib.suppress(AgentError):
+                self.client.tell(Over(failed=failed))
         self.client.close()
         if interrupted:  # by a connection of its own: the interrupt may have struck in the middle of a message on ours
             lifecycle.leave(self.session.run, self.session.host)

@@ -92,7 +92,7 @@ def test_one_scrape_answers_for_the_host_and_the_leaders_for_the_job(served: Job
         assert abs(time.time() - figures["gemini_committed_timestamp_seconds", "main"]) < 600
         assert figures["gemini_workers",] == 1
         assert figures["gemini_leader_reached", "main"] == 1
-        assert sum(figures["gemini_restarts_total", "main", cause] for cause in ("died", "hang", "drain", "elsewhere")) == 0
+        assert sum(figures["gemini_restarts_total", "main", cause] for cause in ("died", "failed", "hang", "drain", "elsewhere")) == 0
     assert (leader["gemini_lag_steps", "main"], member["gemini_lag_steps", "main"]) == (0, 2)
     assert leader["gemini_replica_bytes_total", "main"] > 0
     assert member["gemini_replica_bytes_total", "main"] > 0
@@ -368,7 +368,7 @@ def test_reasons_and_causes_are_few() -> None:
     measures.lost("died")  # as the launcher ends the others
     measures.opened(2, None, is_restart=True)
     measures.opened(3, None, is_restart=True)
-    assert measures.restarts == {"hang": 1, "elsewhere": 1, "died": 0, "drain": 0}
+    assert measures.restarts == {"hang": 1, "elsewhere": 1, "died": 0, "failed": 0, "drain": 0}
 
 
 def test_iterations_that_are_never_decided_do_not_stay() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from gemini_ft.cli.goodput import ledgers
 from gemini_ft.errors import FINAL
+from gemini_ft.events import read_events
 from gemini_ft.testing import EmulatedHosts
 
 KIT = Path(__file__).parents[1] / "kit"
@@ -41,6 +44,7 @@ class Outcome:
     status: int
     output: str
     ranks: list[Rank]
+    failures: list[tuple[str, int]]  # cause, and the steps that were lost
 
     @property
     def bits(self) -> list[tuple[dict[str, str], str]]:
@@ -72,6 +76,7 @@ def job(
     timeout: str = "60",
     late: str = "skip",
     wrapper: Sequence[str] = (),
+    steps: int = 12,
 ) -> Outcome:
     env = {name: value for name, value in os.environ.items() if not name.startswith("GEMINI_")}
     env |= {
@@ -79,13 +84,16 @@ def job(
         "GEMINI_RUN_ID": f"in-place-{os.getpid()}-{folder.parent.name}-{folder.name}",
         "GEMINI_LINGER": "30",
     }
-    env |= {"GEMINI_IN_PLACE_TIMEOUT": timeout, "GEMINI_ON_LATE": late}
+    events = folder.with_suffix(".events")
+    env |= {"GEMINI_IN_PLACE_TIMEOUT": timeout, "GEMINI_ON_LATE": late, "GEMINI_EVENTS": str(events), "CASE_STEPS": str(steps)}
     env |= {"GEMINI_WRAP": "0"} if keeper == "transformers-alone" else {}
     script = next((path for kind, path in OTHERS.items() if keeper.startswith(kind)), SCRIPT)
     program = [*wrapper, script, str(folder), keeper, *deeds]
-    command = [sys.executable, *LAUNCHER, f"--restart={restart}", f"--nproc-per-node={workers}", *program]
+    command = [sys.executable, *LAUNCHER, f"--restart={restart}", f"--nproc-per-node={workers}", "--max-restarts=30", *program]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    return Outcome(done.returncode, done.stdout + done.stderr, read(folder))
+    known = [failure for ledger in ledgers(read_events(events)).values() for failure in ledger.failures] if events.exists() else []
+    failures = [(failure.cause, failure.step - (failure.resumed or 0)) for failure in known]
+    return Outcome(done.returncode, done.stdout + done.stderr, read(folder), failures)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +120,8 @@ def test_an_exception_costs_no_process_and_a_kill_one(plain: Outcome, tmp_path: 
     assert one != another
     assert all(rank.first == other.first for rank, other in zip(outcome.ranks, plain.ranks, strict=True))
     assert "bad luck" in outcome.output
+    assert [cause for cause, _ in outcome.failures] == ["failed", "died"]
+    assert max(lost for _, lost in outcome.failures) <= 1
     assert "in_place_timeout" not in outcome.output  # the loaders' processes end when they are told
 
 
@@ -125,6 +135,8 @@ def test_lightnings_trainer_begins_anew_in_the_same_process(tmp_path: Path) -> N
     assert outcome.ranks[0].pids == [one, one, another]
     assert kept == [kept[0]] * 3
     assert one != another
+    assert [cause for cause, _ in outcome.failures] == ["failed", "died"]
+    assert max(lost for _, lost in outcome.failures) <= 1
     files = [
         {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} for folder in (tmp_path / "whole", tmp_path / "job")
     ]
@@ -140,6 +152,7 @@ def test_lightnings_trainer_begins_anew_in_the_same_process(tmp_path: Path) -> N
         ("trainer-fsdp2", "trainer-gemini_fsdp2"),
         pytest.param("sharded-alone", "sharded", marks=pytest.mark.soak),
         ("transformers-alone", "transformers"),
+        ("pipeline-alone", "pipeline"),
     ],
 )
 def test_others_begin_anew_in_the_same_process_too(alone: str, keeper: str, tmp_path: Path) -> None:
@@ -149,6 +162,8 @@ def test_others_begin_anew_in_the_same_process_too(alone: str, keeper: str, tmp_
     assert outcome.bits == whole.bits
     assert [len({*rank.pids}) for rank in outcome.ranks] == [2, 1], outcome.output
     assert [len(rank.pids) for rank in outcome.ranks] == [3, 3]
+    assert [cause for cause, _ in outcome.failures] == ["failed", "died"]
+    assert max(lost for _, lost in outcome.failures) <= 1
 
 
 def test_a_second_failure_during_the_recovery(plain: Outcome, tmp_path: Path) -> None:
@@ -161,7 +176,19 @@ def test_a_second_failure_during_the_recovery(plain: Outcome, tmp_path: Path) ->
     assert "has not come back within 2 s (in_place_timeout)" in outcome.output
 
 
-@pytest.mark.parametrize("deed", ["stop", "sleep"])
+def test_a_second_failure_in_every_phase_of_the_recovery(plain: Outcome, tmp_path: Path) -> None:
+    deeds = ["0:1:4:raise", "0:0:leaving:kill", "1:0:model:raise", "2:1:loading:kill", "3:0:resumed:raise", "4:1:6:raise"]
+    outcome = job(tmp_path / "job", *deeds)
+    assert outcome.status == 0, outcome.output
+    assert outcome.bits == plain.bits
+    first, second = (rank.pids for rank in outcome.ranks)
+    assert first == [first[0], *[first[1]] * 5]
+    assert second == [*[second[0]] * 3, *[second[3]] * 3]
+    assert [len({*pids}) for pids in (first, second)] == [2, 2]
+    assert "in_place_timeout" not in outcome.output
+
+
+@pytest.mark.parametrize("deed", ["stop", "sleep", "swallow"])
 def test_a_survivor_that_is_stuck_is_replaced(deed: str, plain: Outcome, tmp_path: Path) -> None:
     outcome = job(tmp_path / "job", f"0:0:4:{deed}", "0:1:4:raise", timeout="2")
     assert outcome.status == 0, outcome.output
@@ -173,14 +200,36 @@ def test_a_survivor_that_is_stuck_is_replaced(deed: str, plain: Outcome, tmp_pat
 
 def test_what_an_attempt_leaves_behind_never_meets_the_next_one(tmp_path: Path) -> None:
     whole = job(tmp_path / "whole", workers=1)
-    outcome = job(tmp_path / "job", "0:0:2:keep", "0:0:3:raise", "1:0:5:thread", "1:0:6:raise", "2:0:8:blind", "2:0:8:raise", workers=1)
+    left = ["keep", "thread", "hold", "child", "hook", "blind", "settings"]
+    deeds = [f"{number}:0:{number + 1}:{deed}" for number, each in enumerate(left) for deed in (each, "raise")]
+    outcome = job(tmp_path / "job", *deeds, workers=1)
     assert (whole.status, outcome.status) == (0, 0), outcome.output
     assert outcome.bits == whole.bits
-    first, second, third, fourth = outcome.ranks[0].pids
-    assert len({first, second, third}) == 3
-    assert third == fourth
-    assert "what train() has trained is still referenced from outside of it: " in outcome.output
-    assert "threads that train() has started still run: forgotten" in outcome.output
+    *others, sixth, seventh, eighth = outcome.ranks[0].pids
+    assert len({*others}) == len(others) == 5
+    assert sixth == seventh == eighth not in others
+    for why in (
+        "what train() has trained is still referenced from outside of it: ",
+        "threads or processes that train() has started still run: forgotten",
+        "threads or processes that train() has started still run: left alone",
+        "train() has registered hooks of all modules or optimizers: doubled",
+    ):
+        assert why in outcome.output
+
+
+@pytest.mark.parametrize("keeper", ["gemini", "trainer-gemini"])
+def test_no_failure_leaves_anything_in_any_process(keeper: str, tmp_path: Path) -> None:
+    failures = 20 if keeper == "gemini" else 8
+    deeds = [f"{number}:0:{number}:raise" for number in range(failures)]
+    outcome = job(tmp_path / "job", "*:0:start:count", *deeds, keeper=keeper, workers=1, steps=failures + 1, late="wait")
+    assert outcome.status == 0, outcome.output
+    assert len({*outcome.ranks[0].pids}) == 1
+    counts = [json.loads(line) for line in (tmp_path / "job" / "counts").read_text().splitlines()]
+    assert len(counts) == failures + 1
+    early, late = counts[2 : 1 + failures // 2], counts[1 + failures // 2 :]
+    allowed = {"objects": 20 * failures, "KiB": 100 * failures, "descriptors, agent": 2, "descriptors, launcher": 2}  # of a moment
+    for what in late[-1]:
+        assert max(each[what] for each in late) <= max(each[what] for each in early) + allowed.get(what, 0), (what, counts)
 
 
 @pytest.mark.parametrize(("keeper", "kind"), [("generator", "Generator"), ("dataset", "Counting")])
@@ -203,8 +252,9 @@ def test_a_worker_inside_another_program_is_started_anew(tmp_path: Path) -> None
     assert "after a failure this worker is started anew, as another program is between it and the launcher" in outcome.output
 
 
-def test_the_same_error_at_the_same_step_ends_the_job(tmp_path: Path) -> None:
-    outcome = job(tmp_path / "job", "*:1:4:raise")
+@pytest.mark.parametrize("keeper", ["gemini", "trainer-gemini_fsdp2"])
+def test_the_same_error_at_the_same_step_ends_the_job(keeper: str, tmp_path: Path) -> None:
+    outcome = job(tmp_path / "job", "*:1:4:raise", keeper=keeper, late="wait")
     assert outcome.status == FINAL, outcome.output
     assert [len({*rank.pids}) for rank in outcome.ranks] == [1, 1]
     assert [len(rank.pids) for rank in outcome.ranks] == [2, 2]

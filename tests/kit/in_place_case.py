@@ -2,12 +2,16 @@
 
 ``in_place_case.py FOLDER KEEPER [ATTEMPT:RANK:MOMENT:DEED]...``; KEEPER is "gemini", "nothing", "generator" or "dataset": gemini, with a
 generator of the process's own in its state, or a dataset of its own that counts; "sharded" and "sharded-alone": by FSDP2, with gemini and
-without. A MOMENT is "start", "group" or a number of steps. Each
-rank writes what every step has computed to a file of its own, in hex, with its process id.
+without; "pipeline" and "pipeline-alone": gradients are compressed, with residuals. A MOMENT is "start", "group", "model", "loading",
+"resumed", a number of steps, or "leaving". Each rank writes what every step has computed to a file of its own, in hex, with its process id.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -22,14 +26,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, TensorDataset
 
 import gemini_ft
+from gemini_ft.agent import lifecycle
+from gemini_ft.hosts import host_id
+from gemini_ft.pipeline import GradientSynchronizer
 from gemini_ft.testing import digest
+from gemini_ft.wire.private import credentials
 
-STEPS = 12
+STEPS = int(os.environ.get("CASE_STEPS", "12"))
 FOLDER, KEEPER, *DEEDS = sys.argv[1:]
 generator = torch.Generator().manual_seed(3)
 
@@ -66,6 +75,53 @@ def reached(moment: object, model: Any = None) -> None:
                 torch.set_grad_enabled(False)
             case "thread":
                 threading.Thread(target=time.sleep, args=(1000,), daemon=True, name="forgotten").start()
+            case "hold":  # what the attempt has made, by a thread for which the process waits at its end
+                threading.Thread(target=lambda *_: time.sleep(1000), args=(dist.group.WORLD, model), name="holding").start()
+            case "swallow":
+                while True:
+                    with contextlib.suppress(BaseException):
+                        dist.all_reduce(torch.ones(()))
+            case "count":
+                count()
+            case "child":
+                multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,), daemon=True, name="left alone").start()
+            case "hook":
+                register_module_forward_pre_hook(doubled)
+            case "settings":
+                torch.set_default_dtype(torch.float64)
+                torch.set_num_threads(2)
+                torch.use_deterministic_algorithms(True)
+                os.chdir("/")
+
+
+def count() -> None:
+    """Writes down how much this process, its launcher and its agent have."""
+    gc.collect()
+    pids, agent = {"own": os.getpid(), "launcher": os.getppid()}, lifecycle.try_connect(os.environ["GEMINI_RUN_ID"], host_id())
+    if agent is not None:
+        with agent:
+            pids["agent"] = credentials(agent)[0]
+    found = {f"descriptors, {name}": len(os.listdir(f"/proc/{pid}/fd")) for name, pid in pids.items()}
+    found |= {"threads": len(os.listdir("/proc/self/task")), "children": len(multiprocessing.active_children())}
+    found |= {"objects": len(gc.get_objects())}
+    found |= {"tensors": sum(isinstance(each, torch.Tensor) for each in gc.get_objects())}
+    found |= {"KiB": int(next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")))}
+    with open(f"{FOLDER}/counts", "a") as file:
+        print(json.dumps(found), file=file)
+
+
+class Telling:
+    """A part of the state that is loaded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        reached("loading")
+
+
+def doubled(module: nn.Module, inputs: Any) -> Any:
+    return tuple(2 * each for each in inputs) if isinstance(module, nn.Sequential) else None
 
 
 def whole(state: Any) -> Any:
@@ -90,7 +146,12 @@ def train() -> None:
         reached("group")
         torch.manual_seed(0)
         net = network()
+        if KEEPER.startswith("pipeline"):
+            net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
         model: Any = net if world == 1 else fully_shard(net) if KEEPER.startswith("sharded") else DistributedDataParallel(net)
+        if KEEPER.startswith("pipeline"):
+            GradientSynchronizer(model, [{"params": "*", "compress": {"method": "topk", "ratio": 0.1}}])
+        reached("model")
         torch.manual_seed(int(rank))
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
@@ -98,11 +159,13 @@ def train() -> None:
         if KEEPER == "dataset":
             loader = DataLoader(counting, 8, shuffle=True)
         start, checkpointer = 0, None
-        if KEEPER not in ("nothing", "sharded-alone"):
+        if KEEPER not in ("nothing", "sharded-alone", "pipeline-alone"):
             loader = gemini_ft.resumable(loader)
-            state = {"scheduler": scheduler, "loader": loader, **({"generator": generator} if KEEPER == "generator" else {})}
+            state: dict[str, Any] = {"scheduler": scheduler, "loader": loader, "telling": Telling()}
+            state |= {"generator": generator} if KEEPER == "generator" else {}
             checkpointer = gemini_ft.Checkpointer(model, optimizer, state=state, on_late="wait")
             start = checkpointer.resume()
+        reached("resumed")
         batches = (batch for _ in iter(int, 1) for batch in loader)  # epoch after epoch
         for step in range(start, STEPS):
             noise = torch.rand((), generator=generator) if KEEPER == "generator" else 1
@@ -126,7 +189,14 @@ def main(function: Callable[[], None]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(5)
     Path(FOLDER).mkdir(exist_ok=True)
-    gemini_ft.run(function)
+
+    def left() -> None:
+        try:
+            function()
+        finally:
+            reached("leaving")
+
+    gemini_ft.run(left)
     if dist.is_initialized():
         dist.destroy_process_group()
 

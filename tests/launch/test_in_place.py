@@ -98,6 +98,17 @@ def test_what_has_no_weak_references_may_be_gone_or_not(launcher: socket.socket)
     assert "referenced from outside of it: Generator" in in_place.leftovers(attempt.present, threading.enumerate())
 
 
+def test_a_parameter_whose_hook_holds_it_is_gone_with_the_attempt(launcher: socket.socket) -> None:
+    model = torch.nn.Linear(2, 2)
+    gemini_ft.Checkpointer(model)
+    model.weight.register_hook(lambda _, held=model: None)
+    trainer: list[Any] = [model(torch.ones(1, 2))]
+    trainer.append(trainer)
+    del model, trainer
+    assert attempt.present is not None
+    assert in_place.leftovers(attempt.present, threading.enumerate()) == ""
+
+
 def test_code_is_compiled_anew_as_in_a_new_process(launcher: socket.socket) -> None:
     """Torch compiles eight forms of a function at most, and then none, without a word: other bits."""
     compiled: list[Any] = []

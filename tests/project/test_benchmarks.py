@@ -49,6 +49,17 @@ def test_the_parts_of_a_recovery_add_up_to_its_phases() -> None:
     assert "| rendezvous |" not in shown
 
 
+def test_a_failure_costs_all_that_new_steps_have_not_taken() -> None:
+    from goodput import Step, account
+
+    before = [Step("a", 0.5 * number, number) for number in range(5)]  # until 2.0
+    again = [Step("b", at, number) for at, number in ((5.0, 3), (5.5, 4), (6.0, 5), (6.5, 6))]  # from a file of step 2
+    found = account([*before, *again], failures=1)
+    assert (found.steps, found.wall, found.step, found.cost) == (6, 6.5, 0.5, 3.5)
+    assert found.share(0.25) == 6 * 0.25 / 6.5
+    assert found.share_of_rare() == 1 - 3.5 / 600
+
+
 def test_no_round_and_no_cell_drops_out_of_a_ratio() -> None:
     import common
     import recovery_report

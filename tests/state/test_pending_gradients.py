@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -49,6 +51,18 @@ def test_gradients_that_were_zeroed_in_place_wait_for_nothing() -> None:
     assert _waiting(state) == {"model.weight", "model.bias"}
     model.zero_grad(set_to_none=False)
     assert _waiting(state) == set()
+
+
+def test_a_model_that_has_made_one_step_is_freed() -> None:
+    """And an attempt that has failed after its first step leaves nothing in its process."""
+    model, optimizer, state = _training()
+    _step(model, optimizer)
+    trainer: list[Any] = [model(torch.ones(4, 3))]
+    trainer.append(trainer)
+    left = weakref.ref(model.weight)
+    del model, optimizer, state, trainer
+    gc.collect()
+    assert left() is None
 
 
 @pytest.mark.parametrize("past", ["data", "buffer"])
