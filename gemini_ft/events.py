@@ -13,6 +13,7 @@ system's clock), ``pid``, ``run``, ``host``, ``rank`` and ``stream``, and beside
     leader     epoch, leader: that host's agent leads the commits from now on, in place of another one; ``rank`` is null
     left       finished, interrupted; neither after a failure
     waited     seconds: storage could not say for so long what there is to resume
+    hang       cause, ranks, text, report: why the job hangs, as this host's agent has learnt before it kills workers (docs/metrics.md)
     lost       cause ("died", "failed" in place, "hang", "drain"), incarnation: the agent has seen the end of this rank's worker, which had
                not left
 """

@@ -97,6 +97,7 @@ class StreamContext:
         spec: the present session, or the last one; None: there has been none.
         host: this host's part of the protocol.
         encrypt: whether payloads between hosts are to be; as the job that runs has it, which may not be the one that started this agent.
+        hang: the verdict on the last hang, as in its event; None: there has been none.
         workers: rank -> its worker, which may be one of the past.
         slot_store: the memory of all slots.
         custodians: the workers that keep replicas' memory safe.
@@ -108,6 +109,7 @@ class StreamContext:
         self.name, self.run, self.perform, self.report = name, run, perform, report
         self.spec: SessionSpec | None = None
         self.encrypt = True
+        self.hang: dict[str, Any] | None = None
         self.host = Host(name=run.host)
         self.workers: dict[int, WorkerConnection] = {}
         self.custodians = Custodians(self.workers.values)
@@ -168,6 +170,12 @@ class StreamContext:
             self.measures.lost(cause)
         number = worker.incarnation.number if worker.incarnation is not None else None
         self._write_event("lost", rank=worker.rank, cause=cause, incarnation=number)
+
+    def note_hang(self, **verdict: Any) -> None:
+        """Records why the job hangs: ``cause``, ``ranks``, ``text`` and the path of the ``report``."""
+        self.hang = verdict
+        self._write_event("hang", **verdict)
+        self.notify(f"the job hangs: {verdict['text']}; {verdict['report']} has the report")
 
     def _write_event(self, event: str, **facts: Any) -> None:
         try:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from statistics import median
 
 from gemini_ft.agent.tasks import Tasks
-from gemini_ft.agent.workers import STACKS_SECONDS, WorkerConnection
+from gemini_ft.agent.workers import WorkerConnection
 
 _FIRST_STEPS = 3  # compilation, caches and lazy state make the first steps slow
 _DEFAULT = 300.0  # seconds
@@ -76,10 +75,15 @@ class HangDetector:
 
 
 class HangWatch:
-    """Judges all workers of this host, and kills those that hang."""
+    """Judges all workers of this host, and kills those that hang.
 
-    def __init__(self, log: Callable[[str], None]) -> None:
-        self._log = log
+    Args:
+        log: takes a line.
+        examine: looks, in bounded time, at why a worker hangs, before it is killed.
+    """
+
+    def __init__(self, log: Callable[[str], None], examine: Callable[[WorkerConnection], Awaitable[None]]) -> None:
+        self._log, self._examine = log, examine
         self.killed = 0  # workers
         self._detectors: dict[WorkerConnection, HangDetector] = {}
         self._tasks = Tasks()
@@ -116,15 +120,14 @@ class HangWatch:
                 del self._detectors[worker]
                 self.killed += 1
                 worker.parting = "hang"
-                self._tasks.spawn(_kill(worker))
+                self._tasks.spawn(self._kill(worker))
+
+    async def _kill(self, worker: WorkerConnection) -> None:
+        try:
+            await self._examine(worker)
+        finally:
+            worker.kill()
 
     def _trains(self, pid: int) -> bool:
         """Whether a stream of this process is watched step by step: others may have joined long before they begin."""
         return any(worker.pid == pid and not detector.starting for worker, detector in self._detectors.items())
-
-
-async def _kill(worker: WorkerConnection) -> None:
-    """Makes a worker write its threads' stacks, and kills it."""
-    worker.ask_for_stacks()
-    await asyncio.sleep(STACKS_SECONDS)
-    worker.kill()

@@ -37,7 +37,8 @@ _PATIENCE = 30.0  # seconds that a finished launcher waits for one answer of an 
 ANSWER_SECONDS = 5.0  # seconds that an agent may take for any other answer
 QUEUE_SECONDS = 2.0  # that a connection waits in the agent's queue of new ones
 STACKS_SIGNAL = signal.SIGRTMIN + 11
-_stacks: list[IO[bytes]] = []  # the file of `write_stacks_on_request`, which must stay open
+STACKS_FILE = "gemini-stacks"
+_stacks: list[int] = []  # the file of `write_stacks_on_request`, which must stay open
 started: list[subprocess.Popen[bytes]] = []  # agents this process has started, to collect those that have ended
 
 
@@ -57,13 +58,17 @@ def log_path(run: str, host: str) -> Path:
             raise ConfigError(f"GEMINI_LOG_DIR={chosen}: {error.strerror}; name a folder, or one that can be made") from None
     else:
         folder = runtime_folder()
-    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in f"{run}-{host}")
-    return folder / f"agent-{safe}.log"
+    return folder / as_file_name(f"agent-{run}-{host}.log")
+
+
+def as_file_name(text: str) -> str:
+    """The text with all letters replaced that a file's name had better not have."""
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in text)
 
 
 def _remove_old_logs(folder: Path) -> None:
-    """Keeps the newest, and those that have been written to in the last day."""
-    for written, path in newest_first(folder.glob("agent-*.log"))[_LOGS:]:
+    """Keeps the newest, and those that have been written to in the last day; reports of hangs as well."""
+    for written, path in newest_first([*folder.glob("agent-*.log"), *folder.glob("hang-*.txt")])[_LOGS:]:
         if written < time.time() - _LOG_SECONDS:
             path.unlink(missing_ok=True)
 
@@ -221,15 +226,12 @@ def shares_fate(pid: int) -> bool:
     return mine == theirs and any(word in mine for word in ("slurm", "step_", "kubepods", "docker", ".service"))
 
 
-def write_stacks_on_request(run: str, host: str) -> None:
-    """Lets this process write its threads' stacks to the agent's log, before a hang makes the agent kill it."""
-    if signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
-        return  # the script's own
-    with contextlib.suppress(OSError):
-        before, _stacks[:] = list(_stacks), [agent_log(run, host)]
-        faulthandler.register(STACKS_SIGNAL, _stacks[0])
-        for log in before:  # of an earlier run in this process
-            log.close()
+def write_stacks_on_request() -> None:
+    """Lets this process write its threads' stacks to a file in memory, for the agent to read before it kills a worker that hangs."""
+    if signal.getsignal(STACKS_SIGNAL) is signal.SIG_DFL and not _stacks:  # else it is the script's own
+        with contextlib.suppress(OSError):
+            _stacks.append(os.memfd_create(STACKS_FILE, os.MFD_CLOEXEC))
+            faulthandler.register(STACKS_SIGNAL, _stacks[0])
 
 
 def set_oom_score(score: int) -> None:

@@ -66,7 +66,7 @@ class Requests:
         self._run, self._streams = run, streams
         self._workers: set[WorkerConnection] = set()
         self._launches = Launches()
-        self.hangs = HangWatch(run.log)
+        self.hangs = HangWatch(run.log, lambda worker: self._stream(worker).examine(worker))
         self.departure = Departure(streams.by_name, self._workers, self._launches)
         self._domain = ""
         self._agent_timeout = 0.0  # as the job has it; this agent only repeats it to its watchmen

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from resource import RLIMIT_NOFILE, getrlimit
 from typing import Any
 
+from gemini_ft.agent.autopsy import Autopsy, Inquest
 from gemini_ft.agent.callers import Callers
 from gemini_ft.agent.commit.collector import CollectorPort
 from gemini_ft.agent.commit.failover import Failover, Refusal
@@ -56,10 +57,11 @@ class AgentSession:
         self._ways = ways_up(spec.hosts, spec.leader, spec.fan_in)
         order, size = candidates(spec.hosts, spec.leader, self._ways), len(set(spec.hosts))
         self.succession = Succession(context.host.name, order, size, self._began, spec.leader_timeout, goes_on)
+        self.autopsy = Autopsy(context, spec, self.report, self.outbound.gate.trails)
         self.failover = Failover(self.succession, self._ways, context.host.holders, self)
 
     def close(self) -> None:
-        for part in (self.outbound, self.failover, self.storing.uploader if self.storing is not None else None):
+        for part in (self.outbound, self.autopsy, self.failover, self.storing.uploader if self.storing is not None else None):
             if part is not None:
                 part.close()
 
@@ -78,6 +80,7 @@ class AgentSession:
             ways=self._ways,
             epoch=epoch,
             may_be_committed=host.may_be_committed,
+            inquest=Inquest(self._spec, self._context.run.run_id),
         )
 
     async def dial(self, host: str, epoch: int, handler: Handler) -> Connection:

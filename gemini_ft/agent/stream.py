@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from gemini_ft import failpoints
+from gemini_ft.agent.autopsy import log_stacks
 from gemini_ft.agent.context import RunContext, StreamContext
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.memory.slot_store import SlotDonor
@@ -24,7 +25,7 @@ from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Lac
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, PeerError, RecoveryError, SupersededError
 from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of
-from gemini_ft.wire.peer_messages import AllFinished, DrainHost, PeerMessage, ReportFinished, UploadSoon
+from gemini_ft.wire.peer_messages import AllFinished, Autopsied, DrainHost, Examine, PeerMessage, ReportFinished, UploadSoon
 from gemini_ft.wire.worker_messages import (
     Collected,
     Dispatched,
@@ -278,6 +279,13 @@ class Stream:
             self._inbound.worker_lost(worker.rank)
             self.perform(self.context.host.worker_lost(worker.rank))
 
+    async def examine(self, worker: WorkerConnection) -> None:
+        """Returns when it is known why a worker hangs, or may not be waited for any longer."""
+        if self._session is not None and self.context.is_present(worker):
+            await self._session.autopsy.hold()
+        else:  # it joins, or is of the past
+            await log_stacks(worker, self.context.log)
+
     # -- effects
 
     def perform(self, effects: list[Effect]) -> None:
@@ -364,6 +372,10 @@ class Stream:
             case Notice(text=text):
                 context.log(text)
                 context.tell_workers(message)
+            case Examine():
+                self.session.autopsy.begin()
+            case Autopsied():
+                self.session.autopsy.conclude(message)
             case ReportFinished():
                 pass  # of the leader's own ranks: the next leader hears it from this host (`Failover`)
             case DrainHost(host=name):
@@ -426,6 +438,7 @@ class Stream:
             "committed_age": min(ages, default=None),
             "command": self.launch.command if self.launch is not None else [],
             "finished": self.finished,
+            "hang": self.context.hang,
             "excluded": self._excluded,
             "storage": session.storing.uploader.status() if session is not None and session.storing is not None else None,
             "counters": self.context.counters,

@@ -30,7 +30,6 @@ _BUFFER = memoryview(bytearray(256 * 1024))  # of the event loop, which reads fr
 _MAX_FDS = 250
 _PAUSE = 1.0  # seconds
 _LONG = 64 * 1024  # bytes of a message
-STACKS_SECONDS = 1.0  # for a worker to write down where its threads are
 
 
 class RequestHandler(Protocol):
@@ -95,10 +94,10 @@ class WorkerConnection:
         """Answers ``message`` with an error."""
         self.send(Failed(call=getattr(message, "call", 0), error=type(error).__name__, text=str(error), fatal=True))
 
-    def ask_for_stacks(self) -> None:
-        """Makes a worker write its threads' stacks to the agent's log, even if it is stopped."""
+    def go_on(self, *, writes_stacks: bool) -> None:
+        """Lets a worker go on if it is stopped; it may write its threads' stacks then."""
         with contextlib.suppress(OSError):  # it is dead already
-            for number in (lifecycle.STACKS_SIGNAL, signal.SIGCONT):
+            for number in (*([lifecycle.STACKS_SIGNAL] if writes_stacks else []), signal.SIGCONT):
                 signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:

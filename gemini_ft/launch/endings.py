@@ -221,10 +221,13 @@ class Endings:
         self._before: set[tuple[str, str, str, str]] = set()
         self._since = time.monotonic()
         self._has_warned = False
+        self._hang: dict[str, Any] | None = None  # the last one that was said
 
     def judge(self, failures: Iterable[ProcessFailure]) -> bool:
         """Workers have failed; whether that is final."""
         failed = list(failures)
+        if any(failure.exitcode == -signal.SIGKILL for failure in failed):
+            self._say_hangs()
         self.status = next((failure.exitcode for failure in failed if failure.exitcode in _BY_WORKERS), 0)
         found = {place: failure for failure in failed if (place := _place(failure.error_file_data)) is not None}
         repeated, self._before = found.keys() & self._before, {*found}
@@ -256,6 +259,13 @@ class Endings:
                     "" if has_failed else f" after {UNPROTECTED_SECONDS:g} s",
                     "Unless the script has failed before it came that far: a" if has_failed else "A",
                 )
+
+    def _say_hangs(self) -> None:
+        """Says why the job hung, if this host's agent has killed its workers for that."""
+        for stream in account_of(self._run).get("streams", {}).values():
+            if (hang := stream.get("hang")) is not None and hang != self._hang:
+                self._hang = hang
+                _log.error("the job hung: %s; %s has the report", hang["text"], hang["report"])
 
     def _kept(self) -> str:
         """Tells what the job leaves behind."""

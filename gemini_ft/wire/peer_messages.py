@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from gemini_ft.core.autopsy import RankFound
 from gemini_ft.core.decisions import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Skipped
 from gemini_ft.core.versions import Incarnation, Version
@@ -25,6 +26,7 @@ from gemini_ft.wire.messages import (
     ShardAnswer,
     ShardCall,
     ShardLayout,
+    Text,
     pack,
 )
 
@@ -235,6 +237,26 @@ class DrainHost(Message):
     host: str
 
 
+class Examine(Message):
+    """Asks a host what its workers do: a worker of the job hangs."""
+
+
+class Examined(Message):
+    """Reports what a host has found of its own workers."""
+
+    host: str
+    ranks: list[RankFound]
+
+
+class Autopsied(Message):
+    """Tells why the job hangs (gemini_ft.core.autopsy.Verdict), and the whole report."""
+
+    cause: Text
+    ranks: list[int]
+    text: Text
+    report: str
+
+
 class AllFinished(Message):
     """Tells agents that they may go: every rank has finished, and the last upload is over."""
 
@@ -285,6 +307,6 @@ PeerMessage = (
     Claims | Accepted | Offer | Ready | Refused | Begin | End | Drop | Ack | Parcel | Astray | Unchanged | Resend | ReportUploaded
     | ReportFinished | Heartbeat | ReportNeed | Rejoin | Relayed | Admitted | Silent | WayUp | UploadSoon | DrainHost | AllFinished | Fetch
     | Describe | Description | GetRoots | Roots | Data | Chunk | Failed | Notice | Paced | Completed | Copies | Gathered | GatheredSkips
-    | Skipped | Commit | Abort | Holders | Thaw | Fatal
+    | Skipped | Examine | Examined | Autopsied | Commit | Abort | Holders | Thaw | Fatal
 )  # fmt: skip
 peers: Channel[PeerMessage] = Channel(PeerMessage)

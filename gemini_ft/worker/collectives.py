@@ -12,26 +12,31 @@ import contextlib
 import logging
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
 # torch.distributed exports this too, but not so that type checkers see it.
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import ProcessGroup, Work
 
 from gemini_ft import accelerator
 from gemini_ft.agent.lifecycle import yield_to_training
+from gemini_ft.core.autopsy import ENTRIES, GROUPS
 from gemini_ft.core.traffic import Collective, Moment, ObservedStep, Profiler
 from gemini_ft.wire.control_page import ControlPage
 from gemini_ft.wire.worker_messages import Observed, ToAgent, Watch
 
 _log = logging.getLogger("gemini_ft")
 _Seen = TypeVar("_Seen")
-UNSEEN = "this process's collectives cannot be observed; replicas travel without regard to them from now on"
+UNSEEN = "this process's collectives cannot be observed; replicas travel, and hangs are judged, without regard to them from now on"
 _POLL = 0.001  # seconds between looks at collectives that do not say when they are over
 _HERE = "BackendSelect"  # of all dispatch keys the one that every call passes, whatever its device, and with autograd off too
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+_TRANSFERS = {"send": " to ", "recv_": " from ", "recv_any_source_": " with tag "}  # between two ranks, whose numbers of them may differ
+_UNLIKE = {"gather_", "scatter_", "alltoall_", "alltoall_base_", "reduce_scatter_"}  # the shapes of ranks may differ
 _private = threading.local()
 
 
@@ -45,14 +50,39 @@ def unobserved() -> Iterator[None]:
         _private.on = before
 
 
+@dataclass(kw_only=True)
+class _NumberedGroup:
+    """A process group.
+
+    Attributes:
+        head: its size, 0 for transfers between two of its ranks, and its name.
+        place: in the control page; -1: it has none.
+        number: of its collectives so far, the same on all of its ranks.
+        used: when the last one began.
+    """
+
+    head: tuple[int, bytes]
+    place: int = -1
+    number: int = 0
+    used: float = 0.0
+
+
 class _Flight:
     """One collective under way."""
 
-    def __init__(self, name: str, tensors: list[torch.Tensor], begin: float) -> None:
+    def __init__(self, name: str, arguments: tuple[Any, ...], begin: float) -> None:
+        tensors = _tensors(arguments[0])
         self.name, self.begin = name, begin
+        self.group: _NumberedGroup | None = None
+        self.number = 0  # in its group
         self.nbytes = sum(_nbytes(tensor) for tensor in tensors)
         self.device = next((tensor.device for tensor in tensors if accelerator.holds(tensor)), None)
         self.end: float | None = None
+        first = tensors[0] if tensors else None
+        text = name if first is None else f"{name} {str(first.dtype)[6:]}{list(first.shape)}"
+        text += f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+        self.text = f"{text}{_TRANSFERS[name]}{arguments[2]}" if name in _TRANSFERS else text
+        self.mark = zlib.crc32((name if name in _UNLIKE else f"{text} {self.nbytes}").encode())
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -125,8 +155,12 @@ class Observer:
     def begun(self, flight: _Flight) -> None:
         self._step.append(flight)
         self._publish()
+        if (group := flight.group) is not None:
+            self.page.write_entered(group.place, flight.number, flight.mark, flight.text.encode())
 
     def over(self, flight: _Flight, now: float) -> None:
+        if (group := flight.group) is not None and group.place >= 0 and group.number - flight.number < ENTRIES:
+            self.page.write_over(group.place, flight.number)
         if flight.begin < self._began:
             self._carried = now
         if not self._traffic.in_flight:
@@ -157,6 +191,7 @@ class CollectiveTraffic:
         self.lock = threading.Lock()
         self.in_flight: list[_Flight] = []
         self.observers: list[Observer] = []
+        self._groups: dict[tuple[int, bytes], _NumberedGroup] = {}
         self._broken = False  # a look has failed; there is none any more
         self._poller = _Poller(self._over)
         self._library = self.listen()
@@ -166,6 +201,10 @@ class CollectiveTraffic:
         with self.lock:
             self.observers.append(observer)
             observer._publish()
+            for group in self._groups.values():
+                if group.place >= 0:
+                    observer.page.write_group(group.place, *group.head)
+            observer.page.observe(not self._broken)
         return observer
 
     def remove(self, observer: Observer) -> None:
@@ -223,18 +262,42 @@ class CollectiveTraffic:
             return look()
         except Exception:
             self._broken = True
+            for observer in self.observers:
+                observer.page.observe(False)
             for flight in list(self.in_flight):
                 self._over(flight)
             _log.warning(UNSEEN, exc_info=True)
             return None
 
     def begin(self, name: str, arguments: tuple[Any, ...]) -> _Flight:
-        flight = _Flight(name, _tensors(arguments[0]), time.monotonic())
+        flight = _Flight(name, arguments, time.monotonic())
         with self.lock:
             self.in_flight.append(flight)
+            self._enter(flight, arguments)
             for observer in self.observers:
                 observer.begun(flight)
         return flight
+
+    def _enter(self, flight: _Flight, arguments: tuple[Any, ...]) -> None:
+        """Gives a collective its number in its group, and the group a place in the pages, if need be that of another one."""
+        boxed = next((each for each in arguments[1:3] if isinstance(each, torch.ScriptObject)), None)
+        if boxed is None:  # it is no collective, and looks at tensors only
+            return
+        process_group = ProcessGroup.unbox(boxed)
+        is_transfer, name = flight.name in _TRANSFERS, process_group.group_name
+        head = (0 if is_transfer else process_group.size(), f"{name}, point to point".encode() if is_transfer else name.encode())
+        if (group := self._groups.get(head)) is None:
+            group = self._groups[head] = _NumberedGroup(head=head)
+        if group.place < 0:
+            shown = [each for each in self._groups.values() if each.place >= 0]
+            group.place = len(shown)
+            if len(shown) == GROUPS:
+                oldest = min(shown, key=lambda each: each.used)
+                group.place, oldest.place = oldest.place, -1
+            for observer in self.observers:
+                observer.page.write_group(group.place, *head)
+        group.number, group.used = group.number + 1, flight.begin
+        flight.group, flight.number = group, group.number
 
     def follow(self, flight: _Flight, result: Any) -> Any:
         """Watches for the end of a collective that has started; returns the caller's result."""
@@ -381,10 +444,11 @@ class Observation:
     Args:
         tell: sends a message, and descriptors beside it, to the agent; raises AgentError when it is gone.
         window: steps that make a profile.
+        is_profiled: whether the agent is told of profiles, for the replicas' sake.
     """
 
-    def __init__(self, tell: Callable[[ToAgent, Sequence[int]], None], window: int) -> None:
-        self._tell = tell
+    def __init__(self, tell: Callable[[ToAgent, Sequence[int]], None], window: int, is_profiled: bool) -> None:
+        self._tell, self._is_profiled = tell, is_profiled
         self._profiler = Profiler(window)
         self._stack = contextlib.ExitStack()
         self._observer = self._stack.enter_context(observe())
@@ -408,4 +472,5 @@ class Observation:
         self._stack.close()
 
     def _report(self) -> None:
-        self._tell(Observed(profile=self._profiler.profile), ())
+        if self._is_profiled:
+            self._tell(Observed(profile=self._profiler.profile), ())

@@ -355,10 +355,12 @@ class Recorder:
             notes.say_committed(session.run, session.spec.stream, {*session.spec.hosts})
 
     def _observe(self) -> None:
-        """Shows the agent when the network is idle, where replicas travel at all."""
-        if self._travels and self._config.traffic.when == "idle":
+        """Shows the agent which collectives are under way: for replicas that wait for idle network, and for the autopsy of hangs."""
+        traffic = self._config.traffic
+        is_profiled = self._travels and traffic.when == "idle"
+        if is_profiled or (self.session.world_size > 1 and self._config.hang_timeout != 0):
             try:
-                observation = Observation(lambda message, fds: self.client.tell(message, fds), self._config.traffic.profile_steps)
+                observation = Observation(lambda message, fds: self.client.tell(message, fds), traffic.profile_steps, is_profiled)
             except Exception:  # of another torch: it must never cost the training
                 _log.warning(UNSEEN, exc_info=True)
                 return

@@ -214,7 +214,7 @@ def _connect(run: str, hello: Hello, on_event: Callable[[ToWorker], None], timeo
 
 def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: str, configured_secret: str, now: Launch) -> Introduction:
     lifecycle.set_oom_score(500)
-    lifecycle.write_stacks_on_request(run, client.welcome.info.host)
+    lifecycle.write_stacks_on_request()
     if lifecycle.shares_fate(client.welcome.pid):
         _log.warning(
             "the agent of host %s shares a cgroup with its workers: if the job step or container ends, its memory goes too. "

@@ -295,7 +295,7 @@ class Rank:
 
     def write_stacks(self) -> None:
         """As a worker does when it joins."""
-        lifecycle.write_stacks_on_request(self.run, self.host)
+        lifecycle.write_stacks_on_request()
 
     def leave_orphan(self) -> int:
         """Fork a child that lives on and keeps the socket open; its pid."""

@@ -150,7 +150,7 @@ def test_a_profile_that_fails_ends_observing_and_not_the_training(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(CollectiveTraffic, "listen", lambda _: SimpleNamespace(_destroy=lambda: None))
-    observation = collectives.Observation(lambda *_: None, 4)
+    observation = collectives.Observation(lambda *_: None, 4, True)
     monkeypatch.setattr(collectives.Profiler, "add", lambda *_: 1 / 0)
     with caplog.at_level(logging.WARNING, "gemini_ft"):
         observation.step_over()

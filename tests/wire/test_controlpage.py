@@ -16,6 +16,7 @@ from agent_kit import WAIT, context, open_fds
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gemini_ft.core.autopsy import ENTRIES, GROUPS, TEXT
 from gemini_ft.core.traffic import Moment
 from gemini_ft.errors import AgentError
 from gemini_ft.wire.control_page import ControlPage
@@ -97,6 +98,58 @@ def test_one_that_was_stopped_in_the_middle_of_writing_counts_as_busy(page: Cont
     assert agent.read() == Moment(begun=5)
 
 
+GROUP = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.text(max_size=TEXT // 4), st.booleans()), min_size=1, max_size=3 * ENTRIES)
+
+
+class TestTrails:
+    @given(st.dictionaries(st.integers(0, GROUPS - 1), GROUP))
+    def test_of_each_group_the_newest_collectives_are_read(self, groups: dict[int, list[tuple[int, str, bool]]]) -> None:
+        page = ControlPage.create()
+        try:
+            page.observe(True)
+            for place, entered in groups.items():
+                page.write_group(place, place, b"former")
+                page.write_entered(place, 999, 1, b"former")
+                page.write_group(place, place, f"group {place}".encode())
+                for number, (mark, text, is_over) in enumerate(entered, start=1):
+                    page.write_entered(place, number, mark, text.encode())
+                    if is_over:
+                        page.write_over(place, number)
+            read = {trail.group: trail for trail in page.trails() or ()}
+            assert read.keys() == {f"group {place}" for place in groups}
+            for place, entered in groups.items():
+                trail = read[f"group {place}"]
+                kept = [*enumerate(entered, start=1)][-ENTRIES:]
+                assert trail.size == place
+                assert [(each.number, each.mark, each.text, each.is_over) for each in trail.entered] == [
+                    (number, mark, text.rstrip("\0"), is_over) for number, (mark, text, is_over) in kept
+                ]
+        finally:
+            page.close()
+
+    def test_one_that_was_stopped_in_the_middle_of_writing_has_not_entered(self, page: ControlPage, agent: ControlPage) -> None:
+        page.observe(True)
+        page.write_group(0, 2, b"0")
+        page.write_entered(0, 1, 5, b"barrier")
+        before = bytes(mmap.mmap(page.page, 0))
+        page.write_entered(0, 2, 5, b"barrier")
+        (trail,) = agent.trails() or ()
+        assert [each.number for each in trail.entered] == [1, 2]
+        after = bytes(mmap.mmap(page.page, 0))
+        half = [at for at, (old, new) in enumerate(zip(before, after, strict=True)) if old != new][::2]
+        for at in half:
+            mmap.mmap(page.page, 0)[at] = before[at]
+        (trail,) = agent.trails() or ()
+        assert [each.number for each in trail.entered] == [1]
+
+    def test_are_none_where_nothing_is_observed_any_more(self, page: ControlPage, agent: ControlPage) -> None:
+        assert agent.trails() is None
+        page.observe(True)
+        assert agent.trails() == ()
+        page.observe(False)
+        assert agent.trails() is None
+
+
 class TestBell:
     def test_is_silent_while_nobody_listens(self, page: ControlPage, agent: ControlPage) -> None:
         page.write(Moment())
@@ -142,11 +195,11 @@ class TestWhatIsNoPage:
         "make",
         [
             pytest.param(lambda: os.memfd_create("test"), id="empty"),
-            pytest.param(lambda: sealed(4096, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL), id="can be truncated"),
-            pytest.param(lambda: sealed(4096, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW), id="can be sealed further"),
+            pytest.param(lambda: sealed(16384, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL), id="can be truncated"),
+            pytest.param(lambda: sealed(16384, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW), id="can be sealed further"),
             pytest.param(lambda: sealed(100, ALL), id="too small"),
-            pytest.param(lambda: sealed(8192, ALL), id="too large"),
-            pytest.param(lambda: sealed(4096, ALL | fcntl.F_SEAL_WRITE), id="cannot be written"),
+            pytest.param(lambda: sealed(2**20, ALL), id="too large"),
+            pytest.param(lambda: sealed(16384, ALL | fcntl.F_SEAL_WRITE), id="cannot be written"),
             pytest.param(lambda: os.open("/dev/null", os.O_RDWR), id="no memfd"),
             pytest.param(lambda: os.pipe2(0)[0], id="pipe"),
         ],
@@ -154,7 +207,7 @@ class TestWhatIsNoPage:
     def test_is_refused_and_nothing_stays_open(self, make: Callable[[], int]) -> None:
         page, bell = make(), os.eventfd(0)
         before = open_fds(os.getpid())
-        with pytest.raises(AgentError, match="a control page must be a sealed memfd of 4096 bytes, with an eventfd beside it"):
+        with pytest.raises(AgentError, match="a control page must be a sealed memfd of 16384 bytes, with an eventfd beside it"):
             ControlPage.take(page, bell)
         assert open_fds(os.getpid()) == before - 2
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from gemini_ft import failpoints
+from gemini_ft.agent.autopsy import Inquest
 from gemini_ft.agent.commit.collector import SILENCE, ReportingEnd
 from gemini_ft.agent.storing import Storing
 from gemini_ft.agent.tasks import Tasks
@@ -31,6 +32,7 @@ from gemini_ft.wire.peer_messages import (
     Admitted,
     AllFinished,
     DrainHost,
+    Examined,
     Heartbeat,
     PeerMessage,
     Rejoin,
@@ -71,6 +73,7 @@ class Leader:
         ways: of each other host, those by way of which it may report (`gemini_ft.core.tree.ways_up`).
         epoch: the one that it leads (`gemini_ft.core.succession`).
         may_be_committed: whether another host is believed when it says that a version was committed.
+        inquest: judges hangs.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Leader:
         ways: Mapping[str, Sequence[str]] = NO_COLLECTORS,
         epoch: int = 0,
         may_be_committed: Callable[[Version], bool] = lambda version: True,
+        inquest: Inquest | None = None,
     ) -> None:
         self._host, self._allowed, self._epoch, self._may_be_committed = host, ways, epoch, may_be_committed
         self.book, self._world_size, self._storing, self._on_decision, self._patience = book, world_size, storing, on_decision, patience
@@ -97,6 +101,7 @@ class Leader:
         self._at_work = {rank for rank in book.holders if book.owns(host, rank)}  # ranks of this host that have not finished
         self._pace: Pace | None = None  # begins with the knowledge of the first to report: this leader may have been restarted
         self._paced: Paced | None = None  # the last change
+        self._inquest = inquest
         self._began = time.monotonic()
         self._newest = 0  # iteration that was spoken of
         self._upload: tuple[Version | None, float] = (None, 0.0)  # under way, since (or when that was last said)
@@ -112,6 +117,8 @@ class Leader:
 
     def close(self) -> None:
         self._tasks.cancel()
+        if self._inquest is not None:
+            self._inquest.close()
         for port in list(self._ports):
             port.connection.abort("the session is over")
 
@@ -163,7 +170,7 @@ class Leader:
         match message:
             case Skipped(owner=rank) | ReportUploaded(owner=rank) if not self.book.owns(host, rank):
                 return
-            case ReportNeed(host=of) if of != host:
+            case ReportNeed(host=of) | Examined(host=of) if of != host:
                 return
             case ReportFinished(rank=rank) if not self.book.owns(host, rank):  # the leader before this one may have told it
                 self._finish(rank)
@@ -212,6 +219,8 @@ class Leader:
             if message.host not in self._drained:  # hosts repeat it to a new leader
                 self._drained.add(message.host)
                 self._tell(message)
+        elif isinstance(message, Examined) and self._inquest is not None:
+            self._inquest.hear(message, self._tell)
         elif isinstance(message, ReportFinished):
             self._apply(self.book.finish(message.rank))
             if member is None and message.rank in self._at_work:  # other hosts remember their own ranks

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gemini_ft.config import TrafficConfig
+from gemini_ft.core.autopsy import GroupTrail
 from gemini_ft.core.schedule import LinkCost
 from gemini_ft.core.traffic import Profile, room
 from gemini_ft.wire.control_page import ControlPage
@@ -78,6 +79,10 @@ class Gate:
             asyncio.get_running_loop().remove_reader(page.bell)
             page.close()
         self.poke()
+
+    def trails(self, rank: int) -> tuple[GroupTrail, ...] | None:
+        """The collectives that a rank of this host has entered; None: they are not observed."""
+        return self._pages[rank].trails() if rank in self._pages else None
 
     def close(self) -> None:
         for rank in list(self._pages):

@@ -1,0 +1,214 @@
+"""The autopsy of a job that hangs: what each host finds of its own workers, gathered by the leader's, and the report of it.
+
+The first host on which a worker hangs reports its findings; the leader then asks all hosts for theirs, judges them
+(`gemini_ft.core.autopsy`), and tells every host the verdict, before any worker is killed. A host that does not answer in time is named; if
+no word comes from the leader, each host judges by what it knows itself. No step waits for another process for longer than stated here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from gemini_ft.agent import lifecycle
+from gemini_ft.agent.context import StreamContext
+from gemini_ft.agent.tasks import Tasks
+from gemini_ft.agent.workers import WorkerConnection
+from gemini_ft.core.autopsy import REPORT, STACK, Doing, GroupTrail, RankFound, judge, printable_line, report
+from gemini_ft.errors import GeminiError
+from gemini_ft.wire.peer_messages import Autopsied, Examine, Examined, PeerMessage
+from gemini_ft.wire.private import open_log
+from gemini_ft.wire.worker_messages import SessionSpec
+
+STACKS_SECONDS = 1.0  # for workers to write down where their threads are
+_STOPPED_SECONDS = 0.3  # a worker that was stopped goes on after so long, when the other hosts have looked at theirs
+_LOOK = 0.05  # seconds between looks at stacks that are being written
+HOSTS_SECONDS = 3.0  # for all hosts to answer the leader
+_WORD_SECONDS = STACKS_SECONDS + HOSTS_SECONDS + 2.0  # for the leader's verdict
+_SAY_SECONDS = 0.2  # for workers to say it
+_STATES = {"R": Doing.AT_WORK, "D": Doing.KERNEL, "T": Doing.STOPPED, "t": Doing.STOPPED, "Z": Doing.ENDED, "X": Doing.ENDED}
+
+
+def _doing(pid: int) -> Doing:
+    """The state of a process's main thread."""
+    try:
+        return _STATES.get((lifecycle.PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0], Doing.ASLEEP)
+    except OSError:
+        return Doing.ENDED
+
+
+async def stacks(workers: Mapping[WorkerConnection, Doing]) -> dict[WorkerConnection, str]:
+    """The stacks of all threads, of those workers that can write them in time; afterwards none is stopped."""
+    dumps = {worker: dump for worker in workers if (dump := _Dump.of(worker.pid)) is not None}
+    for is_stopped in (False, True):
+        asked = [worker for worker, doing in workers.items() if (doing is Doing.STOPPED) == is_stopped]
+        if is_stopped and asked:
+            await asyncio.sleep(_STOPPED_SECONDS)
+        for worker in asked:
+            worker.go_on(writes_stacks=worker in dumps)
+    end = time.monotonic() + STACKS_SECONDS
+    while not all(dump.is_written() for dump in dumps.values()) and time.monotonic() < end:
+        await asyncio.sleep(_LOOK)
+    return {worker: dump.take() for worker, dump in dumps.items()}
+
+
+class _Dump:
+    """The file in memory to which one worker writes its stacks (`lifecycle.write_stacks_on_request`)."""
+
+    def __init__(self, file: int) -> None:
+        self._file, self._begin = file, os.fstat(file).st_size
+        self._end = self._begin
+
+    @classmethod
+    def of(cls, pid: int) -> _Dump | None:
+        """The file of a process that is prepared to write; None: it is not, and the signal might end it."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            caught = re.search(r"^SigCgt:\s*(\w+)", (lifecycle.PROC / str(pid) / "status").read_text(), re.MULTILINE)
+            if int(caught[1], 16) >> (lifecycle.STACKS_SIGNAL - 1) & 1:  # type: ignore[index]
+                for entry in (lifecycle.PROC / str(pid) / "fd").iterdir():
+                    if os.readlink(entry).startswith(f"/memfd:{lifecycle.STACKS_FILE}"):
+                        return cls(os.open(entry, os.O_RDONLY | os.O_CLOEXEC))
+        return None
+
+    def is_written(self) -> bool:
+        """Whether something has been written, and nothing more since the last look."""
+        before, self._end = self._end, os.fstat(self._file).st_size
+        return self._begin < self._end == before
+
+    def take(self) -> str:
+        """Closes the file; returns what was written: the thread that was interrupted, which is mostly the one that trains, first."""
+        text = os.pread(self._file, 8 * STACK, self._begin).decode(errors="replace")
+        os.close(self._file)
+        threads = map(str.strip, text.split("\n\n"))
+        return "\n\n".join(sorted(threads, key=lambda each: not each.startswith("Current thread")))[:STACK]
+
+
+async def log_stacks(worker: WorkerConnection, log: Callable[[str], None]) -> None:
+    """Writes a worker's stacks to the agent's log."""
+    for text in (await stacks({worker: _doing(worker.pid)})).values():
+        log(f"rank {worker.rank} (pid {worker.pid}):\n{text}")
+
+
+class Autopsy:
+    """This host's part in the autopsy of one session's job; there is at most one.
+
+    Args:
+        context: the stream.
+        spec: the session.
+        send: tells the leader, on whichever host that is.
+        trails: the collectives that a rank of this host has entered; None: they are not observed.
+    """
+
+    def __init__(
+        self,
+        context: StreamContext,
+        spec: SessionSpec,
+        send: Callable[[PeerMessage], None],
+        trails: Callable[[int], tuple[GroupTrail, ...] | None],
+    ) -> None:
+        self._context, self._spec, self._send, self._trails = context, spec, send, trails
+        self._found: list[RankFound] = []
+        self._has_begun = False
+        self._is_over = asyncio.Event()
+        self._tasks = Tasks()
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._tasks.cancel()
+
+    async def hold(self) -> None:
+        """Returns when it is known why the job hangs, and has been said, or nothing more is to be learnt in time."""
+        self.begin()
+        try:
+            async with asyncio.timeout(_WORD_SECONDS):
+                await self._is_over.wait()
+        except TimeoutError:
+            self.conclude(verdict_of(self._spec, self._context.run.run_id, self._found))
+        await asyncio.sleep(_SAY_SECONDS)
+
+    def begin(self) -> None:
+        """Looks at the workers of this host, and reports what is found; once."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._tasks.spawn(self._examine())
+
+    async def _examine(self) -> None:
+        context = self._context
+        present = {worker.rank: worker for worker in context.workers.values() if context.is_present(worker)}
+        alive: dict[WorkerConnection, Doing] = {}
+        for rank in [rank for rank, host in enumerate(self._spec.hosts) if host == context.host.name]:
+            worker, pid, doing = present.get(rank), 0, Doing.ENDED
+            if worker is not None:
+                pid, doing = worker.pid, Doing.LEFT if worker.parting == "goodbye" else _doing(worker.pid)
+                if worker.alive:
+                    alive[worker] = doing
+            self._found.append(RankFound(rank=rank, host=context.host.name, pid=pid, doing=doing, trails=self._trails(rank)))
+        texts = {worker.rank: text for worker, text in (await stacks(alive)).items()}
+        for at, each in enumerate(self._found):
+            is_passing = each.doing is Doing.KERNEL and _doing(each.pid) is not Doing.KERNEL  # it was at a disk just then
+            doing = Doing.ASLEEP if is_passing else each.doing
+            self._found[at] = replace(each, doing=doing, stack=texts.get(each.rank, ""))
+        self._send(Examined(host=context.host.name, ranks=self._found))
+
+    def conclude(self, told: Autopsied) -> None:
+        """Takes the first verdict: into a report beside the agent's log, the log, the events, the status, and to the workers."""
+        if self._is_over.is_set():
+            return
+        self._is_over.set()
+        context, log = self._context, lifecycle.log_path(self._context.run.run_id, self._context.host.name)
+        path = log.with_name(f"{lifecycle.as_file_name(f'hang-{log.stem[6:]}-{context.name}-{self._spec.incarnation.number}')}.txt")
+        try:
+            with open(open_log(path), "w") as file:
+                file.writelines(f"{printable_line(line)}\n" for line in told.report[:REPORT].split("\n"))
+        except (OSError, GeminiError) as error:
+            context.log(f"the report of a hang could not be written: {error}\n{told.report[:REPORT]}")
+        context.note_hang(cause=told.cause, ranks=sorted(told.ranks), text=told.text, report=str(path))
+
+
+class Inquest:
+    """The leader's part: it gathers what all hosts have found, and tells them the verdict; once.
+
+    Args:
+        spec: the session.
+        run: id of the run.
+    """
+
+    def __init__(self, spec: SessionSpec, run: str) -> None:
+        self._spec, self._run = spec, run
+        self._found: dict[str, list[RankFound]] = {}  # by host
+        self._all = asyncio.Event()
+        self._tasks = Tasks()
+
+    def hear(self, found: Examined, tell: Callable[[PeerMessage], None]) -> None:
+        """Takes the findings of a host, about its own ranks; ``tell`` tells all hosts."""
+        hosts, has_begun = self._spec.hosts, bool(self._found)
+        own = {each.rank: each.cut() for each in found.ranks if hosts[each.rank : each.rank + 1] == [found.host] == [each.host]}
+        self._found.setdefault(found.host, list(own.values()))
+        if not has_begun:
+            tell(Examine())
+            self._tasks.spawn(self._conclude(tell))
+        if self._found.keys() >= {*hosts}:
+            self._all.set()
+
+    async def _conclude(self, tell: Callable[[PeerMessage], None]) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HOSTS_SECONDS):
+                await self._all.wait()
+        tell(verdict_of(self._spec, self._run, [each for found in self._found.values() for each in found]))
+
+    def close(self) -> None:
+        self._tasks.cancel()
+
+
+def verdict_of(spec: SessionSpec, run: str, found: Sequence[RankFound]) -> Autopsied:
+    """The verdict on what was found; ranks of which nothing was are on hosts that did not answer."""
+    by_rank = {each.rank: each for each in found}
+    ranks = [by_rank.get(rank, RankFound(rank=rank, host=host)) for rank, host in enumerate(spec.hosts)]
+    verdict = judge(ranks)
+    head = f"hang of run {run}, stream {spec.stream}, incarnation {spec.incarnation.number}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
+    return Autopsied(cause=verdict.cause, ranks=list(verdict.ranks), text=verdict.text, report=report(head, ranks, verdict))
