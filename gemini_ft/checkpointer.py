@@ -209,12 +209,12 @@ class Checkpointer:
             check_epochs(self._stateful.values(), then=self.scalars, now=scalars)
             self._has_looked = True
             self._look_for_uneven_steps()
+        self.scalars.update(scalars)
         if self._joined.session.rank == 0:
             self._watch.named = self.named
-            self._watch.look(self._models.values(), self._stateful, self._optimizers, self.scalars | scalars, self._iteration)
+            self._watch.look(self._models.values(), self._stateful, self._optimizers, self.scalars, self._iteration)
         self._steps.refuse_stranger()
         self._end_of_step()
-        self.scalars.update(scalars)
         before, self._updates = self._updates, self._updates + self._steps.take()
         if self.due(before, self._updates):
             if not self.stats.snapshots and self._joined.session.plan.version is None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import SWALR
 
-from gemini_ft.state.modes import Modes, kept_by, not_users, set_by
+from gemini_ft.state.methods import kept_by, set_by
+from gemini_ft.state.modes import Modes, not_users
 
 # Attributes that ModelCheckpoint's state_dict or load_state_dict leaves out: a file would be saved twice, not at all, or without its score.
 _NOT_SAVED = frozenset({"_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "current_score"})
@@ -30,11 +31,12 @@ def has_state(callback: Any) -> bool:
 def _saved_by(callback: Any) -> frozenset[str]:
     """Names of the attributes that belong to the state that a callback saves.
 
-    They are all that Lightning's class with the ``state_dict``, or a base of it, ever sets; of the user's classes those in that method.
+    They are all that Lightning's class with the ``state_dict``, or a base of it, ever sets, and those that such methods use.
     """
     kinds = type(callback).__mro__
     first = next(index for index, kind in enumerate(kinds) if "state_dict" in vars(kind))
-    return frozenset(name for kind in kinds[first:] for name in (set_by if _is_shipped(kind) else kept_by)(kind)) - _NOT_SAVED
+    shipped = [set_by(kind) for kind in kinds[first:] if _is_shipped(kind)]
+    return kept_by(type(callback)).union(*shipped) - _NOT_SAVED
 
 
 def shipped_names(callback: Any) -> set[str]:

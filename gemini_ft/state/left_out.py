@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from gemini_ft.state.fields import parts_of
+from gemini_ft.state.fields import is_a, parts_of
 from gemini_ft.state.rng import generator_states, private_generators
 
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent))  # this package, and Python's, with what is installed there
@@ -58,7 +58,7 @@ class Generators:
 
     def __init__(self, given: Iterable[Any]) -> None:
         known = {id(random._inst), id(np.random.mtrand._rand)}  # the process's own, which are captured
-        known |= {id(each) for each in private_generators(given=[*given]).values()}
+        known |= {id(each) for each in private_generators(**{str(index): item for index, item in enumerate(given)}).values()}
         found = private_generators(**_variables())
         self._unknown = {path: generator for path, generator in found.items() if id(generator) not in known}
         self._states, self._seeds = self._present(), self._seeded()
@@ -133,7 +133,7 @@ def instances(*kinds: type) -> Iterator[Any]:
     while more:
         classes.append(kind := more.pop())
         more += kind.__subclasses__()
-    return (item for item in gc.get_referrers(*classes) if isinstance(item, kinds))
+    return (item for item in gc.get_referrers(*classes) if is_a(item, kinds))
 
 
 def within(items: Iterable[Any], depth: int = 6) -> set[int]:
@@ -148,7 +148,7 @@ def within(items: Iterable[Any], depth: int = 6) -> set[int]:
 
 def _held_by(item: Any) -> list[Any]:
     with contextlib.suppress(Exception):  # an object may raise anything when it is asked what it is
-        return [*item.children()] if isinstance(item, nn.Module) else [part for _, part in parts_of(item, _MANY)][:_MANY]
+        return [*item.children()] if is_a(item, nn.Module) else [part for _, part in parts_of(item, _MANY)][:_MANY]
     return []
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from gemini_ft import accelerator
-from gemini_ft.state.fields import parts_of
+from gemini_ft.state.fields import is_a, parts_of
 
 # (torch's bytes, (version, words, gauss) of `random`, numpy's: (name, words, position, has_gauss, gauss) of its usual generator)
 Randomness = tuple[bytes, tuple[int, bytes, float | None], tuple[str, bytes, int, int, float] | dict[str, Any]]
@@ -27,7 +27,7 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 
 def is_generator(value: Any) -> bool:
     """Whether a value is a random generator with a state; what draws from the system has none."""
-    return isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
+    return is_a(value, GENERATORS) and not is_a(value, random.SystemRandom)
 
 
 def randomness() -> Randomness:
@@ -128,7 +128,7 @@ def private_generators(**roots: Any) -> dict[str, Any]:
             with contextlib.suppress(Exception):  # an object may raise anything when it is asked what it is
                 if is_generator(item):
                     found[path] = item
-                elif not isinstance(item, _CLOSED):
+                elif not is_a(item, _CLOSED):
                     below += [(f"{path}.{name}", inner) for name, inner in parts_of(item)]
         level = below
     return found
