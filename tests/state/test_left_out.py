@@ -428,7 +428,7 @@ def test_however_a_loop_holds_what_it_carries_it_is_named(caplog: pytest.LogCapt
         watched.look([], {}, [], {}, 1000 + step)
     carried = {name for text in caplog.messages for name in text.partition("changes ")[2].partition(" while")[0].split(", ")}
     assert {"slotted._Base__hidden", "frozen.best", "pair", "count.calls", "schedule.rate", "remembering.before"} <= carried
-    assert {"Stats.seen", "Described.rate.values", "STATE"} <= carried
+    assert {"Stats.seen", "Described.rate.values", "STATE", "thirds", "counted"} <= carried
     assert {
         "tally",
         "sums",
