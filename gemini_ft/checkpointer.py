@@ -457,6 +457,10 @@ class Checkpointer:
         self._steps.announced()
         self._wait_for_copy()
 
+    def refuse_stranger(self) -> None:
+        """Raises StateError if an optimizer with a state has stepped that was not given, while its model was; `step` does so itself."""
+        self._steps.refuse_stranger()
+
     def _wait_for_copy(self) -> None:
         faults.at_step(self._iteration, "before_update")
         begin = time.perf_counter()

@@ -24,9 +24,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from gemini_ft.state.fields import NO_FIELDS, fields_of, is_a, parts_of
-from gemini_ft.state.left_out import SHARED, is_library_file, is_of_library, script_frames, variables_of, within
+from gemini_ft.state.left_out import SHARED, within
 from gemini_ft.state.loop_turns import LoopTurn, begun_by, turns_at
 from gemini_ft.state.remembered import MODULE_INTERNALS
+from gemini_ft.state.script import is_library_file, is_of_library, script_frames, variables_of
 from gemini_ft.state.tensors import local
 from gemini_ft.state.values import Opaque, is_same, snapshot
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import inspect
-import os
 import pickle
 import random
-import sys
 from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
-from pathlib import Path
-from types import FrameType, ModuleType, NoneType
+from types import ModuleType, NoneType
 from typing import Any
 
 import numpy as np
@@ -23,12 +18,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from gemini_ft.state.fields import is_a, parts_of
-from gemini_ft.state.rng import generator_states, private_generators
+from gemini_ft.state.rng import generator_states, private_generators, script_generators
+from gemini_ft.state.script import script_frames, variables_of
 
-_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent))  # this package, and Python's, with what is installed there
 _MANY = 100  # more are data
 SHARED = (type, ModuleType, NoneType, int, float, complex, str, bytes, Enum)  # one such object may be the value of many variables
-_UNSHARED = 3  # references to the dict of a frame's variables: of the frame, of who looks at it, and of the count itself
 
 
 def left_out(given: Iterable[Any], optimizers: Collection[Any]) -> list[str]:
@@ -57,7 +51,7 @@ class Generators:
     """
 
     def __init__(self, given: Iterable[Any]) -> None:
-        known = {id(random._inst), id(np.random.mtrand._rand)}  # the process's own, which are captured
+        known = {id(random._inst), id(np.random.mtrand._rand), *map(id, script_generators().values())}  # which are captured
         known |= {id(each) for each in private_generators(**{str(index): item for index, item in enumerate(given)}).values()}
         found = private_generators(**_variables())
         self._unknown = {path: generator for path, generator in found.items() if id(generator) not in known}
@@ -90,41 +84,6 @@ def _variables() -> dict[str, Any]:
     for frame in script_frames():
         found = frame.f_globals | variables_of(frame) | found
     return {name: value for name, value in found.items() if not issubclass(type(value), ModuleType | type)}
-
-
-def script_frames() -> Iterator[FrameType]:
-    """The frames of the script's own code that are under way, the innermost first."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if not is_library_file(frame.f_code.co_filename):
-            yield frame
-        frame = frame.f_back
-
-
-@functools.cache
-def is_of_library(module: str | None) -> bool:
-    """Whether what has been defined in a module, by its name, is not of the script's own code."""
-    if module is None or module == "builtins":
-        return False
-    return module.partition(".")[0] in sys.stdlib_module_names or is_library_file(getattr(sys.modules.get(module), "__file__", None) or "")
-
-
-def is_library_file(file: str) -> bool:
-    """Whether a file of code is none of the script's own."""
-    return "site-packages" in file or file.startswith(_LIBRARIES)
-
-
-def variables_of(frame: FrameType) -> dict[str, Any]:
-    """The local variables of a frame, which does not keep them alive afterwards.
-
-    Before Python 3.13 the dict of a function's variables stays in its frame once it was asked for. It is emptied, unless the script has
-    asked for it as well (``locals()``); the variables themselves lie elsewhere.
-    """
-    kept = frame.f_locals
-    found = dict(kept)
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(kept) == _UNSHARED:
-        kept.clear()
-    return found
 
 
 def instances(*kinds: type) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from gemini_ft.state.fields import FEW, NO_FIELDS, Fields, fields_of, is_a, parts_of, slots_of
@@ -344,7 +345,7 @@ def _has_fields(item: Any) -> bool:
 
 
 def _is_closed(item: Any) -> bool:
-    return is_a(item, _CLOSED) or _is_foreign(type(item).__module__)
+    return is_a(item, _CLOSED) or (_is_foreign(type(item).__module__) and not is_a(item, LRScheduler))
 
 
 @functools.cache
