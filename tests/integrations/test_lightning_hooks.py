@@ -220,6 +220,19 @@ class Scripted(Case):
         return loss * OURS.random()
 
 
+class Setting(Case):
+    """Changes settings of the Trainer, and keeps a number there."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.gradient_clip_val = 0.01
+            self.trainer.fit_loop.max_epochs = EPOCHS + 1
+
+    def changed(self, loss: torch.Tensor) -> torch.Tensor:
+        self.trainer.weight = 0.9 * getattr(self.trainer, "weight", 1.0)  # type: ignore[attr-defined]
+        return loss * self.trainer.weight  # type: ignore[attr-defined, no-any-return]
+
+
 class Growing(Case):
     """Doubles its batches, by loaders that are made anew in each epoch."""
 
@@ -335,6 +348,7 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Any] | None, dict[str, A
     "callback-counts": (Case, table, {"callbacks": [Weighing]}),
     "attributes": (Averaging, table, {}),
     "scripted": (Scripted, table, {}),
+    "settings": (Setting, table, {"gradient_clip_val": 1.0}),
     "batch-size": (Growing, None, {"reload_dataloaders_every_n_epochs": 1}),
     "shards": (Case, Shards, {"reload_dataloaders_every_n_epochs": 1}),
     "optimizer-made-anew": (Restarting, table, {}),
