@@ -209,12 +209,12 @@ class Checkpointer:
             check_epochs(self._stateful.values(), then=self.scalars, now=scalars)
             self._has_looked = True
             self._look_for_uneven_steps()
+        self.scalars.update(scalars)
         if self._joined.session.rank == 0:
             self._watch.named = self.named
-            self._watch.look(self._models.values(), self._stateful, self._optimizers, self.scalars | scalars, self._iteration)
+            self._watch.look(self._models.values(), self._stateful, self._optimizers, self.scalars, self._iteration)
         self._steps.refuse_stranger()
         self._end_of_step()
-        self.scalars.update(scalars)
         before, self._updates = self._updates, self._updates + self._steps.take()
         if self.due(before, self._updates):
             if not self.stats.snapshots and self._joined.session.plan.version is None:
@@ -456,6 +456,10 @@ class Checkpointer:
         """
         self._steps.announced()
         self._wait_for_copy()
+
+    def refuse_stranger(self) -> None:
+        """Raises StateError if an optimizer with a state has stepped that was not given, while its model was; `step` does so itself."""
+        self._steps.refuse_stranger()
 
     def _wait_for_copy(self) -> None:
         faults.at_step(self._iteration, "before_update")

@@ -13,7 +13,8 @@ from transformers import Trainer
 
 from gemini_ft.loaders.ahead import FetchedAhead, base_of, no_epoch
 from gemini_ft.loaders.loader import bookmark_of, make_resumable
-from gemini_ft.state.modes import Modes, set_by
+from gemini_ft.state.methods import set_by
+from gemini_ft.state.modes import Modes
 
 _THEIRS = ("transformers", "accelerate")
 

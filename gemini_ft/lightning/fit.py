@@ -225,6 +225,7 @@ class Fit:
         optimizers = self._trainer.strategy.optimizers
         if len(optimizers) != len(self._optimizers) or any(a is not b for a, b in zip(optimizers, self._optimizers, strict=True)):
             self._follow_optimizers()
+        self.checkpointer.refuse_stranger()
         if self._found is not None:
             loaders = map(bookmark_of, trainer_loops.training_loaders(self._trainer))
             with self.checkpointer.putting_back():

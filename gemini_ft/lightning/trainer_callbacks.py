@@ -9,10 +9,14 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import SWALR
 
-from gemini_ft.state.modes import Modes, kept_by, not_users, set_by
+from gemini_ft.state.methods import kept_by, set_by
+from gemini_ft.state.modes import Modes, not_users
 
 # Attributes that ModelCheckpoint's state_dict or load_state_dict leaves out: a file would be saved twice, not at all, or without its score.
 _NOT_SAVED = frozenset({"_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "current_score"})
+# Attributes of a Trainer that other classes of Lightning set, or that are captured by themselves.
+_OF_TRAINER = {"accumulate_grad_batches", "callbacks", "datamodule", "should_stop", "val_check_batch"}
+_OF_TRAINER |= {"_default_root_dir", "_last_val_time", "_train_start_time", "_val_check_time_interval"}
 _FINDERS = {"BatchSizeFinder", "LearningRateFinder"}
 
 
@@ -30,11 +34,12 @@ def has_state(callback: Any) -> bool:
 def _saved_by(callback: Any) -> frozenset[str]:
     """Names of the attributes that belong to the state that a callback saves.
 
-    They are all that Lightning's class with the ``state_dict``, or a base of it, ever sets; of the user's classes those in that method.
+    They are all that Lightning's class with the ``state_dict``, or a base of it, ever sets, and those that such methods use.
     """
     kinds = type(callback).__mro__
     first = next(index for index, kind in enumerate(kinds) if "state_dict" in vars(kind))
-    return frozenset(name for kind in kinds[first:] for name in (set_by if _is_shipped(kind) else kept_by)(kind)) - _NOT_SAVED
+    shipped = [set_by(kind) for kind in kinds[first:] if _is_shipped(kind)]
+    return kept_by(type(callback)).union(*shipped) - _NOT_SAVED
 
 
 def shipped_names(callback: Any) -> set[str]:
@@ -47,7 +52,11 @@ def _is_shipped(kind: type) -> bool:
 
 
 def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module]) -> Modes:
-    """Flags and plain attributes of the module, the datamodule, and callbacks, but for the state that these save themselves."""
+    """Flags and plain attributes of the module, the datamodule, and callbacks, but for the state that these save themselves.
+
+    And those of the Trainer: its settings, how long it trains, and what the script keeps there.
+    """
+    settings = _settings(trainer)
     base = importlib.import_module(package)
     blank = {kind: frozenset(vars(kind())) - {"training"} for kind in (base.LightningModule, base.LightningDataModule)}
 
@@ -56,7 +65,7 @@ def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module])
         own = getattr(item, "__dict__", {})
         states = own.get("_defaults")  # a torchmetrics.Metric's, which are captured as such
         metrics = frozenset(name for name, value in own.items() if _is_metric(value)) if is_holder(item) else frozenset[str]()
-        saved = _saved_by(item) if isinstance(item, base.Callback) else frozenset[str]()
+        saved = _saved_by(item) if isinstance(item, base.Callback) else settings.get(id(item), frozenset[str]())
         return not_users(item) | private | saved | metrics | (frozenset(states) if isinstance(states, dict) else frozenset())
 
     def is_holder(item: Any) -> bool:
@@ -69,7 +78,20 @@ def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module])
     }
     if trainer.datamodule is not None:
         others["datamodule"] = trainer.datamodule
+    others |= {"trainer": trainer, "trainer.fit_loop": trainer.fit_loop, "trainer.epoch_loop": trainer.fit_loop.epoch_loop}
     return Modes(modules, others, leave)
+
+
+def _settings(trainer: Any) -> dict[int, frozenset[str]]:
+    """Names of attributes, of the Trainer and its loops by their ids, that Lightning changes itself."""
+    loop = trainer.fit_loop
+    theirs = {name for kind in type(trainer).__mro__ for name in set_by(kind) if name.startswith("_")}
+    lengths = {"min_epochs"} if _averaging(trainer) else {"min_epochs", "max_epochs"}  # averaging adds an epoch when the fit starts
+    return {
+        id(trainer): frozenset(theirs | _OF_TRAINER),
+        id(loop): frozenset(vars(loop).keys() - lengths),
+        id(loop.epoch_loop): frozenset(vars(loop.epoch_loop).keys() - {"min_steps", "max_steps"}),
+    }
 
 
 def _is_metric(value: Any) -> bool:

@@ -15,7 +15,15 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils.worker import _IterableDatasetStopIteration
 
 from gemini_ft.state.remembered import Attributes, Values
-from gemini_ft.state.rng import Randomness, generator_states, private_generators, randomness, set_generator_states, set_randomness
+from gemini_ft.state.rng import (
+    Randomness,
+    generator_states,
+    private_generators,
+    randomness,
+    script_generators,
+    set_generator_states,
+    set_randomness,
+)
 
 # Of one worker: its process's generators; attributes that differ from those it was started with; private generators, by path.
 State = tuple[Randomness, Values, dict[str, Any]]
@@ -45,6 +53,7 @@ class StampingCollate:
 
     def begin(self, dataset: Any, state: State | None) -> None:
         """Restores ``state`` in the worker, before its first sample."""
+        script_generators()  # looks for them, in the worker's own process
         self._roots = {"dataset": dataset, "collate": self._collate}
         self._generators = private_generators(**self._roots)
         self._attributes = Attributes(self._roots, shared=False)

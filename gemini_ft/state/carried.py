@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import functools
+import gc
 import inspect
 import itertools
 import time
@@ -23,10 +23,11 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from gemini_ft.state.fields import NO_FIELDS, fields_of, parts_of
-from gemini_ft.state.left_out import SHARED, is_library_file, is_of_library, script_frames, variables_of, within
+from gemini_ft.state.fields import NO_FIELDS, fields_of, is_a, parts_of
+from gemini_ft.state.left_out import SHARED, within
 from gemini_ft.state.loop_turns import LoopTurn, begun_by, turns_at
 from gemini_ft.state.remembered import MODULE_INTERNALS
+from gemini_ft.state.script import is_library_file, is_of_library, script_frames, variables_of
 from gemini_ft.state.tensors import local
 from gemini_ft.state.values import Opaque, is_same, snapshot
 
@@ -125,7 +126,7 @@ class Carried:
         data = {
             path
             for path in names - added
-            if path.partition(".")[0] in variables.iterated and ("." in path or not isinstance(found[path].value, Number))
+            if path.partition(".")[0] in variables.iterated and ("." in path or not is_a(found[path].value, Number))
         }
         return LoopChanges(carried=sorted(names - added - data), added=sorted(added), data=sorted(data), odd=odd)
 
@@ -160,13 +161,13 @@ class Carried:
                 if id(item) in seen or len(seen) > _OBJECTS or self._is_known(item):
                     continue
                 parts = _parts(item, variables)
-                if is_attribute and (parts is None or isinstance(item, (*_CONTAINERS, nn.Module))):
+                if is_attribute and (parts is None or is_a(item, (*_CONTAINERS, nn.Module))):
                     leaves[path] = leaf if type(item) is not itertools.count else leaf._replace(value=_next_of(item))
-                elif parts is not None and not isinstance(item, _CONTAINERS):
+                elif parts is not None and not is_a(item, _CONTAINERS):
                     owners[path] = leaf
                 if parts:
                     seen.add(id(item))
-                    below += [(f"{path}.{key}", _Leaf(id(item), part), not isinstance(item, _CONTAINERS)) for key, part in parts]
+                    below += [(f"{path}.{key}", _Leaf(id(item), part), not is_a(item, _CONTAINERS)) for key, part in parts]
             level = below
         return owners, leaves
 
@@ -175,43 +176,43 @@ class Carried:
         kind: type = type(value)
         if id(value) in self._known:
             return True
-        if isinstance(value, type | FunctionType | ModuleType):
-            return is_of_library(value.__name__ if isinstance(value, ModuleType) else value.__module__)
-        if isinstance(value, SHARED):
+        if is_a(value, type | FunctionType | ModuleType):
+            return is_of_library(value.__name__ if is_a(value, ModuleType) else value.__module__)
+        if is_a(value, SHARED):
             return False
-        if isinstance(value, torch.Tensor):
+        if is_a(value, torch.Tensor):
             return _memory(value) in self._memory
-        if isinstance(value, dict | list | tuple):  # of the model's own tensors
-            parts = [*islice(value.values() if isinstance(value, dict) else value, _MANY)]
-            return bool(parts) and all(isinstance(part, torch.Tensor) and self._is_known(part) for part in parts)
-        if isinstance(value, AveragedModel):
+        if is_a(value, dict | list | tuple):  # of the model's own tensors
+            parts = [*islice(value.values() if is_a(value, dict) else value, _MANY)]
+            return bool(parts) and all(is_a(part, torch.Tensor) and self._is_known(part) for part in parts)
+        if is_a(value, AveragedModel):
             return True
-        if isinstance(value, nn.Module):
+        if is_a(value, nn.Module):
             return any(_memory(tensor) in self._memory for tensor in value.parameters())
-        if isinstance(value, GeneratorType):
+        if is_a(value, GeneratorType):
             return is_library_file(value.gi_code.co_filename)
         is_pythons = kind.__module__ == "builtins" and (hasattr(kind, "__next__") or inspect.isroutine(value))
-        return not isinstance(value, _LOOKED_INTO) and (is_pythons or is_of_library(kind.__module__))
+        return not is_a(value, _LOOKED_INTO) and (is_pythons or is_of_library(kind.__module__))
 
 
 def _parts(item: Any, variables: _Variables) -> list[tuple[Any, Any]] | None:
     """Returns (name, part) for each part of a value that may have state; None: the value has no parts."""
-    if isinstance(item, ModuleType):
+    if is_a(item, ModuleType):
         parts = [] if id(vars(item)) in variables.tables else [*vars(item).items()]
-    elif isinstance(item, FunctionType):  # variables of a closure, and defaults that are changed in place
+    elif is_a(item, FunctionType):  # variables of a closure, and defaults that are changed in place
         code, defaults = item.__code__, item.__defaults__ or ()
         cells = [(name, cell.cell_contents) for name, cell in zip(code.co_freevars, item.__closure__ or (), strict=True) if _is_full(cell)]
         arguments = zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
         parts = [(name, part) for name, part in cells if name not in variables.found] + [*arguments, *vars(item).items()]
-    elif isinstance(item, GeneratorType):
+    elif is_a(item, GeneratorType):
         parts = [*_Variables.of(item.gi_frame).items()] if item.gi_frame is not None else []
-    elif isinstance(item, (*_CONTAINERS, MethodType, functools.partial)):
+    elif is_a(item, (*_CONTAINERS, MethodType, functools.partial)):
         return parts_of(item)
     else:
         fields = fields_of(item)
-        if isinstance(item, torch.Tensor | np.ndarray | Number) or fields is NO_FIELDS:
+        if is_a(item, torch.Tensor | np.ndarray | Number) or fields is NO_FIELDS:
             return None
-        left = MODULE_INTERNALS | {"training"} if isinstance(item, nn.Module) else ()
+        left = MODULE_INTERNALS | {"training"} if is_a(item, nn.Module) else ()
         parts = [(name, part) for name, part in fields.items() if name not in left]
     return [(name, part) for name, part in parts if not str(name).startswith("__")]
 
@@ -275,9 +276,7 @@ def _is_given(path: str, value: Any, scalars: Mapping[str, Any], iteration: int,
     A count of the steps may have begun with the result of `resume`, unless the script begins it with a constant.
     """
     name = path.rpartition(".")[2]
-    if name in scalars or (
-        isinstance(value, int | float) and any(value == each for each in scalars.values() if isinstance(each, int | float))
-    ):
+    if name in scalars or (is_a(value, int | float) and any(value == each for each in scalars.values() if is_a(each, int | float))):
         return True
     if type(value) is int:
         return abs(value - iteration) <= 1 and path not in begun
@@ -299,14 +298,15 @@ def _is_full(cell: Any) -> bool:
 
 def _next_of(counter: itertools.count[Any]) -> Any:
     """Returns the number that a counter gives next, without advancing it."""
-    return ast.literal_eval(repr(counter)[len("count(") : -1].partition(",")[0])
+    held = gc.get_referents(counter)  # it and the step; of a counter in ones the step alone
+    return held[0] if len(held) > 1 else int(repr(counter)[len("count(") : -1])
 
 
 def _is_number(value: Any) -> bool:
     """Whether a value is a number, or a list of numbers."""
-    if isinstance(value, list | deque):
+    if is_a(value, list | deque):
         return all(type(part) in (int, float) for part in islice(value, _MANY))
-    return isinstance(value, int | float | np.number) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+    return is_a(value, int | float | np.number) or (is_a(value, torch.Tensor) and value.dim() == 0)
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -393,4 +393,4 @@ def _kind_of(obj: object) -> _Kind | None:
         return ARRAY
     if kind in _PATHS.values():
         return _PATH
-    return next((how for family, how in _FAMILIES if isinstance(obj, family)), None)
+    return next((how for family, how in _FAMILIES if issubclass(kind, family)), None)

@@ -6,7 +6,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from types import MappingProxyType, MemberDescriptorType, MethodType
+from types import GetSetDescriptorType, MappingProxyType, MemberDescriptorType, MethodType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -21,12 +21,14 @@ def fields_of(item: Any) -> Fields:
     They are looked up and set where they lie: no property, ``__getattr__`` or ``__setattr__`` of the object's class is called.
     Returns `NO_FIELDS` for an object that has no place for attributes.
     """
-    try:
-        own = item.__dict__
-    except Exception:  # a __getattr__ of the script may raise anything
-        own = NO_FIELDS
     kind: type = type(item)
+    own = _dict_of(kind)(item)
     return _SlotFields(item, slots, own) if (slots := slots_of(kind)) else own
+
+
+def is_a(item: Any, kinds: Any) -> bool:
+    """Whether an object is of one of ``kinds``; unlike ``isinstance`` this does not ask a lazy proxy for its ``__class__``."""
+    return issubclass(type(item), kinds)
 
 
 def of_class(function: Callable[[type], T]) -> Callable[[type], T]:
@@ -40,6 +42,13 @@ def of_class(function: Callable[[type], T]) -> Callable[[type], T]:
         return found
 
     return look
+
+
+@of_class
+def _dict_of(kind: type) -> Callable[[Any], Fields]:
+    """Returns what reads the ``__dict__`` of a class's objects, unless that is a property of the script's own."""
+    found = next((vars(base)["__dict__"] for base in kind.__mro__ if "__dict__" in vars(base)), None)
+    return found.__get__ if isinstance(found, GetSetDescriptorType | MemberDescriptorType) else lambda _: NO_FIELDS
 
 
 @of_class
@@ -90,14 +99,14 @@ def parts_of(item: Any, most: int = FEW) -> list[tuple[Any, Any]]:
 
     Mappings that are not dicts have no entries here: they may read a file for each.
     """
-    if isinstance(item, functools.partial):
+    if is_a(item, functools.partial):
         return [*enumerate(item.args), *item.keywords.items(), ("func", item.func)]
-    if isinstance(item, MethodType):  # for example a collate function of the dataset
+    if is_a(item, MethodType):  # for example a collate function of the dataset
         return [("self", item.__self__)]
     entries: list[tuple[Any, Any]] = []
-    if isinstance(item, dict):
-        entries = list(itertools.islice(item.items(), most))
-    elif isinstance(item, (list, tuple)):
-        values = list.__iter__(item) if isinstance(item, list) else tuple.__iter__(item)
+    if is_a(item, dict):
+        entries = list(itertools.islice(dict.items(item), most))
+    elif is_a(item, (list, tuple)):
+        values = list.__iter__(item) if is_a(item, list) else tuple.__iter__(item)
         entries = list(enumerate(itertools.islice(values, most)))
     return entries + list(fields_of(item).items())

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as torch_loaders
 
 from gemini_ft.errors import StateError
-from gemini_ft.state.left_out import instances, variables_of
+from gemini_ft.state.left_out import instances
+from gemini_ft.state.script import variables_of
 
 _log = logging.getLogger("gemini_ft")
 _COUNTERS = (type(iter(range(0))), itertools.count)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import inspect
-import os
 import pickle
 import random
-import sys
 from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
-from pathlib import Path
-from types import FrameType, ModuleType, NoneType
+from types import ModuleType, NoneType
 from typing import Any
 
 import numpy as np
@@ -22,13 +17,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from gemini_ft.state.fields import parts_of
-from gemini_ft.state.rng import generator_states, private_generators
+from gemini_ft.state.fields import is_a, parts_of
+from gemini_ft.state.rng import generator_states, private_generators, script_generators
+from gemini_ft.state.script import script_frames, variables_of
 
-_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent))  # this package, and Python's, with what is installed there
 _MANY = 100  # more are data
 SHARED = (type, ModuleType, NoneType, int, float, complex, str, bytes, Enum)  # one such object may be the value of many variables
-_UNSHARED = 3  # references to the dict of a frame's variables: of the frame, of who looks at it, and of the count itself
 
 
 def left_out(given: Iterable[Any], optimizers: Collection[Any]) -> list[str]:
@@ -57,8 +51,8 @@ class Generators:
     """
 
     def __init__(self, given: Iterable[Any]) -> None:
-        known = {id(random._inst), id(np.random.mtrand._rand)}  # the process's own, which are captured
-        known |= {id(each) for each in private_generators(given=[*given]).values()}
+        known = {id(random._inst), id(np.random.mtrand._rand), *map(id, script_generators().values())}  # which are captured
+        known |= {id(each) for each in private_generators(**{str(index): item for index, item in enumerate(given)}).values()}
         found = private_generators(**_variables())
         self._unknown = {path: generator for path, generator in found.items() if id(generator) not in known}
         self._states, self._seeds = self._present(), self._seeded()
@@ -92,48 +86,13 @@ def _variables() -> dict[str, Any]:
     return {name: value for name, value in found.items() if not issubclass(type(value), ModuleType | type)}
 
 
-def script_frames() -> Iterator[FrameType]:
-    """The frames of the script's own code that are under way, the innermost first."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if not is_library_file(frame.f_code.co_filename):
-            yield frame
-        frame = frame.f_back
-
-
-@functools.cache
-def is_of_library(module: str | None) -> bool:
-    """Whether what has been defined in a module, by its name, is not of the script's own code."""
-    if module is None or module == "builtins":
-        return False
-    return module.partition(".")[0] in sys.stdlib_module_names or is_library_file(getattr(sys.modules.get(module), "__file__", None) or "")
-
-
-def is_library_file(file: str) -> bool:
-    """Whether a file of code is none of the script's own."""
-    return "site-packages" in file or file.startswith(_LIBRARIES)
-
-
-def variables_of(frame: FrameType) -> dict[str, Any]:
-    """The local variables of a frame, which does not keep them alive afterwards.
-
-    Before Python 3.13 the dict of a function's variables stays in its frame once it was asked for. It is emptied, unless the script has
-    asked for it as well (``locals()``); the variables themselves lie elsewhere.
-    """
-    kept = frame.f_locals
-    found = dict(kept)
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(kept) == _UNSHARED:
-        kept.clear()
-    return found
-
-
 def instances(*kinds: type) -> Iterator[Any]:
     """The objects of ``kinds``, and of their subclasses, that exist in this process."""
     classes, more = list[type](), [*kinds]
     while more:
         classes.append(kind := more.pop())
         more += kind.__subclasses__()
-    return (item for item in gc.get_referrers(*classes) if isinstance(item, kinds))
+    return (item for item in gc.get_referrers(*classes) if is_a(item, kinds))
 
 
 def within(items: Iterable[Any], depth: int = 6) -> set[int]:
@@ -148,7 +107,7 @@ def within(items: Iterable[Any], depth: int = 6) -> set[int]:
 
 def _held_by(item: Any) -> list[Any]:
     with contextlib.suppress(Exception):  # an object may raise anything when it is asked what it is
-        return [*item.children()] if isinstance(item, nn.Module) else [part for _, part in parts_of(item, _MANY)][:_MANY]
+        return [*item.children()] if is_a(item, nn.Module) else [part for _, part in parts_of(item, _MANY)][:_MANY]
     return []
 
 

@@ -104,7 +104,7 @@ class LoopWatch:
             iteration: the number of steps so far.
         """
         self._safely("batches", self._look_at_batches, state.values())
-        self._look_at_rest(models, [*models, *state.values()], optimizers, scalars, iteration)
+        self._look_at_rest(models, [*models, *state.values(), scalars], optimizers, scalars, iteration)
 
     def look_beside(self, state: Mapping[str, Any], inner: Mapping[str, Any], iteration: int) -> None:
         """Looks at a loop of Fabric, apart from its batches.

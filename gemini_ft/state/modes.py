@@ -10,13 +10,8 @@ kept, so that a script may change its constants between two runs.
 
 from __future__ import annotations
 
-import ast
-import dis
-import inspect
 import logging
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -25,6 +20,7 @@ from torch import nn
 
 from gemini_ft.core.census import Fate, Finding, declare
 from gemini_ft.state.fields import of_class
+from gemini_ft.state.methods import set_by
 from gemini_ft.state.remembered import HOOKS, MODULE_INTERNALS, Attributes
 from gemini_ft.state.rng import generator_states, private_generators, set_generator_states
 
@@ -63,57 +59,6 @@ def _internals(kind: type) -> frozenset[str]:
     theirs = {name for base in kind.__mro__ if base.__module__.partition(".")[0] in _OTHERS for name in set_by(base)}
     private = {name for name in theirs if name.startswith("_")} - {"_hparams"}  # which a script may change while it trains
     return MODULE_INTERNALS | private if private else MODULE_INTERNALS
-
-
-@of_class
-def set_by(kind: type) -> frozenset[str]:
-    """Names of the attributes that the methods of a class set of their first argument; by their code, as there may be no source."""
-    found: list[tuple[Any, ...]] = [(item.fget, item.fset) if isinstance(item, property) else (item,) for item in vars(kind).values()]
-    functions = [inspect.unwrap(getattr(part, "__func__", part)) for parts in found for part in parts]
-    return frozenset(
-        name for each in functions if isinstance(each, FunctionType) for name in _stores(each.__code__, each.__code__.co_varnames[:1])
-    )
-
-
-@of_class
-def kept_by(kind: type) -> frozenset[str]:
-    """Names of the attributes in a class's ``state_dict`` and ``load_state_dict``; all that it sets, where these take ``vars(self)``."""
-    methods = [method for method in _methods(kind) if method.name in ("state_dict", "load_state_dict")]
-    own = [part for method in methods for part in _own(method)]
-    uses = sum(isinstance(part, ast.Name) and part.id == _first(method) for method in methods for part in ast.walk(method))
-    names = frozenset(part.attr for part in own)
-    return names | set_by(kind) if uses > len(own) or "__dict__" in names else names
-
-
-def _methods(kind: type) -> list[ast.FunctionDef]:
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    except (OSError, SyntaxError, TypeError):
-        return []
-    return [item for item in ast.walk(tree) if isinstance(item, ast.FunctionDef) and item.args.args]
-
-
-def _first(method: ast.FunctionDef) -> str:
-    return method.args.args[0].arg
-
-
-def _own(method: ast.FunctionDef) -> list[ast.Attribute]:
-    """The attributes that a method names of its first argument."""
-    found = [part for part in ast.walk(method) if isinstance(part, ast.Attribute)]
-    return [part for part in found if isinstance(part.value, ast.Name) and part.value.id == _first(method)]
-
-
-def _stores(code: CodeType, first: tuple[str, ...]) -> Iterator[str]:
-    last: dis.Instruction | None = None
-    before: dis.Instruction | None = None
-    for each in dis.get_instructions(code):
-        owner = before if each.opname == "LOAD_ATTR" and last is not None and last.opname == "COPY" else last  # `self.count += 1` reads it
-        if owner is not None and (each.opname == "STORE_ATTR" or owner is before):
-            names = owner.argval if isinstance(owner.argval, tuple) else (owner.argval,)
-            yield from (each.argval,) if names[-1:] == first else ()
-        if each.opname != "EXTENDED_ARG":
-            last, before = each, last
-    yield from (name for inner in code.co_consts if isinstance(inner, CodeType) for name in _stores(inner, first))
 
 
 class Modes:

@@ -36,18 +36,17 @@ class OptimizerSteps:
         self._state: PlainState | None = None
         self._handles: list[Any] = []
         self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._stranger: Optimizer | None = None  # one that has stepped and was not given
+        self._has_hooks = True
+        self._stranger: Callable[[], Optimizer | None] = lambda: None  # one that has stepped and was not given, if it still exists
         self.made = 0
         self.has_stepped = False
         self._idle: int | None = 0  # iterations without a step; None: there has been one
         self._is_unannounced = False  # one has been captured since the loop announced an update for the last time
 
     def follow(self, state: PlainState, others: Iterable[Optimizer], hooks: bool) -> None:
-        """Follows the optimizers of ``state`` and the others; without ``hooks`` only gradients that wait for a step are looked at."""
-        self._state = state
+        """Follows the optimizers of ``state`` and the others; without ``hooks`` it does not count their steps, nor makes them wait."""
+        self._state, self._has_hooks = state, hooks
         self._handles += state.watch()
-        if not hooks:
-            return
         for optimizer in [*every_optimizer(state.optimizers).values(), *others]:
             self._hook(optimizer)
         looking = weakref.WeakMethod(self._any_stepped)  # of all optimizers of the process: it must not keep this object alive
@@ -94,19 +93,22 @@ class OptimizerSteps:
         return stepped
 
     def refuse_stranger(self) -> None:
-        """Raises StateError if an unknown optimizer has stepped; one that another holds since then is taken in."""
-        stranger, self._stranger = self._stranger, None
-        if stranger is None:
+        """Raises StateError if an unknown optimizer with a state has stepped; one that another holds since then is taken in."""
+        stranger, self._stranger = self._stranger(), lambda: None
+        if stranger is None or not stranger.state:
             return
         if stranger not in set(every_optimizer(self._state.optimizers if self._state is not None else ()).values()):
             raise StateError(
                 f"an optimizer that was not given has stepped, a {type(stranger).__qualname__} with parameters of a model that was, "
-                "so its state is in no snapshot; where an optimizer is replaced, call checkpointer.bind(model, optimizers) with the new one"
+                "so its state is in no snapshot; give it with the others (return it from Lightning's configure_optimizers, put it into the "
+                "state of Fabric), or, where an optimizer is replaced, call checkpointer.bind(model, optimizers) with the new one"
             )
         self._hook(stranger)
 
     def _hook(self, optimizer: Optimizer) -> None:
         self._hooked.add(optimizer)
+        if not self._has_hooks:
+            return
         self._is_unannounced |= optimizer in _captured
         self._handles.append(optimizer.register_step_pre_hook(self._begin))
         self._handles.append(optimizer.register_step_post_hook(self._end))
@@ -127,10 +129,10 @@ class OptimizerSteps:
 
     def _any_stepped(self, optimizer: Optimizer) -> None:
         """Watches every optimizer of this process: an unknown one that steps writes captured state, while its own state is not captured."""
-        if optimizer not in self._hooked and self._stranger is None and self._state is not None:
+        if optimizer not in self._hooked and self._stranger() is None and self._state is not None:
             ours = {id(param) for model in self._state.models.values() for param in model.parameters()}
             if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
-                self._stranger = optimizer
+                self._stranger = weakref.ref(optimizer)
 
 
 def _note_capture(optimizer: Optimizer, *_: Any) -> None:

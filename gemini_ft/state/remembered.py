@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from gemini_ft.state.fields import FEW, NO_FIELDS, Fields, fields_of, parts_of, slots_of
+from gemini_ft.state.fields import FEW, NO_FIELDS, Fields, fields_of, is_a, parts_of, slots_of
 from gemini_ft.state.rng import GENERATORS  # whose states are kept beside attributes
 from gemini_ft.state.tensors import version_of
 from gemini_ft.state.values import ATOMS, MAPPINGS, SEQUENCES, NotPlain, Opaque, copy_of, entries, is_same, is_shared, snapshot, wrote
@@ -97,7 +98,7 @@ class Attributes:
             marked = self._marked[path] = {}
             for name, value in self._of(path, item):
                 marked[name] = snapshot(value, not self._caches)
-                if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                if is_a(value, torch.Tensor) and value.device.type != "cpu":
                     self._elsewhere[path, name] = value, version_of(value)
 
     def follow(self, roots: Mapping[str, Any]) -> None:
@@ -141,7 +142,7 @@ class Attributes:
             for name, value, then in differing:
                 if type(then) is Opaque and then.is_now(value) and not _is_iterator(value):
                     continue
-                if isinstance(value, torch.Tensor) and self._is_unwritten(path, name, value):
+                if is_a(value, torch.Tensor) and self._is_unwritten(path, name, value):
                     continue
                 if id(value) in self._namespaces and type(then) is Opaque and then.is_of(value):
                     continue
@@ -150,7 +151,7 @@ class Attributes:
                 except NotPlain:
                     if not (self._is_root(value) or self._holds_roots(value, then) or _is_harmless(value, self._caches)):
                         lost.append(f"{path}.{name}")
-                        if then is None and isinstance(value, torch.Tensor):
+                        if then is None and is_a(value, torch.Tensor):
                             self._see(lost[-1], value)
                     continue
                 if not is_same(copy, then):
@@ -205,7 +206,7 @@ class Attributes:
                 if name not in given and (type(then) is Opaque or current is then):
                     continue
                 present = snapshot(current)
-                if is_same(present, then) or (name not in given and type(present) is Opaque and (not lost or isinstance(current, _CODE))):
+                if is_same(present, then) or (name not in given and type(present) is Opaque and (not lost or is_a(current, _CODE))):
                     continue
                 if not (is_shared(current) and wrote(current, then)):
                     _set(now, name, copy_of(then))
@@ -240,7 +241,7 @@ class Attributes:
         return item if id(item) in self._namespaces else fields_of(item)
 
     def _is_namespace(self, item: Any) -> bool:
-        own = isinstance(item, dict) and not self._caches and type(item) not in MAPPINGS
+        own = is_a(item, dict) and not self._caches and type(item) not in MAPPINGS
         return own and len(item) <= FEW and all(type(key) is str for key in item)
 
     def _is_unwritten(self, path: str, name: str, value: torch.Tensor) -> bool:
@@ -253,7 +254,7 @@ class Attributes:
 
     def _is_root(self, value: Any) -> bool:
         """Whether a value is a module that is watched by others, or a wrapper around it."""
-        if not isinstance(value, nn.Module):
+        if not is_a(value, nn.Module):
             return False
         roots = set(map(id, self._roots.values()))
         return any(id(module) in roots for module in value.modules())
@@ -262,11 +263,11 @@ class Attributes:
         """Whether a container is the one that it was, of the roots, or their parameters and buffers: an RNN has a list of its weights."""
         if type(then) is not Opaque or not then.is_of(value) or not entries(value):
             return False
-        known = {id(tensor) for root in self._roots.values() if isinstance(root, nn.Module) for tensor in _tensors(root)}
+        known = {id(tensor) for root in self._roots.values() if is_a(root, nn.Module) for tensor in _tensors(root)}
         return all(id(part) in known or self._is_root(part) for part in entries(value))
 
     def _names_to_leave(self, item: Any) -> frozenset[str]:
-        names = self._leave(item) | (OF_LOADERS if isinstance(item, DataLoader) else frozenset())
+        names = self._leave(item) | (OF_LOADERS if is_a(item, DataLoader) else frozenset())
         return MODULE_INTERNALS if names == MODULE_INTERNALS else names
 
     def _of(self, path: str, item: Any) -> Iterator[tuple[str, Any]]:
@@ -337,14 +338,14 @@ def _delete(fields: Fields, name: str) -> None:
 
 def _has_fields(item: Any) -> bool:
     """Whether an object has attributes that a script may set: of Python's own classes with slots, fractions for example, none changes."""
-    if isinstance(item, (functools.partial, MethodType)) or fields_of(item) is NO_FIELDS:
+    if is_a(item, (functools.partial, MethodType)) or fields_of(item) is NO_FIELDS:
         return False
     kind: type = type(item)
     return kind.__module__ not in sys.stdlib_module_names or not slots_of(kind)
 
 
 def _is_closed(item: Any) -> bool:
-    return isinstance(item, _CLOSED) or _is_foreign(type(item).__module__)
+    return is_a(item, _CLOSED) or (_is_foreign(type(item).__module__) and not is_a(item, LRScheduler))
 
 
 @functools.cache
@@ -356,9 +357,9 @@ def _is_foreign(module: str) -> bool:
 
 
 def _parts(item: Any) -> list[tuple[Any, Any]]:
-    left = MODULE_INTERNALS if isinstance(item, nn.Module) else OF_LOADERS if isinstance(item, DataLoader) else ()
+    left = MODULE_INTERNALS if is_a(item, nn.Module) else OF_LOADERS if is_a(item, DataLoader) else ()
     parts = [(name, value) for name, value in parts_of(item) if name not in left]
-    if isinstance(item, nn.Module):  # its submodules are roots, if they are anything
+    if is_a(item, nn.Module):  # its submodules are roots, if they are anything
         parts += [(f"{kind}.{index}", hook) for kind in HOOKS for index, hook in enumerate(getattr(item, kind).values())]
     return parts
 
@@ -378,11 +379,11 @@ def _is_harmless(value: Any, caches: bool) -> bool:
     A large mapping that grows cannot be told from a cache by looking at it, and in data caches are the rule. In modules and callbacks
     it is rather an average of the weights, or what was seen of each sample.
     """
-    if isinstance(value, GENERATORS) or _is_iterator(value) or isinstance(value, (torch.Tensor, np.ndarray, *SEQUENCES)):
+    if is_a(value, GENERATORS) or _is_iterator(value) or is_a(value, (torch.Tensor, np.ndarray, *SEQUENCES)):
         return False
-    if not caches and (isinstance(value, nn.Module) or not all(isinstance(part, (*_CODE, type, NoneType)) for part in entries(value))):
+    if not caches and (is_a(value, nn.Module) or not all(is_a(part, (*_CODE, type, NoneType)) for part in entries(value))):
         return False
-    return _is_closed(value) or isinstance(value, (dict, *_CODE)) or (caches and not _has_fields(value))
+    return _is_closed(value) or is_a(value, (dict, *_CODE)) or (caches and not _has_fields(value))
 
 
 # ZeRO 3 notes in the last one, in a forward pass, which parameters of other modules that has used.

@@ -1,6 +1,7 @@
 """States of random generators, as plain data that every codec can carry.
 
-There are those of the process, from which training draws, and those that a data pipeline or a module keeps for itself.
+There are those of the process, from which training draws, those in variables of the script's modules, which count among them, and those
+that a data pipeline or a module keeps for itself.
 """
 
 from __future__ import annotations
@@ -8,18 +9,22 @@ from __future__ import annotations
 import array
 import contextlib
 import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
 from gemini_ft import accelerator
-from gemini_ft.state.fields import parts_of
+from gemini_ft.state.fields import is_a, parts_of
+from gemini_ft.state.script import script_modules
 
-# (torch's bytes, (version, words, gauss) of `random`, numpy's: (name, words, position, has_gauss, gauss) of its usual generator)
-Randomness = tuple[bytes, tuple[int, bytes, float | None], tuple[str, bytes, int, int, float] | dict[str, Any]]
+# (torch's bytes, (version, words, gauss) of `random`, numpy's: (name, words, position, has_gauss, gauss) of its usual generator; where
+# the script has generators, their states by name)
+Randomness = tuple[Any, ...]
 
 _CLOSED = (str, bytes, int, float, type, torch.Tensor, np.ndarray)
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -27,13 +32,53 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 
 def is_generator(value: Any) -> bool:
     """Whether a value is a random generator with a state; what draws from the system has none."""
-    return isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
+    return is_a(value, GENERATORS) and not is_a(value, random.SystemRandom)
+
+
+class _ScriptGenerators:
+    """The generators in variables of the script's modules and in attributes of their classes, as they were at the last look."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Any] = {}
+        self._modules: list[ModuleType] = []
+        self._imported = 0
+
+    def look(self) -> dict[str, Any]:
+        if self._imported != len(sys.modules):
+            self._modules, self._imported = script_modules(), len(sys.modules)
+        of_process = {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}
+        found = {
+            f"{module.__name__}.{name}": value for module in self._modules for name, value in _variables(module) if is_generator(value)
+        }
+        self._found = {name: value for name, value in found.items() if id(value) not in of_process}
+        return self._found
+
+    def seen(self) -> dict[str, Any]:
+        """Returns those of the last look; it looks again where modules have been imported since."""
+        return self._found if self._imported == len(sys.modules) else self.look()
+
+
+_of_script = _ScriptGenerators()
+
+
+def script_generators() -> dict[str, Any]:
+    """The generators in variables of the script's modules and in attributes of their classes, by name."""
+    return _of_script.look()
+
+
+def _variables(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    for name, value in [*vars(module).items()]:
+        path = f"{module.__name__}.{name}"
+        yield path, value
+        if is_a(value, type) and vars(value).get("__module__") == module.__name__:
+            yield from ((f"{path}.{attribute}", inner) for attribute, inner in [*vars(value).items()])
 
 
 def randomness() -> Randomness:
     """The state of this process's global generators: about 10 KB, as few objects, for it is taken at every step."""
     version, words, gauss = random.getstate()
-    return torch.get_rng_state().numpy().tobytes(), (version, array.array("I", words).tobytes(), gauss), _numpy_state()
+    state = torch.get_rng_state().numpy().tobytes(), (version, array.array("I", words).tobytes(), gauss), _numpy_state()
+    return (*state, generator_states(found)) if (found := _of_script.seen()) else state
 
 
 def _numpy_state() -> tuple[str, bytes, int, int, float] | dict[str, Any]:
@@ -45,7 +90,9 @@ def _numpy_state() -> tuple[str, bytes, int, int, float] | dict[str, Any]:
 
 def set_randomness(state: Randomness) -> None:
     """Restores the result of :func:`randomness`."""
-    torch_state, (version, words, gauss), numpy_state = state
+    torch_state, (version, words, gauss), numpy_state, *of_script = state
+    for states in of_script:
+        set_generator_states(script_generators(), states)
     torch.set_rng_state(torch.frombuffer(bytearray(torch_state), dtype=torch.uint8))
     random.setstate((version, tuple(array.array("I", words)), gauss))
     if isinstance(numpy_state, dict):
@@ -57,6 +104,7 @@ def set_randomness(state: Randomness) -> None:
 
 def rng_state() -> dict[str, Any]:
     """`randomness`, and the states of the generator of every accelerator if one is in use; safe to `encode`."""
+    script_generators()
     state: dict[str, Any] = {"host": randomness()}
     if (module := accelerator.in_use()) is not None:  # before it was used, no number has been drawn there
         state["accelerator"] = {"current": module.current_device(), "states": module.get_rng_state_all()}
@@ -128,7 +176,7 @@ def private_generators(**roots: Any) -> dict[str, Any]:
             with contextlib.suppress(Exception):  # an object may raise anything when it is asked what it is
                 if is_generator(item):
                     found[path] = item
-                elif not isinstance(item, _CLOSED):
+                elif not is_a(item, _CLOSED):
                     below += [(f"{path}.{name}", inner) for name, inner in parts_of(item)]
         level = below
     return found
@@ -150,9 +198,14 @@ def _state_of(generator: Any) -> Any:
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
         return generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return generator.bit_generator.state
+    return _comparable(generator.get_state(legacy=False) if isinstance(generator, np.random.RandomState) else generator.bit_generator.state)
+
+
+def _comparable(state: Any) -> Any:
+    """A state of numpy with lists in place of arrays."""
+    if isinstance(state, dict):
+        return {name: _comparable(part) for name, part in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray) else state
 
 
 def _set_state_of(generator: Any, state: Any) -> None:

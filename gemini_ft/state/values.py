@@ -9,7 +9,6 @@ import operator
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection
-from enum import Enum
 from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 from gemini_ft.state import codec
-from gemini_ft.state.fields import FEW
+from gemini_ft.state.fields import FEW, is_a
 from gemini_ft.state.tensors import version_of
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -98,27 +97,25 @@ def copy_of(value: Any) -> Any:
             return value  # its parts never change: comparing it with itself is quick
         return deque(parts, value.maxlen) if kind is deque else kind(parts)
     if kind in MAPPINGS and len(value) <= FEW:
-        if any(isinstance(key, torch.Tensor | np.ndarray) for key in value):  # which are equal to none, or to many
+        if any(is_a(key, torch.Tensor | np.ndarray) for key in value):  # which are equal to none, or to many
             raise NotPlain
         pairs = {copy_of(key): copy_of(part) for key, part in value.items()}
         made: Any = kind
         return made(value.default_factory, pairs) if kind is defaultdict else made(pairs)
-    if isinstance(value, (np.generic, Enum)) and not isinstance(value, np.void):
-        return value
-    if isinstance(value, _Number):
+    if is_a(value, _Number):
         return copy_of(value.value)
-    if isinstance(value, _Numbers):
+    if is_a(value, _Numbers):
         return copy_of(value[:])
-    if kind not in (*SEQUENCES, *MAPPINGS) and not isinstance(value, torch.Tensor | np.void) and codec.is_exact(value):
-        return value  # dates, paths, ranges, dtypes, devices
+    if kind not in (*SEQUENCES, *MAPPINGS) and not is_a(value, torch.Tensor | np.void) and codec.is_exact(value):
+        return value  # dates, paths, ranges, dtypes, devices, enums that can be imported, numbers of numpy
     raise NotPlain
 
 
 def is_shared(value: Any) -> bool:
     """Whether a value lies in memory that worker processes see too. A tensor that is a part of another one may not stay so."""
-    if isinstance(value, torch.Tensor):
+    if is_a(value, torch.Tensor):
         return value.device.type == "cpu" and value.untyped_storage().is_shared() and value.untyped_storage().nbytes() == value.nbytes
-    return isinstance(value, (*_Number, *_Numbers))
+    return is_a(value, (*_Number, *_Numbers))
 
 
 def wrote(shared: Any, value: Any) -> bool:
@@ -181,26 +178,26 @@ def _mark(value: Any, closely: bool, most: int = _SAMPLED) -> int:
 
 
 def _marked(value: Any, closely: bool, most: int) -> int:
-    if isinstance(value, torch.Tensor):
+    if is_a(value, torch.Tensor):
         is_seen = closely and value.device.type == "cpu" and value.layout is torch.strided and value.numel() > 0
         first = repr(value[(0,) * value.ndim].item()) if is_seen and not hasattr(value, "placements") else ""
         return hash((version_of(value), first))
-    if isinstance(value, nn.Module):
+    if is_a(value, nn.Module):
         tensors = [*value.parameters(), *value.buffers()]
         updates = getattr(value, "_update_count", 0) if closely else 0  # of a metric of torchmetrics
         return int(updates) + sum(map(version_of, tensors)) + sum(_mark(tensor, closely) for tensor in tensors[:1])
-    if closely and isinstance(value, (bytearray, array.array)):
+    if closely and is_a(value, (bytearray, array.array)):
         return hash(bytes(value))
     if closely and type(value) is np.ndarray and not value.dtype.hasobject:  # np.memmap is another type: no file is read
         return hash(value.flat[:: max(1, value.size // _SAMPLED)].tobytes())  # copies the sample alone, whatever the strides
     parts = list(itertools.islice(entries(value), most))  # more are data
-    count = len(entries(value)) + sum(_mark(part, closely) for part in parts if isinstance(part, (torch.Tensor, nn.Module)))
+    count = len(entries(value)) + sum(_mark(part, closely) for part in parts if is_a(part, (torch.Tensor, nn.Module)))
     if not closely:
         return count
-    inner = [_mark(part, closely, most // FEW) for part in parts if isinstance(part, (*SEQUENCES, dict, np.ndarray))] if most > 1 else []
+    inner = [_mark(part, closely, most // FEW) for part in parts if is_a(part, (*SEQUENCES, dict, np.ndarray))] if most > 1 else []
     return hash((count, *inner, *(part for part in parts if type(part) in ATOMS)))
 
 
 def entries(value: Any) -> Collection[Any]:
     """The values of a container."""
-    return value.values() if isinstance(value, dict) else value if isinstance(value, SEQUENCES) else ()
+    return value.values() if is_a(value, dict) else value if is_a(value, SEQUENCES) else ()

@@ -14,6 +14,7 @@ from gemini_ft.errors import ConfigError
 from gemini_ft.loaders.ahead import FetchedAhead
 from gemini_ft.loaders.bookmark import Bookmark
 from gemini_ft.state.iterators import BatchSource
+from gemini_ft.state.loop import LoopWatch
 
 data_loader = pytest.importorskip("accelerate.data_loader", reason="needs accelerate: pip install accelerate")
 
@@ -124,3 +125,16 @@ def test_data_of_a_trainer_that_no_snapshot_can_have_are_named_once_and_not_refu
         assert [len([*loader]) for _ in range(2)] == [50, 50]
     (told,) = caplog.records
     assert "the training data keeps what no snapshot can have (dataset.seen changes)" in told.getMessage()
+
+
+def test_generators_of_accelerates_samplers_are_the_loaders(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the script has the sampler in a variable, and ranks share the batches of one order."""
+    made = DataLoader(list(range(24)), batch_size=2, shuffle=True)
+    prepared = data_loader.prepare_data_loader(made, num_processes=2, process_index=1, use_seedable_sampler=True)
+    loader, watched, sampler = gemini_ft.resumable(prepared), LoopWatch(), prepared.batch_sampler.batch_sampler.sampler
+    with caplog.at_level("WARNING", "gemini_ft"):
+        for _ in range(2):
+            for _ in loader:
+                watched.look([], {"loader": loader}, [])
+    assert [text for text in caplog.messages if "draws from the generator" in text] == []
+    assert sampler.generator is not None

@@ -176,7 +176,28 @@ class Whole(Saving):
         vars(self).update(state)
 
 
-@pytest.mark.parametrize("kind", [Half, Whole])
+class Helped(Saving):
+    """Has methods for what it saves."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self.counts(), "seen": self.copies["seen"]}
+
+    def counts(self) -> list[int]:
+        return [self.batches]
+
+    @property
+    def copies(self) -> dict[str, Any]:
+        return {"seen": [*self.seen]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        [self.batches] = state["counts"]
+        self.see(state["seen"])
+
+    def see(self, seen: list[int]) -> None:
+        self.seen = [*seen]
+
+
+@pytest.mark.parametrize("kind", [Half, Whole, Helped])
 def test_what_a_callback_keeps_beside_its_own_state_is_captured(
     kind: type[Saving], fit: Callable[..., Case], caplog: pytest.LogCaptureFixture
 ) -> None:

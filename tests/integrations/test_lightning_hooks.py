@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
 from test_lightning_zoo import Counting, Told
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LinearLR, ReduceLROnPlateau, SequentialLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MeanMetric, MetricTracker, MinMaxMetric, RunningMean
 
@@ -197,6 +198,41 @@ class Averaging(Case):
         return loss * (1 + self.average) * self.gain.value * self.options["scale"] + sum(self._history) + self.seen.sum()
 
 
+OURS = np.random.default_rng(5)
+
+
+class Scripted(Case):
+    """Draws from a generator of the script's, and follows schedulers of its own, of which Lightning does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        OURS.bit_generator.state = np.random.default_rng(5).bit_generator.state
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        parts = [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingWarmRestarts(optimizer, 3)]
+        self.rates = [SequentialLR(optimizer, parts, [4]), ReduceLROnPlateau(optimizer, patience=1)]
+        return optimizer
+
+    def changed(self, loss: torch.Tensor) -> torch.Tensor:
+        self.rates[0].step()
+        self.rates[1].step(loss.item())
+        return loss * OURS.random()
+
+
+class Setting(Case):
+    """Changes settings of the Trainer, and keeps a number there."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.gradient_clip_val = 0.01
+            self.trainer.fit_loop.max_epochs = EPOCHS + 1
+
+    def changed(self, loss: torch.Tensor) -> torch.Tensor:
+        self.trainer.weight = 0.9 * getattr(self.trainer, "weight", 1.0)  # type: ignore[attr-defined]
+        return loss * self.trainer.weight  # type: ignore[attr-defined, no-any-return]
+
+
 class Growing(Case):
     """Doubles its batches, by loaders that are made anew in each epoch."""
 
@@ -311,6 +347,8 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Any] | None, dict[str, A
     "callback-sets-a-rate": (Case, table, {"callbacks": [Annealing]}),
     "callback-counts": (Case, table, {"callbacks": [Weighing]}),
     "attributes": (Averaging, table, {}),
+    "scripted": (Scripted, table, {}),
+    "settings": (Setting, table, {"gradient_clip_val": 1.0}),
     "batch-size": (Growing, None, {"reload_dataloaders_every_n_epochs": 1}),
     "shards": (Case, Shards, {"reload_dataloaders_every_n_epochs": 1}),
     "optimizer-made-anew": (Restarting, table, {}),
@@ -348,6 +386,42 @@ def test_another_optimizer_is_refused_when_it_comes(fit: Callable[..., Case]) ->
 
     with pytest.raises(UnsupportedStateError, match=r"strategy\.optimizers was replaced .* Return all that are used from configure_optim"):
         fit(Switching, table, "gemini")
+
+
+class Hiding(Case):
+    """Steps with an optimizer that Lightning does not know."""
+
+    hidden: type[torch.optim.Optimizer] = torch.optim.Adam
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.other = self.hidden(self.head.parameters(), 0.01)  # type: ignore[call-arg]
+        return torch.optim.SGD(self.backbone.parameters(), 0.01)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.other.step()
+
+
+class Temporary(Hiding):
+    """Makes one for a single step."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.other = self.hidden(self.head.parameters(), 0.0)  # type: ignore[call-arg]
+        self.other.step()
+        del self.other
+
+
+class WithoutState(Hiding):
+    hidden = torch.optim.SGD
+
+
+def test_an_optimizer_that_lightning_does_not_know_is_refused_if_it_has_a_state(fit: Callable[..., Case]) -> None:
+    with pytest.raises(StateError, match=r"that was not given has stepped, a Adam .*return it from Lightning's configure_optimizers"):
+        fit(Hiding, table, "gemini")
+
+
+@pytest.mark.parametrize("kind", [Temporary, WithoutState])
+def test_an_optimizer_that_leaves_nothing_behind_may_step(kind: Callable[[], Case], fit: Callable[..., Case]) -> None:
+    assert weights(fit(kind, table, "gemini", seed=None)) == weights(fit(kind, table, "ddp"))
 
 
 def test_attributes_that_are_not_kept_are_named_once(fit: Callable[..., Case], caplog: pytest.LogCaptureFixture) -> None:

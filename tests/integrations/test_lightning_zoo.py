@@ -185,6 +185,32 @@ class Private(Noisy):
         return super().__getitem__(index) * self.generator.random()
 
 
+class OldFashioned(Private):
+    """The same with numpy's older generator."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.RandomState(5)  # type: ignore[assignment]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return Noisy.__getitem__(self, index) * float(self.generator.random())
+
+
+OURS = np.random.default_rng(5)
+
+
+class Scripted(Noisy):
+    """Draws from a generator of its module, and from one of its class."""
+
+    shared = np.random.RandomState(6)
+
+    def __init__(self) -> None:
+        OURS.bit_generator.state = np.random.default_rng(5).bit_generator.state
+        self.shared.seed(6)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) * OURS.random() * self.shared.random_sample()
+
+
 class Buffer(Noisy):
     """Mixes with what it has of the last samples, which is too much to be kept."""
 
@@ -232,6 +258,10 @@ REMEMBERING: dict[str, tuple[Maker, dict[str, Any]]] = {
     "endless-in-advance": (Endless, {"in_advance": True}),
     "lazy-generator-in-workers": (lambda: shuffled(Lazy(), num_workers=2), {}),
     "private-generator-persistent": (lambda: shuffled(Private(), num_workers=2, persistent_workers=True), {}),
+    "old-generator-in-workers": (lambda: shuffled(OldFashioned(), num_workers=2), {}),
+    "scripted": (lambda: shuffled(Scripted()), {}),
+    "scripted-workers": (lambda: shuffled(Scripted(), num_workers=2), {}),
+    "scripted-persistent": (lambda: shuffled(Scripted(), num_workers=2, persistent_workers=True), {}),
     "cached": (lambda: shuffled(Cached()), {}),
     "iterator": (Once, {"limit": 6}),
     "stream-persistent": (lambda: DataLoader(Stream(), BATCH, num_workers=2, persistent_workers=True), {}),

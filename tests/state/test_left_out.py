@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -31,6 +31,8 @@ from gemini_ft.state.base import PlainState
 from gemini_ft.state.iterators import check_epochs
 from gemini_ft.state.left_out import Generators, left_out
 from gemini_ft.state.loop import LoopWatch
+from gemini_ft.state.remembered import Attributes
+from gemini_ft.state.rng import private_generators
 
 
 class Holder:
@@ -243,13 +245,57 @@ def test_a_loop_goes_on_with_variables_that_cannot_be_looked_at(caplog: pytest.L
     assert [record.getMessage()[:44] for record in caplog.records] == ["this loop draws from the generator seen, whi"]
 
 
-class Odd:
+class Odd(nn.Module):
+    def parameters(self, recurse: bool = True) -> Any:
+        raise RuntimeError("no parameters yet")
+
+
+class Lazy:
+    """Stands for an object that it makes when it is first asked for anything."""
+
+    asked: ClassVar[list[str]] = []
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.append(name)
+        raise AttributeError(name)
+
     @property
     def __class__(self) -> Any:
-        raise RuntimeError("no class yet")
+        self.asked.append("__class__")
+        return random.Random
 
     @__class__.setter
     def __class__(self, _: Any) -> None: ...
+
+
+class Lazier(Lazy):
+    """Hides its attributes as well."""
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        self.asked.append("__dict__")
+        return {}
+
+
+class Costly(dict[str, Any]):
+    def items(self) -> Any:
+        Lazy.asked.append("items")
+        return super().items()
+
+
+def test_a_look_asks_lazy_objects_for_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    lazy, lazier, given, rows, watched = Lazy(), Lazier(), Lazy(), Costly(rate=0.1), LoopWatch()
+    for _ in range(4):
+        lazy.count -= 1
+        rows["rate"] *= 0.9
+        watched.look([], {"data": loader()}, [], {"given": given})
+    Attributes({"lazy": lazy, "lazier": lazier, "rows": rows}).changes()
+    private_generators(lazy=lazy, lazier=lazier, rows=rows)
+    assert Lazy.asked == []
+    assert ["changes lazy.count, rows while" in text for text in caplog.messages] == [True]
 
 
 def test_what_cannot_be_looked_at_is_named_once_and_the_rest_is_looked_at(caplog: pytest.LogCaptureFixture) -> None:
@@ -257,7 +303,7 @@ def test_what_cannot_be_looked_at_is_named_once_and_the_rest_is_looked_at(caplog
     for _ in range(2):
         hidden = hidden + 1
         watched.look([], {"given": given}, [])
-    assert ["no class yet" in record.getMessage() for record in caplog.records] == [True, False]
+    assert ["no parameters yet" in record.getMessage() for record in caplog.records] == [True, False]
     assert "whether odd changes while" in caplog.messages[0]
     assert "changes hidden while" in caplog.messages[1]
     del odd
@@ -362,12 +408,12 @@ def test_however_a_loop_holds_what_it_carries_it_is_named(caplog: pytest.LogCapt
     tally, sums, window = Counter[str](), defaultdict[str, float](float), deque([0.0], maxlen=3)
     money, buffer, ids, described, entry = Decimal(0), bytearray(8), itertools.count(), Described(), SimpleNamespace(best=None)
     table, worked, since, outer = [0] * 100, array("d", [0.0]), Fraction(1), {"inner": {"best": 0.0}}
-    watched = LoopWatch()
+    watched, thirds, counted = LoopWatch(), itertools.count(Fraction(1, 3)), itertools.count(0, 7)
     for step in range(4):
         slotted.bump()
         frozen = dataclasses.replace(frozen, best=frozen.best - 1)
         pair = Pair(pair.low - 1, pair.high)
-        count(), next(schedule), remembering(0.5), [next(ids) for _ in range(9)]
+        count(), next(schedule), next(thirds), next(counted), remembering(0.5), [next(ids) for _ in range(9)]
         tally["seen"] += 9
         sums["loss"] += 0.5
         window.append(step / 3)
@@ -382,8 +428,30 @@ def test_however_a_loop_holds_what_it_carries_it_is_named(caplog: pytest.LogCapt
         watched.look([], {}, [], {}, 1000 + step)
     carried = {name for text in caplog.messages for name in text.partition("changes ")[2].partition(" while")[0].split(", ")}
     assert {"slotted._Base__hidden", "frozen.best", "pair", "count.calls", "schedule.rate", "remembering.before"} <= carried
-    assert {"Stats.seen", "Described.rate.values", "STATE"} <= carried
-    assert {"tally", "sums", "window", "money", "since", "buffer", "table", "worked", "ids", "entry.best", "outer"} <= carried
+    assert {"Stats.seen", "Described.rate.values", "STATE", "thirds", "counted"} <= carried
+    assert {
+        "tally",
+        "sums",
+        "window",
+        "money",
+        "since",
+        "buffer",
+        "table",
+        "worked",
+        "ids",
+        "thirds",
+        "counted",
+        "entry.best",
+        "outer",
+    } <= carried
+
+
+def test_the_scalars_that_snapshots_have_are_no_variables_of_the_script(caplog: pytest.LogCaptureFixture) -> None:
+    watched, scalars = LoopWatch(), {"best": 0.0}
+    for _ in range(4):
+        scalars["best"] -= 0.3
+        watched.look([], {}, [], scalars)
+    assert caplog.messages == []
 
 
 def test_a_count_that_begins_with_a_constant_is_named_though_it_equals_the_steps(caplog: pytest.LogCaptureFixture) -> None:

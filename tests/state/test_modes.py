@@ -17,7 +17,8 @@ from torch import nn
 
 from gemini_ft.state import codec
 from gemini_ft.state.base import PlainState
-from gemini_ft.state.modes import Modes, set_by
+from gemini_ft.state.methods import kept_by, set_by
+from gemini_ft.state.modes import Modes
 
 
 class Scaling:
@@ -288,17 +289,44 @@ class Made:
         self.plain = 1
         self.added += other
         (self.a, self.b), other.not_mine = other, 2
-        def inner():
+        def inner(other):
+            other.not_mine_either = self.read
             self.deep = 3
         self.plain.of_another = 4
+    @staticmethod
+    def alone():
+        return 1
     @property
     def value(self): return 1
     @value.setter
     def value(self, value): self._value = value
+class Saving:
+    unseen = 1
+    def __init__(self): self.kept = self.counted = self.unseen = 0
+    def state_dict(self): return {"kept": self.kept, "more": self.more(), "value": [self.value for _ in range(2)]}
+    def more(self): return self.state_dict() if self.again else 1
+    @property
+    def value(self): return self.deep
+    def load_state_dict(self, state): self.set(state, self.unused(state).mine)
+    def set(self, state, more): self.loaded = state
+class Below(Saving):
+    def more(self): return self.below
+    def unused(self, other): return other.not_mine
+class Whole:
+    def __init__(self, other): self.every = self.one = other
+    def state_dict(self): return vars(self)
+class OneAfterAnother:
+    def state_dict(self, other): return self.one if other else f(other, self)
+    def run(self): self.set = 1
 """
     made: dict[str, Any] = {}
     exec(text, made)
     assert set_by(made["Made"]) == {"plain", "added", "a", "b", "deep", "_value"}
+    kept = {"kept", "again", "deep", "loaded"}
+    assert kept_by(made["Saving"]) == kept | {"unused"}
+    assert kept_by(made["Below"]) == kept | {"below"}
+    assert kept_by(made["Whole"]) == {"every", "one"}
+    assert kept_by(made["OneAfterAnother"]) == {"one", "set"}
 
 
 @pytest.mark.gpu

@@ -1,0 +1,61 @@
+"""Tells a script's own code from libraries': its modules, its frames and their variables."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+from gemini_ft.state.fields import is_a
+
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent))  # this package, and Python's, with what is installed there
+_UNSHARED = 3  # references to the dict of a frame's variables: of the frame, of who looks at it, and of the count itself
+
+
+def script_modules() -> list[ModuleType]:
+    """The modules of the script that have been imported."""
+    return [
+        module for name, module in [*sys.modules.items()] if is_a(module, ModuleType) and name != "builtins" and not is_of_library(name)
+    ]
+
+
+def script_frames() -> Iterator[FrameType]:
+    """The frames of the script's own code that are under way, the innermost first."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if not is_library_file(frame.f_code.co_filename):
+            yield frame
+        frame = frame.f_back
+
+
+@functools.cache
+def is_of_library(module: str | None) -> bool:
+    """Whether what has been defined in a module, by its name, is not of the script's own code."""
+    if module is None or module == "builtins":
+        return False
+    package = module.partition(".")[0]
+    files = [getattr(sys.modules.get(name), "__file__", None) or "" for name in (package, module)]
+    return package in sys.stdlib_module_names or any(map(is_library_file, files))
+
+
+def is_library_file(file: str) -> bool:
+    """Whether a file of code is none of the script's own."""
+    return "site-packages" in file or file.startswith(_LIBRARIES)
+
+
+def variables_of(frame: FrameType) -> dict[str, Any]:
+    """The local variables of a frame, which does not keep them alive afterwards.
+
+    Before Python 3.13 the dict of a function's variables stays in its frame once it was asked for. It is emptied, unless the script has
+    asked for it as well (``locals()``); the variables themselves lie elsewhere.
+    """
+    kept = frame.f_locals
+    found = dict(kept)
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(kept) == _UNSHARED:
+        kept.clear()
+    return found
