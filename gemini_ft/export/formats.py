@@ -54,7 +54,7 @@ def _state_dict(optimizer: OptimizerState) -> dict[str, Any]:
     """The state of one optimizer, numbered as ``torch.optim.Optimizer.state_dict`` does it."""
     numbers = {name: number for number, name in enumerate(optimizer.names)}
     state = {numbers[name]: values for name, values in optimizer.state.items()} | optimizer.other
-    return {"state": state, "param_groups": numbered_groups(optimizer.groups, optimizer.sizes)}
+    return {"state": state, "param_groups": numbered_groups(optimizer.groups, optimizer.sizes, len(optimizer.names))}
 
 
 def _warn_if_not_plain(path: Path) -> None:
@@ -98,7 +98,7 @@ class _DcpWriter(FileSystemWriter):
 
 def _merged(optimizers: list[OptimizerState]) -> dict[str, Any]:
     """Several optimizers as one, as get_state_dict does it."""
-    numbered = [(each.names, group) for each in optimizers for group in numbered_groups(each.groups, each.sizes)]
+    numbered = [(each.names, group) for each in optimizers for group in numbered_groups(each.groups, each.sizes, len(each.names))]
     groups = [{**group, "params": [names[number] for number in group["params"]]} for names, group in numbered]
     return {"state": {name: values for optimizer in optimizers for name, values in optimizer.state.items()}, "param_groups": groups}
 

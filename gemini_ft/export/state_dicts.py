@@ -287,8 +287,17 @@ def tied_keys(names: Mapping[str, str]) -> dict[str, str]:
     return {key: first for key, name in names.items() if (first := firsts.setdefault(name, key)) != key}
 
 
-def numbered_groups(groups: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Parameter groups with ``sizes`` parameters each, which are numbered as ``torch.optim.Optimizer.state_dict`` does it."""
+_MOST_EMPTY = 1000  # groups without a parameter
+
+
+def numbered_groups(groups: Sequence[Mapping[str, Any]], sizes: Sequence[int], count: int) -> list[dict[str, Any]]:
+    """Parameter groups with ``sizes`` parameters each, which are numbered as ``torch.optim.Optimizer.state_dict`` does it.
+
+    Raises:
+        CorruptDataError: these are not ``count`` parameters, or there are too many groups for them.
+    """
+    if not all(type(size) is int and size >= 0 for size in sizes) or sum(sizes) != count or len(sizes) > count + _MOST_EMPTY:
+        raise CorruptDataError(f"{len(sizes)} groups of an optimizer do not hold its {count} parameters; use another checkpoint")
     spans = pairwise(accumulate(sizes, initial=0))
     return [{**group, "params": list(range(*span))} for group, span in zip(groups, spans, strict=True)]
 

@@ -284,4 +284,7 @@ def _deepspeed_files() -> Any:
 
 
 def _state_dict(state: list[dict[str, Any]], sizes: list[int], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"state": {number: kept for number, kept in enumerate(state) if kept}, "param_groups": numbered_groups(groups, sizes)}
+    return {
+        "state": {number: kept for number, kept in enumerate(state) if kept},
+        "param_groups": numbered_groups(groups, sizes, sum(sizes)),
+    }

@@ -132,6 +132,18 @@ def test_a_shape_that_nothing_covers_takes_no_memory_and_no_disk(
     assert "no elements 8 to 274877906944 of weight" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("sizes", [[2**40], [1] + [0] * 300_000], ids=["parameters", "groups"])
+@pytest.mark.parametrize("form", ["dcp", "lightning"])
+def test_more_parameters_or_groups_than_an_optimizer_has_take_no_memory_and_no_time(
+    tmp_path: Path, little_memory: None, capsys: pytest.CaptureFixture[str], form: str, sizes: list[int]
+) -> None:
+    forged = {**OPTIMIZER, "parameters per group": sizes, "groups": [{"lr": 0.1}] * len(sizes)}
+    checkpoint = {**PLAIN["extras"]["checkpoint"], "loops": {}}
+    extras = {"tensors": {**PLAIN["tensors"], "optimizers": [forged]}, "extras": {**PLAIN["extras"], "checkpoint": checkpoint}}
+    assert export(store(tmp_path / "store", extras, engine=False), tmp_path / "out", form) != 0
+    assert "do not hold its 1 parameters" in capsys.readouterr().err
+
+
 def test_a_step_that_is_a_path_writes_nothing_elsewhere(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
     (tmp_path / "in").mkdir()
