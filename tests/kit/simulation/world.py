@@ -522,7 +522,8 @@ class World:
                 if quiet:
                     self._calm()
                     begun = len(self.history)
-                    await self._until(quiet, self.commits + _COMMITS, lambda: self._is_well(begun))
+                    patience = quiet + 80 * self.step  # thirty steps from one checkpoint to the next, and their copies
+                    await self._until(patience, self.commits + _COMMITS, lambda: self._is_well(begun))
                     self.record("end", **self._state())
                     self.record("cruise")
                     said = len(self.lines)
