@@ -29,7 +29,7 @@ from simulation.drawn import draw
 from simulation.mutations import MUTATIONS
 from simulation.world import World
 
-FAULTS = ("agent killed", "cut", "flip", "host lost", "killed", "one way", "probe", "replaced", "rot", "stop")
+FAULTS = ("agent killed", "cut", "flip", "host lost", "killed", "one way", "probe", "replaced", "rot", "stop", "sudden")
 _MUTANT_SECONDS = 20  # of the processor, which a seed of a broken package may take
 
 

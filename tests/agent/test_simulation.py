@@ -193,7 +193,7 @@ WRONG = {
     "has ended after 2 steps": [*_copies(), _commit(), _finished(2)],
     "1-a:1 is not stored": [*UPLOADED, _finished(1, stores=True)],
     "is lost by a single fault": _probe("restart_all", *_copies(), _commit(), _chosen(None, copies={})),
-    "2 attempts follow": _probe("kill_worker", *_copies(), _commit(), _seen("attempt"), _seen("attempt")),
+    "1 attempts follow": _probe("kill_agent", *_copies(), _commit(), _seen("attempt")),
     "which was never committed": [*_copies("1-a:2"), _commit("1-a:2"), _visited("1-a:1")],
     "1-a:1 is exported, and 1-a:2": _probe("visit", *UPLOADED, *_copies("1-a:2"), _commit("1-a:2"), _visited("1-a:1")),
     "nothing can be exported": _probe("visit", *_copies(), _commit(), _seen("visit failed", error="of the test")),

@@ -7,6 +7,7 @@ goes on. Blocking code runs on threads of its own of which never more than one i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import itertools
 import selectors
@@ -203,7 +204,8 @@ def _run(process: Process, cell: list[asyncio.Handle], callback: Callable[..., A
     if process.is_stopped or process.parked:
         process.parked.append((cell, callback, args, contextvars.copy_context()))
     else:
-        callback(*args)
+        with contextlib.suppress(Killed):
+            callback(*args)
 
 
 class Fiber:

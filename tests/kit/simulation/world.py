@@ -22,6 +22,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+from gemini_ft import failpoints
 from gemini_ft.agent import main as agent_main
 from gemini_ft.agent import uploads
 from gemini_ft.agent.commit.collector import CollectorPort
@@ -50,7 +51,7 @@ from gemini_ft.worker import session as joining
 from simulation import network as networking
 from simulation import visitor
 from simulation.audit import Audit
-from simulation.loop import PROCESS, Fiber, Lock, Process, SimulatedLoop, sleep, within
+from simulation.loop import PROCESS, Fiber, Killed, Lock, Process, SimulatedLoop, sleep, within
 from simulation.network import Network
 from simulation.storage import READING, URL, Bucket, SimulatedStorage
 from simulation.worker import Script, SimulatedClient, content, text
@@ -215,6 +216,7 @@ class World:
         self.weights = {name: rng.choice([0.0, 1.0, 1.0, 3.0]) for name in FAULTS}
         self.weights["kill_worker"] = max(1.0, self.weights["kill_worker"])
         self.folder = Path()
+        self.suddenness = rng.choice([0.0, 0.0, 0.003, 0.02])  # probability that a process dies at one of `PROCESS_MOMENTS`
         self.full: set[str] = set()  # hosts without free memory
         self.skew: dict[str, float] = {}  # host -> seconds by which its system's clock is wrong
         self.last: int | None = None  # iteration with which the job ends
@@ -360,6 +362,19 @@ class World:
         self.record("replaced", host=host.name)
         self.kill_agent(agent)
         host.agent = Agent(self, host, slots, identity)
+
+    def reached(self, moment: str, *_: Any) -> None:
+        """Stands in for `gemini_ft.failpoints.Failpoints`: the process that comes to this moment dies there, or not."""
+        process = PROCESS.get()
+        if self.is_quiet or process is None or not process.alive or self.rng.random() >= self.suddenness:
+            return
+        self.record("sudden", process=process.name, moment=moment)
+        for host in self.hosts:
+            if host.agent is not None and host.agent.process is process:
+                self.record("agent killed", host=host.name)
+                self.kill_agent(host.agent)
+        self._kill_process(process, moment)
+        raise Killed
 
     def kill_soon(self, process: Process, why: str) -> None:
         asyncio.BaseEventLoop.call_soon(self.loop, self._kill_process, process, why)
@@ -507,12 +522,14 @@ class World:
                 if quiet:
                     self._calm()
                     begun = len(self.history)
-                    await self._until(quiet, self.commits + _COMMITS, lambda: self._is_well(begun))
+                    patience = quiet + 80 * self.step  # thirty steps from one checkpoint to the next, and their copies
+                    await self._until(patience, self.commits + _COMMITS, lambda: self._is_well(begun))
                     self.record("end", **self._state())
                     self.record("cruise")
                     said = len(self.lines)
                     await asyncio.sleep(12 * self.step)
-                    lines = [line for line in self.lines[said:] if not any(text in line for text in _USUAL)]
+                    crew = {f"{host.name}:" for host in self.hosts if host.worker is not None}  # a leader of the past may complain
+                    lines = [line for line in self.lines[said:] if line.split()[1] in crew and not any(text in line for text in _USUAL)]
                     self.record("cruise end", lines=lines, slots=[] if self.growth else [*self._slots()])
                     for name in self.rng.choices(PROBES, k=_PROBES):
                         self.record("probe", fault=name)
@@ -670,6 +687,7 @@ class World:
             (uploads, "threading", SimpleNamespace(Lock=Lock)),
             (shard, "threading", SimpleNamespace(Lock=Lock)),
             *networking.seams(self.network),
+            (failpoints, "armed", self),
             *visitor.seams(self),
             *Audit(self).seams(),
             (time, "monotonic", self.loop.time),
