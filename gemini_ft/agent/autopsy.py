@@ -34,7 +34,7 @@ _SAY_SECONDS = 0.2  # for workers to say it
 _STATES = {"R": Doing.AT_WORK, "D": Doing.KERNEL, "T": Doing.STOPPED, "t": Doing.STOPPED, "Z": Doing.ENDED, "X": Doing.ENDED}
 
 
-def _doing(pid: int) -> Doing:
+def doing_of(pid: int) -> Doing:
     """The state of a process's main thread."""
     try:
         return _STATES.get((lifecycle.PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0], Doing.ASLEEP)
@@ -90,7 +90,7 @@ class _Dump:
 
 async def log_stacks(worker: WorkerConnection, log: Callable[[str], None]) -> None:
     """Writes a worker's stacks to the agent's log."""
-    for text in (await stacks({worker: _doing(worker.pid)})).values():
+    for text in (await stacks({worker: doing_of(worker.pid)})).values():
         log(f"rank {worker.rank} (pid {worker.pid}):\n{text}")
 
 
@@ -144,13 +144,13 @@ class Autopsy:
         for rank in [rank for rank, host in enumerate(self._spec.hosts) if host == context.host.name]:
             worker, pid, doing = present.get(rank), 0, Doing.ENDED
             if worker is not None:
-                pid, doing = worker.pid, Doing.LEFT if worker.parting == "goodbye" else _doing(worker.pid)
+                pid, doing = worker.pid, Doing.LEFT if worker.parting == "goodbye" else doing_of(worker.pid)
                 if worker.alive:
                     alive[worker] = doing
             self._found.append(RankFound(rank=rank, host=context.host.name, pid=pid, doing=doing, trails=self._trails(rank)))
         texts = {worker.rank: text for worker, text in (await stacks(alive)).items()}
         for at, each in enumerate(self._found):
-            is_passing = each.doing is Doing.KERNEL and _doing(each.pid) is not Doing.KERNEL  # it was at a disk just then
+            is_passing = each.doing is Doing.KERNEL and doing_of(each.pid) is not Doing.KERNEL  # it was at a disk just then
             doing = Doing.ASLEEP if is_passing else each.doing
             self._found[at] = replace(each, doing=doing, stack=texts.get(each.rank, ""))
         self._send(Examined(host=context.host.name, ranks=self._found))
