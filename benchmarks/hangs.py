@@ -92,9 +92,9 @@ def main() -> int:
         figures = f"{common.median(seconds):.1f}", f"{max(seconds):.1f}"
         rows.append((kind, acts, str(len(cases)), str(sum(case.is_right for case in cases)), *figures))
     table = common.table(("verdict", "what one rank did", "cases", "right rank and reason", "median, s", "longest, s"), rows)
-    body = f"""Jobs of two and three ranks on one to three emulated hosts, with a `hang_timeout` of 1 s (3 s where a rank leaves the loop). The time
-is from the end of the timeout until the last host has heard the verdict; the bound is {BOUND:g} s. In {right} of {len(found)} cases all hosts
-named the right rank for the right reason within it. With two ranks that enter different collectives both are named.
+    body = f"""Jobs of two and three ranks on one to three emulated hosts, with a `hang_timeout` of 1 s (3 s where a rank leaves the loop).
+The time is from the end of the timeout until the last host has heard the verdict; the bound is {BOUND:g} s. In {right} of {len(found)}
+cases all hosts named the right rank for the right reason within it. With two ranks that enter different collectives both are named.
 
 {table}"""
     if not options.quick:
