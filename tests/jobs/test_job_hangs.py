@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -38,4 +39,7 @@ def test_the_rank_that_keeps_the_others_waiting_is_named(tmp_path: Path, hosts: 
                 assert f"threads of rank {rank} (host {hosts[rank]}" in report
             assert report.count("in hang\n") == 3  # of the training threads
             assert act is leaves or f"in {act.__name__}" in report
+            for rank in [rank for rank in range(3) if hosts[rank] == event["host"] and (rank, act) != (CULPRIT, leaves)]:
+                record = Path(f"{event['report'].removesuffix('.txt')}-rank_{rank}").read_bytes()
+                assert pickle.loads(record)["entries"][-1]["profiling_name"].startswith("gloo:")
             assert event["report"] in world.log(event["host"])

@@ -70,7 +70,7 @@ KEPT = {
     "wire.messages.PROTOCOL_VERSION": Kept(
         messages.PROTOCOL_VERSION,
         [peer_messages.Claims, peer_messages.PeerMessage, worker_messages.ToAgent, worker_messages.ToWorker],
-        "3f2d688123fce97c",
+        "38370b094ee67a3f",
     ),
 }
 
