@@ -66,7 +66,7 @@ def _stacks_file(pid: int) -> int | None:
 
 
 def _stacks_in(file: int, begin: int) -> str:
-    """Reads what was written from ``begin`` on, the thread that was interrupted first, which is mostly the one that trains; closes the file."""
+    """Reads what was written from ``begin`` on, first the thread that was interrupted, mostly the one that trains; closes the file."""
     threads = map(str.strip, os.pread(file, 8 * STACK, begin).decode(errors="replace").split("\n\n"))
     os.close(file)
     return "\n\n".join(sorted(threads, key=lambda each: not each.startswith("Current thread")))[:STACK]
