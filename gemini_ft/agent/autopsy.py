@@ -23,18 +23,17 @@ from gemini_ft.core.autopsy import REPORT, STACK, Doing, GroupTrail, RankFound, 
 from gemini_ft.errors import GeminiError
 from gemini_ft.wire.peer_messages import Autopsied, Examine, Examined, PeerMessage
 from gemini_ft.wire.private import open_log
-from gemini_ft.wire.worker_messages import SessionSpec
+from gemini_ft.wire.worker_messages import SessionSpec, WriteRecord
 
 STACKS_SECONDS = 1.0  # for workers to write down where their threads are
 _STOPPED_SECONDS = 0.3  # a worker that was stopped goes on after so long, when the other hosts have looked at theirs
-_LOOK = 0.05  # seconds between looks at stacks that are being written
 HOSTS_SECONDS = 3.0  # for all hosts to answer the leader
 _WORD_SECONDS = STACKS_SECONDS + HOSTS_SECONDS + 2.0  # for the leader's verdict
-_SAY_SECONDS = 0.2  # for workers to say it
+_SAY_SECONDS = 0.5  # for workers to say it, and to write torch's record
 _STATES = {"R": Doing.AT_WORK, "D": Doing.KERNEL, "T": Doing.STOPPED, "t": Doing.STOPPED, "Z": Doing.ENDED, "X": Doing.ENDED}
 
 
-def _doing(pid: int) -> Doing:
+def doing_of(pid: int) -> Doing:
     """The state of a process's main thread."""
     try:
         return _STATES.get((lifecycle.PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0], Doing.ASLEEP)
@@ -44,53 +43,38 @@ def _doing(pid: int) -> Doing:
 
 async def stacks(workers: Mapping[WorkerConnection, Doing]) -> dict[WorkerConnection, str]:
     """The stacks of all threads, of those workers that can write them in time; afterwards none is stopped."""
-    dumps = {worker: dump for worker in workers if (dump := _Dump.of(worker.pid)) is not None}
-    for is_stopped in (False, True):
-        asked = [worker for worker, doing in workers.items() if (doing is Doing.STOPPED) == is_stopped]
-        if is_stopped and asked:
-            await asyncio.sleep(_STOPPED_SECONDS)
-        for worker in asked:
-            worker.go_on(writes_stacks=worker in dumps)
-    end = time.monotonic() + STACKS_SECONDS
-    while not all(dump.is_written() for dump in dumps.values()) and time.monotonic() < end:
-        await asyncio.sleep(_LOOK)
-    return {worker: dump.take() for worker, dump in dumps.items()}
+    files = {worker: file for worker in workers if (file := _stacks_file(worker.pid)) is not None}
+    begins = {file: os.fstat(file).st_size for file in files.values()}
+    for is_stopped, seconds in ((False, _STOPPED_SECONDS), (True, STACKS_SECONDS - _STOPPED_SECONDS)):
+        for worker, doing in workers.items():
+            if (doing is Doing.STOPPED) == is_stopped:
+                worker.go_on(writes_stacks=worker in files)
+        await asyncio.sleep(seconds)
+    return {worker: _stacks_in(file, begins[file]) for worker, file in files.items()}
 
 
-class _Dump:
-    """The file in memory to which one worker writes its stacks (`lifecycle.write_stacks_on_request`)."""
+def _stacks_file(pid: int) -> int | None:
+    """The file of a process that is prepared to write stacks (`lifecycle.write_stacks_on_request`); None: the signal might end it."""
+    folder = lifecycle.PROC / str(pid)
+    with contextlib.suppress(OSError):
+        caught = re.search(r"^SigCgt:\s*(\w+)", (folder / "status").read_text(), re.MULTILINE)
+        if caught is not None and int(caught[1], 16) >> (lifecycle.STACKS_SIGNAL - 1) & 1:
+            for entry in (folder / "fd").iterdir():
+                if os.readlink(entry).startswith(f"/memfd:{lifecycle.STACKS_FILE}"):
+                    return os.open(entry, os.O_RDONLY | os.O_CLOEXEC)
+    return None
 
-    def __init__(self, file: int) -> None:
-        self._file, self._begin = file, os.fstat(file).st_size
-        self._end = self._begin
 
-    @classmethod
-    def of(cls, pid: int) -> _Dump | None:
-        """The file of a process that is prepared to write; None: it is not, and the signal might end it."""
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            caught = re.search(r"^SigCgt:\s*(\w+)", (lifecycle.PROC / str(pid) / "status").read_text(), re.MULTILINE)
-            if int(caught[1], 16) >> (lifecycle.STACKS_SIGNAL - 1) & 1:  # type: ignore[index]
-                for entry in (lifecycle.PROC / str(pid) / "fd").iterdir():
-                    if os.readlink(entry).startswith(f"/memfd:{lifecycle.STACKS_FILE}"):
-                        return cls(os.open(entry, os.O_RDONLY | os.O_CLOEXEC))
-        return None
-
-    def is_written(self) -> bool:
-        """Whether something has been written, and nothing more since the last look."""
-        before, self._end = self._end, os.fstat(self._file).st_size
-        return self._begin < self._end == before
-
-    def take(self) -> str:
-        """Closes the file; returns what was written: the thread that was interrupted, which is mostly the one that trains, first."""
-        text = os.pread(self._file, 8 * STACK, self._begin).decode(errors="replace")
-        os.close(self._file)
-        threads = map(str.strip, text.split("\n\n"))
-        return "\n\n".join(sorted(threads, key=lambda each: not each.startswith("Current thread")))[:STACK]
+def _stacks_in(file: int, begin: int) -> str:
+    """Reads what was written from ``begin`` on, first the thread that was interrupted, mostly the one that trains; closes the file."""
+    threads = map(str.strip, os.pread(file, 8 * STACK, begin).decode(errors="replace").split("\n\n"))
+    os.close(file)
+    return "\n\n".join(sorted(threads, key=lambda each: not each.startswith("Current thread")))[:STACK]
 
 
 async def log_stacks(worker: WorkerConnection, log: Callable[[str], None]) -> None:
     """Writes a worker's stacks to the agent's log."""
-    for text in (await stacks({worker: _doing(worker.pid)})).values():
+    for text in (await stacks({worker: doing_of(worker.pid)})).values():
         log(f"rank {worker.rank} (pid {worker.pid}):\n{text}")
 
 
@@ -144,13 +128,13 @@ class Autopsy:
         for rank in [rank for rank, host in enumerate(self._spec.hosts) if host == context.host.name]:
             worker, pid, doing = present.get(rank), 0, Doing.ENDED
             if worker is not None:
-                pid, doing = worker.pid, Doing.LEFT if worker.parting == "goodbye" else _doing(worker.pid)
+                pid, doing = worker.pid, Doing.LEFT if worker.parting == "goodbye" else doing_of(worker.pid)
                 if worker.alive:
                     alive[worker] = doing
             self._found.append(RankFound(rank=rank, host=context.host.name, pid=pid, doing=doing, trails=self._trails(rank)))
         texts = {worker.rank: text for worker, text in (await stacks(alive)).items()}
         for at, each in enumerate(self._found):
-            is_passing = each.doing is Doing.KERNEL and _doing(each.pid) is not Doing.KERNEL  # it was at a disk just then
+            is_passing = each.doing is Doing.KERNEL and doing_of(each.pid) is not Doing.KERNEL  # it was at a disk just then
             doing = Doing.ASLEEP if is_passing else each.doing
             self._found[at] = replace(each, doing=doing, stack=texts.get(each.rank, ""))
         self._send(Examined(host=context.host.name, ranks=self._found))
@@ -167,6 +151,7 @@ class Autopsy:
                 file.writelines(f"{printable_line(line)}\n" for line in told.report[:REPORT].split("\n"))
         except (OSError, GeminiError) as error:
             context.log(f"the report of a hang could not be written: {error}\n{told.report[:REPORT]}")
+        context.tell_workers(WriteRecord(path=str(path.with_suffix(""))))
         context.note_hang(cause=told.cause, ranks=sorted(told.ranks), text=told.text, report=str(path))
 
 

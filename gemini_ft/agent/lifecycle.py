@@ -68,7 +68,7 @@ def as_file_name(text: str) -> str:
 
 def _remove_old_logs(folder: Path) -> None:
     """Keeps the newest, and those that have been written to in the last day; reports of hangs as well."""
-    for written, path in newest_first([*folder.glob("agent-*.log"), *folder.glob("hang-*.txt")])[_LOGS:]:
+    for written, path in newest_first([*folder.glob("agent-*.log"), *folder.glob("hang-*")])[_LOGS:]:
         if written < time.time() - _LOG_SECONDS:
             path.unlink(missing_ok=True)
 

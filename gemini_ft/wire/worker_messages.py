@@ -466,6 +466,12 @@ class StopAfterStep(Message):
     """Tells a worker that its host is drained."""
 
 
+class WriteRecord(Message):
+    """Asks a worker of a job that hangs to write what torch's flight recorder has kept, to ``path`` with its rank behind it."""
+
+    path: str
+
+
 class Custody(Message):
     """A replica's descriptor for safe-keeping, so that it survives this agent."""
 
@@ -500,6 +506,6 @@ class Visited(Answer):
 
 ToWorker = (
     Verified | Staged | Noted | Left | Welcome | Inventory | Opened | Reserved | Room | Granted | Queued | Travelled | Dispatch | Collect
-    | Mapped | Pong | Custody | Status | Visited | Draining | StopAfterStep | Commit | Abort | Failed | Notice | Paced
+    | Mapped | Pong | WriteRecord | Custody | Status | Visited | Draining | StopAfterStep | Commit | Abort | Failed | Notice | Paced
 )  # fmt: skip
 to_worker: Channel[ToWorker] = Channel(ToWorker)

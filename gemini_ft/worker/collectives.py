@@ -15,6 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.core.autopsy import ENTRIES, GROUPS
 from gemini_ft.core.traffic import Collective, Moment, ObservedStep, Profiler
 from gemini_ft.wire.control_page import ControlPage
+from gemini_ft.wire.private import open_log
 from gemini_ft.wire.worker_messages import Observed, ToAgent, Watch
 
 _log = logging.getLogger("gemini_ft")
@@ -436,6 +438,15 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []
+
+
+def write_record(path: str) -> None:
+    """Writes what torch's flight recorder has kept, for torch's own tools; nothing where it is off."""
+    with contextlib.suppress(Exception):  # of another torch, or a full disk
+        record: bytes = torch._C._distributed_c10d._dump_fr_trace()  # type: ignore[attr-defined]
+        if b"entries" in record:
+            with open(open_log(Path(path)), "wb") as file:
+                file.write(record)
 
 
 class Observation:

@@ -49,10 +49,11 @@ from gemini_ft.wire.worker_messages import (
     StopAfterStep,
     ToWorker,
     Travelled,
+    WriteRecord,
 )
 from gemini_ft.worker import drain
 from gemini_ft.worker.attempt import has_failed, leave_if_over
-from gemini_ft.worker.collectives import UNSEEN, Observation
+from gemini_ft.worker.collectives import UNSEEN, Observation, write_record
 from gemini_ft.worker.courier import Courier
 from gemini_ft.worker.drain import Drain
 from gemini_ft.worker.outcomes import Outcomes, Stats
@@ -432,6 +433,8 @@ class Recorder:
                 self._copying.aborted(iteration)
             case Failed():
                 self._fatal = as_error(message)
+            case WriteRecord(path=path):
+                write_record(f"{path}-rank_{self.session.rank}")
             case Notice(text=text):
                 _log.warning("%s", text)
 

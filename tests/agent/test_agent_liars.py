@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import random
 import time
 import typing
@@ -19,7 +20,7 @@ from pydantic import BaseModel
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError, printable
 from gemini_ft.wire.frames import BlockingWire
-from gemini_ft.wire.peer_messages import Claims, PeerMessage
+from gemini_ft.wire.peer_messages import Autopsied, Claims, Examine, Examined, PeerMessage
 
 SECRET = b"s" * 16  # of the kit's ranks
 NUMBERS = (0, 1, 2, 7, -1, 2**31, 2**40, 2**62, 2**63 - 1, 2**64 - 1, -(2**63))
@@ -60,6 +61,8 @@ def made(hint: Any, luck: random.Random) -> Any:
         names = hint.model_fields if issubclass(hint, BaseModel) else [name for name in hints if not name.startswith("_")]
         values = {name: made(hints[name], luck) for name in names}
         return hint.model_construct(**values) if issubclass(hint, BaseModel) else hint(**values)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return luck.choice(list(hint))
     if origin is Annotated:
         return made(inner[0], luck)
     if origin is Literal:
@@ -81,15 +84,18 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_member_that_says_anything_with_any_number_stops_no_agent(job: Job, seed: int) -> None:
+OF_HANGS = [Examine, Examined, Autopsied]
+OTHERS = [kind for kind in typing.get_args(PeerMessage) if kind not in (Claims, *OF_HANGS)]
+
+
+@pytest.mark.parametrize(("seed", "kinds"), [(1, OTHERS), (2, OTHERS), (3, OF_HANGS)], ids=["1", "2", "of hangs"])
+def test_a_member_that_says_anything_with_any_number_stops_no_agent(job: Job, seed: int, kinds: list[Any]) -> None:
     luck = random.Random(seed)
     ranks = job.join(["a", "b"], agent_timeout=0.0)
     job.open(ranks, addresses={rank.host: rank.address for rank in ranks} | {"test": ("127.0.0.1", 1)})
     job.commit(ranks, 1)
     pids = [job.pid(host) for host in "ab"]
     before = [resident(pid) for pid in pids]
-    kinds = [kind for kind in typing.get_args(PeerMessage) if kind is not Claims]
     for _ in range(150):
         number, role = luck.randrange(2), luck.choice(["report", "replicate", "fetch"])
         claims = job.claims(role, to="ab"[number], incarnation=job.version(1).incarnation)

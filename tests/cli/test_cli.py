@@ -164,6 +164,12 @@ class TestRuns:
             ["three", "here", "train.py", "a", "finished", "42", "1.5", "min", "1,000", "20.0", "min"],
         ]
 
+    def test_status_has_the_verdict_on_the_last_hang(self, capsys: pytest.CaptureFixture[str]) -> None:
+        hung = document("one")
+        hung["streams"]["main"]["hang"] = {"cause": "left", "ranks": [1], "text": "rank 1 is done", "report": "/logs/hang.txt"}
+        assert self.shown([hung], "status") == 0
+        assert "last hang: rank 1 is done; /logs/hang.txt has the report" in capsys.readouterr().out
+
     def test_status_finds_the_only_run_and_says_ages_in_words(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert self.shown([document("one")], "status") == 0
         shown = capsys.readouterr().out

@@ -2,65 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-from collections.abc import Callable
-from functools import partial
+import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from agent_kit import eventually
+from hang_case import Act, broadcasts, computes, hang, hangs, leaves, locks, stops
 from rank_kit import World
-from session_case import loop
 
-from gemini_ft.events import read_events
-
-AT = 6  # the iteration after which one rank does what the others do not
 CULPRIT = 1
-
-
-def stops() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def locks() -> None:
-    """Waits for a lock that nobody releases."""
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
-
-
-def computes() -> None:
-    while True:
-        sum(range(1000))
-
-
-def broadcasts() -> None:
-    dist.broadcast(torch.ones(3, 2), CULPRIT)
-
-
-def leaves() -> bool:
-    return True
-
-
-def odd_one(act: Callable[[], bool | None], iteration: int, *_: Any) -> bool:
-    """Does at one rank, once, what the others do not."""
-    return bool(act()) if (iteration, dist.get_rank()) == (AT, CULPRIT) else False
-
-
-def hang(act: Callable[[], bool | None]) -> dict[str, Any]:
-    """Trains; where that ends, the process goes on with something else until the job has been judged, as one that ends fails the others."""
-    result = loop(10**6, during=partial(odd_one, act), hang_timeout=3.0 if act is leaves else 1.0, close=True)
-    eventually(lambda: hangs(os.environ["GEMINI_EVENTS"]))
-    return result
-
-
-def hangs(path: str | Path) -> list[dict[str, Any]]:
-    return [event for event in read_events(path) if event["event"] == "hang"]
 
 
 @pytest.mark.parametrize(
@@ -74,11 +23,9 @@ def hangs(path: str | Path) -> list[dict[str, Any]]:
     ],
 )
 @pytest.mark.parametrize("hosts", [["a", "b", "c"], ["a", "a", "a"]], ids=["three hosts", "one host"])
-def test_the_rank_that_keeps_the_others_waiting_is_named(
-    tmp_path: Path, hosts: list[str], act: Callable[[], bool | None], cause: str, why: str
-) -> None:
+def test_the_rank_that_keeps_the_others_waiting_is_named(tmp_path: Path, hosts: list[str], act: Act, cause: str, why: str) -> None:
     with World(tmp_path, hosts=hosts, GEMINI_EVENTS=str(tmp_path / "events")) as world:
-        results = world.outcome(hang, act)
+        results = world.outcome(hang, act, CULPRIT)
         assert [isinstance(result, Exception) for result in results] == [act is not leaves or rank != CULPRIT for rank in range(3)]
         told = hangs(tmp_path / "events")
         assert sorted(event["host"] for event in told) == sorted({*hosts})
@@ -92,4 +39,7 @@ def test_the_rank_that_keeps_the_others_waiting_is_named(
                 assert f"threads of rank {rank} (host {hosts[rank]}" in report
             assert report.count("in hang\n") == 3  # of the training threads
             assert act is leaves or f"in {act.__name__}" in report
+            for rank in [rank for rank in range(3) if hosts[rank] == event["host"] and (rank, act) != (CULPRIT, leaves)]:
+                record = Path(f"{event['report'].removesuffix('.txt')}-rank_{rank}").read_bytes()
+                assert pickle.loads(record)["entries"][-1]["profiling_name"].startswith("gloo:")
             assert event["report"] in world.log(event["host"])

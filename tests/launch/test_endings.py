@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +55,19 @@ def test_an_agent_that_does_not_answer_is_no_word_that_nothing_was_recorded(
     endings.judge([failure(tmp_path, "ValueError")])
     assert endings.judge([failure(tmp_path, "ValueError")])
     assert "What memory keeps is not known, as no agent answers on this host" in caplog.text
+
+
+def test_why_workers_were_killed_by_their_agent_is_said_once(
+    endings: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang = {"cause": "stopped", "ranks": [1], "text": "rank 1 is stopped", "report": "/logs/hang.txt"}
+    streams: dict[str, Any] = {"main": {"hang": hang, "committed": 3}, "of an agent of another release": {"committed": 3}}
+    monkeypatch.setattr(module, "account_of", lambda run: {"streams": streams, "linger": 60.0})
+    endings.judge([failure(tmp_path, "ValueError")])
+    assert "the job hung" not in caplog.text
+    for _ in range(2):
+        assert not endings.judge([failure(tmp_path, status=-signal.SIGKILL)])
+    assert caplog.text.count("the job hung: rank 1 is stopped; /logs/hang.txt has the report") == 1
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gemini_ft
+from gemini_ft.core.autopsy import ENTRIES, GROUPS
 from gemini_ft.core.traffic import Moment
 from gemini_ft.worker.collectives import CollectiveTraffic, Observer, observe, unobserved
 
@@ -176,6 +177,47 @@ def point_to_point_is_seen() -> None:
         assert sorted(names(observer)) == ["recv_", "send"]
         _one_way()
         assert names(observer) == [("send", "recv_")[rank()]]
+
+
+@case
+def each_group_has_a_trail_of_numbers_that_are_the_same_on_both_ranks() -> None:
+    first, second = dist.new_group(), dist.new_group()
+    with observe() as observer:
+        assert observer.page.trails() == ()
+        for number in range(ENTRIES + 3):
+            dist.all_reduce(ones(2, 3), group=first)
+            if not number:
+                dist.barrier(group=second)
+                dist.gather(ones(), [ones(), ones()] if rank() == 0 else None, group=second)
+        _exchange()
+        idle(observer)
+        trails = {trail.group: trail for trail in observer.page.trails() or ()}
+        mine = [trails[name] for name in (first.group_name, second.group_name)]
+        assert [(trail.size, trail.newest.number, len(trail.entered)) for trail in mine] == [(2, ENTRIES + 3, ENTRIES), (2, 2, 2)]
+        assert mine[0].newest.text == "allreduce_ float32[2, 3]"
+        assert mine[1].entered[0].text.startswith("barrier")
+        assert all(entry.is_over for trail in trails.values() for entry in trail.entered)
+        theirs: list[Any] = [None, None]
+        dist.all_gather_object(theirs, mine)
+        assert [[(entry.number, entry.mark) for entry in trail.entered] for trail in theirs[0]] == [
+            [(entry.number, entry.mark) for entry in trail.entered] for trail in theirs[1]
+        ]
+        (transfers,) = [trail for trail in trails.values() if not trail.size]
+        other = 1 - rank()
+        assert sorted(entry.text for entry in transfers.entered) == [f"recv_ float32[4] from {other}", f"send float32[4] to {other}"]
+        with observe() as another:  # which comes later
+            dist.barrier(group=second)
+            assert [(trail.group, trail.newest.number) for trail in another.page.trails() or ()] == [(second.group_name, 3)]
+
+
+@case
+def of_more_groups_than_there_are_places_those_are_shown_that_were_used_last() -> None:
+    groups = [dist.new_group() for _ in range(GROUPS + 2)]
+    with observe() as observer:
+        for group in [*groups, groups[0]]:
+            dist.barrier(group=group)
+        shown = {trail.group: trail.newest.number for trail in observer.page.trails() or ()}
+        assert shown == {group.group_name: 1 for group in groups[3:]} | {groups[0].group_name: 2}
 
 
 @case

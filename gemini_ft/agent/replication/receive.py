@@ -126,10 +126,19 @@ class Inbound:
             key, position = str(id(memory)), memory.shape.data_offset + parcel.chunk.offset + parcel.start
         worker.send(Collect(tag=parcel.tag, source=parcel.source, key=key, position=position, nbytes=parcel.nbytes))
 
-    def begin_receive(self, owner: int, iteration: int, committed: Version | None) -> SlotMemory | None:
+    def check_holder(self, owner: int) -> None:
+        """Refuses a shard that no other host may bring here.
+
+        Raises:
+            PeerError: it is this host's own, or it is not held here.
+        """
         host = self._context.host
         if host.owns(owner) or host.name not in host.holders.get(owner, ()):
             raise PeerError(f"host {host.name!r} does not hold rank {owner}'s shard")
+
+    def begin_receive(self, owner: int, iteration: int, committed: Version | None) -> SlotMemory | None:
+        host = self._context.host
+        self.check_holder(owner)
         slot = host.receive(owner, self._context.version(iteration), committed)
         self._context.slot_store.sync_headers()
         if slot is None:
@@ -271,6 +280,7 @@ class Receiver:
 
     async def _answer(self, offer: Offer) -> None:
         try:
+            self._inbound.check_holder(offer.owner)
             await self._inbound.make_room(offer.owner, offer, offered=True)
         except GeminiError as error:
             self._connection.send(Refused(call=offer.call, owner=offer.owner, text=str(error)))

@@ -1,0 +1,125 @@
+"""The autopsy of a hang between agents: one that does not answer is named, none speaks for another, and a worker dies whatever comes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agent_kit import Job, eventually
+
+from gemini_ft.agent import autopsy, lifecycle
+from gemini_ft.agent.autopsy import Inquest
+from gemini_ft.core.autopsy import Doing, RankFound
+from gemini_ft.core.versions import Incarnation
+from gemini_ft.wire.messages import pack
+from gemini_ft.wire.peer_messages import Autopsied, Examine, Examined, PeerMessage, peers
+from gemini_ft.wire.worker_messages import SessionSpec
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Job(tmp_path) as job:
+        yield job
+
+
+def of_host(job: Job, host: str) -> dict[str, object]:
+    hang: dict[str, object] | None = job.stream(host)["hang"]
+    assert hang is not None
+    return hang
+
+
+def test_a_leader_that_is_silent_costs_its_ranks_in_the_report_and_no_worker_its_end(job: Job) -> None:
+    """That host's agent is stopped. The worker of the other one is not prepared to write its stacks: the signal would end it."""
+    ranks = [job.process("a", 0), job.process("b", 1)]
+    job.open(ranks, hang_timeout=2.0)
+    job.commit(ranks, 1, 2, 3, 4)
+    os.kill(leader := job.pid("a"), signal.SIGSTOP)
+    try:
+        eventually(lambda: "rank 1 (pid" in job.log("b") and "is gone" in job.log("b"))
+        found = of_host(job, "b")
+        assert (found["cause"], found["ranks"]) == ("silent", [0])
+        assert found["text"] == "rank 0 (host a) is on a host that does not answer"
+        report = Path(str(found["report"])).read_text()
+        assert f"threads of rank 1 (host b, pid {ranks[1].pid}):\n  could not be had" in report
+    finally:
+        os.kill(leader, signal.SIGCONT)
+
+
+SPEC = SessionSpec(
+    stream="s", incarnation=Incarnation(3, "n"), world_size=3, hosts=["a", "b", "b"], addresses={}, holders={}, leader="a", resumed=None
+)
+
+
+def concluded(*found: Examined) -> list[PeerMessage]:
+    """All that the leader tells all hosts."""
+
+    async def work() -> list[PeerMessage]:
+        told: list[PeerMessage] = []
+        inquest = Inquest(SPEC, "run")
+        for each in found:
+            inquest.hear(each, told.append)
+        while not isinstance(told[-1], Autopsied):
+            await asyncio.sleep(0.01)
+        inquest.close()
+        return told
+
+    return asyncio.run(work())
+
+
+def examined(host: str, *ranks: RankFound) -> Examined:
+    message = peers.unpack(pack(Examined(host=host, ranks=list(ranks)))[4:])
+    assert isinstance(message, Examined)
+    return message
+
+
+def rank(number: int, host: str, doing: Doing = Doing.ASLEEP) -> RankFound:
+    return RankFound(rank=number, host=host, pid=7, doing=doing, trails=())
+
+
+def test_hosts_are_asked_once_and_the_verdict_waits_for_the_last() -> None:
+    told = concluded(examined("a", rank(0, "a")), examined("b", rank(1, "b"), rank(2, "b", Doing.STOPPED)))
+    assert told[0] == Examine()
+    assert isinstance(told[1], Autopsied)
+    assert (told[1].cause, told[1].ranks, len(told)) == ("stopped", [2], 2)
+
+
+def test_a_host_that_does_not_answer_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autopsy, "HOSTS_SECONDS", 0.05)
+    *_, verdict = concluded(examined("a", rank(0, "a")))
+    assert isinstance(verdict, Autopsied)
+    assert (verdict.cause, verdict.ranks) == ("silent", [1, 2])
+    assert verdict.report.startswith("hang of run run, stream s, incarnation 3, ")
+
+
+def test_no_host_speaks_for_another_or_twice() -> None:
+    lies = [rank(number, host, Doing.STOPPED) for number, host in [(0, "a"), (0, "b"), (1, "a"), (-1, "b"), (9, "b")]]
+    told = concluded(
+        examined("b", rank(1, "b"), rank(2, "b"), *lies), examined("b", rank(1, "b", Doing.STOPPED)), examined("a", rank(0, "a"))
+    )
+    assert isinstance(told[-1], Autopsied)
+    assert (told[-1].cause, told[-1].ranks) == ("asleep", [0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("letter", "doing"),
+    [
+        ("R", Doing.AT_WORK),
+        ("S", Doing.ASLEEP),
+        ("I", Doing.ASLEEP),
+        ("D", Doing.KERNEL),
+        ("T", Doing.STOPPED),
+        ("t", Doing.STOPPED),
+        ("Z", Doing.ENDED),
+        ("X", Doing.ENDED),
+    ],
+)
+def test_states_of_processes(letter: str, doing: Doing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "PROC", tmp_path)
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "stat").write_text(f"7 (a name) R) {letter} 1 7 7 0")
+    assert autopsy.doing_of(7) is doing
+    assert autopsy.doing_of(8) is Doing.ENDED

@@ -1,0 +1,79 @@
+"""Jobs in which one rank does what the others do not, in the ways in which jobs come to hang."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from agent_kit import eventually
+from session_case import loop
+
+from gemini_ft.events import read_events
+
+AT = 6  # the iteration after which it does so
+Act = Callable[[], bool | None]  # True: it leaves the loop
+
+
+def stops() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def locks() -> None:
+    """Waits for a lock that nobody releases."""
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def waits_for_an_event() -> None:
+    threading.Event().wait()
+
+
+def reads_a_queue() -> None:
+    queue.Queue[None]().get()
+
+
+def computes() -> None:
+    while True:
+        sum(range(1000))
+
+
+def broadcasts() -> None:
+    dist.broadcast(torch.ones(3, 2), dist.get_rank())
+
+
+def meets() -> None:
+    dist.barrier()
+
+
+def gathers() -> None:
+    dist.all_gather([torch.empty(5) for _ in range(dist.get_world_size())], torch.ones(5))
+
+
+def leaves() -> bool:
+    return True
+
+
+def _odd_one(act: Act, culprit: int, at: int, iteration: int, *_: Any) -> bool:
+    return bool(act()) if (iteration, dist.get_rank()) == (at, culprit) else False
+
+
+def hang(act: Act, culprit: int, at: int = AT) -> dict[str, Any]:
+    """Trains; where that ends, the process goes on with something else until the job has been judged, as its end would fail the others."""
+    during = partial(_odd_one, act, culprit, at)
+    result = loop(10**6, during=during, hang_timeout=3.0 if act is leaves else 1.0, close=True)
+    eventually(lambda: hangs(os.environ["GEMINI_EVENTS"]))
+    return result
+
+
+def hangs(path: str | Path) -> list[dict[str, Any]]:
+    """The verdicts, of each host."""
+    return [event for event in read_events(path) if event["event"] == "hang"]
