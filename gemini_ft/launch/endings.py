@@ -26,6 +26,7 @@ from gemini_ft.launch.drain import LEFT, HostDrain, account_of, await_workers
 from gemini_ft.launch.grace import await_news
 from gemini_ft.launch.notes import DRAINED, PROTECTED, REFUSED, Notes
 from gemini_ft.launch.replaced import replaced
+from gemini_ft.launch.script import may_go_away
 
 _log = logging.getLogger(__name__)
 
@@ -33,15 +34,6 @@ ENDED_ELSEWHERE = 69  # EX_UNAVAILABLE
 NOT_STORED = 73  # EX_CANTCREAT
 OVERTAKEN = 76  # EX_PROTOCOL
 _BY_WORKERS = {StorageUnclearError.exit_status, RunAliveError.exit_status}
-# Bases of exceptions that come from outside of the script, and go away as they have come.
-_PASSING = {"OSError", "DistError", "AgentError", "PeerError", "StorageError", "CorruptDataError", "BotoCoreError", "ClientError"}
-_PASSING |= {"AcceleratorError", "KeyboardInterrupt"}
-_LASTING = {"FileNotFoundError", "NotADirectoryError", "IsADirectoryError", "PermissionError"}  # of the OSErrors
-_OF_PEERS = re.compile(
-    # Data loaders' processes may be told to end before the rank that is stopped with them, because another has failed.
-    r"nccl|gloo|connection|timed? ?out|socket|broken pipe|cuda error|another rank|killed by signal: (terminated|killed)",
-    re.IGNORECASE,
-)
 UNPROTECTED_SECONDS = 120.0
 _OVER = (WorkerState.FAILED, WorkerState.SUCCEEDED)
 
@@ -120,7 +112,7 @@ def _place(data: Any) -> tuple[str, str, str, str] | None:
     kinds, text = about.get("kinds"), str(message.get("message", "")) if isinstance(message, dict) else ""
     if not kinds:
         return None
-    if (_PASSING & {*kinds} and not _LASTING & {*kinds}) or _OF_PEERS.search(text):
+    if may_go_away(kinds, text):
         return None
     return kinds[0], re.sub(r"0x[0-9a-f]+|\d+", "#", text), about["place"], "" if about["step"] is None else str(about["step"])
 
