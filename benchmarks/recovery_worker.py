@@ -99,7 +99,7 @@ class Files:
     """A file that rank 0 writes in place of the one before, after each ``every`` steps (0: never), and that all ranks load."""
 
     def __init__(self, load: Load, folder: Path, every: int) -> None:
-        self._parts = {"model": load.model, "optimizer": load.optimizer}
+        self._parts: dict[str, Any] = {"model": load.model, "optimizer": load.optimizer}
         self._path, self._every, self._made = folder / "state.pt", every, 0
 
     def resume(self) -> int:

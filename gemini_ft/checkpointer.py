@@ -143,7 +143,7 @@ class Checkpointer:
         self._blocked = self._waited = 0.0  # seconds of this step
         self._steps = OptimizerSteps(self._wait_for_copy)
         self._hyperparameters = Hyperparameters(self._stateful)
-        close_with(self)
+        close_with(self, finished=False)  # the agent keeps what it holds
         if gradients is not None:
             self.attach_gradients(gradients)
         if model is not None:

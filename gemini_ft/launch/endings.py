@@ -41,6 +41,7 @@ from gemini_ft.hosts import began, host_id
 from gemini_ft.launch import grace
 from gemini_ft.launch.notes import DRAINED, DRAINED_STATUS, PROTECTED, REFUSED, Notes
 from gemini_ft.launch.replaced import replaced
+from gemini_ft.launch.script import may_go_away
 from gemini_ft.wire.private import newest_first, runtime_folder
 from gemini_ft.wire.worker_messages import AskDrain, Draining, ToWorker
 
@@ -49,15 +50,6 @@ ENDED_ELSEWHERE = 69  # EX_UNAVAILABLE
 NOT_STORED = 73  # EX_CANTCREAT
 OVERTAKEN = 76  # EX_PROTOCOL
 _BY_WORKERS = {StorageUnclearError.exit_status, RunAliveError.exit_status}
-# Bases of exceptions that come from outside of the script, and go away as they have come.
-_PASSING = {"OSError", "DistError", "AgentError", "PeerError", "StorageError", "CorruptDataError", "BotoCoreError", "ClientError"}
-_PASSING |= {"AcceleratorError", "KeyboardInterrupt"}
-_LASTING = {"FileNotFoundError", "NotADirectoryError", "IsADirectoryError", "PermissionError"}  # of the OSErrors
-_OF_PEERS = re.compile(
-    # Data loaders' processes may be told to end before the rank that is stopped with them, because another has failed.
-    r"nccl|gloo|connection|timed? ?out|socket|broken pipe|cuda error|another rank|killed by signal: (terminated|killed)",
-    re.IGNORECASE,
-)
 UNPROTECTED_SECONDS = 120.0
 _STRAGGLERS = 10.0  # seconds for the other workers of a host, once one has left
 _RESTART = 10.0  # seconds for workers that are being restarted to join their run once more
@@ -289,7 +281,7 @@ def _place(data: Any) -> tuple[str, str, str, str] | None:
     kinds, text = about.get("kinds"), str(message.get("message", "")) if isinstance(message, dict) else ""
     if not kinds:
         return None
-    if (_PASSING & {*kinds} and not _LASTING & {*kinds}) or _OF_PEERS.search(text):
+    if may_go_away(kinds, text):
         return None
     return kinds[0], re.sub(r"0x[0-9a-f]+|\d+", "#", text), about["place"], "" if about["step"] is None else str(about["step"])
 

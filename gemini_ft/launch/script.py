@@ -16,6 +16,7 @@ import importlib.machinery
 import io
 import json
 import os
+import re
 import runpy
 import signal
 import sys
@@ -23,7 +24,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -41,6 +42,15 @@ _STARTERS = (
 _COPY = "--copy="
 _PR_SET_PDEATHSIG = 1
 _USAGE = 2  # status with which argparse, and all that is built on it, refuse what they are given
+# Bases of exceptions that come from outside of the script, and go away as they have come.
+_PASSING = {"OSError", "DistError", "AgentError", "PeerError", "StorageError", "CorruptDataError", "BotoCoreError", "ClientError"}
+_PASSING |= {"AcceleratorError", "KeyboardInterrupt"}
+_LASTING = {"FileNotFoundError", "NotADirectoryError", "IsADirectoryError", "PermissionError"}  # of the OSErrors
+_OF_PEERS = re.compile(
+    # Data loaders' processes may be told to end before the rank that is stopped with them, because another has failed.
+    r"nccl|gloo|connection|timed? ?out|socket|broken pipe|cuda error|another rank|killed by signal: (terminated|killed)",
+    re.IGNORECASE,
+)
 _REPORTED = 4000  # characters of an exception that the launcher's report repeats; the worker's own stderr has all
 
 
@@ -206,6 +216,11 @@ def record(error: BaseException) -> None:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
         file.close()
         os.replace(f"{path}.part", path)
+
+
+def may_go_away(kinds: Collection[str], text: str) -> bool:
+    """Whether an exception, by the names of its bases and its text, comes from a host, network, store or another rank."""
+    return bool(_PASSING & {*kinds} and not _LASTING & {*kinds}) or _OF_PEERS.search(text) is not None
 
 
 def _shortened(text: str) -> str:

@@ -32,6 +32,7 @@ from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, nothing, trained
 from gemini_ft.pipeline.routes import of_all_ranks
 from gemini_ft.pipeline.rules import Rules, check_world, load_rules
 from gemini_ft.state.gradients import announce, withdraw
+from gemini_ft.worker.attempt import close_with
 
 T = TypeVar("T")
 
@@ -101,6 +102,7 @@ class GradientSynchronizer(Body):
             if own is not None:
                 _broadcast(model, own)
         announce(self, parameters.values())
+        close_with(self)
 
     # -- a step
 

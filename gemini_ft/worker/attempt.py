@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gemini_ft import accelerator
 from gemini_ft.launch.in_place import NEVER
+from gemini_ft.launch.script import may_go_away
 from gemini_ft.wire import channel
 
 
@@ -37,8 +38,9 @@ class OwnAttempt:
         watched: references to what the attempt has given to be captured; it must be gone before the next attempt begins.
         held: those of its objects that take no weak references. One is gone if nothing else refers to it.
         changing: finalizers of loaders; each watches the datasets, samplers and functions that have changed during the attempt.
-        checkpointers: those that it has made.
+        closing: objects of its that are closed with it -> arguments of their ``close``.
         is_sharded: whether some of it is sharded over a mesh.
+        is_of_others: whether it has ended by an error that follows from what another rank has met.
         refusal: the reason why this process cannot stay after it; empty: none is known.
     """
 
@@ -50,8 +52,9 @@ class OwnAttempt:
         self.watched: list[weakref.ref[Any]] = []
         self.held: list[Any] = []
         self.changing: list[weakref.finalize[..., Any]] = []
-        self.checkpointers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.closing: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         self.is_sharded = False
+        self.is_of_others = False
         self.refusal = ""
 
     def await_order(self) -> tuple[dict[str, str], list[int]]:
@@ -84,6 +87,11 @@ class OwnAttempt:
         if "environ" in message:
             self._order = message["environ"], descriptors
 
+    def blame(self, error: BaseException | None) -> None:
+        """Notes whether the error that ends the attempt is this rank's own."""
+        if error is not None:
+            self.is_of_others = may_go_away([kind.__name__ for kind in type(error).__mro__], str(error))
+
     def leave_if_over(self) -> None:
         """Raises OverError in the thread of the training."""
         if threading.get_ident() == self._thread:
@@ -99,10 +107,10 @@ class OwnAttempt:
             self.refusal = why
             self.say(NEVER, why=why)
 
-    def close_checkpointers(self) -> None:
-        """Closes those that the attempt has made, without a word to the agent that training is over."""
-        for checkpointer in list(self.checkpointers):
-            checkpointer.close(finished=False)
+    def close(self) -> None:
+        """Closes what the attempt has made, the last first."""
+        for each, options in reversed(list(self.closing.items())):
+            each.close(**options)
         kept.clear()
 
     def left_behind(self) -> list[Any]:
@@ -146,7 +154,8 @@ def has_failed() -> bool | None:
         return None
     with contextlib.suppress(ConnectionError):  # the launcher is gone, which ends this process as well
         present.look()
-    return not present.is_over
+    present.blame(sys.exception())
+    return not present.is_over and not present.is_of_others
 
 
 def watch(captured: Iterable[Any]) -> None:
@@ -169,10 +178,10 @@ def watch_changed(owner: Any, changed: Callable[[], Iterable[Any]]) -> None:
         present.changing.append(last)
 
 
-def close_with(checkpointer: Any) -> None:
-    """Has a Checkpointer closed when the attempt is over."""
+def close_with(owner: Any, **options: Any) -> None:
+    """Has an object closed, with ``options``, when the attempt is over."""
     if present is not None:
-        present.checkpointers.add(checkpointer)
+        present.closing[owner] = options
 
 
 def never_stay(why: str) -> None:

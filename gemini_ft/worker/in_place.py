@@ -110,6 +110,7 @@ def once(train: Callable[[], T], present: OwnAttempt) -> list[T]:
         if getattr(error, "exit_status", 1) != 1:  # the launcher must see the exit status of this error
             raise
         present.look()
+        present.blame(error)
         if not present.is_over:
             record(error)
             traceback.print_exception(error)
@@ -144,7 +145,7 @@ def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
         return "it uses a device, and groups of devices are not yet made anew in place"
     if present.refusal:
         return present.refusal
-    present.close_checkpointers()
+    present.close()
     if dist.is_initialized():
         group = dist.group.WORLD
         dist.destroy_process_group()
@@ -169,7 +170,7 @@ def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
     if hooks := [getattr(hook, "__qualname__", repr(hook)) for hook in _hooks_of_all() if hook not in known]:
         return f"train() has registered hooks of all modules or optimizers: {', '.join(hooks)}"
     end = time.monotonic() + _ENDING_SECONDS
-    started = [each for each in (*threading.enumerate(), *active_children()) if each not in known]
+    started: list[Any] = [each for each in (*threading.enumerate(), *active_children()) if each not in known]
     for each in started:
         each.join(max(0.0, end - time.monotonic()))
     names = [each.name for each in started if each.is_alive()]
