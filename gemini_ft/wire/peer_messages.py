@@ -25,6 +25,7 @@ from gemini_ft.wire.messages import (
     ShardAnswer,
     ShardCall,
     ShardLayout,
+    Text,
     pack,
 )
 
@@ -81,7 +82,7 @@ class Refused(Answer):
     """Reports that there is no room, or that the offer makes no sense."""
 
     owner: int
-    text: str
+    text: Text
 
 
 class Begin(Message):
@@ -133,7 +134,7 @@ class Parcel(Message):
 class Astray(Message):
     """Reports that pieces did not arrive by way of workers: send them from agent to agent."""
 
-    text: str
+    text: Text
 
 
 class Unchanged(Message):
@@ -157,7 +158,7 @@ class ReportUploaded(Message):
     owner: int
     version: Version
     record: str = ""
-    error: str = ""
+    error: Text = ""
 
 
 class ReportFinished(Message):
@@ -176,7 +177,7 @@ class ReportNeed(Message):
     host: str
     steps: int
     interval: int  # that the host knows of
-    why: str  # in figures
+    why: Text  # in figures
 
 
 class Relayed(Message):
@@ -222,7 +223,7 @@ class Rejoin(Message):
     committed: Version | None
     uploading: Version | None
     roots: dict[int, str] = {}  # owner -> root of its committed shard, for those held there; empty where the host does not know it
-    unstored: str = ""  # why the last upload failed of which this host knows the end; empty: it did not
+    unstored: Text = ""  # why the last upload failed of which this host knows the end; empty: it did not
 
 
 class UploadSoon(Message):
@@ -238,7 +239,7 @@ class DrainHost(Message):
 class AllFinished(Message):
     """Tells agents that they may go: every rank has finished, and the last upload is over."""
 
-    unstored: str = ""  # why the last upload failed for good
+    unstored: Text = ""  # why the last upload failed for good
 
 
 class Fetch(ShardCall):
