@@ -83,8 +83,8 @@ class BlockingWire:
         self.peer = f"{address[0]}:{address[1]}"
         with contextlib.ExitStack() as on_error:
             try:
-                plain = on_error.enter_context(_connect(address, timeout))
-                self._socket: ssl.SSLSocket = on_error.enter_context(tls_context(secret, server=False).wrap_socket(plain))
+                plain = on_error.enter_context(connect(address, timeout))
+                self.socket: ssl.SSLSocket = on_error.enter_context(tls_context(secret, server=False).wrap_socket(plain))
                 accepted = self._be_accepted(claims)
                 self._lanes = [self._open_lane(address, timeout, opens, accepted.encrypt, on_error) for opens in accepted.lanes]
                 self._payloads = itertools.count()
@@ -116,13 +116,13 @@ class BlockingWire:
     def _open_lane(
         self, address: tuple[str, int], timeout: float, opens: bytes, encrypt: bool, on_error: contextlib.ExitStack
     ) -> BlockingLane:
-        sock = on_error.enter_context(_connect(address, timeout))
+        sock = on_error.enter_context(connect(address, timeout))
         sock.sendall(MARK + opens[:ID_BYTES])
         return BlockingLane(sock, opens[ID_BYTES:], dialled=True, encrypt=encrypt, peer=f"the agent at {self.peer}")
 
     def send(self, message: PeerMessage) -> None:
         try:
-            self._socket.sendall(pack(message))
+            self.socket.sendall(pack(message))
         except OSError as error:
             raise self._silent(error) from None
 
@@ -151,10 +151,10 @@ class BlockingWire:
             raise self._silent(error) from None
 
     def _fill(self, out: memoryview) -> None:
-        end = deadline(self._socket, out.nbytes)
+        end = deadline(self.socket, out.nbytes)
         while out:
             try:
-                count = self._socket.recv_into(out)
+                count = self.socket.recv_into(out)
                 in_time(end)
             except OSError as error:
                 raise self._silent(error) from None
@@ -166,12 +166,12 @@ class BlockingWire:
         return PeerError(f"the agent at {self.peer} stopped answering ({error})")
 
     def close(self) -> None:
-        self._socket.close()
+        self.socket.close()
         for lane in self._lanes:
             lane.socket.close()
 
 
-def _connect(address: tuple[str, int], timeout: float) -> socket.socket:
+def connect(address: tuple[str, int], timeout: float) -> socket.socket:
     sock = socket.create_connection(address, timeout)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock

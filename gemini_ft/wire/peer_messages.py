@@ -83,7 +83,7 @@ class Refused(Answer):
     """Reports that there is no room, or that the offer makes no sense."""
 
     owner: int
-    text: str
+    text: Text
 
 
 class Begin(Message):
@@ -135,7 +135,7 @@ class Parcel(Message):
 class Astray(Message):
     """Reports that pieces did not arrive by way of workers: send them from agent to agent."""
 
-    text: str
+    text: Text
 
 
 class Unchanged(Message):
@@ -159,7 +159,7 @@ class ReportUploaded(Message):
     owner: int
     version: Version
     record: str = ""
-    error: str = ""
+    error: Text = ""
 
 
 class ReportFinished(Message):
@@ -178,7 +178,7 @@ class ReportNeed(Message):
     host: str
     steps: int
     interval: int  # that the host knows of
-    why: str  # in figures
+    why: Text  # in figures
 
 
 class Relayed(Message):
@@ -224,7 +224,7 @@ class Rejoin(Message):
     committed: Version | None
     uploading: Version | None
     roots: dict[int, str] = {}  # owner -> root of its committed shard, for those held there; empty where the host does not know it
-    unstored: str = ""  # why the last upload failed of which this host knows the end; empty: it did not
+    unstored: Text = ""  # why the last upload failed of which this host knows the end; empty: it did not
 
 
 class UploadSoon(Message):
@@ -260,7 +260,7 @@ class Autopsied(Message):
 class AllFinished(Message):
     """Tells agents that they may go: every rank has finished, and the last upload is over."""
 
-    unstored: str = ""  # why the last upload failed for good
+    unstored: Text = ""  # why the last upload failed for good
 
 
 class Fetch(ShardCall):

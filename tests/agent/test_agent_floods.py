@@ -31,7 +31,7 @@ class Attack:
     """A job of two hosts, and one who knows its secret, at an address of his own."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self._next = job, 2
+        self.job, self.next = job, 2
         lifecycle.spawn(job.run, "a")
         self.pid = eventually(lambda: agent_pid(job.run, "a"))
         resource.prlimit(self.pid, resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
@@ -43,20 +43,20 @@ class Attack:
     def dial(self, role: str = "fetch", lanes: int = 1) -> BlockingWire:
         claims = self.job.claims(role, incarnation=self.ranks[0].spec.incarnation, lanes=lanes)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(frames, "_connect", lambda address, timeout: socket.create_connection(address, timeout, ("127.0.0.2", 0)))
+            patch.setattr(frames, "connect", lambda address, timeout: socket.create_connection(address, timeout, ("127.0.0.2", 0)))
             self.wires.append(BlockingWire(self.ranks[0].address, claims, SECRET, WAIT))
         return self.wires[-1]
 
     def say(self, wire: BlockingWire, data: bytes) -> None:
-        wire._socket.sendall(data)
+        wire.socket.sendall(data)
 
     def end(self) -> None:
         """Hang up; the job has gone on, with the same agent."""
         for wire in self.wires:
             wire.close()
         self.wires.clear()
-        self.job.commit(self.ranks, self._next, self._next + 1)
-        self._next += 2
+        self.job.commit(self.ranks, self.next, self.next + 1)
+        self.next += 2
         assert self.job.pid("a") == self.pid
 
     def memory(self, name: str) -> int:
@@ -89,7 +89,7 @@ def test_memory_is_taken_for_bytes_that_have_come_and_not_for_a_length(attack: A
 def hung_up(wire: BlockingWire) -> None:
     """The agent ends a connection."""
     with contextlib.suppress(ConnectionError, ssl.SSLError):  # a reset, or an end without a word
-        while wire._socket.recv(2**16):
+        while wire.socket.recv(2**16):
             pass
 
 
@@ -119,8 +119,8 @@ def test_a_message_that_unfolds_is_refused_in_little_time_and_memory(attack: Att
 
 @pytest.mark.parametrize("ask", [Describe, lambda **about: Fetch(offset=0, nbytes=4 * CHUNK, **about)], ids=["describe", "fetch"])
 def test_a_reader_that_takes_no_answer_in_is_asked_for_no_more_questions(attack: Attack, ask: Callable[..., Describe | Fetch]) -> None:
-    wire, questions = attack.dial(), pack(ask(call=1, owner=0, version=attack.job.version(attack._next - 1))) * 1000
-    wire._socket.settimeout(2.0)
+    wire, questions = attack.dial(), pack(ask(call=1, owner=0, version=attack.job.version(attack.next - 1))) * 1000
+    wire.socket.settimeout(2.0)
     with contextlib.suppress(TimeoutError):
         for _ in range(400):
             attack.say(wire, questions)
@@ -129,12 +129,12 @@ def test_a_reader_that_takes_no_answer_in_is_asked_for_no_more_questions(attack:
 
 
 def read(attack: Attack, shard: PeerShard) -> None:
-    assert b"".join(bytes(view) for _, view in shard.chunks()) == content(0, attack._next - 1, 4 * CHUNK)
+    assert b"".join(bytes(view) for _, view in shard.chunks()) == content(0, attack.next - 1, 4 * CHUNK)
 
 
 def test_readers_without_number_displace_each_other_and_no_reader_of_another_address(attack: Attack) -> None:
     rank: Rank = attack.ranks[0]
-    claims, version = attack.job.claims(), attack.job.version(attack._next - 1)
+    claims, version = attack.job.claims(), attack.job.version(attack.next - 1)
     with contextlib.closing(PeerShard("a", rank.address, claims, SECRET, 0, version, timeout=WAIT)) as shard:
         before = open_fds(attack.pid)
         for _ in range(DESCRIPTORS // 16 + 8):
@@ -163,7 +163,7 @@ def test_strangers_displace_each_other_and_no_host_that_is_slower_than_they_are(
             assert strangers[0].recv(1) == b""  # it has made way for the last one
             return mine
 
-        monkeypatch.setattr(frames, "_connect", connect)
-        claims, version = attack.job.claims(), attack.job.version(attack._next - 1)
+        monkeypatch.setattr(frames, "connect", connect)
+        claims, version = attack.job.claims(), attack.job.version(attack.next - 1)
         with contextlib.closing(PeerShard("a", attack.ranks[0].address, claims, SECRET, 0, version, timeout=WAIT)) as shard:
             read(attack, shard)

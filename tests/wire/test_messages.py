@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import UnionType
 from typing import Any, get_args
 
@@ -17,7 +18,7 @@ from gemini_ft.core.effects import Completed, Skipped
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError
 from gemini_ft.wire.messages import PROTOCOL_VERSION, Channel, Chunk, Failed, Notice, kind_of, pack
-from gemini_ft.wire.peer_messages import Claims, End, PeerMessage, Rejoin, peers
+from gemini_ft.wire.peer_messages import Astray, Claims, End, PeerMessage, Refused, Rejoin, peers
 from gemini_ft.wire.worker_messages import Goodbye, Opened, OpenSession, SessionSpec, ToAgent, ToWorker, to_agent, to_worker
 
 incarnations = st.builds(Incarnation, st.integers(0, 2**31), st.text(max_size=8))
@@ -58,9 +59,9 @@ def test_a_message_comes_back_as_it_was(message: Any) -> None:
     assert type(back) is type(message)
 
 
-@given(st.text(), st.sampled_from([lambda text: Failed(error="PeerError", text=text), lambda text: Notice(text=text)]))
-def test_a_text_of_another_process_is_one_printable_line(text: str, kind: Callable[[str], PeerMessage]) -> None:
-    heard = peers.unpack(pack(kind(f"{text}\x1b[2J\n12:00:00 committed"))[4:])
+@given(st.text(), st.sampled_from([partial(Failed, error="PeerError"), Notice, partial(Refused, owner=0), Astray]))
+def test_a_text_of_another_process_is_one_printable_line(text: str, kind: Callable[..., PeerMessage]) -> None:
+    heard = peers.unpack(pack(kind(text=f"{text}\x1b[2J\n12:00:00 committed"))[4:])
     assert heard.text.isprintable()  # type: ignore[union-attr]
 
 
