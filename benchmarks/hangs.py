@@ -28,7 +28,6 @@ KINDS: dict[str, Sequence[hang_case.Act]] = {
     "mismatch": [hang_case.broadcasts, hang_case.meets, hang_case.gathers],
     "left": [hang_case.leaves],
 }
-TIMEOUTS = {"left": 3.0}  # hang_timeout of a kind, in seconds
 BOUND = 10.0  # seconds from the timeout to the verdict
 
 
@@ -69,7 +68,7 @@ def run_case(kind: str, seed: int) -> Case:
         told = hang_case.hangs(events)
         steps = [event for event in read_events(events) if event["event"] == "step" and event["iteration"] <= at]
         last = max(event["at"] for event in steps)  # a rank that was stopped goes on before it is killed
-        over = max((event["at"] for event in told), default=float("inf")) - last - TIMEOUTS.get(kind, 1.0)
+        over = max((event["at"] for event in told), default=float("inf")) - last - hang_case.TIMEOUT
     causes, ranks = [event["cause"] for event in told], [event["ranks"] for event in told]
     return Case(kind=kind, act=act.__name__, hosts=hosts, culprit=culprit, at=at, causes=causes, ranks=ranks, seconds=over)
 
@@ -92,7 +91,7 @@ def main() -> int:
         figures = f"{common.median(seconds):.1f}", f"{max(seconds):.1f}"
         rows.append((kind, acts, str(len(cases)), str(sum(case.is_right for case in cases)), *figures))
     table = common.table(("verdict", "what one rank did", "cases", "right rank and reason", "median, s", "longest, s"), rows)
-    body = f"""Jobs of two and three ranks on one to three emulated hosts, with a `hang_timeout` of 1 s (3 s where a rank leaves the loop).
+    body = f"""Jobs of two and three ranks on one to three emulated hosts, with a `hang_timeout` of {hang_case.TIMEOUT:g} s.
 The time is from the end of the timeout until the last host has heard the verdict; the bound is {BOUND:g} s. In {right} of {len(found)}
 cases all hosts named the right rank for the right reason within it. With two ranks that enter different collectives both are named.
 

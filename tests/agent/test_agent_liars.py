@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError, printable
 from gemini_ft.wire.frames import BlockingWire
-from gemini_ft.wire.peer_messages import Autopsied, Claims, Examine, Examined, PeerMessage
+from gemini_ft.wire.peer_messages import Autopsied, Claims, Examine, Examined, Offer, PeerMessage, Refused
 
 SECRET = b"s" * 16  # of the kit's ranks
 NUMBERS = (0, 1, 2, 7, -1, 2**31, 2**40, 2**62, 2**63 - 1, 2**64 - 1, -(2**63))
@@ -107,3 +107,16 @@ def test_a_member_that_says_anything_with_any_number_stops_no_agent(job: Job, se
     assert [job.pid(host) for host in "ab"] == pids
     assert max(resident(pid) - were for pid, were in zip(pids, before, strict=True)) < 200 * 2**20
     assert "Traceback" not in job.log("a") + job.log("b")
+
+
+def test_a_hosts_own_shard_is_brought_by_no_other(job: Job) -> None:
+    """Its slots took the sizes of the offer, and the agent never came to the end of their chunks."""
+    ranks = job.join(["a", "b"], agent_timeout=0.0)
+    job.open(ranks, addresses={rank.host: rank.address for rank in ranks} | {"test": ("127.0.0.1", 1)})
+    job.commit(ranks, 1)
+    claims = job.claims("replicate", to="a", incarnation=job.version(1).incarnation)
+    offer = Offer(owner=0, layout=b"", layout_hash="", data_bytes=2**63 - 1, extras_capacity=-(2**63))
+    with contextlib.closing(BlockingWire(ranks[0].address, claims, SECRET, WAIT)) as wire:
+        wire.send(offer)
+        assert wire.receive() == Refused(owner=0, text="host 'a' does not hold rank 0's shard")
+    job.commit(ranks, 2, 3)

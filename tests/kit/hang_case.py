@@ -19,6 +19,7 @@ from session_case import loop
 from gemini_ft.events import read_events
 
 AT = 6  # the iteration after which it does so
+TIMEOUT = 3.0  # seconds: on a busy machine a step may take one
 Act = Callable[[], bool | None]  # True: it leaves the loop
 
 
@@ -69,7 +70,7 @@ def _odd_one(act: Act, culprit: int, at: int, iteration: int, *_: Any) -> bool:
 def hang(act: Act, culprit: int, at: int = AT) -> dict[str, Any]:
     """Trains; where that ends, the process goes on with something else until the job has been judged, as its end would fail the others."""
     during = partial(_odd_one, act, culprit, at)
-    result = loop(10**6, during=during, hang_timeout=3.0 if act is leaves else 1.0, close=True)
+    result = loop(10**6, during=during, hang_timeout=TIMEOUT, close=True)
     eventually(lambda: hangs(os.environ["GEMINI_EVENTS"]))
     return result
 
