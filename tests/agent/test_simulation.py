@@ -25,7 +25,7 @@ def _simulate(*arguments: str) -> dict[str, Any]:
 
 @pytest.mark.timeout(200)
 def test_a_seed_is_a_history_without_anything_that_must_not_be() -> None:
-    once, again = (_simulate("--first", "2", "--seeds", "1", "--hours", "0.02") for _ in range(2))
+    once, again = (_simulate("--first", "6", "--seeds", "1", "--hours", "0.02") for _ in range(2))
     assert once["digests"] == again["digests"]
     assert once["commits_heard"]
     assert once["resumed"] > 1

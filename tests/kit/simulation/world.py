@@ -186,6 +186,8 @@ class World:
         self.history: list[Event] = []
         self.lines: list[str] = []
         self.bucket = Bucket(Random(rng.random()), self._on_storage)
+        self.bucket.slowness = rng.choice([0.02, 0.02, 2.0])
+        self.haste = rng.choice([0.0, 0.3])  # probability that a fault strikes while ranks join
         self.run, self.numbers, self.pids = f"simulated-{seed}", itertools.count(1), itertools.count(1_000_000)
         self.nbytes, self.ranks = rng.choice([64, 512, 1536]), rng.choice([3, 3, 5])
         self.growth = rng.choice([0, 0, 7, 40])  # steps after which the state has another size; 0: never
@@ -440,6 +442,9 @@ class World:
         attempt = Attempt(self, crew, len(self.attempts))
         self.attempts.append(attempt)
         self.record("attempt", number=attempt.number, hosts=[host.name for host in crew])
+        if not self.is_quiet and self.rng.random() < self.haste:
+            at, name = self.loop.time() + self.rng.uniform(0.0, 12.0), self.rng.choice(PROBES)
+            asyncio.BaseEventLoop.call_at(self.loop, at, lambda: None if self.is_quiet else FAULTS[name](self))
         for rank, host in enumerate(crew):
             process = Process(self.loop, f"rank {rank} on {host.name}", host.name)
             script = host.worker = Script(self, attempt, host, rank, process)
