@@ -416,6 +416,28 @@ def test_a_module_that_has_gone_over_to_manual_optimization_goes_on_by_hand(fit:
     assert weights(resumed) == weights(plain)
 
 
+class Uncounted(Case):
+    """Steps with an optimizer that Lightning has not wrapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def changed(self, loss: torch.Tensor) -> torch.Tensor:
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+def test_steps_that_lightning_does_not_count_are_named(fit: Callable[..., Case], caplog: pytest.LogCaptureFixture) -> None:
+    for kind in (Uncounted, InTurns):
+        fit(kind, table, "gemini")
+    assert [text.partition(",")[0] for text in caplog.messages if "global_step" in text] == [
+        "optimizers have made 10 steps that trainer.global_step has not counted"
+    ]
+
+
 class Hiding(Case):
     """Steps with an optimizer that Lightning does not know."""
 
