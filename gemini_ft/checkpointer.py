@@ -457,9 +457,14 @@ class Checkpointer:
         self._steps.announced()
         self._wait_for_copy()
 
-    def refuse_stranger(self) -> None:
-        """Raises StateError if an optimizer with a state has stepped that was not given, while its model was; `step` does so itself."""
+    def steps_made(self) -> int:
+        """Returns the number of steps that optimizers have made in this process.
+
+        Raises:
+            StateError: one with a state has stepped that was not given, while its model was; `step` raises it by itself.
+        """
         self._steps.refuse_stranger()
+        return self._steps.made
 
     def _wait_for_copy(self) -> None:
         faults.at_step(self._iteration, "before_update")

@@ -218,7 +218,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
 
     def _gemini_save(self, checkpointer: Checkpointer, state: dict[str, Any]) -> None:
         others = self._bind(checkpointer, state)
-        checkpointer.refuse_stranger()
+        checkpointer.steps_made()
         self._gemini_steps = 0
         self._gemini_saves += 1
         if not checkpointer.due(self._gemini_saves - 1, self._gemini_saves):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -38,6 +39,7 @@ from gemini_ft.storage.checkpoints import state_folder
 from gemini_ft.worker import attempt
 
 log = logging.getLogger("gemini_ft")
+_PATIENCE = 10  # steps that Lightning does not count, after which the user is told
 
 
 class Fit:
@@ -64,6 +66,7 @@ class Fit:
         self._found: dict[str, Any] | None = None  # extras of what is being resumed
         self._iteration = 0  # of what is being resumed
         self._last_step: int | None = None  # optimizer steps at the last look
+        self._made: float = 0  # those that optimizers had made by then; infinite: the user was told
         self._pauses = contextlib.ExitStack()
         self._waiting: dict[torch.Tensor, torch.Tensor] = {}  # gradients that a resumed loop adds to
         self._hooks: list[Callable[[], None]] = [trainer_loops.before_each_batch(trainer, self._before_batch)]  # what ends each
@@ -225,7 +228,7 @@ class Fit:
         optimizers = self._trainer.strategy.optimizers
         if len(optimizers) != len(self._optimizers) or any(a is not b for a, b in zip(optimizers, self._optimizers, strict=True)):
             self._follow_optimizers()
-        self.checkpointer.refuse_stranger()
+        made = self.checkpointer.steps_made()
         if self._found is not None:
             loaders = map(bookmark_of, trainer_loops.training_loaders(self._trainer))
             with self.checkpointer.putting_back():
@@ -244,13 +247,24 @@ class Fit:
         step = self._steps
         if self._last_step is None:
             self._last_step = step  # as it was loaded, or initialised: nothing new yet
+        if step == self._last_step:
+            self._name_uncounted(made)
         if step == self._last_step or self._is_accumulating:
             return
-        before, self._last_step = self._last_step, step
+        before, self._last_step, self._made = self._last_step, step, made
         if self.checkpointer.due(before, step):
             self.checkpointer.save(step, self._extras())
         else:
             self.checkpointer.alive(step)
+
+    def _name_uncounted(self, made: float) -> None:
+        if self._trainer.is_global_zero and made - self._made >= _PATIENCE:
+            self._made = math.inf
+            log.warning(
+                "optimizers have made %d steps that trainer.global_step has not counted, and there is no snapshot of these: step the "
+                "optimizers that self.optimizers() gives, not those of self.optimizers(use_pl_optimizer=False) or optimizer.optimizer",
+                _PATIENCE,
+            )
 
     def _lost(self) -> list[str]:
         """Attributes of the training data that have changed and that no snapshot can keep, unless batches do without or they come again."""

@@ -10,7 +10,7 @@ import torch
 from torch.optim.swa_utils import SWALR
 
 from gemini_ft.state.methods import kept_by, set_by
-from gemini_ft.state.modes import Modes, not_users
+from gemini_ft.state.modes import SETTABLE, Modes, not_users
 
 # Attributes that ModelCheckpoint's state_dict or load_state_dict leaves out: a file would be saved twice, not at all, or without its score.
 _NOT_SAVED = frozenset({"_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "current_score"})
@@ -58,7 +58,7 @@ def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module])
     """
     settings = _settings(trainer)
     base = importlib.import_module(package)
-    blank = {kind: frozenset(vars(kind())) - {"training"} for kind in (base.LightningModule, base.LightningDataModule)}
+    blank = {kind: frozenset(vars(kind())) - SETTABLE - {"training"} for kind in (base.LightningModule, base.LightningDataModule)}
 
     def leave(item: Any) -> frozenset[str]:
         private = next((names for kind, names in blank.items() if isinstance(item, kind)), frozenset[str]())

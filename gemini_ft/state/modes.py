@@ -45,6 +45,7 @@ _MASKED = declare("weights that pruning has masked for the last forward pass", F
 _HOOK = declare("hooks of modules", Fate.DERIVED, "registered by the script when it starts; their small plain attributes are captured")
 
 Modules = Mapping[str, nn.Module]
+SETTABLE = {"_hparams", "_automatic_optimization"}  # of Lightning's modules: a script may change them while it trains
 _OTHERS = frozenset({"lightning", "pytorch_lightning"})  # private attributes of these packages' own classes begin with an underscore
 
 
@@ -57,7 +58,7 @@ def not_users(item: Any) -> frozenset[str]:
 @of_class
 def _internals(kind: type) -> frozenset[str]:
     theirs = {name for base in kind.__mro__ if base.__module__.partition(".")[0] in _OTHERS for name in set_by(base)}
-    private = {name for name in theirs if name.startswith("_")} - {"_hparams"}  # which a script may change while it trains
+    private = {name for name in theirs if name.startswith("_")} - SETTABLE
     return MODULE_INTERNALS | private if private else MODULE_INTERNALS
 
 

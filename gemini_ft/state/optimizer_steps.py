@@ -129,7 +129,9 @@ class OptimizerSteps:
 
     def _any_stepped(self, optimizer: Optimizer) -> None:
         """Watches every optimizer of this process: an unknown one that steps writes captured state, while its own state is not captured."""
-        if optimizer not in self._hooked and self._stranger() is None and self._state is not None:
+        if optimizer in self._hooked:
+            self.made += not self._has_hooks
+        elif self._stranger() is None and self._state is not None:
             ours = {id(param) for model in self._state.models.values() for param in model.parameters()}
             if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
                 self._stranger = weakref.ref(optimizer)

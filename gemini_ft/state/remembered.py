@@ -229,7 +229,8 @@ class Attributes:
                 seen.add(id(item))
                 if id(item) in self._namespaces or _has_fields(item):
                     found[path] = item
-                below += [(f"{path}.{name}", inner, False) for name, inner in _parts(item)]
+                left = self._leave(item) if _is_foreign(type(item).__module__) else ()
+                below += [(f"{path}.{name}", inner, False) for name, inner in _parts(item) if name not in left]
             level = below
         return found
 

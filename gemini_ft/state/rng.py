@@ -40,15 +40,15 @@ class _ScriptGenerators:
 
     def __init__(self) -> None:
         self._found: dict[str, Any] = {}
-        self._modules: list[ModuleType] = []
+        self._sources: list[ModuleType] = []
         self._imported = 0
 
     def look(self) -> dict[str, Any]:
         if self._imported != len(sys.modules):
-            self._modules, self._imported = script_modules(), len(sys.modules)
+            self._sources, self._imported = script_modules(), len(sys.modules)
         of_process = {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}
         found = {
-            f"{module.__name__}.{name}": value for module in self._modules for name, value in _variables(module) if is_generator(value)
+            f"{module.__name__}.{name}": value for module in self._sources for name, value in _variables(module) if is_generator(value)
         }
         self._found = {name: value for name, value in found.items() if id(value) not in of_process}
         return self._found

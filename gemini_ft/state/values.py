@@ -114,7 +114,8 @@ def copy_of(value: Any) -> Any:
 def is_shared(value: Any) -> bool:
     """Whether a value lies in memory that worker processes see too. A tensor that is a part of another one may not stay so."""
     if is_a(value, torch.Tensor):
-        return value.device.type == "cpu" and value.untyped_storage().is_shared() and value.untyped_storage().nbytes() == value.nbytes
+        storage = value.untyped_storage() if value.device.type == "cpu" else None
+        return storage is not None and storage.is_shared() and bool(storage.nbytes() == value.nbytes)
     return is_a(value, (*_Number, *_Numbers))
 
 

@@ -220,6 +220,21 @@ class Scripted(Case):
         return loss * OURS.random()
 
 
+class ByHand(Case):
+    """Goes over to manual optimization in the second epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        self.automatic_optimization = self.current_epoch == 0
+
+    def changed(self, loss: torch.Tensor) -> torch.Tensor:
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            self.manual_backward(loss * 3 + self.head.weight.sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
 class Setting(Case):
     """Changes settings of the Trainer, and keeps a number there."""
 
@@ -229,6 +244,7 @@ class Setting(Case):
             self.trainer.fit_loop.max_epochs = EPOCHS + 1
 
     def changed(self, loss: torch.Tensor) -> torch.Tensor:
+        self.log("loss", loss)
         self.trainer.weight = 0.9 * getattr(self.trainer, "weight", 1.0)  # type: ignore[attr-defined]
         return loss * self.trainer.weight  # type: ignore[attr-defined, no-any-return]
 
@@ -359,12 +375,13 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Any] | None, dict[str, A
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ends_with_the_bits_of_an_undisturbed_fit(name: str, fit: Callable[..., Case]) -> None:
+def test_ends_with_the_bits_of_an_undisturbed_fit(name: str, fit: Callable[..., Case], caplog: pytest.LogCaptureFixture) -> None:
     make, data, options = CASES[name]
     plain = fit(make, data, "ddp", **{key: value for key, value in options.items() if key != "strategy_options"})
     with pytest.raises(Boom):
         fit(make, data, "gemini", CRASH, **options)
     resumed = fit(make, data, "gemini", **options)
+    assert [text for text in caplog.messages if text.startswith("trainer.")] == []
     assert min(resumed.diary) in ((1, 1), (1, 2), (1, 3))  # in the middle of the epoch
     for step, value in resumed.diary.items():
         assert value == plain.diary[step], f"epoch and batch {step}"
@@ -386,6 +403,39 @@ def test_another_optimizer_is_refused_when_it_comes(fit: Callable[..., Case]) ->
 
     with pytest.raises(UnsupportedStateError, match=r"strategy\.optimizers was replaced .* Return all that are used from configure_optim"):
         fit(Switching, table, "gemini")
+
+
+def test_a_module_that_has_gone_over_to_manual_optimization_goes_on_by_hand(fit: Callable[..., Case]) -> None:
+    """Lightning counts those steps from 0: there are snapshots once they are more than the ones before."""
+    plain = fit(ByHand, table, "ddp")
+    with pytest.raises(Boom):
+        fit(ByHand, table, "gemini", (2, 3))
+    resumed = fit(ByHand, table, "gemini")
+    assert min(resumed.diary) > (2, 0)
+    assert resumed.diary.items() <= plain.diary.items()
+    assert weights(resumed) == weights(plain)
+
+
+class Uncounted(Case):
+    """Steps with an optimizer that Lightning has not wrapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def changed(self, loss: torch.Tensor) -> torch.Tensor:
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+def test_steps_that_lightning_does_not_count_are_named(fit: Callable[..., Case], caplog: pytest.LogCaptureFixture) -> None:
+    for kind in (Uncounted, InTurns):
+        fit(kind, table, "gemini")
+    assert [text.partition(",")[0] for text in caplog.messages if "global_step" in text] == [
+        "optimizers have made 10 steps that trainer.global_step has not counted"
+    ]
 
 
 class Hiding(Case):

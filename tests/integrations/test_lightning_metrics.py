@@ -106,7 +106,8 @@ class Holder(nn.Module):
         self.metric = getattr(torchmetrics, name)(**arguments)
         if name == "MetricTracker":
             self.metric.increment()
-        self.trainer = SimpleNamespace(lightning_module=self, callbacks=[], datamodule=None)
+        loop = SimpleNamespace(epoch_loop=SimpleNamespace())
+        self.trainer = SimpleNamespace(lightning_module=self, callbacks=[], datamodule=None, fit_loop=loop)
         self.modes = trainer_callbacks.modes_of(self.trainer, "lightning.pytorch", modules_of({"module": self}))
 
     def update(self, seed: int, kind: int) -> Any:

@@ -323,7 +323,11 @@ def generators(loop: Loop) -> Iterator[None]:
         for (x,) in loader:
             random.seed(loop.steps)
             mean.update(x)
-            x = x * torch.rand(x.shape, generator=drawn) * float(numpy.random()) * own.random() * old.rand() + random.random() + OURS.random()
+            x = (
+                x * torch.rand(x.shape, generator=drawn) * float(numpy.random()) * own.random() * old.rand()
+                + random.random()
+                + OURS.random()
+            )
             loop.step(x, train(model, x, optimizer), epoch=epoch)
             yield
     loop.end(model.state_dict(), mean.compute(), float(numpy.random()))
