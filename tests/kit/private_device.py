@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.utils import cpp_extension
+from torch.utils.backend_registration import rename_privateuse1_backend
 
 
 class Event:
@@ -45,7 +46,7 @@ class Stream:
 
 def _begin() -> None:
     built = cpp_extension.load("private_device", [str(Path(__file__).with_suffix(".cpp"))], extra_cflags=["-O0", "-w"])
-    torch.utils.rename_privateuse1_backend("private")
+    rename_privateuse1_backend("private")
     module, stream = ModuleType("torch.private"), Stream()
     vars(module).update(
         Event=Event,
@@ -63,7 +64,7 @@ def _begin() -> None:
         manual_seed_all=lambda seed: None,
         _is_in_bad_fork=lambda: False,
     )
-    torch._register_device_module("private", module)
+    torch._register_device_module("private", module)  # type: ignore[no-untyped-call]
     built.begin()
 
 
