@@ -152,9 +152,9 @@ def strike(job: Running, progress: Progress, kind: str, chance: random.Random) -
 
 
 def train(job: Job, megabytes: int, seconds: float, every: float, seed: int) -> Account:
-    """Train for ``seconds`` with a failure in each ``every``, or without (0), until all of it is made up for.
+    """Trains for ``seconds`` with a failure in every ``every`` seconds (0: none), and on until the last one has been made up for.
 
-    A failure that would come before the one before it is made up for comes then.
+    A failure that is due before the one before it has been made up for waits until then.
     """
     chance, count = random.Random(seed), int(seconds // every) if every else 0
     failures = [(number * every + chance.uniform(0, every), chance.choice(KINDS)) for number in range(count)]

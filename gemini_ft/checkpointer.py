@@ -461,7 +461,7 @@ class Checkpointer:
         """Returns the number of steps that optimizers have made in this process.
 
         Raises:
-            StateError: one with a state has stepped that was not given, while its model was; `step` raises it by itself.
+            StateError: an optimizer with a state that was not given has stepped parameters of a model that was; `step` raises this, too.
         """
         self._steps.refuse_stranger()
         return self._steps.made

@@ -80,7 +80,7 @@ armed: Failpoints | None = None
 
 
 def strike(fault: Fault) -> None:
-    """Does to this process what a fault says that happens to processes.
+    """Carries out, on this process, a fault of a kind that strikes a single process.
 
     Raises:
         InjectedFault: asked for by a fault of kind ``exception``.

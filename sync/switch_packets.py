@@ -42,8 +42,8 @@ _MOST_RECEIVED, _ROOM = 2**16, 2**20  # bytes of one call, and of what is receiv
 MOST_CALLS = 1024  # that receive at once: of the smallest datagrams, a flood would never fill the room
 _UNABLE = (errno.EINVAL, errno.EIO, errno.ENOPROTOOPT, errno.EMSGSIZE)  # a device, or a path, on which the kernel cannot cut
 MARK = b"gemini switch 1\n"
-_TAG = 32
-_MOST = 1200  # bytes
+_TAG = 32  # bytes of the tag of a control message
+_MOST = 1200  # bytes of a control message
 _Hex = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 

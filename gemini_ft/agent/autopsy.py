@@ -1,4 +1,4 @@
-"""The autopsy of a job that hangs: what each host finds of its own workers, gathered by the leader's, and the report of it.
+"""The autopsy of a job that hangs: each host looks at its own workers, the leader gathers what they find, and a report says why.
 
 The first host on which a worker hangs reports its findings; the leader then asks all hosts for theirs, judges them
 (`gemini_ft.core.autopsy`), and tells every host the verdict, before any worker is killed. A host that does not answer in time is named; if
@@ -26,7 +26,7 @@ from gemini_ft.wire.private import open_log
 from gemini_ft.wire.worker_messages import SessionSpec, WriteRecord
 
 STACKS_SECONDS = 1.0  # for workers to write down where their threads are
-_STOPPED_SECONDS = 0.3  # a worker that was stopped goes on after so long, when the other hosts have looked at theirs
+_STOPPED_SECONDS = 0.3  # a stopped worker stays stopped for this time, in which the other hosts look at theirs
 HOSTS_SECONDS = 3.0  # for all hosts to answer the leader
 _WORD_SECONDS = STACKS_SECONDS + HOSTS_SECONDS + 2.0  # for the leader's verdict
 _SAY_SECONDS = 0.5  # for workers to say it, and to write torch's record
@@ -106,7 +106,7 @@ class Autopsy:
         self._tasks.cancel()
 
     async def hold(self) -> None:
-        """Returns when it is known why the job hangs, and has been said, or nothing more is to be learnt in time."""
+        """Looks at the workers, and waits for the leader's verdict; judges without the other hosts if it does not come in time."""
         self.begin()
         try:
             async with asyncio.timeout(_WORD_SECONDS):

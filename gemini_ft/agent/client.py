@@ -38,6 +38,7 @@ class AgentClient:
 
     Args:
         on_event: called on the listening thread with whatever is no answer.
+        timeout: seconds in which a message must be sent, and its answer must come.
 
     Raises:
         AgentTimeoutError: the agent cannot be started or does not answer.

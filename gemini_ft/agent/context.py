@@ -93,6 +93,10 @@ class RunContext:
 class StreamContext:
     """One stream on one host, as the parts that send, receive, serve and store its shards see it.
 
+    Args:
+        perform: carries out effects of the protocol on this host.
+        report: sends a message to the leader.
+
     Attributes:
         spec: the present session, or the last one; None: there has been none.
         host: this host's part of the protocol.

@@ -95,7 +95,7 @@ class WorkerConnection:
         self.send(Failed(call=getattr(message, "call", 0), error=type(error).__name__, text=str(error), fatal=True))
 
     def go_on(self, *, writes_stacks: bool) -> None:
-        """Lets a worker go on if it is stopped; it may write its threads' stacks then."""
+        """Lets a stopped worker go on; ``writes_stacks``: a worker, stopped or not, also writes its threads' stacks."""
         with contextlib.suppress(OSError):  # it is dead already
             for number in (*([lifecycle.STACKS_SIGNAL] if writes_stacks else []), signal.SIGCONT):
                 signal.pidfd_send_signal(self._pidfd, number)

@@ -15,7 +15,7 @@ from enum import StrEnum
 from gemini_ft.core.words import table
 from gemini_ft.errors import printable
 
-RANKS_NAMED = 8  # of those that wait
+RANKS_NAMED = 8  # in each list of a sentence
 GROUPS, ENTRIES, TEXT = 11, 12, 64  # groups of a rank, collectives of a group, and bytes of a text that are kept
 STACK = 16 * 2**10  # characters of one rank
 REPORT = 256 * 2**10  # characters
@@ -144,7 +144,7 @@ def judge(found: Sequence[RankFound]) -> Verdict:
     if (mismatch := _mismatch(groups, found)) is not None:
         return mismatch
     outside = [each for each in lacking if each.waits is None]
-    if not outside and (is_open or not groups):  # ranks may be waited for of which that is not known
+    if not outside and (is_open or not groups):  # it is not known who else is waited for
         outside = [each for each in found if each.waits is None and each.doing not in (Doing.LEFT, Doing.ENDED)]
     for doing in (Doing.SILENT, Doing.KERNEL, Doing.ASLEEP, Doing.AT_WORK):
         is_clear = doing in (Doing.SILENT, Doing.KERNEL)
@@ -165,9 +165,9 @@ Members = list[tuple[RankFound, GroupTrail | None]]
 
 
 def _waited_in(found: Sequence[RankFound]) -> dict[str, Members]:
-    """The groups in one of whose collectives a rank waits, with their ranks; not those that are not observed.
+    """Returns the ranks of each group in a collective of which a rank waits, and their trails there.
 
-    A rank that has never entered a group is known to belong to it only if all do.
+    A rank without a trail in a group is known to belong to it only if all ranks do; one that runs and is not observed is left out.
     """
     groups = {}
     for name in dict.fromkeys(trail.group for each in found for trail in each.trails or () if trail.size and trail.waits_in is not None):

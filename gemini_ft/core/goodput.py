@@ -49,6 +49,9 @@ class TimeLedger:
 
     The reports of all ranks are booked together: a phase lasts until the last rank has left it, and a step ends with the first rank.
 
+    Args:
+        began: seconds, on the clock by which all calls tell the time.
+
     Attributes:
         seconds: time by phase, up to the last call.
         failures: all failures, the oldest first.

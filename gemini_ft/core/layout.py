@@ -116,7 +116,8 @@ class Layout:
     _by_name: Mapping[str, Piece] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        groups = {id(group): group for group in (*self.groups, *(piece.group for piece in self.pieces))}  # to hash a group takes its length
+        # The more ranks a group has, the longer hashing it takes, so an object that many pieces share is hashed once.
+        groups = {id(group): group for group in (*self.groups, *(piece.group for piece in self.pieces))}
         object.__setattr__(self, "groups", tuple(sorted(set(groups.values()))))
         object.__setattr__(self, "_by_name", {piece.name: piece for piece in self.pieces})
 

@@ -15,7 +15,7 @@ A fault says what, who and when (`gemini_ft.core.faults` has all words):
 A fault happens once in a run, although the job restarts and comes to its step again: what has happened is kept in files
 (GEMINI_FAULTS_DIR, by default a folder of this user and run under the temporary directory), and the ranks tell each other
 when they come together, so that a host that joins later knows too. A run that starts from the beginning removes these files;
-whatever else lies in the folder stays, and what has happened inside processes too.
+those of faults at moments inside processes stay, as does whatever else lies in the folder.
 
 A training loop of your own around the Checkpointer needs nothing more; ``at_step`` is for integrations.
 """
@@ -172,7 +172,7 @@ def _files(folder: Path) -> Iterable[Path]:
 
 
 def _forget(folder: Path, but: Collection[str]) -> None:
-    """Removes the notes of earlier runs; the folder is the user's, so everything else in it stays."""
+    """Removes the notes of earlier runs, except those named in ``but``; the folder is the user's, so everything else in it stays."""
     for path in _files(folder):
         if OCCURRENCE.fullmatch(path.name) and path.name not in but and (path.is_file() or path.is_symlink()):
             path.unlink(missing_ok=True)  # another rank of this host may have been quicker

@@ -34,7 +34,8 @@ def has_state(callback: Any) -> bool:
 def _saved_by(callback: Any) -> frozenset[str]:
     """Names of the attributes that belong to the state that a callback saves.
 
-    They are all that Lightning's class with the ``state_dict``, or a base of it, ever sets, and those that such methods use.
+    They are all that Lightning's class with the ``state_dict``, or a base of it, ever sets, and those that ``state_dict`` and
+    ``load_state_dict`` of any class use.
     """
     kinds = type(callback).__mro__
     first = next(index for index, kind in enumerate(kinds) if "state_dict" in vars(kind))
@@ -54,7 +55,7 @@ def _is_shipped(kind: type) -> bool:
 def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module]) -> Modes:
     """Flags and plain attributes of the module, the datamodule, and callbacks, but for the state that these save themselves.
 
-    And those of the Trainer: its settings, how long it trains, and what the script keeps there.
+    They include those of the Trainer: its settings, how long it trains, and what the script keeps there.
     """
     settings = _settings(trainer)
     base = importlib.import_module(package)
@@ -83,7 +84,7 @@ def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module])
 
 
 def _settings(trainer: Any) -> dict[int, frozenset[str]]:
-    """Names of attributes, of the Trainer and its loops by their ids, that Lightning changes itself."""
+    """Returns id -> names of the attributes that Lightning changes itself, for the Trainer and for each of its loops."""
     loop = trainer.fit_loop
     theirs = {name for kind in type(trainer).__mro__ for name in set_by(kind) if name.startswith("_")}
     lengths = {"min_epochs"} if _averaging(trainer) else {"min_epochs", "max_epochs"}  # averaging adds an epoch when the fit starts

@@ -23,7 +23,7 @@ from gemini_ft.pipeline.routes import Gradients, Route, of_all_ranks
 _ROUNDS = 3  # that are counted, after one that is not
 _LARGEST = 16 * 2**20  # dense bytes of the groups that are tried; larger ones are extrapolated
 _LINE = 0.1  # worst relative error up to which a line is good enough
-_KEPT = 16  # steps
+_KEPT = 16  # newest steps whose ready times are kept
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,9 @@ def set_by(kind: type) -> frozenset[str]:
 
 @of_class
 def kept_by(kind: type) -> frozenset[str]:
-    """Names of the attributes that ``state_dict`` and ``load_state_dict`` use, of a class or a base, and the methods that these call.
+    """Names of the attributes that ``state_dict`` and ``load_state_dict`` use, and the methods that these call, in a class and its bases.
 
-    Where one of them takes ``vars(self)``, they are all that its class sets.
+    Where one of these methods takes ``vars(self)``, all attributes that its class sets are among them.
     """
     methods = ["state_dict", "load_state_dict"]
     found, left, seen = set[str](), [*methods], set[str]()

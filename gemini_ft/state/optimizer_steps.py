@@ -44,7 +44,7 @@ class OptimizerSteps:
         self._is_unannounced = False  # one has been captured since the loop announced an update for the last time
 
     def follow(self, state: PlainState, others: Iterable[Optimizer], hooks: bool) -> None:
-        """Follows the optimizers of ``state`` and the others; without ``hooks`` it does not count their steps, nor makes them wait."""
+        """Follows the optimizers of ``state`` and the others; without ``hooks`` their steps do not wait, and count in ``made`` alone."""
         self._state, self._has_hooks = state, hooks
         self._handles += state.watch()
         for optimizer in [*every_optimizer(state.optimizers).values(), *others]:

@@ -75,7 +75,7 @@ def _variables(module: ModuleType) -> Iterator[tuple[str, Any]]:
 
 
 def randomness() -> Randomness:
-    """The state of this process's global generators: about 10 KB, as few objects, for it is taken at every step."""
+    """The states of this process's global generators and of those of the script's modules; few objects, as they are taken at every step."""
     version, words, gauss = random.getstate()
     state = torch.get_rng_state().numpy().tobytes(), (version, array.array("I", words).tobytes(), gauss), _numpy_state()
     return (*state, generator_states(found)) if (found := _of_script.seen()) else state

@@ -222,7 +222,7 @@ class LocalStorage:
     def _files(self, folder: Path, start: str = "", depth: int = _DEPTH) -> Iterator[Path]:
         """All files in and below ``folder`` whose names may be parts of a key, ``folder``'s own begin with ``start``.
 
-        Folders may vanish meanwhile, and are not looked into below that depth.
+        Folders may vanish meanwhile; those more than ``depth`` levels below ``folder`` are not looked into.
         """
         try:
             entries = list(os.scandir(folder))

@@ -18,7 +18,7 @@ class FairShare(Generic[U]):
     """At most ``most`` units in use. For more, the oldest users from the address that has the most units lose theirs.
 
     Args:
-        most: units, unless a call says otherwise.
+        most: units that may be in use at a time; the attribute of this name may be set anew.
         end: ends what a user does that has lost its units.
     """
 

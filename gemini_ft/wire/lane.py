@@ -116,7 +116,10 @@ def keys(key: bytes, dialled: bool) -> tuple[bytes, bytes]:
 
 
 def deadline(sock: socket.socket, nbytes: int) -> float:
-    """When so many bytes are due on the monotonic clock: a socket's timeout is for each SLICE of them, and alone ends no trickle."""
+    """Returns when ``nbytes`` are due, in seconds of the monotonic clock; infinite: never.
+
+    A socket's timeout is taken for each SLICE of them: by itself it ends a silence, and no trickle.
+    """
     seconds = sock.gettimeout()
     return math.inf if seconds is None else time.monotonic() + seconds * max(1.0, nbytes / SLICE)
 

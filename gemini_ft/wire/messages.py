@@ -24,7 +24,7 @@ from gemini_ft.errors import PeerError, printable
 
 PROTOCOL_VERSION = 16
 MAX_MESSAGE = 64 * 2**20  # bytes; layouts of very large models are the longest messages
-MOST_VALUES = 2**22  # in lists and maps of a message, which unfold into 72 bytes each
+MOST_VALUES = 2**22  # values in lists and maps of a message; each may unfold into 72 bytes
 Text = Annotated[str, AfterValidator(printable)]  # which another process has written, for the user's terminal or a log
 M = TypeVar("M")
 T = TypeVar("T", bound=Sized)

@@ -62,8 +62,8 @@ class Connection(asyncio.BufferedProtocol):
         self.peer = "?"
         self.certificate = b""  # of the peer's process, which has shown it
         self.max_frame, self.most_values = MAX_MESSAGE, MOST_VALUES
-        self.long_frames: FairShare[Connection] | None = None  # that a peer may send, beside all others that have dialled
-        self.only_answers = False  # whether the next message is heard when the answers to those before are on their way
+        self.long_frames: FairShare[Connection] | None = None  # bytes of long messages from all peers that have dialled
+        self.only_answers = False  # whether a message is heard only when the answers to those before it are on their way
         self.closed = asyncio.Event()
         self.transport: asyncio.Transport | None = None
         self._tls_socket: Any = None  # kept: asyncio's TLS forgets it a moment before it says that the connection is lost
@@ -238,7 +238,7 @@ class Connection(asyncio.BufferedProtocol):
         self.send_frame(pack(message), payload, valve)
 
     def send_frame(self, frame: bytes, payload: memoryview | None = None, valve: Valve | None = None) -> None:
-        """Queues a message that is packed already, as it goes to many."""
+        """Queues a message that is packed already, as it goes to many; a peer for which too many bytes wait is given up."""
         if self.closed.is_set():
             return
         self._outbox.append((frame, payload, valve))

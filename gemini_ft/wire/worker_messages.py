@@ -274,7 +274,7 @@ class Goodbye(Message):
 
 
 class Over(Message):
-    """The end of this worker's attempt in place: to the agent as if its process had died, which may have another attempt."""
+    """Tells that this worker's attempt in place is over. Its process may make another one, but the agent takes this worker for dead."""
 
     failed: bool  # it has raised an exception itself
 

@@ -38,7 +38,7 @@ class OwnAttempt:
         watched: references to what the attempt has given to be captured; it must be gone before the next attempt begins.
         held: those of its objects that take no weak references. One is gone if nothing else refers to it.
         changing: finalizers of loaders; each watches the datasets, samplers and functions that have changed during the attempt.
-        closing: objects of its that are closed with it -> arguments of their ``close``.
+        closing: objects that it has made and that are closed at its end -> arguments of their ``close``.
         is_sharded: whether some of it is sharded over a mesh.
         is_of_others: whether it has ended by an error that follows from what another rank has met.
         refusal: the reason why this process cannot stay after it; empty: none is known.

@@ -37,7 +37,7 @@ UNSEEN = "this process's collectives cannot be observed; replicas travel, and ha
 _POLL = 0.001  # seconds between looks at collectives that do not say when they are over
 _HERE = "BackendSelect"  # of all dispatch keys the one that every call passes, whatever its device, and with autograd off too
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-_TRANSFERS = {"send": " to ", "recv_": " from ", "recv_any_source_": " with tag "}  # between two ranks, whose numbers of them may differ
+_TRANSFERS = {"send": " to ", "recv_": " from ", "recv_any_source_": " with tag "}  # between two ranks; each rank has its own count
 _UNLIKE = {"gather_", "scatter_", "alltoall_", "alltoall_base_", "reduce_scatter_"}  # the shapes of ranks may differ
 _private = threading.local()
 
@@ -54,13 +54,13 @@ def unobserved() -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class _NumberedGroup:
-    """A process group.
+    """A process group whose collectives are counted.
 
     Attributes:
         head: its size, 0 for transfers between two of its ranks, and its name.
         place: in the control page; -1: it has none.
-        number: of its collectives so far, the same on all of its ranks.
-        used: when the last one began.
+        number: collectives that have begun, by which all of its ranks number them alike.
+        used: when the last one began, in seconds of the monotonic clock.
     """
 
     head: tuple[int, bytes]

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger("gemini_ft")
 _ENDING_SECONDS = 1.0  # for threads and processes of an attempt to end
-# Of the process, each beside the function that puts it back: every attempt finds them as the first one did.
+# Settings of the process, each as the functions that read it and put it back: every attempt finds them as the first one did.
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (os.getcwd, os.chdir),
     (rng_state, set_rng_state),
@@ -54,8 +54,9 @@ def run(train: Callable[[], T]) -> T:
 
     A worker that lives when another one fails, or that has raised an exception itself, keeps its process and its imports. ``train`` makes
     all the rest: the process group, models, optimizers, loaders, the Checkpointer and the loop. It is called again with the environment
-    of the new attempt, and with random numbers as at the first call. Elsewhere, and where that is not possible (on a device, for
-    example), ``train`` is called once, and a worker is started anew after a failure.
+    of the new attempt; random numbers, the working directory and some settings of torch (docs/launcher.md) are as at the first call.
+    Elsewhere, and where that is not possible (on a device, for example), ``train`` is called once, and a worker is started anew after a
+    failure.
 
     Args:
         train: the training from the beginning.
@@ -164,7 +165,7 @@ def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
     _end_loaders(known)
     if present.is_sharded:
         forget_meshes()
-    # What a first look frees of torch's graphs may have held more.
+    # The first look frees garbage of torch's graphs; objects that only this garbage has held are gone at the second one.
     if alive := Counter(type(each).__qualname__ for each in present.left_behind() and present.left_behind()):
         return f"what train() has trained is still referenced from outside of it: {', '.join(sorted(alive))}"
     if hooks := [getattr(hook, "__qualname__", repr(hook)) for hook in _hooks_of_all() if hook not in known]:

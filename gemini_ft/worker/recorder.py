@@ -356,7 +356,7 @@ class Recorder:
             notes.say_committed(session.run, session.spec.stream, {*session.spec.hosts})
 
     def _observe(self) -> None:
-        """Shows the agent which collectives are under way: for replicas that wait for idle network, and for the autopsy of hangs."""
+        """Shows the agent which collectives are under way: for replicas that wait for an idle network, and for the autopsy of hangs."""
         traffic = self._config.traffic
         is_profiled = self._travels and traffic.when == "idle"
         if is_profiled or (self.session.world_size > 1 and self._config.hang_timeout != 0):

@@ -1,4 +1,4 @@
-"""Peers that ask for more memory, descriptors and time than is theirs: an agent gives them little, and the others what they need."""
+"""Peers that ask for more memory, descriptors and time than are theirs: an agent gives them little, and the others what they need."""
 
 from __future__ import annotations
 

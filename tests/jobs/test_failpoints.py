@@ -49,7 +49,7 @@ Hit = Callable[..., Any]
 
 @pytest.fixture
 def run_hit(tmp_path: Path, plain: Any) -> Hit:
-    """Runs the script on two hosts with faults, restarts so many of these when they are lost, and compares the end."""
+    """Runs the script on two hosts with faults, restarts each of the ``lost`` hosts that these cost, and compares the end."""
 
     def run(faults: str = "", lost: int = 0) -> None:
         storage = f'{{"url": "file://{tmp_path}/store", "every_steps": 10}}'

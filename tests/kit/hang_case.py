@@ -68,7 +68,7 @@ def _odd_one(act: Act, culprit: int, at: int, iteration: int, *_: Any) -> bool:
 
 
 def hang(act: Act, culprit: int, at: int = AT) -> dict[str, Any]:
-    """Trains; where that ends, the process goes on with something else until the job has been judged, as its end would fail the others."""
+    """Trains, and then waits until the job has been judged: the end of this process would make the others fail."""
     during = partial(_odd_one, act, culprit, at)
     result = loop(10**6, during=during, hang_timeout=TIMEOUT, close=True)
     eventually(lambda: hangs(os.environ["GEMINI_EVENTS"]))

@@ -31,7 +31,7 @@ class Carrier(Protocol):
 
     @property
     def lanes(self) -> int:
-        """How many chunks travel at a time."""
+        """The number of chunks that travel at a time."""
 
     def meter(self) -> Meter:
         """The traffic so far."""
@@ -116,7 +116,7 @@ class ByWorkers:
 
     @property
     def lanes(self) -> int:
-        return 1  # whose parts go to several sub-buffers
+        return 1  # a chunk at a time, in parts that go to several sub-buffers
 
     def meter(self) -> Meter:
         return Meter(acked=self._acked, busy=self._busy, rtt=min(self._seconds, default=0.0))

@@ -84,7 +84,7 @@ def end_of(owner: int, memory: SlotMemory, digest: str = "") -> End:
 
 _SAMPLES = 8  # newest transfers from which the cost of sending is known
 _MEASURABLE = 2**16  # bytes below which one says nothing
-_TELLING = 8 * 2**20  # bytes after which one that is still on its way says enough
+_TELLING = 8 * 2**20  # bytes after which a transfer that is still on its way says enough
 
 
 class Pacing:
@@ -93,6 +93,8 @@ class Pacing:
     Args:
         traffic: the user's wishes.
         fixed: steps between snapshots, where the user says so.
+        report: sends a message to the leader.
+        tell: sends a message to the workers of this host.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class Inbound:
         """Makes slots for a peer's shard, their pages already faulted in; ``offered``: for those that the owner's host sends from now on.
 
         Raises:
-            PeerError: it sends shards of another shape than this one, which is a copy of the past.
+            PeerError: these slots are for a copy of an outdated layout: the owner's host sends shards of another shape by now.
         """
         slot_store, spec = self._context.slot_store, self._context.spec
         before = {memory for (of, _), memory in slot_store.memory.items() if of == owner}

@@ -224,7 +224,7 @@ class World:
         self.last: int | None = None  # iteration with which the job ends
 
     def size_at(self, iteration: int) -> int:
-        """Bytes of a shard after so many iterations."""
+        """The bytes of a shard after ``iteration`` iterations."""
         return self.nbytes * (1 + iteration // self.growth % 3) if self.growth else self.nbytes
 
     # -- what is recorded
