@@ -28,6 +28,7 @@ from typing import Any
 import common
 from gemini_ft.agent import lifecycle
 from gemini_ft.core.faults import PROCESS_MOMENTS
+from gemini_ft.storage.checkpoints import MANIFEST
 from gemini_ft.testing import DrillError, EmulatedHosts
 from gemini_ft.wire.private import credentials
 
@@ -241,7 +242,8 @@ def disturbed(round_: Round, faults: int, longest_stop: float, folder: Path, res
                 target = events.read().highest + chance.randint(1, 20)
                 if not _reach(job, events, target):
                     break
-                _strike(round_, chance, monkey, job, events)
+                is_stored = any((folder / "store").rglob(MANIFEST))
+                _strike(round_, chance, monkey, job, events, is_stored)
             job.finish(2 * PATIENCE)
         finally:
             monkey.stop()
@@ -251,12 +253,14 @@ def disturbed(round_: Round, faults: int, longest_stop: float, folder: Path, res
     return ends(folder)
 
 
-def _strike(round_: Round, chance: random.Random, monkey: Monkey, job: EmulatedHosts, events: Events) -> None:
-    fault = Fault([chance.choice(list(monkey.deeds))], events.read().highest)
+def _strike(round_: Round, chance: random.Random, monkey: Monkey, job: EmulatedHosts, events: Events, is_stored: bool) -> None:
+    """Carries out one fault, or two; while nothing is in storage, one that leaves a copy: without any, a job waits for a human."""
+    kinds = [kind for kind in monkey.deeds if is_stored or kind != "two hosts killed"]
+    fault = Fault([chance.choice(kinds)], events.read().highest)
     resumed, begin = len(events.resumed), time.monotonic()
     round_.faults.append(fault)
     monkey.strike(fault.kinds[0])
-    if chance.random() < 1 / 3:
+    if chance.random() < 1 / 3 and is_stored:
         time.sleep(chance.uniform(0, 1))
         fault.kinds.append(chance.choice(list(monkey.deeds)))
         monkey.strike(fault.kinds[1])
