@@ -68,7 +68,10 @@ class Attempt:
         if self._status is None:
             self._go_on()
             if self._before is not None:
-                return None if self._survivors.workers.stopped_by is None else self.process.poll()
+                if self._survivors.workers.stopped_by is None:
+                    return None
+                self._survivors.dismiss(self.process.pid)
+                return self.process.poll()
             if self._survivors.last_word(self.process.pid) is not None:
                 self.end(1)
         return self.process.poll() if self._status is None else self._status
@@ -198,7 +201,14 @@ class Survivors:
                 self._words.pop(pid, None)
                 self._refusals.pop(pid, None)
 
+    def dismiss(self, pid: int) -> None:
+        """Ends a worker whose attempt is over, once it would wait for the next one: the attempt may have taken the launcher's signal."""
+        self._hear()
+        if (end := self._channels.pop(pid, None)) is not None:
+            end.close()
+
     def close(self) -> None:
+        """Dismisses all workers, now or when they call."""
         for end in (self._listener, *self._channels.values()):
             end.close()
 

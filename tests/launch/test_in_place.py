@@ -216,7 +216,8 @@ def test_no_worker_begins_while_the_job_is_stopped(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_worker_that_is_parked_is_not_told_to_begin_while_the_job_is_stopped(is_stopped: bool) -> None:
+def test_a_worker_that_is_parked_is_told_to_end_while_the_job_is_stopped(is_stopped: bool) -> None:
+    """The attempt may have taken the launcher's signal for itself, as Lightning's handler does."""
     workers = Workers()
     survivors, rank = Survivors(workers, 30.0), {"LOCAL_RANK": "0"}
     process: Any = Mock(pid=os.getpid(), signs=[], poll=lambda: None)
@@ -228,8 +229,57 @@ def test_a_worker_that_is_parked_is_not_told_to_begin_while_the_job_is_stopped(i
         channel.send(end, {"word": PARKED})
         workers.stopped_by = signal.SIGTERM if is_stopped else None
         assert second.poll() is None
-        assert is_readable(end.fileno()) != is_stopped
+        assert is_readable(end.fileno())
+        assert (channel.receive(end) is None) == is_stopped
     survivors.close()
+
+
+@pytest.mark.parametrize("is_signalled", [False, True])
+def test_a_parked_worker_ends_with_its_job_whatever_handler_the_script_has_left(is_signalled: bool) -> None:
+    """Lightning's handler only notes the signal; the launcher has waited for such a worker for 30 s."""
+    theirs, ours = channel.pair()
+    pid = os.fork()
+    if pid == 0:
+        theirs.close()
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        try:
+            in_place._stay(OwnAttempt(ours), threading.enumerate())
+        except SystemExit as end:
+            os._exit(end.code == 1)
+        finally:
+            os._exit(3)
+    ours.close()
+    try:
+        received = channel.receive(theirs)
+        assert received is not None
+        assert received[0] == {"word": PARKED}
+        if is_signalled:
+            os.kill(pid, signal.SIGTERM)
+        else:
+            theirs.close()
+        end = time.monotonic() + 5
+        while not (done := os.waitpid(pid, os.WNOHANG))[0]:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        pid = 0
+        assert os.waitstatus_to_exitcode(done[1]) == (-signal.SIGTERM if is_signalled else 1)
+    finally:
+        theirs.close()
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def test_a_setting_that_torch_does_not_tell_is_left_alone() -> None:
+    """`torch.get_float32_matmul_precision` raises an error once a script has set the precision by torch's newer attributes."""
+    before = torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision = "tf32"
+        puts = [put for put, _ in in_place._settings()]
+    finally:
+        torch.backends.fp32_precision = before
+    assert torch.set_float32_matmul_precision not in puts
+    assert torch.set_num_threads in puts
 
 
 @pytest.mark.parametrize("is_held", [False, True])
