@@ -54,7 +54,7 @@ class Attempt:
         self._before = before  # until the worker has come back from it
         self._status: int | None = None  # with which it has ended, while the process lives
         self._ended_at = 0.0
-        self.process: Process = before.process if before is not None else start()
+        self.process: Process = before.process if before is not None else survivors.new(start())
         self.pid = self.process.pid
         self._go_on()
 
@@ -112,7 +112,7 @@ class Attempt:
         self._survivors.workers.send(self.process, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_KILL_SECONDS)
-        self.process, self._before = self._start(), None
+        self.process, self._before = self._survivors.new(self._start()), None
 
     @property
     def _sent(self) -> Mapping[str, str]:
@@ -148,6 +148,11 @@ class Survivors:
             before = None
         self._attempts[place] = attempt = Attempt(self, environ, streams, start, before)
         return attempt
+
+    def new(self, process: Process) -> Process:
+        """Takes in a process that has just been started, whose number another may have had."""
+        self._words.pop(process.pid, None)
+        return process
 
     def signs(self, pid: int) -> list[int]:
         """Descriptors that can be read when a worker has called, or said something."""
@@ -198,7 +203,8 @@ class Survivors:
                     if "why" in received:
                         logger.warning(_REFUSAL, pid, received["why"])
                 self._channels.pop(pid).close()  # it has left `gemini_ft.run`
-                self._words.pop(pid, None)
+                if self._words.get(pid) != LEAVES:
+                    self._words.pop(pid, None)
                 self._refusals.pop(pid, None)
 
     def dismiss(self, pid: int) -> None:

@@ -29,7 +29,7 @@ import gemini_ft
 from gemini_ft import accelerator
 from gemini_ft.hosts import is_readable
 from gemini_ft.launch.grace import Process, Workers, await_news
-from gemini_ft.launch.in_place import PARKED, Attempt, Survivors
+from gemini_ft.launch.in_place import LEAVES, PARKED, Attempt, Survivors
 from gemini_ft.launch.worker_start import WorkerHandler
 from gemini_ft.wire import channel
 from gemini_ft.worker import attempt, in_place
@@ -231,6 +231,25 @@ def test_a_worker_that_is_parked_is_told_to_end_while_the_job_is_stopped(is_stop
         assert second.poll() is None
         assert is_readable(end.fileno())
         assert (channel.receive(end) is None) == is_stopped
+    survivors.close()
+
+
+def test_a_worker_that_cannot_stay_is_replaced_at_once_though_its_threads_run_on() -> None:
+    """Its word was forgotten where the launcher heard the end of its channel with it, and it was waited for until `in_place_timeout`."""
+    survivors, rank = Survivors(Workers(), 60.0), {"LOCAL_RANK": "0"}
+    process, other = Mock(pid=os.getpid(), signs=[], poll=lambda: None), Mock(pid=os.getpid(), signs=[], poll=lambda: None)
+    survivors.workers.send = Mock()  # type: ignore[method-assign]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        first = survivors.begin(rank, [], lambda: process)
+        end.connect(f"\0{survivors.address}")
+        first.end(1)
+        second = survivors.begin(rank, [], lambda: other)
+        channel.send(end, {"word": LEAVES, "why": "a thread runs"})
+        end.shutdown(socket.SHUT_RDWR)
+        assert second.poll() is None
+        assert second.process is other
+        assert second.poll() is None  # the word was not of this one
+    survivors.workers.send.assert_called_once_with(process, signal.SIGKILL)
     survivors.close()
 
 
