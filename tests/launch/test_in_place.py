@@ -34,6 +34,7 @@ from gemini_ft.launch.worker_start import WorkerHandler
 from gemini_ft.wire import channel
 from gemini_ft.worker import attempt, in_place
 from gemini_ft.worker.attempt import OverError, OwnAttempt, leave_if_over
+from gemini_ft.worker.recorder import Recorder
 
 
 @pytest.fixture
@@ -251,6 +252,17 @@ def test_a_worker_that_cannot_stay_is_replaced_at_once_though_its_threads_run_on
         assert second.poll() is None  # the word was not of this one
     survivors.workers.send.assert_called_once_with(process, signal.SIGKILL)
     survivors.close()
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
+def test_an_attempt_whose_copy_is_still_under_way_is_not_over_for_the_agent(is_open: bool, launcher: socket.socket) -> None:
+    """The agent would give the slot, into which this process writes, to another; the end of the process tells it."""
+    recorder = Recorder.__new__(Recorder)
+    recorder.drain, recorder.session, recorder.events = Mock(), Mock(), Mock()
+    recorder._copying, recorder._reservation = Mock(slots={0: Mock()} if is_open else {}), Mock()
+    recorder._observation = recorder._courier = None
+    recorder.close(finished=False, interrupted=False)
+    assert recorder.session.client.tell.called != is_open
 
 
 @pytest.mark.parametrize("is_signalled", [False, True])
