@@ -316,7 +316,6 @@ class TestStart:
         asyncio.run(look())
         assert said == ["rank 2 (pid 20) made no progress for 3.0 s (start_timeout 1.0 s): killing it"]
 
-
     @pytest.mark.parametrize("how", ["", "goodbye", "failed"])
     def test_one_that_has_left_while_it_was_examined_is_not_killed(self, how: str) -> None:
         worker = Mock(WorkerConnection, rank=0, pid=1, alive=True, parting="")
