@@ -60,8 +60,9 @@ def _stacks_file(pid: int) -> int | None:
         caught = re.search(r"^SigCgt:\s*(\w+)", (folder / "status").read_text(), re.MULTILINE)
         if caught is not None and int(caught[1], 16) >> (lifecycle.STACKS_SIGNAL - 1) & 1:
             for entry in (folder / "fd").iterdir():
-                if os.readlink(entry).startswith(f"/memfd:{lifecycle.STACKS_FILE}"):
-                    return os.open(entry, os.O_RDONLY | os.O_CLOEXEC)
+                with contextlib.suppress(OSError):  # it has been closed meanwhile
+                    if os.readlink(entry).startswith(f"/memfd:{lifecycle.STACKS_FILE}"):
+                        return os.open(entry, os.O_RDONLY | os.O_CLOEXEC)
     return None
 
 

@@ -101,7 +101,7 @@ class StreamContext:
         spec: the present session, or the last one; None: there has been none.
         host: this host's part of the protocol.
         encrypt: whether payloads between hosts are to be; as the job that runs has it, which may not be the one that started this agent.
-        hang: the verdict on the last hang, as in its event; None: there has been none.
+        hang: the verdict on the hang of this session, as in its event; None: there has been none.
         workers: rank -> its worker, which may be one of the past.
         slot_store: the memory of all slots.
         custodians: the workers that keep replicas' memory safe.

@@ -118,7 +118,6 @@ class HangWatch:
             if silent is not None and worker.alive and not (detector.starting and self._trains(worker.pid)):
                 self._log(f"rank {worker.rank} (pid {worker.pid}) made no progress for {silent:.1f} s ({detector.reason}): killing it")
                 del self._detectors[worker]
-                self.killed += 1
                 worker.parting = "hang"
                 self._tasks.spawn(self._kill(worker))
 
@@ -126,7 +125,9 @@ class HangWatch:
         try:
             await self._examine(worker)
         finally:
-            worker.kill()
+            if worker.parting == "hang":  # it has not left meanwhile
+                self.killed += 1
+                worker.kill()
 
     def _trains(self, pid: int) -> bool:
         """Whether a stream of this process is watched step by step: others may have joined long before they begin."""

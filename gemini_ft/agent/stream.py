@@ -115,6 +115,7 @@ class Stream:
             self.attempts = self.attempts + 1 if stuck else 1
             self._progressed, self.finished, self._excused = False, False, False
             self.finishing, self.unstored = False, ""
+            context.hang = None
             self.given_up.update(spec.given_up)
             self.perform(context.host.open(holders, spec.resumed, spec.roots, spec.incarnation))
             context.slot_store.forget()

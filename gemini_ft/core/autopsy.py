@@ -182,7 +182,7 @@ def _waited_in(found: Sequence[RankFound]) -> dict[str, Members]:
 
 
 def _mismatch(groups: Mapping[str, Members], found: Sequence[RankFound]) -> Verdict | None:
-    """The first collective of a group that ranks have entered with different operations, dtypes or shapes."""
+    """The first collective of a group, not over on all ranks, that they have entered with different operations, dtypes or shapes."""
     for group, members in groups.items():
         by_number: dict[int, list[tuple[RankFound, Entered]]] = {}
         for each, trail in members:
@@ -190,7 +190,7 @@ def _mismatch(groups: Mapping[str, Members], found: Sequence[RankFound]) -> Verd
                 by_number.setdefault(entry.number, []).append((each, entry))
         for number, entered in sorted(by_number.items()):
             counts = Counter(entry.mark for _, entry in entered).most_common(2)
-            if len(counts) > 1:
+            if len(counts) > 1 and not all(entry.is_over for _, entry in entered):
                 usual = counts[0][0] if counts[0][1] > counts[1][1] else None  # None: no side is more numerous than another
                 odd = [each for each, entry in entered if entry.mark != usual]
                 sides = {entry.mark: (each, entry) for each, entry in reversed(entered)}

@@ -43,7 +43,7 @@ from gemini_ft.launch.notes import DRAINED, DRAINED_STATUS, PROTECTED, REFUSED, 
 from gemini_ft.launch.replaced import replaced
 from gemini_ft.launch.script import may_go_away
 from gemini_ft.wire.private import newest_first, runtime_folder
-from gemini_ft.wire.worker_messages import AskDrain, Draining, ToWorker
+from gemini_ft.wire.worker_messages import AskDrain, Draining, GetStatus, Status, ToWorker
 
 LEFT = DRAINED_STATUS
 ENDED_ELSEWHERE = 69  # EX_UNAVAILABLE
@@ -54,6 +54,7 @@ UNPROTECTED_SECONDS = 120.0
 _STRAGGLERS = 10.0  # seconds for the other workers of a host, once one has left
 _RESTART = 10.0  # seconds for workers that are being restarted to join their run once more
 _POLL = 0.1  # seconds
+_HANG_SECONDS = 0.5  # for the agent to say why workers were killed: a restart waits for it
 _OVER = (WorkerState.FAILED, WorkerState.SUCCEEDED)
 _REPORTS = "launch-"  # how the names of folders for reports begin
 _KEPT = 20  # folders for reports of jobs that have failed
@@ -166,10 +167,11 @@ class HostDrain:
             signal.signal(self._signum, before)
 
 
-def account_of(run: str) -> dict[str, Any]:
-    """The account that this host's agent gives of a run, as `gemini status --json` has it; empty: there is none to be had now."""
+def account_of(run: str, seconds: float = lifecycle.ANSWER_SECONDS) -> dict[str, Any]:
+    """The account that this host's agent gives of a run, as `gemini status --json` has it; empty: there is none to be had in that time."""
     try:
-        return dict(json.loads(lifecycle.status(run) or "{}"))
+        answer = lifecycle.ask(run, host_id(), GetStatus(), seconds)
+        return dict(json.loads(answer.document)) if isinstance(answer, Status) else {}
     except (GeminiError, OSError, ValueError):
         return {}
 
@@ -254,7 +256,7 @@ class Endings:
 
     def _say_hangs(self) -> None:
         """Says why the job hung, if this host's agent has killed its workers for that."""
-        for stream in account_of(self._run).get("streams", {}).values():
+        for stream in account_of(self._run, _HANG_SECONDS).get("streams", {}).values():
             if (hang := stream.get("hang")) is not None and hang != self._hang:
                 self._hang = hang
                 _log.error("the job hung: %s; %s has the report", hang["text"], hang["report"])

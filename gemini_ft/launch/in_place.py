@@ -54,7 +54,7 @@ class Attempt:
         self._before = before  # until the worker has come back from it
         self._status: int | None = None  # with which it has ended, while the process lives
         self._ended_at = 0.0
-        self.process: Process = before.process if before is not None else start()
+        self.process: Process = before.process if before is not None else survivors.new(start())
         self.pid = self.process.pid
         self._go_on()
 
@@ -68,7 +68,10 @@ class Attempt:
         if self._status is None:
             self._go_on()
             if self._before is not None:
-                return None if self._survivors.workers.stopped_by is None else self.process.poll()
+                if self._survivors.workers.stopped_by is None:
+                    return None
+                self._survivors.dismiss(self.process.pid)
+                return self.process.poll()
             if self._survivors.last_word(self.process.pid) is not None:
                 self.end(1)
         return self.process.poll() if self._status is None else self._status
@@ -109,7 +112,7 @@ class Attempt:
         self._survivors.workers.send(self.process, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_KILL_SECONDS)
-        self.process, self._before = self._start(), None
+        self.process, self._before = self._survivors.new(self._start()), None
 
     @property
     def _sent(self) -> Mapping[str, str]:
@@ -145,6 +148,11 @@ class Survivors:
             before = None
         self._attempts[place] = attempt = Attempt(self, environ, streams, start, before)
         return attempt
+
+    def new(self, process: Process) -> Process:
+        """Takes in a process that has just been started, whose number another may have had."""
+        self._words.pop(process.pid, None)
+        return process
 
     def signs(self, pid: int) -> list[int]:
         """Descriptors that can be read when a worker has called, or said something."""
@@ -195,10 +203,18 @@ class Survivors:
                     if "why" in received:
                         logger.warning(_REFUSAL, pid, received["why"])
                 self._channels.pop(pid).close()  # it has left `gemini_ft.run`
-                self._words.pop(pid, None)
+                if self._words.get(pid) != LEAVES:
+                    self._words.pop(pid, None)
                 self._refusals.pop(pid, None)
 
+    def dismiss(self, pid: int) -> None:
+        """Ends a worker whose attempt is over, once it would wait for the next one: the attempt may have taken the launcher's signal."""
+        self._hear()
+        if (end := self._channels.pop(pid, None)) is not None:
+            end.close()
+
     def close(self) -> None:
+        """Dismisses all workers, now or when they call."""
         for end in (self._listener, *self._channels.values()):
             end.close()
 

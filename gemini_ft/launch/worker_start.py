@@ -305,4 +305,6 @@ def _started_by(workers: Workers, warm: WarmStart | None, cold_start: ColdStart)
                 yield
                 workers.go_on()
             finally:
+                if survivors is not None:
+                    survivors.close()  # a worker that waits for its next attempt ends, though the one before has taken a signal
                 workers.stop()

@@ -84,7 +84,8 @@ class _Flight:
         text = name if first is None else f"{name} {str(first.dtype)[6:]}{list(first.shape)}"
         text += f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
         self.text = f"{text}{_TRANSFERS[name]}{arguments[2]}" if name in _TRANSFERS else text
-        self.mark = zlib.crc32((name if name in _UNLIKE else f"{text} {self.nbytes}").encode())
+        is_sparse = any(tensor.is_sparse for tensor in tensors)  # then each rank has as many bytes as its gradient has rows
+        self.mark = zlib.crc32((name if name in _UNLIKE else text if is_sparse else f"{text} {self.nbytes}").encode())
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -6,8 +6,10 @@ new process.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -36,6 +38,18 @@ T = TypeVar("T")
 
 _log = logging.getLogger("gemini_ft")
 _ENDING_SECONDS = 1.0  # for threads and processes of an attempt to end
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # with which launchers end workers
+
+
+def _handlers() -> dict[signal.Signals, Any]:
+    return {each: handler for each in _SIGNALS if (handler := signal.getsignal(each)) is not None}  # None: it is not Python's
+
+
+def _set_handlers(handlers: dict[signal.Signals, Any]) -> None:
+    for each, handler in handlers.items():
+        signal.signal(each, handler)
+
+
 # Settings of the process, each as the functions that read it and put it back: every attempt finds them as the first one did.
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (os.getcwd, os.chdir),
@@ -45,6 +59,7 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (_handlers, _set_handlers),
 ]
 has_begun = False  # whether a script has called `run`: only its first call is repeated, as a worker started anew begins with it
 
@@ -80,7 +95,7 @@ def run(train: Callable[[], T]) -> T:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         end.connect(f"\0{address}")
         known = [*threading.enumerate(), *active_children(), *instances(_MultiProcessingDataLoaderIter), *_hooks_of_all()]
-        named, variables, settings = attempt.named.copy(), dict(os.environ), [(put, read()) for read, put in _SETTINGS]
+        named, variables, settings = attempt.named.copy(), dict(os.environ), list(_settings())
         try:
             while True:
                 attempt.present = present = OwnAttempt(end)
@@ -93,10 +108,18 @@ def run(train: Callable[[], T]) -> T:
                 take_rank(os.environ)
                 attempt.named = named.copy()
                 for put, value in settings:
-                    put(value)
+                    with contextlib.suppress(Exception):
+                        put(value)
         finally:
             attempt.present = None
             end.shutdown(socket.SHUT_RDWR)  # processes of a DataLoader may have the descriptor, too
+
+
+def _settings() -> Iterator[tuple[Callable[[Any], object], Any]]:
+    """The settings that can be read now: torch refuses some that a script has set by a newer function of torch."""
+    for read, put in _SETTINGS:
+        with contextlib.suppress(Exception):
+            yield put, read()
 
 
 def once(train: Callable[[], T], present: OwnAttempt) -> list[T]:
@@ -123,17 +146,22 @@ def _stay(present: OwnAttempt, known: Collection[object]) -> dict[str, str]:
     """Waits for the launcher's order to begin the next attempt, and takes over its streams; returns what is new in its environment.
 
     Raises:
-        SystemExit: this process cannot stay.
+        SystemExit: this process cannot stay, or the launcher wants no further attempt.
     """
+    with contextlib.suppress(ValueError):  # in a thread
+        _set_handlers(dict.fromkeys(_handlers(), signal.SIG_DFL))  # a handler of the script may not end the process
     try:
         why = leftovers(present, known)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-    if why:
-        present.say(LEAVES, why=why)
-        raise SystemExit(1)
-    present.say(PARKED)
-    environ, streams = present.await_order()
+    try:
+        if why:
+            present.say(LEAVES, why=why)
+            raise SystemExit(1)
+        present.say(PARKED)
+        environ, streams = present.await_order()
+    except ConnectionError:
+        raise SystemExit(1) from None
     for target, stream in enumerate(streams):
         os.dup2(stream, target)
         os.close(stream)

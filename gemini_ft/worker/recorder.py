@@ -262,7 +262,7 @@ class Recorder:
         if finished or interrupted:
             with contextlib.suppress(AgentError):
                 self.client.tell(Goodbye(finished=finished, last=ray_run_name() is not None))
-        elif (failed := has_failed()) is not None:
+        elif (failed := has_failed()) is not None and not self._copying.slots:  # a copy under way is over when the process is
             with contextlib.suppress(AgentError):
                 self.client.tell(Over(failed=failed))
         self.client.close()

@@ -316,6 +316,25 @@ class TestStart:
         asyncio.run(look())
         assert said == ["rank 2 (pid 20) made no progress for 3.0 s (start_timeout 1.0 s): killing it"]
 
+    @pytest.mark.parametrize("how", ["", "goodbye", "failed"])
+    def test_one_that_has_left_while_it_was_examined_is_not_killed(self, how: str) -> None:
+        worker = Mock(WorkerConnection, rank=0, pid=1, alive=True, parting="")
+
+        async def examine(_: WorkerConnection) -> None:
+            worker.parting = how or worker.parting
+
+        async def look() -> HangWatch:
+            watch = HangWatch(lambda _: None, examine)
+            watch.begin(worker, start_timeout=1e-9)
+            await asyncio.sleep(0.01)
+            watch.kill_hanging()
+            await asyncio.sleep(0.01)
+            return watch
+
+        watch = asyncio.run(look())
+        assert worker.kill.called == (not how)
+        assert watch.killed == (not how)
+
 
 @pytest.mark.parametrize(("victim", "options"), [(0, {}), (1, {"interval": 1})], ids=["leader-auto", "member-every-step"])
 def test_training_commits_again_soon_after_an_agent_has_hung(tmp_path: Path, victim: int, options: dict[str, Any]) -> None:

@@ -47,6 +47,9 @@ def test_a_leader_that_is_silent_costs_its_ranks_in_the_report_and_no_worker_its
         assert f"threads of rank 1 (host b, pid {ranks[1].pid}):\n  could not be had" in report
     finally:
         os.kill(leader, signal.SIGCONT)
+    again = [job.process("a", 0), job.process("b", 1)]
+    job.open(again)
+    assert job.stream("b")["hang"] is None  # a launcher would say it again
 
 
 SPEC = SessionSpec(
@@ -102,6 +105,26 @@ def test_no_host_speaks_for_another_or_twice() -> None:
     )
     assert isinstance(told[-1], Autopsied)
     assert (told[-1].cause, told[-1].ranks) == ("asleep", [0, 1, 2])
+
+
+def test_a_file_that_is_closed_meanwhile_does_not_hide_that_of_the_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "PROC", tmp_path)
+    (tmp_path / "7" / "fd").mkdir(parents=True)
+    (tmp_path / "7" / "status").write_text(f"Name:\tx\nSigCgt:\t{1 << (lifecycle.STACKS_SIGNAL - 1):016x}\n")
+    for number in range(8):
+        (tmp_path / "7" / "fd" / str(number)).symlink_to("gone")
+
+    def read_link(path: Path) -> str:
+        if path.name == "4":
+            return f"/memfd:{lifecycle.STACKS_FILE} (deleted)"
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "readlink", read_link)
+    (tmp_path / "7" / "fd" / "4").unlink()
+    (tmp_path / "7" / "fd" / "4").touch()
+    found = autopsy._stacks_file(7)
+    assert found is not None
+    os.close(found)
 
 
 @pytest.mark.parametrize(

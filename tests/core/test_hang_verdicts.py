@@ -94,6 +94,17 @@ def test_where_all_wait_in_the_same_nobody_is_blamed_but_the_network(job: Drawn,
     assert (verdict.cause, verdict.ranks) == (NETWORK, tuple(range(size)))
 
 
+def test_a_collective_that_is_over_on_all_ranks_was_the_same() -> None:
+    """Sizes of sparse gradients, for example, may differ."""
+    same = ["broadcast_ float32[4]"]
+    found = [rank(0, trail(["allreduce_ 3", *same], 1)), rank(1, trail(["allreduce_ 5", *same], 1))]
+    assert judge(found).cause == NETWORK
+    found[1] = rank(1, trail(["allreduce_ 5"], 1))
+    assert (judge(found).cause, judge(found).ranks) == (Doing.ASLEEP, (1,))
+    found = [rank(0, trail(["allreduce_ 3", *same], 1)), rank(1, trail(["allreduce_ 5", *same], 0))]
+    assert judge(found).cause == MISMATCH
+
+
 class TestGroups:
     ONE = ("allreduce_ float32[4]",)
 

@@ -62,12 +62,21 @@ def test_why_workers_were_killed_by_their_agent_is_said_once(
 ) -> None:
     hang = {"cause": "stopped", "ranks": [1], "text": "rank 1 is stopped", "report": "/logs/hang.txt"}
     streams: dict[str, Any] = {"main": {"hang": hang, "committed": 3}, "of an agent of another release": {"committed": 3}}
-    monkeypatch.setattr(module, "account_of", lambda run: {"streams": streams, "linger": 60.0})
+    monkeypatch.setattr(module, "account_of", lambda run, seconds=5.0: {"streams": streams, "linger": 60.0})
     endings.judge([failure(tmp_path, "ValueError")])
     assert "the job hung" not in caplog.text
     for _ in range(2):
         assert not endings.judge([failure(tmp_path, status=-signal.SIGKILL)])
     assert caplog.text.count("the job hung: rank 1 is stopped; /logs/hang.txt has the report") == 1
+
+
+def test_a_restart_waits_no_longer_than_half_a_second_for_why_the_job_hung(
+    endings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(module.lifecycle, "ask", lambda run, host, message, seconds: asked.append(seconds))
+    assert not endings.judge([failure(tmp_path, status=-signal.SIGKILL)])
+    assert asked == [0.5]
 
 
 @pytest.mark.parametrize(

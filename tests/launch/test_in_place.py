@@ -29,11 +29,12 @@ import gemini_ft
 from gemini_ft import accelerator
 from gemini_ft.hosts import is_readable
 from gemini_ft.launch.grace import Process, Workers, await_news
-from gemini_ft.launch.in_place import PARKED, Attempt, Survivors
+from gemini_ft.launch.in_place import LEAVES, PARKED, Attempt, Survivors
 from gemini_ft.launch.worker_start import WorkerHandler
 from gemini_ft.wire import channel
 from gemini_ft.worker import attempt, in_place
 from gemini_ft.worker.attempt import OverError, OwnAttempt, leave_if_over
+from gemini_ft.worker.recorder import Recorder
 
 
 @pytest.fixture
@@ -216,7 +217,8 @@ def test_no_worker_begins_while_the_job_is_stopped(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_worker_that_is_parked_is_not_told_to_begin_while_the_job_is_stopped(is_stopped: bool) -> None:
+def test_a_worker_that_is_parked_is_told_to_end_while_the_job_is_stopped(is_stopped: bool) -> None:
+    """The attempt may have taken the launcher's signal for itself, as Lightning's handler does."""
     workers = Workers()
     survivors, rank = Survivors(workers, 30.0), {"LOCAL_RANK": "0"}
     process: Any = Mock(pid=os.getpid(), signs=[], poll=lambda: None)
@@ -228,8 +230,87 @@ def test_a_worker_that_is_parked_is_not_told_to_begin_while_the_job_is_stopped(i
         channel.send(end, {"word": PARKED})
         workers.stopped_by = signal.SIGTERM if is_stopped else None
         assert second.poll() is None
-        assert is_readable(end.fileno()) != is_stopped
+        assert is_readable(end.fileno())
+        assert (channel.receive(end) is None) == is_stopped
     survivors.close()
+
+
+def test_a_worker_that_cannot_stay_is_replaced_at_once_though_its_threads_run_on() -> None:
+    """Its word was forgotten where the launcher heard the end of its channel with it, and it was waited for until `in_place_timeout`."""
+    survivors, rank = Survivors(Workers(), 60.0), {"LOCAL_RANK": "0"}
+    process, other = Mock(pid=os.getpid(), signs=[], poll=lambda: None), Mock(pid=os.getpid(), signs=[], poll=lambda: None)
+    survivors.workers.send = Mock()  # type: ignore[method-assign]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        first = survivors.begin(rank, [], lambda: process)
+        end.connect(f"\0{survivors.address}")
+        first.end(1)
+        second = survivors.begin(rank, [], lambda: other)
+        channel.send(end, {"word": LEAVES, "why": "a thread runs"})
+        end.shutdown(socket.SHUT_RDWR)
+        assert second.poll() is None
+        assert second.process is other
+        assert second.poll() is None  # the word was not of this one
+    survivors.workers.send.assert_called_once_with(process, signal.SIGKILL)
+    survivors.close()
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
+def test_an_attempt_whose_copy_is_still_under_way_is_not_over_for_the_agent(is_open: bool, launcher: socket.socket) -> None:
+    """The agent would give the slot, into which this process writes, to another; the end of the process tells it."""
+    recorder = Recorder.__new__(Recorder)
+    recorder.drain, recorder.session, recorder.events = Mock(), Mock(), Mock()
+    recorder._copying, recorder._reservation = Mock(slots={0: Mock()} if is_open else {}), Mock()
+    recorder._observation = recorder._courier = None
+    recorder.close(finished=False, interrupted=False)
+    assert recorder.session.client.tell.called != is_open
+
+
+@pytest.mark.parametrize("is_signalled", [False, True])
+def test_a_parked_worker_ends_with_its_job_whatever_handler_the_script_has_left(is_signalled: bool) -> None:
+    """Lightning's handler only notes the signal; the launcher has waited for such a worker for 30 s."""
+    theirs, ours = channel.pair()
+    pid = os.fork()
+    if pid == 0:
+        theirs.close()
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        try:
+            in_place._stay(OwnAttempt(ours), threading.enumerate())
+        except SystemExit as end:
+            os._exit(end.code == 1)
+        finally:
+            os._exit(3)
+    ours.close()
+    try:
+        received = channel.receive(theirs)
+        assert received is not None
+        assert received[0] == {"word": PARKED}
+        if is_signalled:
+            os.kill(pid, signal.SIGTERM)
+        else:
+            theirs.close()
+        end = time.monotonic() + 5
+        while not (done := os.waitpid(pid, os.WNOHANG))[0]:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        pid = 0
+        assert os.waitstatus_to_exitcode(done[1]) == (-signal.SIGTERM if is_signalled else 1)
+    finally:
+        theirs.close()
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def test_a_setting_that_torch_does_not_tell_is_left_alone() -> None:
+    """`torch.get_float32_matmul_precision` raises an error once a script has set the precision by torch's newer attributes."""
+    before = torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision = "tf32"
+        puts = [put for put, _ in in_place._settings()]
+    finally:
+        torch.backends.fp32_precision = before
+    assert torch.set_float32_matmul_precision not in puts
+    assert torch.set_num_threads in puts
 
 
 @pytest.mark.parametrize("is_held", [False, True])
