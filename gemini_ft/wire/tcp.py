@@ -27,7 +27,7 @@ from gemini_ft.wire.fair_share import FairShare
 from gemini_ft.wire.frames import frame_length
 from gemini_ft.wire.lane_thread import BusyTime, LaneThread, Meter, Outcome, Valve, metered
 from gemini_ft.wire.messages import MAX_MESSAGE, MOST_VALUES, Chunk, pack
-from gemini_ft.wire.peer_messages import Data, PeerMessage, Unchanged, peers
+from gemini_ft.wire.peer_messages import Data, Heartbeat, PeerMessage, Unchanged, peers
 
 Address = tuple[str, int]
 _SILENCE = 60  # seconds after which the kernel gives a peer up whose host is gone, or that takes nothing in
@@ -37,7 +37,7 @@ _SO_MAX_PACING_RATE = 47
 _TLS_PIECE = 256 * 1024  # bytes handed to the TLS layer at a time
 SHORT_FRAME = 2**16  # bytes of a message for which memory is taken before it has come, and that a peer may send before it is accepted
 _UNREAD = 2 * MAX_MESSAGE  # bytes of messages to a peer that takes them in too slowly; more, and it is given up
-_ANSWERS = 64  # payloads on their way to a reader before its next question is heard
+_ANSWERS = 64  # payloads on their way to a reader before its next question is heard; a sign of life always is
 AHEAD = 2  # payloads of a lane that are announced at a time: one travels, one is ready
 
 
@@ -63,7 +63,7 @@ class Connection(asyncio.BufferedProtocol):
         self.certificate = b""  # of the peer's process, which has shown it
         self.max_frame, self.most_values = MAX_MESSAGE, MOST_VALUES
         self.long_frames: FairShare[Connection] | None = None  # bytes of long messages from all peers that have dialled
-        self.only_answers = False  # whether a message is heard only when the answers to those before it are on their way
+        self.only_answers = False  # whether a question is heard only when the answers to those before it are on their way
         self.closed = asyncio.Event()
         self.transport: asyncio.Transport | None = None
         self._tls_socket: Any = None  # kept: asyncio's TLS forgets it a moment before it says that the connection is lost
@@ -156,7 +156,7 @@ class Connection(asyncio.BufferedProtocol):
             (self.transport.pause_reading if self._heard_late else self.transport.resume_reading)()
 
     def _may_hear(self, message: PeerMessage) -> bool:
-        if self.only_answers and (self._queued > SHORT_FRAME or self._leaving > _ANSWERS):
+        if self.only_answers and not isinstance(message, Heartbeat) and (self._queued > SHORT_FRAME or self._leaving > _ANSWERS):
             return False
         if not announces_payload(message):
             return not self._coming or isinstance(message, Unchanged)  # which stands among chunks, and is of another one than those
