@@ -358,6 +358,17 @@ class Connection(asyncio.BufferedProtocol):
             self._handed_over.clear()
             await self._handed_over.wait()
 
+    @property
+    def has_much_to_say(self) -> bool:
+        """Whether long messages are queued; with too many of them the peer is given up."""
+        return self._queued > SHORT_FRAME and not self.closed.is_set()
+
+    async def said_most(self) -> None:
+        """Waits until no long messages are queued, or the connection is closed."""
+        while self.has_much_to_say:
+            self._handed_over.clear()
+            await self._handed_over.wait()
+
     def _refuse(self, error: BaseException) -> None:
         self.refused = True
         self.abort(str(error) or type(error).__name__)
