@@ -131,7 +131,7 @@ def test_names_that_packages_show_are_found_in_a_zip_archive(tmp_path: Path) -> 
     for folder, place in places.items():
         shutil.copytree(ROOT / folder, tmp_path / "tree" / place, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     archive = shutil.make_archive(str(tmp_path / "shipped"), "zip", tmp_path / "tree")
-    code = "import gemini_ft, gemini_ft.sync as sync; print(gemini_ft.__file__); print(sync.__all__); print(gemini_ft.GeminiConfig.__name__)"
+    code = "import gemini_ft, gemini_ft.sync as sync; print(gemini_ft.__file__); print(sync.__all__); print(gemini_ft.run.__name__)"
     command = [sys.executable, "-c", code]
     said = subprocess.run(command, env={**os.environ, "PYTHONPATH": archive}, cwd=tmp_path, check=True, capture_output=True, text=True)
-    assert said.stdout.splitlines() == [f"{archive}/gemini_ft/__init__.py", str(gemini_ft.sync.__all__), "GeminiConfig"]
+    assert said.stdout.splitlines() == [f"{archive}/gemini_ft/__init__.py", str(gemini_ft.sync.__all__), "run"]
