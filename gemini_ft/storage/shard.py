@@ -85,7 +85,12 @@ class ShardRecord(_Record):
 
 def _too_large(layout: int, extras: int, digests: int, chunk: int) -> str:
     """Says which of these, in bytes, is too large to be read in one piece; an empty string if none is."""
-    limits = {"layout": (layout, SMALL), "small state": (extras, _MOST_EXTRAS), "checksums": (digests, SMALL), "chunk": (chunk, _LARGEST_CHUNK)}
+    limits = {
+        "layout": (layout, SMALL),
+        "small state": (extras, _MOST_EXTRAS),
+        "checksums": (digests, SMALL),
+        "chunk": (chunk, _LARGEST_CHUNK),
+    }
     found = (f"its {name}: {nbytes:,} bytes, more than {most:,}" for name, (nbytes, most) in limits.items() if nbytes > most)
     return next(found, "")
 
