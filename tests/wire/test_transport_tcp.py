@@ -243,7 +243,6 @@ class TestMessages:
 
         run(work())
 
-
     def test_that_are_signs_of_life_of_a_reader_are_heard_while_it_takes_nothing_in(self) -> None:
         about: dict[str, Any] = {"call": 1, "owner": 0, "version": Version(Incarnation(1, "n"), 1), "offset": 0, "nbytes": 2**20}
         payload = memoryview(bytes(2**20))
