@@ -87,6 +87,7 @@ class Connection(asyncio.BufferedProtocol):
         self._unpaused = asyncio.Event()
         self._unpaused.set()
         self._tasks: list[asyncio.Task[None]] = []  # the writer, and one for each lane that has something to send
+        self._hears = False  # whether a message is being heard
         self._aborted = False
         self.refused = False  # whether this side hung up because of what the peer said or sent
         self._reason = "the peer closed the connection"
@@ -106,13 +107,19 @@ class Connection(asyncio.BufferedProtocol):
         return self._target[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
+        if self._aborted:
+            return
         self._filled += nbytes
         if self._filled < len(self._target):
             return
+        self._hears = True
         try:
             getattr(self, f"_end_of_{self._state}")()
         except Exception as error:  # of any kind: a connection that stayed open would not be read
+            self._expect_head()
             self._refuse(error)
+        finally:
+            self._hears = False
 
     def connection_lost(self, error: Exception | None) -> None:
         if self.closed.is_set():
@@ -382,7 +389,10 @@ class Connection(asyncio.BufferedProtocol):
         with contextlib.suppress(OSError):
             self._tls_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._stop()
-        transport.abort()
+        if self._hears:  # perhaps the last message of a peer that has hung up, after which asyncio's TLS would go on with closing
+            asyncio.get_running_loop().call_soon(transport.abort)
+        else:
+            transport.abort()
 
 
 def announces_payload(message: PeerMessage) -> TypeGuard[Chunk | Data]:

@@ -243,6 +243,24 @@ class TestMessages:
 
         run(work())
 
+    def test_that_are_refused_end_a_connection_when_they_have_been_read(self) -> None:
+        """Ended in the midst of it, asyncio's TLS reported an error of its own if it had just heard that the peer has hung up."""
+
+        async def work() -> None:
+            async with Place() as place:
+                await place.dial(Recorder())
+                (connection,), (theirs,) = place.connections, place.handlers
+                assert connection.transport is not None
+                for _ in range(2):  # the second is not heard any more
+                    connection.get_buffer(4)[:] = b"\xff" * 4
+                    connection.buffer_updated(4)
+                assert not connection.transport.is_closing()
+                await theirs.until(lambda: theirs.lost)
+                assert connection.refused
+                assert "a message of 4,294,967,295 bytes was announced" in str(theirs.lost)
+
+        run(work())
+
     def test_that_are_signs_of_life_of_a_reader_are_heard_while_it_takes_nothing_in(self) -> None:
         about: dict[str, Any] = {"call": 1, "owner": 0, "version": Version(Incarnation(1, "n"), 1), "offset": 0, "nbytes": 2**20}
         payload = memoryview(bytes(2**20))
