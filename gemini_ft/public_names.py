@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import os
 import pkgutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -61,5 +62,6 @@ def _stub(folder: str) -> bytes:
     """The ``__init__.pyi`` of a folder, which may be inside a zip archive; nothing where it has none."""
     path, importer = os.path.join(folder, "__init__.pyi"), pkgutil.get_importer(folder)
     with contextlib.suppress(OSError):
-        return importer.get_data(path) if hasattr(importer, "get_data") else Path(path).read_bytes()
+        get_data: Callable[[str], bytes] | None = getattr(importer, "get_data", None)  # zipimporter's
+        return Path(path).read_bytes() if get_data is None else get_data(path)
     return b""

@@ -154,7 +154,7 @@ def test_readers_without_number_displace_each_other_and_no_reader_of_another_add
 def incoming(monkeypatch: pytest.MonkeyPatch, descriptors: int) -> Incoming:
     """The door of a host that holds two shards of a thousand."""
     monkeypatch.setattr(session, "getrlimit", lambda _: (descriptors, descriptors))
-    host = Host(name="a", holders={0: ["a", "b"], 1: ["b", "a"], 2: ["b", "c"]})
+    host = Host(name="a", holders={0: ("a", "b"), 1: ("b", "a"), 2: ("b", "c")})
     context: Any = SimpleNamespace(spec=SimpleNamespace(world_size=1000, replica_timeout=60.0), host=host, log=print)
     return Incoming(context, None, lambda: None)  # type: ignore[arg-type]
 
@@ -163,8 +163,9 @@ def incoming(monkeypatch: pytest.MonkeyPatch, descriptors: int) -> Incoming:
     ("descriptors", "kept"), [(resource.RLIM_INFINITY, 2000), (2**20, 2000), (2**14, 2**10), (1, 1)], ids=["any", "many", "few", "one"]
 )
 def test_all_ranks_of_a_large_job_may_read_from_one_host(descriptors: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Reader(SimpleNamespace):
-        __hash__ = object.__hash__
+    class Reader:
+        def __init__(self, number: int) -> None:
+            self.peer = f"10.0.{number // 256}.{number % 256}:1"
 
         def abort(self, reason: str) -> None:
             cut.append(self)
@@ -173,7 +174,7 @@ def test_all_ranks_of_a_large_job_may_read_from_one_host(descriptors: int, kept:
         door = incoming(monkeypatch, descriptors)
         claims = Claims(run="r", stream="s", host="t", to="a", role="fetch", incarnation=None)
         for number in range(2100):
-            door.accept(Reader(peer=f"10.0.{number // 256}.{number % 256}:1"), claims)  # type: ignore[arg-type]
+            door.accept(Reader(number), claims)  # type: ignore[arg-type]
 
     cut: list[Reader] = []
     asyncio.run(work())
