@@ -8,7 +8,11 @@ reason), so no code of theirs runs when they are imported, and `gemini_ft` shows
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
+import os
+import pkgutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -48,8 +52,16 @@ def _exports(module: ModuleType) -> dict[str, str | None]:
     """The public names, and the module of the package that each comes from; None: it is such a module itself."""
     found: dict[str, str | None] = {}
     for folder in module.__path__:
-        stub = Path(folder) / "__init__.pyi"
-        for node in ast.parse(stub.read_text()).body if stub.is_file() else ():
+        for node in ast.parse(_stub(folder)).body:
             if isinstance(node, ast.ImportFrom) and node.level == 1:
                 found |= dict.fromkeys((each.name for each in node.names), node.module)
     return found
+
+
+def _stub(folder: str) -> bytes:
+    """The ``__init__.pyi`` of a folder, which may be inside a zip archive; nothing where it has none."""
+    path, importer = os.path.join(folder, "__init__.pyi"), pkgutil.get_importer(folder)
+    with contextlib.suppress(OSError):
+        get_data: Callable[[str], bytes] | None = getattr(importer, "get_data", None)  # zipimporter's
+        return Path(path).read_bytes() if get_data is None else get_data(path)
+    return b""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from resource import RLIMIT_NOFILE, getrlimit
+from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
 from typing import Any
 
 from gemini_ft.agent.autopsy import Autopsy, Inquest
@@ -33,7 +33,7 @@ from gemini_ft.wire.peer_messages import Claims, PeerMessage, Rejoin, UploadSoon
 from gemini_ft.wire.tcp import Connection, Handler
 from gemini_ft.wire.worker_messages import SessionSpec
 
-READERS = 512  # connections of all readers of a stream at a time, or a sixteenth of the descriptors that an agent may have
+READERS = 512  # connections of all readers of a stream at a time, where a job is not so large that its ranks need more
 
 
 class AgentSession:
@@ -177,7 +177,7 @@ class Incoming:
         self._connections: set[Connection] = set()  # that may hold slots
         self._senders: dict[str, Connection] = {}  # host -> the one on which it sends its shards
         self._callers = Callers(self._certificate_of, context.log)
-        self._readers = FairShare[Connection](min(READERS, getrlimit(RLIMIT_NOFILE)[0] // 16), self._end_reading)
+        self._readers = FairShare[Connection](READERS, self._end_reading)
         self._log_rarely = RateLimitedLog(context.log)
 
     def close(self) -> None:
@@ -191,6 +191,7 @@ class Incoming:
         """Takes in a peer that has proved to know the secret."""
         spec, session = self._context.spec, self._session()
         if claims.role == "fetch":
+            self._readers.most = self._most_readers
             self._readers.take(connection, connection.peer)
             return self._tracked(connection, Fetcher(self._context, connection, claims.host, self._committed_roots))
         if spec is None or session is None or claims.incarnation != spec.incarnation:
@@ -206,6 +207,14 @@ class Incoming:
             earlier.abort(f"host {claims.host} has dialled again")
         self._senders[claims.host] = connection
         return self._tracked(connection, Receiver(self._inbound, connection, claims.host))
+
+    @property
+    def _most_readers(self) -> int:
+        """Readers at a time: in a job that goes on in another size, every rank reads every shard, and keeps the connections."""
+        host, spec = self._context.host, self._context.spec
+        held = sum(host.name in hosts for hosts in host.holders.values())
+        most, descriptors = max(READERS, held * spec.world_size if spec is not None else 0), getrlimit(RLIMIT_NOFILE)[0]
+        return most if descriptors == RLIM_INFINITY else max(1, min(most, descriptors // 16))
 
     def _end_reading(self, connection: Connection) -> None:
         text = f"{self._readers.most} readers are more than this agent has room for, and most of them come from its address"

@@ -62,6 +62,8 @@ PROCESS_MOMENTS = {
     "launcher_starts": "a launcher is about to start a worker",
     "launcher_restarts": "a launcher has seen workers fail, and has not begun to restart them",
 }
+_OF_NO_SNAPSHOT = ("worker_hands_over", "launcher_starts", "launcher_restarts")
+_OF_NO_RANK = ("agent_opens", "agent_decides", "agent_commits", "agent_manifest", "launcher_starts", "launcher_restarts")
 
 
 @dataclass(frozen=True)
@@ -136,9 +138,11 @@ class Fault:
         return sorted(rank for rank, hosts in world.holders.items() if host in hosts)
 
     def check(self, world: World) -> None:
-        """Raises ConfigError when it names a rank, host or group that this job does not have."""
+        """Raises ConfigError when it names a rank, host or group that this job does not have, or a host by its place inside a process."""
         hosts = sorted(set(world.hosts))
         numbered = int(self.host) if self.host is not None and self.host.isdigit() and self.host not in hosts else None
+        if numbered is not None and self.moment in PROCESS_MOMENTS:
+            raise ConfigError(f"{_where(self.text)}: at {self.moment} host is the id of a host: {', '.join(hosts)}")
         for key, value, count in (
             ("rank", self.rank, len(world.hosts)),
             ("owner", self.owner, len(world.hosts)),
@@ -223,7 +227,7 @@ def _value(text: str, key: str, value: str) -> Any:
 def _check_relations(fault: Fault) -> None:
     """Checks everything that two words of an entry have to do with each other."""
     targets = [fault.rank is not None, fault.everyone, fault.host is not None, fault.group is not None].count(True)
-    is_random = fault.probability is not None
+    is_random, is_inside = fault.probability is not None, fault.moment in PROCESS_MOMENTS
     problem = None
     if targets > 1:
         problem = "give only one of rank, host and group"
@@ -231,12 +235,15 @@ def _check_relations(fault: Fault) -> None:
         problem = "a random fault needs a seed, so that the drill can be repeated: seed=7"
     elif not is_random and fault.seed is not None:
         problem = "seed goes with probability: probability=0.01"
-    elif fault.moment in PROCESS_MOMENTS:
-        if fault.kind not in RANK_KINDS or fault.everyone or fault.group is not None or is_random:
-            problem = f"at {fault.moment} goes one of {', '.join(RANK_KINDS)}, with step, host=ID or rank=N"
-    elif not is_random and fault.step is None:
+    elif is_inside and (fault.kind not in RANK_KINDS or fault.everyone or fault.group is not None or is_random):
+        problem = f"at {fault.moment} goes one of {', '.join(RANK_KINDS)}, with {_said_of(fault.moment)}"
+    elif is_inside and fault.step is not None and fault.moment in _OF_NO_SNAPSHOT:
+        problem = f"at {fault.moment} goes {_said_of(fault.moment)}; the moment is about no snapshot"
+    elif is_inside and fault.rank is not None and fault.moment in _OF_NO_RANK:
+        problem = f"at {fault.moment} goes {_said_of(fault.moment)}; the moment is about no rank"
+    elif not is_inside and not is_random and fault.step is None:
         problem = "say when: step=20, or probability=0.01:seed=7"
-    elif not is_random and not targets:
+    elif not is_inside and not is_random and not targets:
         problem = "say who: rank=1 (or rank=all), host=0, or group=0"
     elif fault.until is not None and not (is_random or fault.kind == "storage_full"):
         problem = "until goes with probability or storage_full"
@@ -252,6 +259,12 @@ def _check_relations(fault: Fault) -> None:
         problem = "seconds go with slow and delay"
     if problem is not None:
         raise ConfigError(f"{_where(fault.text)}: {problem}")
+
+
+def _said_of(moment: str) -> str:
+    """The keys that say which time a moment inside a process is meant."""
+    step, rank = ["step"] * (moment not in _OF_NO_SNAPSHOT), ["rank=N"] * (moment not in _OF_NO_RANK)
+    return " or ".join([*step, *rank, "host=ID"])
 
 
 def _where(text: str) -> str:

@@ -52,10 +52,10 @@ def read_extras(sources: ShardReaders, rank: int, world_size: int, secret: bytes
     The shards stay open in ``sources``: their tensors are read next.
     """
     then, extras = sources.plan.world_size, {}
-    for owner in [rank] if then == world_size else range(then):
+    for owner in [rank] if then == world_size else _turn(range(then), rank % then):
         blob = sources.read(owner, rank, lambda shard: shard.extras(), keep=True)
         extras[owner] = codec.decode(blob, secret, trust_pickle=trust_pickle)
-    return extras
+    return dict(sorted(extras.items()))
 
 
 class StateRestore:

@@ -33,6 +33,7 @@ _NAME = re.compile(r"[A-Za-z0-9-]+\.(?P<domain>[0-9a-f]+-[0-9a-f]+)\.\d+\.\d+\.[
 _log = logging.getLogger(__name__)
 _told: set[Path] = set()  # links that this process has spoken of
 _UNKNOWN = secrets.token_hex(4)
+_LEASE = 60.0  # seconds; the kernel takes a lease back after 45 (``/proc/sys/fs/lease-break-time``)
 _DEPTH = 16  # of folders in each other, which is more than a key has
 _PARTIAL = ".partial"  # no key begins with a dot
 _WAY_OUT = {
@@ -209,7 +210,14 @@ class LocalStorage:
     def _open(self, key: str) -> int:
         path = self.root / check_key(key)
         self._refuse_links(path.parent)
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would have no end
+        deadline = time.monotonic() + _LEASE
+        while True:
+            try:
+                return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would have no end
+            except BlockingIOError:  # another process has a lease on the file, as file servers do, and has been told to let go
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
 
     def _refuse_links(self, folder: Path) -> None:
         """Raises OSError: a folder on the way from the root to ``folder`` is a link."""

@@ -25,7 +25,6 @@ from struct import pack, unpack
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from gemini_ft.config import LARGEST_CHUNK
 from gemini_ft.core.layout import ALIGNMENT, Layout
 from gemini_ft.core.roots import checksum, layout_digest, shard_root
 from gemini_ft.core.versions import Version
@@ -37,6 +36,7 @@ _HEADER = 64 * 1024  # bytes; a header up to here is read with what follows it
 ONE_REQUEST = CHUNK_BYTES + 2**20  # bytes; up to here a journey to the storage costs more than the bytes
 LARGEST = 2**50  # bytes; no store takes larger objects
 _MOST_EXTRAS = 2**32  # bytes; a file with holes has as many as it says
+_LARGEST_CHUNK = 2**35  # bytes; `GeminiConfig` allows less, and earlier releases allowed a chunk as large as a shard
 
 # The dtypes that safetensors readers know. Any other one is stored as plain bytes and named in the metadata.
 CODES: Mapping[str, str] = {
@@ -72,14 +72,27 @@ class ShardRecord(_Record):
     extras: Span
     digests: Span
     data: Span
-    chunk_bytes: int = Field(gt=0, le=LARGEST_CHUNK)  # of data, per digest
+    chunk_bytes: int = Field(gt=0, le=LARGEST)  # of data, per digest
     root: str = ""  # of the committed copy (gemini_ft.core.roots); empty where it was not known
 
     @model_validator(mode="after")
     def _is_read_in_one_piece(self) -> ShardRecord:
-        if max(self.layout.nbytes, self.digests.nbytes) > SMALL or self.extras.nbytes > _MOST_EXTRAS:
-            raise ValueError(f"shard {self.key}: its layout, checksums or small state are larger than any that is written")
+        chunk = min(self.chunk_bytes, self.data.nbytes)
+        if what := _too_large(self.layout.nbytes, self.extras.nbytes, self.digests.nbytes, chunk):
+            raise ValueError(f"shard {self.key}: {what}")
         return self
+
+
+def _too_large(layout: int, extras: int, digests: int, chunk: int) -> str:
+    """Says which of these, in bytes, is too large to be read in one piece; an empty string if none is."""
+    limits = {
+        "layout": (layout, SMALL),
+        "small state": (extras, _MOST_EXTRAS),
+        "checksums": (digests, SMALL),
+        "chunk": (chunk, _LARGEST_CHUNK),
+    }
+    found = (f"its {name}: {nbytes:,} bytes, more than {most:,}" for name, (nbytes, most) in limits.items() if nbytes > most)
+    return next(found, "")
 
 
 @dataclass(frozen=True)
@@ -128,14 +141,16 @@ def write_shard(
 
     Raises:
         CorruptDataError: a chunk is not what was committed.
-        StorageError: ``data`` is too short, or the storage failed; nothing is visible under ``key``.
+        StorageError: ``data`` is too short, the small state too large, or the storage failed; nothing is visible under ``key``.
     """
     if data.nbytes < layout.nbytes:
         raise StorageError(f"{storage.url}: {key} was given {data.nbytes} bytes for a layout of {layout.nbytes}")
     step = committed.chunk_bytes if committed is not None else CHUNK_BYTES
+    blob = layout.to_bytes()
+    if what := _too_large(len(blob), memoryview(extras).nbytes, 8 * -(-layout.nbytes // step), min(step, layout.nbytes)):
+        raise StorageError(f"{storage.url}: {key} is not written, as it could not be read in one piece: {what}")
     chunks = [data[start : min(start + step, layout.nbytes)] for start in range(0, layout.nbytes, step)]
     checksums = [checksum(chunk) for chunk in chunks]
-    blob = layout.to_bytes()
     if committed is not None:
         committed.check(key, blob, checksums, layout.nbytes, extras)
     small = {"layout": blob, "extras": extras, "digests": pack(f"<{len(checksums)}Q", *checksums)}

@@ -25,11 +25,14 @@ class FairShare(Generic[U]):
     def __init__(self, most: int, end: Callable[[U], object]) -> None:
         self.most, self._end = most, end
         self._users: dict[U, tuple[str, int]] = {}  # in the order in which they came -> network, units
+        self._in_use = 0
 
     def take(self, user: U, peer: str, units: int = 1) -> None:
         """Lets a user have units; ``peer``: ``address:port``."""
+        self.give_back(user)
         self._users[user] = _network(peer), units
-        while sum(each for _, each in self._users.values()) > self.most:
+        self._in_use += units
+        while self._in_use > self.most:
             used = Counter[str]()
             for network, each in self._users.values():
                 used[network] += each
@@ -39,7 +42,8 @@ class FairShare(Generic[U]):
 
     def give_back(self, user: U) -> None:
         """Takes a user's units back, if it has any."""
-        self._users.pop(user, None)
+        _, units = self._users.pop(user, ("", 0))
+        self._in_use -= units
 
     def end_all(self) -> None:
         """Ends what all users do."""
@@ -52,6 +56,9 @@ class FairShare(Generic[U]):
 
 
 def _network(peer: str) -> str:
-    """The address of a peer; of IPv6 the first half, as whoever has one of these has all."""
+    """The address of a peer, an IPv4 one also where it is mapped into IPv6; of IPv6 the first half, as whoever has one of these has all."""
     host = peer.rpartition(":")[0]
-    return ipaddress.IPv6Address(host.partition("%")[0]).exploded[:19] if ":" in host else host
+    if ":" not in host:
+        return host
+    address = ipaddress.IPv6Address(host.partition("%")[0])
+    return str(address.ipv4_mapped or address.exploded[:19])

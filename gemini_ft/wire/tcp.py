@@ -27,7 +27,7 @@ from gemini_ft.wire.fair_share import FairShare
 from gemini_ft.wire.frames import frame_length
 from gemini_ft.wire.lane_thread import BusyTime, LaneThread, Meter, Outcome, Valve, metered
 from gemini_ft.wire.messages import MAX_MESSAGE, MOST_VALUES, Chunk, pack
-from gemini_ft.wire.peer_messages import Data, PeerMessage, Unchanged, peers
+from gemini_ft.wire.peer_messages import Data, Heartbeat, PeerMessage, Unchanged, peers
 
 Address = tuple[str, int]
 _SILENCE = 60  # seconds after which the kernel gives a peer up whose host is gone, or that takes nothing in
@@ -37,7 +37,7 @@ _SO_MAX_PACING_RATE = 47
 _TLS_PIECE = 256 * 1024  # bytes handed to the TLS layer at a time
 SHORT_FRAME = 2**16  # bytes of a message for which memory is taken before it has come, and that a peer may send before it is accepted
 _UNREAD = 2 * MAX_MESSAGE  # bytes of messages to a peer that takes them in too slowly; more, and it is given up
-_ANSWERS = 64  # payloads on their way to a reader before its next question is heard
+_ANSWERS = 64  # payloads on their way to a reader before its next question is heard; a sign of life always is
 AHEAD = 2  # payloads of a lane that are announced at a time: one travels, one is ready
 
 
@@ -63,7 +63,7 @@ class Connection(asyncio.BufferedProtocol):
         self.certificate = b""  # of the peer's process, which has shown it
         self.max_frame, self.most_values = MAX_MESSAGE, MOST_VALUES
         self.long_frames: FairShare[Connection] | None = None  # bytes of long messages from all peers that have dialled
-        self.only_answers = False  # whether a message is heard only when the answers to those before it are on their way
+        self.only_answers = False  # whether a question is heard only when the answers to those before it are on their way
         self.closed = asyncio.Event()
         self.transport: asyncio.Transport | None = None
         self._tls_socket: Any = None  # kept: asyncio's TLS forgets it a moment before it says that the connection is lost
@@ -87,6 +87,7 @@ class Connection(asyncio.BufferedProtocol):
         self._unpaused = asyncio.Event()
         self._unpaused.set()
         self._tasks: list[asyncio.Task[None]] = []  # the writer, and one for each lane that has something to send
+        self._hears = False  # whether a message is being heard
         self._aborted = False
         self.refused = False  # whether this side hung up because of what the peer said or sent
         self._reason = "the peer closed the connection"
@@ -106,13 +107,19 @@ class Connection(asyncio.BufferedProtocol):
         return self._target[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
+        if self._aborted:
+            return
         self._filled += nbytes
         if self._filled < len(self._target):
             return
+        self._hears = True
         try:
             getattr(self, f"_end_of_{self._state}")()
         except Exception as error:  # of any kind: a connection that stayed open would not be read
+            self._expect_head()
             self._refuse(error)
+        finally:
+            self._hears = False
 
     def connection_lost(self, error: Exception | None) -> None:
         if self.closed.is_set():
@@ -156,7 +163,7 @@ class Connection(asyncio.BufferedProtocol):
             (self.transport.pause_reading if self._heard_late else self.transport.resume_reading)()
 
     def _may_hear(self, message: PeerMessage) -> bool:
-        if self.only_answers and (self._queued > SHORT_FRAME or self._leaving > _ANSWERS):
+        if self.only_answers and not isinstance(message, Heartbeat) and (self._queued > SHORT_FRAME or self._leaving > _ANSWERS):
             return False
         if not announces_payload(message):
             return not self._coming or isinstance(message, Unchanged)  # which stands among chunks, and is of another one than those
@@ -358,6 +365,17 @@ class Connection(asyncio.BufferedProtocol):
             self._handed_over.clear()
             await self._handed_over.wait()
 
+    @property
+    def has_much_to_say(self) -> bool:
+        """Whether long messages are queued; with too many of them the peer is given up."""
+        return self._queued > SHORT_FRAME and not self.closed.is_set()
+
+    async def said_most(self) -> None:
+        """Waits until no long messages are queued, or the connection is closed."""
+        while self.has_much_to_say:
+            self._handed_over.clear()
+            await self._handed_over.wait()
+
     def _refuse(self, error: BaseException) -> None:
         self.refused = True
         self.abort(str(error) or type(error).__name__)
@@ -371,7 +389,10 @@ class Connection(asyncio.BufferedProtocol):
         with contextlib.suppress(OSError):
             self._tls_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._stop()
-        transport.abort()
+        if self._hears:  # perhaps the last message of a peer that has hung up, after which asyncio's TLS would go on with closing
+            asyncio.get_running_loop().call_soon(transport.abort)
+        else:
+            transport.abort()
 
 
 def announces_payload(message: PeerMessage) -> TypeGuard[Chunk | Data]:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import resource
 import socket
 import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgpack
 import pytest
 from agent_kit import CHUNK, WAIT, Job, Rank, agent_pid, content, eventually, open_fds
 
-from gemini_ft.agent import lifecycle
+from gemini_ft.agent import lifecycle, session
 from gemini_ft.agent.callers import MOST_OF_A_HOST
+from gemini_ft.agent.session import Incoming
+from gemini_ft.core.protocol import Host
 from gemini_ft.recovery.readers import PeerShard
 from gemini_ft.wire import frames
+from gemini_ft.wire.fair_share import FairShare
 from gemini_ft.wire.frames import BlockingWire
 from gemini_ft.wire.handshake import STRANGERS
 from gemini_ft.wire.messages import MAX_MESSAGE, pack
-from gemini_ft.wire.peer_messages import READER_LANES, Describe, Fetch
+from gemini_ft.wire.peer_messages import READER_LANES, Claims, Describe, Fetch
 
 SECRET = b"s" * 16  # of the kit's ranks
 DESCRIPTORS = 1024  # of agent a
@@ -143,6 +149,52 @@ def test_readers_without_number_displace_each_other_and_no_reader_of_another_add
         hung_up(attack.wires[0])
         read(attack, shard)
     assert "readers are more than this agent has room for" in attack.job.log("a")
+
+
+def incoming(monkeypatch: pytest.MonkeyPatch, descriptors: int) -> Incoming:
+    """The door of a host that holds two shards of a thousand."""
+    monkeypatch.setattr(session, "getrlimit", lambda _: (descriptors, descriptors))
+    host = Host(name="a", holders={0: ("a", "b"), 1: ("b", "a"), 2: ("b", "c")})
+    context: Any = SimpleNamespace(spec=SimpleNamespace(world_size=1000, replica_timeout=60.0), host=host, log=print)
+    return Incoming(context, None, lambda: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "kept"), [(resource.RLIM_INFINITY, 2000), (2**20, 2000), (2**14, 2**10), (1, 1)], ids=["any", "many", "few", "one"]
+)
+def test_all_ranks_of_a_large_job_may_read_from_one_host(descriptors: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reader:
+        def __init__(self, number: int) -> None:
+            self.peer = f"10.0.{number // 256}.{number % 256}:1"
+
+        def abort(self, reason: str) -> None:
+            cut.append(self)
+
+    async def work() -> None:
+        door = incoming(monkeypatch, descriptors)
+        claims = Claims(run="r", stream="s", host="t", to="a", role="fetch", incarnation=None)
+        for number in range(2100):
+            door.accept(Reader(number), claims)  # type: ignore[arg-type]
+
+    cut: list[Reader] = []
+    asyncio.run(work())
+    assert 2100 - len(cut) == kept
+
+
+def test_one_ipv4_host_is_one_address_also_where_it_is_mapped_into_ipv6() -> None:
+    lost: list[str] = []
+    share = FairShare[str](3, lost.append)
+    for user, peer in {"one": "::ffff:10.0.0.1:5", "two": "::ffff:10.0.0.2:5", "2": "10.0.0.2:6", "II": "::ffff:10.0.0.2:7"}.items():
+        share.take(user, peer)
+    assert lost == ["two"]
+
+
+def test_a_network_of_ipv6_counts_as_one_address() -> None:
+    lost: list[str] = []
+    share = FairShare[str](2, lost.append)
+    for user, peer in {"other": "2001:db8:0:1::1:5", "of it": "2001:db8::1:5", "of it, too": "2001:db8::ffff:2:5"}.items():
+        share.take(user, peer)
+    assert lost == ["of it"]
 
 
 def test_reports_without_number_displace_each_other(attack: Attack) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import xxhash
+from agent_kit import WAIT, Job
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,8 +17,9 @@ from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
 from gemini_ft.agent.replication.receive import Receiver
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import PeerError
+from gemini_ft.wire.frames import BlockingWire
 from gemini_ft.wire.messages import Chunk
-from gemini_ft.wire.peer_messages import Ack, Astray, Begin, Drop, End, Parcel, PeerMessage, Resend
+from gemini_ft.wire.peer_messages import Ack, Astray, Begin, Drop, End, Offer, Parcel, PeerMessage, Refused, Resend
 
 NBYTES = 64  # of a shard, in two chunks
 
@@ -32,6 +36,9 @@ class Room:
         self.collected: list[tuple[Parcel, SlotMemory | None]] = []
         self.log_lines: list[str] = []
         self.host_name = "b"
+
+    def check_sender(self, sender: str, owner: int) -> None:
+        """Every host may bring every shard."""
 
     def begin_receive(self, owner: int, iteration: int, committed: Version | None) -> SlotMemory | None:
         if self.full:
@@ -117,6 +124,24 @@ def hear(room: Room, *messages: PeerMessage) -> list[tuple[int, bool]]:
     for message in messages:
         receiver.on_message(message)
     return wire.acknowledged
+
+
+def test_a_replica_is_brought_by_the_host_that_owns_it_and_no_other(tmp_path: Path) -> None:
+    """The first offer of another host took the replica away for the rest of the session: it had another shape."""
+    with Job(tmp_path) as job:
+        ranks = job.join(["a", "b"])
+        job.open(ranks, addresses={rank.host: rank.address for rank in ranks} | {"test": ("127.0.0.1", 1)})
+        job.commit(ranks, 1)
+        claims = job.claims("replicate", to="b", incarnation=job.version(1).incarnation)
+        said = "host 'test' does not own rank 0's shard"
+        with contextlib.closing(BlockingWire(ranks[1].address, claims, b"s" * 16, WAIT)) as wire:
+            wire.send(Offer(call=1, owner=0, layout=b"", layout_hash="x", data_bytes=4096, extras_capacity=64))
+            assert wire.receive() == Refused(call=1, owner=0, text=said)
+            wire.send(Begin(owner=0, iteration=7, committed=None))
+            with pytest.raises(PeerError):
+                wire.receive()
+        assert said in job.log("b")
+        job.commit(ranks, 2, 3)
 
 
 def test_a_sender_that_goes_on_leaves_the_older_iteration_behind(room: Room) -> None:

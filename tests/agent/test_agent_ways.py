@@ -217,6 +217,28 @@ def test_closed_in_the_middle_nothing_is_under_way_and_nothing_more_is_ordered()
     run(work())
 
 
+def test_the_time_in_which_pieces_are_under_way_counts_while_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is always one under way, the rate was that of the first, for which everything had gone."""
+    now = 100.0
+    monkeypatch.setattr(carriers, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def work() -> None:
+        nonlocal now
+        road = Road()
+        road.put(0, 2 * PIECE)
+        await road.settled()
+        for _, dispatch in road.orders[:2]:
+            now += 0.5
+            assert road.way.meter().busy == pytest.approx(now - 100.0)
+            road.way.dispatched(dispatch.tag, "")
+        now += 5.0
+        assert road.way.meter().busy == pytest.approx(1.0)
+        road.way.close()
+        assert road.way.meter().busy == pytest.approx(1.0)
+
+    run(work())
+
+
 def test_the_time_in_which_nothing_is_under_way_does_not_count_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(carriers, "time", SimpleNamespace(monotonic=lambda: now))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from gemini_ft.recovery import readers
 from gemini_ft.recovery.agent_memory import RememberedShard, open_newest, remembered
 from gemini_ft.recovery.plan import RecoveryPlan
 from gemini_ft.recovery.readers import LocalShard, PeerShard, ShardReaders
+from gemini_ft.wire import tcp
 from gemini_ft.wire.handshake import listen
 from gemini_ft.wire.messages import Message
 from gemini_ft.wire.peer_messages import Begin, Claims, Describe, Fetch, Offer, Ready
@@ -52,6 +53,7 @@ from gemini_ft.wire.tcp import Connection
 from gemini_ft.wire.worker_messages import Reserve
 
 SECRET = b"s" * 16  # of the kit's ranks
+MIB = 2**20
 
 
 @pytest.fixture
@@ -177,55 +179,80 @@ class _Context:
     def __init__(self) -> None:
         self.counters = {"late_answers": 0, "replica_bytes": 0}
         self.host = Host(name="a")
+        self.lines: list[str] = []
 
     def perform(self, effects: list[Effect]) -> None:
         """Nothing but slots that become free."""
 
     def log(self, text: str) -> None:
-        """Not of interest."""
+        self.lines.append(text)
+
+
+def outgoing(owner: int, iteration: int, layout: bytes) -> Outgoing:
+    memory = SlotMemory.create(
+        SlotShape(
+            run="r",
+            stream="main",
+            owner=owner,
+            world_size=8,
+            layout_hash="0" * 16,
+            layout=layout,
+            data_bytes=64,
+            extras_capacity=8,
+            chunk_bytes=32,
+        )
+    )
+    return Outgoing(owner=owner, version=Version(Incarnation(1, "x"), iteration), slot=0, memory=memory)
+
+
+@contextlib.asynccontextmanager
+async def linked(peer: _Replies, context: _Context) -> AsyncIterator[PeerLink]:
+    """A link from host a to host b."""
+    server = await listen("127.0.0.1", None, lambda: SECRET, peer.accept, print, lambda stream: False)
+    claims = Claims(run="r", stream="main", host="a", to="", role="replicate", incarnation=None)
+    common = LinkContext(context, DEFAULT_TRAFFIC, Gate(DEFAULT_TRAFFIC), None, lambda: SECRET)  # type: ignore[arg-type]
+    link = PeerLink(common, "b", server.address, claims)
+    yield link
+    link.close()
+    assert peer.connection is not None
+    await peer.connection.closed.wait()
+    server.close()
 
 
 def test_room_for_a_former_layout_is_not_taken_for_room_for_the_present_one() -> None:
     """The shape of a shard changes while its holder still makes room for the former one."""
 
-    def outgoing(iteration: int, layout: bytes) -> Outgoing:
-        memory = SlotMemory.create(
-            SlotShape(
-                run="run",
-                stream="main",
-                owner=0,
-                world_size=1,
-                layout_hash="0" * 16,
-                layout=layout,
-                data_bytes=64,
-                extras_capacity=8,
-                chunk_bytes=32,
-            )
-        )
-        return Outgoing(owner=0, version=Version(Incarnation(1, "x"), iteration), slot=0, memory=memory)
+    async def work() -> None:
+        peer, context = _Replies(), _Context()
+        async with linked(peer, context) as link:
+            link.send(outgoing(0, 1, b"one layout"))
+            first = await peer.nth(Offer, 1)
+            link.cancel(0, Version(Incarnation(1, "x"), 1))
+            link.send(outgoing(0, 2, b"another one"))
+            second = await peer.nth(Offer, 2)
+            assert peer.connection is not None
+            peer.connection.send(Ready(call=first.call, owner=0))
+            while not context.counters["late_answers"]:
+                await asyncio.sleep(0.01)
+            assert not any(isinstance(message, Begin) for message in peer.heard)
+            peer.connection.send(Ready(call=second.call, owner=0))
+            await peer.nth(Begin, 1)
+
+    asyncio.run(asyncio.wait_for(work(), WAIT))
+
+
+def test_a_host_of_many_ranks_offers_one_large_layout_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All together they were more than may wait for a peer, which was given up, and dialled, and given up again."""
+    monkeypatch.setattr(tcp, "_UNREAD", 2 * MIB)
 
     async def work() -> None:
         peer, context = _Replies(), _Context()
-        server = await listen("127.0.0.1", None, lambda: SECRET, peer.accept, print, lambda stream: False)
-        claims = Claims(run="r", stream="main", host="a", to="", role="replicate", incarnation=None)
-        address = server.address
-        common = LinkContext(context, DEFAULT_TRAFFIC, Gate(DEFAULT_TRAFFIC), None, lambda: SECRET)  # type: ignore[arg-type]
-        link = PeerLink(common, "b", address, claims)
-        link.send(outgoing(1, b"one layout"))
-        first = await peer.nth(Offer, 1)
-        link.cancel(0, Version(Incarnation(1, "x"), 1))
-        link.send(outgoing(2, b"another one"))
-        second = await peer.nth(Offer, 2)
-        assert peer.connection is not None
-        peer.connection.send(Ready(call=first.call, owner=0))
-        while not context.counters["late_answers"]:
-            await asyncio.sleep(0.01)
-        assert not any(isinstance(message, Begin) for message in peer.heard)
-        peer.connection.send(Ready(call=second.call, owner=0))
-        await peer.nth(Begin, 1)
-        link.close()
-        await peer.connection.closed.wait()
-        server.close()
+        async with linked(peer, context) as link:
+            for owner in range(8):
+                link.send(outgoing(owner, 1, bytes(MIB)))
+            await peer.nth(Offer, 8)
+            assert [message.owner for message in peer.heard if isinstance(message, Offer)] == list(range(8))
+            assert not context.lines
 
     asyncio.run(asyncio.wait_for(work(), WAIT))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from gemini_ft import failpoints
-from gemini_ft.core.faults import PROCESS_MOMENTS, parse
+from gemini_ft.core.faults import PROCESS_MOMENTS, World, parse
 from gemini_ft.errors import ConfigError
 from gemini_ft.testing import EmulatedHosts, assert_identical
 
@@ -118,6 +120,42 @@ def test_the_first_process_that_is_meant_is_hit_once(tmp_path: Path, monkeypatch
 def test_what_cannot_happen_inside_a_process_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="at agent_copied goes one of sigkill"):
         parse(f"moment=agent_copied:{text}")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("moment=launcher_starts:step=5:sigkill", "at launcher_starts goes host=ID; the moment is about no snapshot"),
+        ("moment=worker_hands_over:step=5:sigkill", "at worker_hands_over goes rank=N or host=ID; the moment is about no snapshot"),
+        ("moment=agent_decides:rank=0:sigkill", "at agent_decides goes step or host=ID; the moment is about no rank"),
+        ("moment=launcher_restarts:rank=0:sigkill", "at launcher_restarts goes host=ID; the moment is about no rank"),
+        ("moment=agent_copied:until=7:sigkill", "until goes with probability or storage_full"),
+        ("moment=agent_copied:owner=1:sigkill", "owner goes with corrupt"),
+        ("moment=agent_copied:code=7:sigkill", "code goes with exit"),
+        ("moment=agent_copied:share=0.5:sigkill", "share goes with slow"),
+        ("moment=agent_copied:seconds=5:sigkill", "seconds go with slow and delay"),
+    ],
+)
+def test_what_would_never_happen_at_a_moment_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse(text)
+
+
+def test_inside_a_process_a_host_is_named_by_its_id() -> None:
+    (fault,) = parse("host=0:moment=launcher_starts:sigkill")
+    fault.check(World(hosts=["0", "1"]))
+    with pytest.raises(ConfigError, match="at launcher_starts host is the id of a host: a, b"):
+        fault.check(World(hosts=["a", "b"]))
+
+
+def test_a_moment_says_of_itself_what_it_is_about() -> None:
+    """What `failpoints.reached` is told is what may be asked for."""
+    source = "".join(path.read_text() for path in Path(failpoints.__file__).parent.rglob("*.py"))
+    for moment in PROCESS_MOMENTS:
+        (told,) = re.findall(rf'failpoints\.reached\("{moment}"(.*)\)', source)
+        for key, is_told in (("step", "iteration" in told), ("rank", re.search(r"owner|rank", told) is not None)):
+            with contextlib.nullcontext() if is_told else pytest.raises(ConfigError, match="is about no"):
+                parse(f"moment={moment}:{key}=1:sigkill")
 
 
 def test_each_moment_is_reached_in_one_place() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -11,7 +15,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-import gemini_ft
+import gemini_ft.sync
 
 ROOT = Path(__file__).parents[2]
 BESIDE = ("compression", "sync")  # packages of gemini_ft that lie beside its folder
@@ -119,3 +123,15 @@ def test_the_map_of_modules_is_the_tree() -> None:
     tree = {"": root} | {f"{folder.relative_to(root)}/": folder for folder in root.rglob("*") if folder.is_dir()}
     there = {name: sorted(file.stem for file in folder.glob("*.py") if file.stem != "__init__") for name, folder in tree.items()}
     assert {name: sorted(modules) for name, modules in told.items()} == {name: modules for name, modules in there.items() if modules}
+
+
+def test_names_that_packages_show_are_found_in_a_zip_archive(tmp_path: Path) -> None:
+    """As a cluster's tools ship Python packages to their workers; the archive has an entry for each folder."""
+    places = {"gemini_ft": "gemini_ft"} | {name: f"gemini_ft/{name}" for name in BESIDE}
+    for folder, place in places.items():
+        shutil.copytree(ROOT / folder, tmp_path / "tree" / place, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    archive = shutil.make_archive(str(tmp_path / "shipped"), "zip", tmp_path / "tree")
+    code = "import gemini_ft, gemini_ft.sync as sync; print(gemini_ft.__file__); print(sync.__all__); print(gemini_ft.run.__name__)"
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, env={**os.environ, "PYTHONPATH": archive}, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert said.stdout.splitlines() == [f"{archive}/gemini_ft/__init__.py", str(gemini_ft.sync.__all__), "run"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, PeerError, RecoveryError
 from gemini_ft.recovery.plan import RecoveryPlan
 from gemini_ft.recovery.readers import ShardReaders
+from gemini_ft.recovery.restore import read_extras
+from gemini_ft.state import codec
 
 VERSION = Version(Incarnation(1, "a"), 7)
 
@@ -89,3 +92,16 @@ def test_a_damaged_copy_says_nothing_of_its_hosts_others(hosts: Hosts) -> None:
     assert where(hosts, 0) == "c"
     hosts.damaged = set()
     assert where(hosts, 1) == "b"
+
+
+@pytest.mark.parametrize(("rank", "turn"), [(2, [2, 3, 0, 1]), (5, [1, 2, 3, 0])])
+def test_ranks_of_a_job_of_another_size_do_not_all_begin_with_one_host(rank: int, turn: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(owner: int, reader: int, use: Any, keep: bool) -> int:
+        read_from.append(owner)
+        return owner
+
+    read_from: list[int] = []
+    monkeypatch.setattr(codec, "decode", lambda blob, secret, trust_pickle: blob)
+    sources: Any = SimpleNamespace(plan=SimpleNamespace(world_size=4), read=read)
+    assert list(read_extras(sources, rank, 6, b"", False).items()) == [(owner, owner) for owner in range(4)]
+    assert read_from == turn

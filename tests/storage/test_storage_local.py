@@ -297,3 +297,25 @@ def test_what_another_host_has_written_is_looked_for_more_than_once(storage: Loc
     find_sign(storage, "sign", "a", "b")
     with pytest.raises(ConfigError):
         find_sign(storage, "another", "a", "b")
+
+
+LEASES = """
+import fcntl, os, signal, sys, time
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGIO])
+fd = os.open(sys.argv[1], os.O_RDWR)
+fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+print("leased", flush=True)
+signal.sigwait([signal.SIGIO])
+time.sleep(0.2)
+"""
+
+
+def test_a_file_with_a_lease_is_read_when_its_holder_has_let_go(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    storage.put("run/object", [b"bytes"])
+    command = [sys.executable, "-c", LEASES, str(tmp_path / "run" / "object")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        if not holder.stdout.readline():
+            pytest.skip("the file system has no leases")
+        assert storage.get("run/object") == b"bytes"

@@ -48,12 +48,13 @@ def slot_for(layout: Layout) -> memoryview:
     return memoryview(random.Random(0).randbytes(layout.nbytes + 4096))
 
 
-def committed_as(layout: Layout, slot: bytes | bytearray | memoryview) -> Committed:
-    """What the slot is, in chunks of 256 bytes."""
+def committed_as(layout: Layout, slot: bytes | bytearray | memoryview, chunk: int = 256) -> Committed:
+    """What the slot is, in chunks of that many bytes."""
     data = bytes(slot)[: layout.nbytes]
-    parts = [data[at : at + 256] for at in range(0, len(data), 256)]
+    parts = [data[at : at + chunk] for at in range(0, len(data), chunk)]
     checksums = [checksum(part) for part in [*parts, EXTRAS]]
-    return Committed(2, VERSION, shard_root(2, VERSION, layout_digest(layout.to_bytes()), (len(data), len(EXTRAS), 256), checksums), 256)
+    root = shard_root(2, VERSION, layout_digest(layout.to_bytes()), (len(data), len(EXTRAS), chunk), checksums)
+    return Committed(2, VERSION, root, chunk)
 
 
 def stored(storage: LocalStorage, layout: Layout) -> tuple[memoryview, ShardRecord]:
@@ -221,6 +222,24 @@ def test_a_slot_that_is_not_what_was_committed_is_not_stored(storage: LocalStora
             write_shard(storage, "other", layout, memoryview(slot), EXTRAS, committed=wrong)
         slot[1000] = slot_for(layout)[1000]
     assert storage.list("") == [KEY]
+
+
+def test_a_shard_that_could_not_be_read_is_not_written(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard, "_MOST_EXTRAS", len(EXTRAS) - 1)
+    layout = layout_of()
+    with pytest.raises(StorageError, match=f"not written, .*: its small state: {len(EXTRAS)} bytes, more than {len(EXTRAS) - 1}"):
+        write_shard(storage, KEY, layout, slot_for(layout), EXTRAS)
+    assert not storage.list("")
+
+
+@pytest.mark.parametrize("chunk", [2**31, 2**45])
+def test_chunks_that_options_allowed_once_are_read(storage: LocalStorage, chunk: int) -> None:
+    layout = layout_of((100, 7))
+    slot = slot_for(layout)
+    record = write_shard(storage, KEY, layout, slot, EXTRAS, committed=committed_as(layout, slot, chunk))
+    opened = StoredShard(storage, ShardRecord.model_validate_json(record.model_dump_json()))
+    opened.check_identity(2, VERSION)
+    assert read_all(opened) == bytes(slot)[: layout.nbytes]
 
 
 def test_a_sound_object_that_is_another_shard_is_found(storage: LocalStorage) -> None:

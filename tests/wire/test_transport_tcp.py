@@ -19,6 +19,7 @@ import pytest
 from agent_kit import Job, open_fds
 
 from gemini_ft.core.roots import checksum
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import ConfigError, PeerError, SecretError
 from gemini_ft.wire import handshake
 from gemini_ft.wire.frames import BlockingWire
@@ -26,7 +27,7 @@ from gemini_ft.wire.handshake import dial, listen
 from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES, BlockingLane
 from gemini_ft.wire.lane_thread import LaneThread
 from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Chunk, Notice, kind_of, pack
-from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage, ReportFinished
+from gemini_ft.wire.peer_messages import Accepted, Claims, Data, Fetch, Heartbeat, PeerMessage, ReportFinished
 from gemini_ft.wire.tcp import Connection
 from gemini_ft.wire.trust import tls_context
 
@@ -239,6 +240,44 @@ class TestMessages:
                     connection.send_frame(bytes(2**20))
                 await ours.until(lambda: ours.lost)
                 assert "it does not take in what it is told" in str(ours.lost)
+
+        run(work())
+
+    def test_that_are_refused_end_a_connection_when_they_have_been_read(self) -> None:
+        """Ended in the midst of it, asyncio's TLS reported an error of its own if it had just heard that the peer has hung up."""
+
+        async def work() -> None:
+            async with Place() as place:
+                await place.dial(Recorder())
+                (connection,), (theirs,) = place.connections, place.handlers
+                assert connection.transport is not None
+                for _ in range(2):  # the second is not heard any more
+                    connection.get_buffer(4)[:] = b"\xff" * 4
+                    connection.buffer_updated(4)
+                assert not connection.transport.is_closing()
+                await theirs.until(lambda: theirs.lost)
+                assert connection.refused
+                assert "a message of 4,294,967,295 bytes was announced" in str(theirs.lost)
+
+        run(work())
+
+    def test_that_are_signs_of_life_of_a_reader_are_heard_while_it_takes_nothing_in(self) -> None:
+        about: dict[str, Any] = {"call": 1, "owner": 0, "version": Version(Incarnation(1, "n"), 1), "offset": 0, "nbytes": 2**20}
+        payload = memoryview(bytes(2**20))
+
+        async def work() -> None:
+            async with Place() as place:
+                claims = CLAIMS.model_copy(update={"role": "fetch", "lanes": 1})
+                with contextlib.closing(await asyncio.to_thread(BlockingWire, place.address, claims, SECRET, 30.0)) as wire:
+                    theirs = place.handlers[0]
+                    for _ in range(100):
+                        place.connections[0].send(Data(**about), payload)
+                    await place.until(lambda: 64 < place.connections[0].backlog < 100)
+                    for message in (Heartbeat(), Heartbeat(), Fetch(**about)):
+                        await asyncio.to_thread(wire.send, message)
+                    await theirs.until(lambda: len(theirs.heard) == 2)
+                    await asyncio.sleep(0.1)
+                    assert theirs.heard == [Heartbeat(), Heartbeat()]
 
         run(work())
 

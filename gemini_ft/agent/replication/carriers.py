@@ -119,7 +119,8 @@ class ByWorkers:
         return 1  # a chunk at a time, in parts that go to several sub-buffers
 
     def meter(self) -> Meter:
-        return Meter(acked=self._acked, busy=self._busy, rtt=min(self._seconds, default=0.0))
+        busy = self._busy + (time.monotonic() - self._busy_since if self._under_way else 0.0)
+        return Meter(acked=self._acked, busy=busy, rtt=min(self._seconds, default=0.0))
 
     def send(self, message: PeerMessage) -> None:
         self._put(message)

@@ -126,19 +126,21 @@ class Inbound:
             key, position = str(id(memory)), memory.shape.data_offset + parcel.chunk.offset + parcel.start
         worker.send(Collect(tag=parcel.tag, source=parcel.source, key=key, position=position, nbytes=parcel.nbytes))
 
-    def check_holder(self, owner: int) -> None:
-        """Refuses a shard that no other host may bring here.
+    def check_sender(self, sender: str, owner: int) -> None:
+        """Refuses a shard that a host may not bring here.
 
         Raises:
-            PeerError: it is this host's own, or it is not held here.
+            PeerError: it is this host's own, it is not held here, or the sender does not own it.
         """
         host = self._context.host
-        if host.owns(owner) or host.name not in host.holders.get(owner, ()):
+        holders = host.holders.get(owner, ())
+        if host.owns(owner) or host.name not in holders:
             raise PeerError(f"host {host.name!r} does not hold rank {owner}'s shard")
+        if holders[0] != sender:
+            raise PeerError(f"host {sender!r} does not own rank {owner}'s shard")
 
     def begin_receive(self, owner: int, iteration: int, committed: Version | None) -> SlotMemory | None:
         host = self._context.host
-        self.check_holder(owner)
         slot = host.receive(owner, self._context.version(iteration), committed)
         self._context.slot_store.sync_headers()
         if slot is None:
@@ -280,7 +282,7 @@ class Receiver:
 
     async def _answer(self, offer: Offer) -> None:
         try:
-            self._inbound.check_holder(offer.owner)
+            self._inbound.check_sender(self.host, offer.owner)
             await self._inbound.make_room(offer.owner, offer, offered=True)
         except GeminiError as error:
             self._connection.send(Refused(call=offer.call, owner=offer.owner, text=str(error)))
@@ -338,6 +340,7 @@ class Receiver:
             self._connection.send(Resend(owner=chunk.owner, iteration=chunk.iteration, chunks=[chunk.index]))
 
     def _begin(self, begin: Begin) -> None:
+        self._inbound.check_sender(self.host, begin.owner)
         if begin.owner in self._open and begin.iteration < self._open[begin.owner][0]:
             return  # an older one that starts over; pushed out by it, the newer one would never be acknowledged
         if begin.owner in self._open:  # its sender goes on to the next iteration without having ended the last one

@@ -243,8 +243,14 @@ class PeerLink:
 
     async def _pump(self, connection: Connection, carrier: Carrier) -> None:
         while not connection.closed.is_set():
-            advanced = [self._advance(out, connection, carrier) for out in list(self._active)]  # all of them, not up to the first
-            if any(advanced):
+            advanced = False
+            for out in list(self._active):  # all of them, not up to the first, unless it is a large layout that goes
+                advanced = self._advance(out, connection, carrier) or advanced
+                if connection.has_much_to_say:
+                    break
+            if connection.has_much_to_say:
+                await connection.said_most()
+            elif advanced:
                 await carrier.flushed(_IN_FLIGHT)
             else:
                 self._wake.clear()
