@@ -14,8 +14,6 @@ import signal
 import socket
 import sys
 import time
-from asyncio.sslproto import SSLProtocol, SSLProtocolState
-from typing import Any
 
 from gemini_ft import failpoints
 from gemini_ft.agent import ahead
@@ -42,17 +40,6 @@ _TICK = 0.2  # seconds between looks at hangs and at whether to leave
 _PARTING = 5.0  # seconds for an agent that leaves to clear the folder
 
 
-def on_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Logs an error that asyncio has caught, but for one of its own.
-
-    Where a TLS connection is aborted for what the peer has said last, and the peer's end comes with it, asyncio (Python 3.11) fails
-    while it answers that end; it closes the connection all the same.
-    """
-    is_aborted = str(context.get("exception")).startswith(f"cannot switch state from {SSLProtocolState.UNWRAPPED} ")
-    if not (is_aborted and isinstance(context.get("protocol"), SSLProtocol)):
-        loop.default_exception_handler(context)
-
-
 async def _serve(run: RunContext, streams: Streams, listener: socket.socket) -> None:
     """Serves until it is time to leave."""
     requests, leaving = Requests(run, streams), asyncio.Event()
@@ -68,7 +55,6 @@ async def _serve(run: RunContext, streams: Streams, listener: socket.socket) -> 
         else:
             leaving.set()
 
-    asyncio.get_running_loop().set_exception_handler(on_error)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told_to_end)
     while not leaving.is_set():
         with contextlib.suppress(TimeoutError):

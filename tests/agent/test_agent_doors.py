@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -10,10 +9,8 @@ import socket
 import ssl
 import subprocess
 import sys
-from asyncio.sslproto import SSLProtocol
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import msgpack
@@ -23,7 +20,6 @@ from disks import small_disk
 
 from gemini_ft.agent import lifecycle, watchdog
 from gemini_ft.agent.departure import Departure, Launches
-from gemini_ft.agent.main import on_error
 from gemini_ft.agent.stream import Stream
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.versions import Incarnation, Version
@@ -50,22 +46,6 @@ SECRET = b"s" * 16  # of the kit's ranks
 def job(tmp_path: Path) -> Iterator[Job]:
     with Job(tmp_path) as job:
         yield job
-
-
-@pytest.mark.parametrize(
-    ("error", "protocol", "is_told"),
-    [
-        ("cannot switch state from SSLProtocolState.UNWRAPPED to SSLProtocolState.SHUTDOWN", Mock(SSLProtocol), False),
-        ("cannot switch state from SSLProtocolState.WRAPPED to SSLProtocolState.SHUTDOWN", Mock(SSLProtocol), True),
-        ("cannot switch state from SSLProtocolState.UNWRAPPED to SSLProtocolState.SHUTDOWN", None, True),
-    ],
-)
-def test_the_end_of_a_connection_that_was_aborted_is_no_error(error: str, protocol: Any, is_told: bool) -> None:
-    """Python's own TLS trips over the peer's end where its last bytes have had the connection aborted; it is closed all the same."""
-    loop = Mock(asyncio.AbstractEventLoop)
-    context = {"message": "Fatal error: protocol.eof_received() call failed.", "exception": RuntimeError(error), "protocol": protocol}
-    on_error(loop, context)
-    assert loop.default_exception_handler.called == is_told
 
 
 def said(sock: socket.socket) -> bytes:
