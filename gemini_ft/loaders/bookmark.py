@@ -18,7 +18,7 @@ from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.launch import notes
 from gemini_ft.loaders.between import OF_WORKERS, Between
 from gemini_ft.loaders.parts import DataResume, LoaderParts, Way, facts, is_sized, is_stateful, is_torchdata, refuse_gone
-from gemini_ft.loaders.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates
+from gemini_ft.loaders.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates, end_at_once
 from gemini_ft.state import iterators
 from gemini_ft.state.iterators import Resumption
 from gemini_ft.state.rng import randomness, set_generator_states, set_randomness, unchanged_randomness
@@ -446,6 +446,7 @@ class Bookmark:
 
     def follow_workers(self, iterator: Any) -> None:
         """Follows the worker processes that were started for ``iterator``."""
+        end_at_once(iterator)
         if self._workers:
             self._workers.follow(iterator)
 
