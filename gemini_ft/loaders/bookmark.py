@@ -418,7 +418,7 @@ class Bookmark:
             yield from inner
             return
         first, present = self._taken, self._parts.present()
-        with unchanged_randomness():
+        with unchanged_randomness(of_script=False):  # the sampler's own may be one of the script's: it goes on from there
             self._parts.go_back_to(position["sampler"], samplers_only=bool(first or self._workers))
             drawn = [next(inner, None) for _ in range(max(first, 1))]
         if first and not self._num_workers:
