@@ -389,6 +389,20 @@ def test_ends_with_the_bits_of_an_undisturbed_fit(name: str, fit: Callable[..., 
     assert weights(resumed) == weights(plain)
 
 
+def test_settings_that_a_restarted_script_gives_anew_stay(fit: Callable[..., Case], caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(Boom):
+        fit(Setting, table, "gemini", CRASH, gradient_clip_val=1.0)
+    resumed = fit(Setting, table, "gemini", gradient_clip_val=5.0, before=lambda trainer, _: setattr(trainer.fit_loop, "max_epochs", 7))
+    assert max(resumed.diary) == (6, 5)
+    assert resumed.trainer.gradient_clip_val == 5.0
+    named = [text for text in caplog.messages if text.startswith("trainer.")]
+    assert [text.partition(", which")[0] for text in named] == [
+        "trainer.gradient_clip_val stays at 5.0",
+        "trainer.fit_loop.max_epochs stays at 7",
+    ]
+    assert resumed.trainer.weight == pytest.approx(0.9**42)  # type: ignore[attr-defined]  # what the script keeps there goes on
+
+
 def test_what_epochs_leave_in_the_data_is_refused_without_rerun(fit: Callable[..., Case]) -> None:
     make, data, _ = CASES["rerun"]
     with pytest.raises(UnsupportedStateError, match=r"dataset\.data changed since the first epoch began"):
