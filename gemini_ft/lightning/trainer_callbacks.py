@@ -79,7 +79,7 @@ class _TrainersModes(Modes):
             attributes[path] = {name: value for name, value in attributes.get(path, {}).items() if name not in others}
             for name in sorted(others):
                 _log.warning(
-                    "%s.%s stays at %r, which this script gives; it was %r in the script before the restart, whose training had set it to %r",
+                    "%s.%s stays at %r, which this script gives; the script before the restart gave %r, and its training had set it to %r",
                     *(path, name, given.get(name), before.get(name), state["attributes"][path][name]),
                 )
         super().restore({**state, "attributes": attributes}, modules, but=but)

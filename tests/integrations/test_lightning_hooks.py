@@ -478,14 +478,49 @@ class WithoutState(Hiding):
     hidden = torch.optim.SGD
 
 
-def test_an_optimizer_that_lightning_does_not_know_is_refused_if_it_has_a_state(fit: Callable[..., Case]) -> None:
-    with pytest.raises(StateError, match=r"that was not given has stepped, a Adam .*return it from Lightning's configure_optimizers"):
-        fit(Hiding, table, "gemini")
+class LooksOnly(torch.optim.SGD):
+    """Has an empty dict for each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert not any(self.state[param] for group in self.param_groups for param in group["params"])
+        return super().step(closure)
 
 
-@pytest.mark.parametrize("kind", [Temporary, WithoutState])
-def test_an_optimizer_that_leaves_nothing_behind_may_step(kind: Callable[[], Case], fit: Callable[..., Case]) -> None:
+class WithEmptyState(Hiding):
+    hidden = LooksOnly
+
+
+class Saving(Hiding):
+    """Saves the optimizer itself."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["other"] = self.other.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.other.load_state_dict(checkpoint["other"])
+
+
+def test_an_optimizer_that_lightning_does_not_know_is_named_if_it_has_a_state(
+    fit: Callable[..., Case], caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(Hiding, table, "gemini")
+    named = [text for text in caplog.messages if "was not given has stepped, a Adam" in text]
+    assert ["return it from Lightning's configure_optimizers" in text for text in named] == [True]
+
+
+def test_an_optimizer_that_the_script_saves_itself_goes_on(fit: Callable[..., Case]) -> None:
+    plain = fit(Saving, table, "ddp")
+    with pytest.raises(Boom):
+        fit(Saving, table, "gemini", CRASH)
+    assert weights(fit(Saving, table, "gemini")) == weights(plain)
+
+
+@pytest.mark.parametrize("kind", [Temporary, WithoutState, WithEmptyState])
+def test_an_optimizer_that_leaves_nothing_behind_may_step(
+    kind: Callable[[], Case], fit: Callable[..., Case], caplog: pytest.LogCaptureFixture
+) -> None:
     assert weights(fit(kind, table, "gemini", seed=None)) == weights(fit(kind, table, "ddp"))
+    assert not [text for text in caplog.messages if "was not given" in text]
 
 
 def test_attributes_that_are_not_kept_are_named_once(fit: Callable[..., Case], caplog: pytest.LogCaptureFixture) -> None:

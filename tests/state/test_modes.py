@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import threading
 import weakref
 from decimal import Decimal
 from pathlib import Path
@@ -280,6 +281,19 @@ def test_what_cannot_be_kept_is_named_when_it_changes_in_place(caplog: pytest.Lo
     model.money_before = None
     take(state)
     assert [text.partition(" changed")[0] for text in caplog.messages] == ["model.inner.money, model.inner.table"]
+
+
+class Local(threading.local):
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def test_attributes_of_this_thread_are_captured() -> None:
+    model = nn.Linear(1, 1)
+    model.local, modules = Local(), {"model": model}  # type: ignore[assignment]
+    modes = Modes(modules)
+    model.local.count = 5
+    assert modes.collect(modules)["attributes"] == {"model.local": {"count": 5}}
 
 
 def test_attributes_are_found_in_classes_without_source() -> None:
