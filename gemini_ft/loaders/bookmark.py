@@ -21,7 +21,14 @@ from gemini_ft.loaders.parts import DataResume, LoaderParts, Way, facts, is_size
 from gemini_ft.loaders.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates, end_at_once
 from gemini_ft.state import iterators
 from gemini_ft.state.iterators import Resumption
-from gemini_ft.state.rng import randomness, set_generator_states, set_randomness, unchanged_randomness
+from gemini_ft.state.rng import (
+    randomness,
+    script_generators,
+    script_states,
+    set_generator_states,
+    set_randomness,
+    unchanged_randomness,
+)
 
 log = logging.getLogger(__name__)
 _END = object()
@@ -418,11 +425,15 @@ class Bookmark:
             yield from inner
             return
         first, present = self._taken, self._parts.present()
-        with unchanged_randomness(of_script=False):  # the sampler's own may be one of the script's: it goes on from there
+        with unchanged_randomness():
             self._parts.go_back_to(position["sampler"], samplers_only=bool(first or self._workers))
+            before = script_states()
             drawn = [next(inner, None) for _ in range(max(first, 1))]
+            used = {name: state for name, state in script_states().items() if state != before.get(name)}
         if first and not self._num_workers:
             self._parts.put(present)
+        else:  # indices are drawn ahead of the batches: the sampler goes on with the script's generators from here
+            set_generator_states(script_generators(), used)
         if first == 0:
             yield from drawn  # nothing to skip, but the first index belongs to that moment
         yield from inner

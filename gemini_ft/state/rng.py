@@ -78,6 +78,11 @@ def script_generators() -> dict[str, Any]:
     return _of_script.look()
 
 
+def script_states() -> dict[str, Any]:
+    """The states of these generators, by name."""
+    return _readable(script_generators())
+
+
 def _places(module: ModuleType) -> Iterator[_Place]:
     for name, value in [*vars(module).items()]:
         path = f"{module.__name__}.{name}"
@@ -157,9 +162,9 @@ def branch_randomness(stream: int) -> None:
 
 
 @contextmanager
-def unchanged_randomness(*, of_script: bool = True) -> Iterator[None]:
-    """Restores the process's generators afterwards, whatever is drawn inside, those of the script only where ``of_script`` says so."""
-    before = randomness() if of_script else randomness()[:3]
+def unchanged_randomness() -> Iterator[None]:
+    """Restores the process's generators afterwards, whatever is drawn inside."""
+    before = randomness()
     try:
         yield
     finally:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 import gemini_ft
 from gemini_ft.state.rng import randomness, rng_state, script_generators, set_rng_state
@@ -27,25 +28,47 @@ class Holding:
     numbers = random.Random(1)
 
 
+class Endless(Sampler[int]):
+    """Draws each index when it is asked for it, from a variable of the script."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield int(numbers.integers(1000))
+
+    def __len__(self) -> int:
+        return 10**6
+
+
+def of_a_sampler_of_its_own(workers: int) -> Any:
+    return gemini_ft.resumable(DataLoader(range(1000), batch_size=4, sampler=Endless(), num_workers=workers))  # type: ignore[arg-type]
+
+
 def loader(workers: int) -> Any:
     order.manual_seed(5)
     sampler = RandomSampler(range(1000), replacement=True, num_samples=1000, generator=order)
     return gemini_ft.resumable(DataLoader(range(1000), batch_size=4, sampler=sampler, num_workers=workers))  # type: ignore[arg-type]
 
 
+def take(batches: Any) -> list[Any]:
+    """A batch, and a number that the loop draws."""
+    return [*next(batches).tolist(), Holding.numbers.random()]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_sampler_goes_on_with_a_generator_of_the_script(workers: int) -> None:
-    first = loader(workers)
+@pytest.mark.parametrize("make", [loader, of_a_sampler_of_its_own])
+def test_a_sampler_and_the_loop_go_on_with_generators_of_the_script(make: Any, workers: int) -> None:
+    first = make(workers)
     batches, expected = iter(first), []
     for count in range(12):
-        expected.append(next(batches).tolist())
+        expected.append(take(batches))
         if count == 4:
             state, generators = first.state_dict(), rng_state()
     del batches
-    resumed = loader(workers)
+    resumed = make(workers)
     set_rng_state(generators)
     resumed.load_state_dict(state)
-    assert [batch.tolist() for batch, _ in zip(resumed, range(7), strict=False)] == expected[5:]
+    batches = iter(resumed)
+    assert [take(batches) for _ in range(7)] == expected[5:]
 
 
 def test_a_variable_that_is_bound_anew_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
