@@ -460,8 +460,8 @@ class Checkpointer:
     def steps_made(self) -> int:
         """Returns the number of steps that optimizers have made in this process.
 
-        Raises:
-            StateError: an optimizer with a state that was not given has stepped parameters of a model that was; `step` raises this, too.
+        Names an optimizer with a state that was not given and has stepped parameters of a model that was; where there are hooks, it raises
+        StateError, as `step` does.
         """
         self._steps.refuse_stranger()
         return self._steps.made

@@ -87,8 +87,9 @@ class Protection:
             with self.checkpointer.putting_back():
                 self.client_state = {**found.extras["client_state"]}
                 self._border.is_late = bool(found.extras["late"])
-                set_rng_state(found.extras["rng"])
-            if dist.get_rank() >= found.world_size:
+                is_new = dist.get_rank() >= found.world_size
+                set_rng_state(found.extras["rng"], of_script=not is_new)  # two ranks never share the script's generators
+            if is_new:
                 branch_randomness(dist.get_rank())
             self._resumed, self._iteration = engine.global_steps, found.iteration
             self.is_followed = False

@@ -65,6 +65,7 @@ class Fit:
         self._ddp: DistributedDataParallel | None = None
         self._found: dict[str, Any] | None = None  # extras of what is being resumed
         self._iteration = 0  # of what is being resumed
+        self._newest = 0  # optimizer steps of the newest snapshot
         self._last_step: int | None = None  # optimizer steps at the last look
         self._made: float = 0  # those that optimizers had made by then; infinite: the user was told
         self._pauses = contextlib.ExitStack()
@@ -99,6 +100,7 @@ class Fit:
         if found is None:
             return
         self._found, self._iteration = found.extras, found.iteration
+        self._newest = found.iteration
         with self.checkpointer.putting_back():
             self._make_loaders_as(training=found.extras.get("training_data"), validation=found.extras.get("validation_data"))
             trainer_checkpoints.offer_checkpoint(self._trainer, self.checkpoint)
@@ -252,7 +254,8 @@ class Fit:
         if step == self._last_step or self._is_accumulating:
             return
         before, self._last_step, self._made = self._last_step, step, made
-        if self.checkpointer.due(before, step):
+        if step > self._newest and self.checkpointer.due(before, step):  # they count from 0 where a module goes over to steps by hand
+            self._newest = step
             self.checkpointer.save(step, self._extras())
         else:
             self.checkpointer.alive(step)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.optim.swa_utils import SWALR
 
 from gemini_ft.state.methods import kept_by, set_by
-from gemini_ft.state.modes import SETTABLE, Modes, not_users
+from gemini_ft.state.modes import SETTABLE, Modes, Modules, not_users
+from gemini_ft.state.values import ATOMS
 
+_log = logging.getLogger("gemini_ft")
 # Attributes that ModelCheckpoint's state_dict or load_state_dict leaves out: a file would be saved twice, not at all, or without its score.
 _NOT_SAVED = frozenset({"_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "current_score"})
 # Attributes of a Trainer that other classes of Lightning set, or that are captured by themselves.
@@ -52,6 +55,36 @@ def _is_shipped(kind: type) -> bool:
     return kind.__module__.startswith(("lightning.", "pytorch_lightning."))
 
 
+class _TrainersModes(Modes):
+    """Modes that leave a setting of the Trainer alone which the restarted script gives another value than the script before it.
+
+    Each snapshot has, beside the settings that the training has changed, the values that the script had given.
+    """
+
+    def __init__(self, modules: Modules, others: Mapping[str, Any], leave: Any) -> None:
+        super().__init__(modules, others, leave)
+        trainers = {path: vars(item) for path, item in others.items() if path.partition(".")[0] == "trainer"}
+        self._given = {path: {name: value for name, value in own.items() if type(value) in ATOMS} for path, own in trainers.items()}
+
+    def collect(self, modules: Modules) -> dict[str, Any]:
+        state = super().collect(modules)
+        changed = {path: state["attributes"].get(path, {}) for path in self._given}
+        return state | {"given": {path: {name: self._given[path].get(name) for name in names} for path, names in changed.items()}}
+
+    def restore(self, state: Mapping[str, Any], modules: Modules, *, but: Iterable[Any] = ()) -> None:
+        attributes = dict(state["attributes"])
+        for path, given in self._given.items():
+            before = state.get("given", {}).get(path, {})
+            others = {name for name in attributes.get(path, {}) if before.get(name) != given.get(name)}
+            attributes[path] = {name: value for name, value in attributes.get(path, {}).items() if name not in others}
+            for name in sorted(others):
+                _log.warning(
+                    "%s.%s stays at %r, which this script gives; the script before the restart gave %r, and its training had set it to %r",
+                    *(path, name, given.get(name), before.get(name), state["attributes"][path][name]),
+                )
+        super().restore({**state, "attributes": attributes}, modules, but=but)
+
+
 def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module]) -> Modes:
     """Flags and plain attributes of the module, the datamodule, and callbacks, but for the state that these save themselves.
 
@@ -80,13 +113,13 @@ def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module])
     if trainer.datamodule is not None:
         others["datamodule"] = trainer.datamodule
     others |= {"trainer": trainer, "trainer.fit_loop": trainer.fit_loop, "trainer.epoch_loop": trainer.fit_loop.epoch_loop}
-    return Modes(modules, others, leave)
+    return _TrainersModes(modules, others, leave)
 
 
 def _settings(trainer: Any) -> dict[int, frozenset[str]]:
     """Returns id -> names of the attributes that Lightning changes itself, for the Trainer and for each of its loops."""
     loop = trainer.fit_loop
-    theirs = {name for kind in type(trainer).__mro__ for name in set_by(kind) if name.startswith("_")}
+    theirs = {name for kind in type(trainer).__mro__ if _is_shipped(kind) for name in set_by(kind) if name.startswith("_")}
     lengths = {"min_epochs"} if _averaging(trainer) else {"min_epochs", "max_epochs"}  # averaging adds an epoch when the fit starts
     return {
         id(trainer): frozenset(theirs | _OF_TRAINER),

@@ -18,10 +18,17 @@ from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.launch import notes
 from gemini_ft.loaders.between import OF_WORKERS, Between
 from gemini_ft.loaders.parts import DataResume, LoaderParts, Way, facts, is_sized, is_stateful, is_torchdata, refuse_gone
-from gemini_ft.loaders.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates
+from gemini_ft.loaders.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates, end_at_once
 from gemini_ft.state import iterators
 from gemini_ft.state.iterators import Resumption
-from gemini_ft.state.rng import randomness, set_generator_states, set_randomness, unchanged_randomness
+from gemini_ft.state.rng import (
+    randomness,
+    script_generators,
+    script_states,
+    set_generator_states,
+    set_randomness,
+    unchanged_randomness,
+)
 
 log = logging.getLogger(__name__)
 _END = object()
@@ -420,9 +427,13 @@ class Bookmark:
         first, present = self._taken, self._parts.present()
         with unchanged_randomness():
             self._parts.go_back_to(position["sampler"], samplers_only=bool(first or self._workers))
+            before = script_states()
             drawn = [next(inner, None) for _ in range(max(first, 1))]
+            used = {name: state for name, state in script_states().items() if state != before.get(name)}
         if first and not self._num_workers:
             self._parts.put(present)
+        else:  # indices are drawn ahead of the batches: the sampler goes on with the script's generators from here
+            set_generator_states(script_generators(), used)
         if first == 0:
             yield from drawn  # nothing to skip, but the first index belongs to that moment
         yield from inner
@@ -446,6 +457,7 @@ class Bookmark:
 
     def follow_workers(self, iterator: Any) -> None:
         """Follows the worker processes that were started for ``iterator``."""
+        end_at_once(iterator)
         if self._workers:
             self._workers.follow(iterator)
 

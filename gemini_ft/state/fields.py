@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from types import GetSetDescriptorType, MappingProxyType, MemberDescriptorType, MethodType
@@ -47,6 +48,8 @@ def of_class(function: Callable[[type], T]) -> Callable[[type], T]:
 @of_class
 def _dict_of(kind: type) -> Callable[[Any], Fields]:
     """Returns what reads the ``__dict__`` of a class's objects, unless that is a property of the script's own."""
+    if issubclass(kind, threading.local):  # each thread has its own
+        return lambda item: threading.local.__getattribute__(item, "__dict__")
     found = next((vars(base)["__dict__"] for base in kind.__mro__ if "__dict__" in vars(base)), None)
     return found.__get__ if isinstance(found, GetSetDescriptorType | MemberDescriptorType) else lambda _: NO_FIELDS
 

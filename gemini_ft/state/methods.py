@@ -19,22 +19,26 @@ def set_by(kind: type) -> frozenset[str]:
 
 @of_class
 def kept_by(kind: type) -> frozenset[str]:
-    """Names of the attributes that ``state_dict`` and ``load_state_dict`` use, and the methods that these call, in a class and its bases.
+    """Names of the attributes that ``state_dict`` and ``load_state_dict`` of a class and its bases use, and that ``load_state_dict`` sets.
 
-    Where one of these methods takes ``vars(self)``, all attributes that its class sets are among them.
+    It may set them in methods that it calls; what ``state_dict`` reads in others may be there to be shown. Where one of the two takes
+    ``vars(self)``, all attributes that its class sets are among them.
     """
-    methods = ["state_dict", "load_state_dict"]
-    found, left, seen = set[str](), [*methods], set[str]()
+    found, left, seen = set[str](), ["load_state_dict"], set[str]()
+    for base, function in [*_methods(kind, "state_dict"), *_methods(kind, "load_state_dict")]:
+        names = {use.name for use in _uses(function)}
+        found |= names | (set_by(base) if names & {"", "__dict__"} else set())
     while left:
         seen.add(name := left.pop())
-        functions = [(base, function) for base in kind.__mro__ for function in _functions(vars(base).get(name))]
-        if not functions:
-            found.add(name)
-        for base, function in functions:
-            names = {use.name for use in _uses(function)}
-            found |= set_by(base) if names & {"", "__dict__"} else set()
-            left += names - seen - {""}
-    return frozenset(found.difference(methods))
+        uses = [use for _, function in _methods(kind, name) for use in _uses(function)]
+        found |= {use.name for use in uses if use.is_set}
+        left += {use.name for use in uses} - seen
+    return frozenset(name for name in found - {"", "__dict__"} if not any(_methods(kind, name)))
+
+
+def _methods(kind: type, name: str) -> Iterator[tuple[type, FunctionType]]:
+    """The functions of a method or a property in a class and its bases, with the class of each."""
+    return ((base, function) for base in kind.__mro__ for function in _functions(vars(base).get(name)))
 
 
 class _Use(NamedTuple):

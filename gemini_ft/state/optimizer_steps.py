@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -36,6 +37,7 @@ class OptimizerSteps:
         self._state: PlainState | None = None
         self._handles: list[Any] = []
         self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # unknown ones that the user was told of
         self._has_hooks = True
         self._stranger: Callable[[], Optimizer | None] = lambda: None  # one that has stepped and was not given, if it still exists
         self.made = 0
@@ -93,17 +95,32 @@ class OptimizerSteps:
         return stepped
 
     def refuse_stranger(self) -> None:
-        """Raises StateError if an unknown optimizer with a state has stepped; one that another holds since then is taken in."""
+        """Raises StateError if an unknown optimizer with a state has stepped; one that another holds since then is taken in.
+
+        Without hooks it is named in a warning, once: what has loops of its own lets a script save such an optimizer itself.
+        """
         stranger, self._stranger = self._stranger(), lambda: None
-        if stranger is None or not stranger.state:
+        if stranger is None or not any(not isinstance(part, dict) or part for part in stranger.state.values()):
+            return
+        if not self._has_hooks:
+            self._name(stranger)
             return
         if stranger not in set(every_optimizer(self._state.optimizers if self._state is not None else ()).values()):
             raise StateError(
                 f"an optimizer that was not given has stepped, a {type(stranger).__qualname__} with parameters of a model that was, "
-                "so its state is in no snapshot; give it with the others (return it from Lightning's configure_optimizers, put it into the "
-                "state of Fabric), or, where an optimizer is replaced, call checkpointer.bind(model, optimizers) with the new one"
+                "so its state is in no snapshot; where an optimizer is replaced, call checkpointer.bind(model, optimizers) with the new one"
             )
         self._hook(stranger)
+
+    def _name(self, stranger: Optimizer) -> None:
+        self._named.add(stranger)
+        if not (dist.is_initialized() and dist.get_rank()):
+            _log.warning(
+                "an optimizer that was not given has stepped, a %s with parameters of a model that was, so its state is in no snapshot, "
+                "unless the script saves it itself: return it from Lightning's configure_optimizers, put it into the state of Fabric, or "
+                "save it in on_save_checkpoint and load it in on_load_checkpoint",
+                type(stranger).__qualname__,
+            )
 
     def _hook(self, optimizer: Optimizer) -> None:
         self._hooked.add(optimizer)
@@ -131,7 +148,7 @@ class OptimizerSteps:
         """Watches every optimizer of this process: an unknown one that steps writes captured state, while its own state is not captured."""
         if optimizer in self._hooked:
             self.made += not self._has_hooks
-        elif self._stranger() is None and self._state is not None:
+        elif self._stranger() is None and self._state is not None and optimizer not in self._named:
             ours = {id(param) for model in self._state.models.values() for param in model.parameters()}
             if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
                 self._stranger = weakref.ref(optimizer)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,27 +35,39 @@ def is_generator(value: Any) -> bool:
     return is_a(value, GENERATORS) and not is_a(value, random.SystemRandom)
 
 
+class _Place(NamedTuple):
+    """A variable of a module, or an attribute of a class."""
+
+    path: str
+    owner: ModuleType | type
+    name: str
+
+    @property
+    def value(self) -> Any:
+        return vars(self.owner).get(self.name)
+
+
 class _ScriptGenerators:
-    """The generators in variables of the script's modules and in attributes of their classes, as they were at the last look."""
+    """The generators in variables of the script's modules and in attributes of their classes."""
 
     def __init__(self) -> None:
-        self._found: dict[str, Any] = {}
+        self._places: list[_Place] = []  # those that had a generator at the last look
         self._sources: list[ModuleType] = []
         self._imported = 0
 
     def look(self) -> dict[str, Any]:
         if self._imported != len(sys.modules):
             self._sources, self._imported = script_modules(), len(sys.modules)
-        of_process = {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}
-        found = {
-            f"{module.__name__}.{name}": value for module in self._sources for name, value in _variables(module) if is_generator(value)
-        }
-        self._found = {name: value for name, value in found.items() if id(value) not in of_process}
-        return self._found
+        self._places = [place for module in self._sources for place in _places(module) if is_generator(place.value)]
+        return self.seen()
 
     def seen(self) -> dict[str, Any]:
-        """Returns those of the last look; it looks again where modules have been imported since."""
-        return self._found if self._imported == len(sys.modules) else self.look()
+        """Returns what is now in the variables of the last look; it looks again where modules have been imported since."""
+        if self._imported != len(sys.modules):
+            return self.look()
+        of_process = {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}
+        found = {place.path: place.value for place in self._places}
+        return {path: value for path, value in found.items() if is_generator(value) and id(value) not in of_process}
 
 
 _of_script = _ScriptGenerators()
@@ -66,19 +78,33 @@ def script_generators() -> dict[str, Any]:
     return _of_script.look()
 
 
-def _variables(module: ModuleType) -> Iterator[tuple[str, Any]]:
+def script_states() -> dict[str, Any]:
+    """The states of these generators, by name."""
+    return _readable(script_generators())
+
+
+def _places(module: ModuleType) -> Iterator[_Place]:
     for name, value in [*vars(module).items()]:
         path = f"{module.__name__}.{name}"
-        yield path, value
+        yield _Place(path, module, name)
         if is_a(value, type) and vars(value).get("__module__") == module.__name__:
-            yield from ((f"{path}.{attribute}", inner) for attribute, inner in [*vars(value).items()])
+            yield from (_Place(f"{path}.{attribute}", value, attribute) for attribute in [*vars(value)])
+
+
+def _readable(generators: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of generators, without those that have none to give: a class of the script may draw from elsewhere."""
+    found: dict[str, Any] = {}
+    for path, generator in generators.items():
+        with contextlib.suppress(Exception):
+            found[path] = _state_of(generator)
+    return found
 
 
 def randomness() -> Randomness:
     """The states of this process's global generators and of those of the script's modules; few objects, as they are taken at every step."""
     version, words, gauss = random.getstate()
     state = torch.get_rng_state().numpy().tobytes(), (version, array.array("I", words).tobytes(), gauss), _numpy_state()
-    return (*state, generator_states(found)) if (found := _of_script.seen()) else state
+    return (*state, found) if (found := _readable(_of_script.seen())) else state
 
 
 def _numpy_state() -> tuple[str, bytes, int, int, float] | dict[str, Any]:
@@ -111,12 +137,12 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Restores the result of `rng_state`.
+def set_rng_state(state: dict[str, Any], *, of_script: bool = True) -> None:
+    """Restores the result of `rng_state`, the script's generators only where ``of_script`` says so.
 
     A rank that moved to another accelerator of its host finds the state of its old device on its new one.
     """
-    set_randomness(state["host"])
+    set_randomness(state["host"] if of_script else state["host"][:3])
     if "accelerator" in state and torch.accelerator.is_available():
         module, states = torch.get_device_module(torch.accelerator.current_accelerator()), state["accelerator"]["states"]
         for device, value in enumerate(states[: module.device_count()]):

@@ -45,7 +45,7 @@ def is_of_library(module: str | None) -> bool:
 
 def is_library_file(file: str) -> bool:
     """Whether a file of code is none of the script's own."""
-    return "site-packages" in file or file.startswith(_LIBRARIES)
+    return "site-packages" in file or "dist-packages" in file or file.startswith(_LIBRARIES)  # the latter are Debian's
 
 
 def variables_of(frame: FrameType) -> dict[str, Any]:

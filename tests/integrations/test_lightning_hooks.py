@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import random
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -389,6 +390,20 @@ def test_ends_with_the_bits_of_an_undisturbed_fit(name: str, fit: Callable[..., 
     assert weights(resumed) == weights(plain)
 
 
+def test_settings_that_a_restarted_script_gives_anew_stay(fit: Callable[..., Case], caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(Boom):
+        fit(Setting, table, "gemini", CRASH, gradient_clip_val=1.0)
+    resumed = fit(Setting, table, "gemini", gradient_clip_val=5.0, before=lambda trainer, _: setattr(trainer.fit_loop, "max_epochs", 7))
+    assert max(resumed.diary) == (6, 5)
+    assert resumed.trainer.gradient_clip_val == 5.0
+    named = [text for text in caplog.messages if text.startswith("trainer.")]
+    assert [text.partition(", which")[0] for text in named] == [
+        "trainer.gradient_clip_val stays at 5.0",
+        "trainer.fit_loop.max_epochs stays at 7",
+    ]
+    assert resumed.trainer.weight == pytest.approx(0.9**42)  # type: ignore[attr-defined]  # what the script keeps there goes on
+
+
 def test_what_epochs_leave_in_the_data_is_refused_without_rerun(fit: Callable[..., Case]) -> None:
     make, data, _ = CASES["rerun"]
     with pytest.raises(UnsupportedStateError, match=r"dataset\.data changed since the first epoch began"):
@@ -406,11 +421,13 @@ def test_another_optimizer_is_refused_when_it_comes(fit: Callable[..., Case]) ->
 
 
 def test_a_module_that_has_gone_over_to_manual_optimization_goes_on_by_hand(fit: Callable[..., Case]) -> None:
-    """Lightning counts those steps from 0: there are snapshots once they are more than the ones before."""
+    """Lightning counts those steps from 0: there are snapshots once they are more than the ones before, and none is waited for."""
+    begin = time.monotonic()
     plain = fit(ByHand, table, "ddp")
     with pytest.raises(Boom):
         fit(ByHand, table, "gemini", (2, 3))
     resumed = fit(ByHand, table, "gemini")
+    assert time.monotonic() - begin < 15
     assert min(resumed.diary) > (2, 0)
     assert resumed.diary.items() <= plain.diary.items()
     assert weights(resumed) == weights(plain)
@@ -464,14 +481,49 @@ class WithoutState(Hiding):
     hidden = torch.optim.SGD
 
 
-def test_an_optimizer_that_lightning_does_not_know_is_refused_if_it_has_a_state(fit: Callable[..., Case]) -> None:
-    with pytest.raises(StateError, match=r"that was not given has stepped, a Adam .*return it from Lightning's configure_optimizers"):
-        fit(Hiding, table, "gemini")
+class LooksOnly(torch.optim.SGD):
+    """Has an empty dict for each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert not any(self.state[param] for group in self.param_groups for param in group["params"])
+        return super().step(closure)
 
 
-@pytest.mark.parametrize("kind", [Temporary, WithoutState])
-def test_an_optimizer_that_leaves_nothing_behind_may_step(kind: Callable[[], Case], fit: Callable[..., Case]) -> None:
+class WithEmptyState(Hiding):
+    hidden = LooksOnly
+
+
+class Saving(Hiding):
+    """Saves the optimizer itself."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["other"] = self.other.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.other.load_state_dict(checkpoint["other"])
+
+
+def test_an_optimizer_that_lightning_does_not_know_is_named_if_it_has_a_state(
+    fit: Callable[..., Case], caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(Hiding, table, "gemini")
+    named = [text for text in caplog.messages if "was not given has stepped, a Adam" in text]
+    assert ["return it from Lightning's configure_optimizers" in text for text in named] == [True]
+
+
+def test_an_optimizer_that_the_script_saves_itself_goes_on(fit: Callable[..., Case]) -> None:
+    plain = fit(Saving, table, "ddp")
+    with pytest.raises(Boom):
+        fit(Saving, table, "gemini", CRASH)
+    assert weights(fit(Saving, table, "gemini")) == weights(plain)
+
+
+@pytest.mark.parametrize("kind", [Temporary, WithoutState, WithEmptyState])
+def test_an_optimizer_that_leaves_nothing_behind_may_step(
+    kind: Callable[[], Case], fit: Callable[..., Case], caplog: pytest.LogCaptureFixture
+) -> None:
     assert weights(fit(kind, table, "gemini", seed=None)) == weights(fit(kind, table, "ddp"))
+    assert not [text for text in caplog.messages if "was not given" in text]
 
 
 def test_attributes_that_are_not_kept_are_named_once(fit: Callable[..., Case], caplog: pytest.LogCaptureFixture) -> None:

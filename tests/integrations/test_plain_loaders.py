@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -183,3 +185,14 @@ def test_a_plain_loader_in_state_is_refused_with_the_way_out() -> None:
     loader, model = DataLoader(TensorDataset(torch.ones(4, 2))), nn.Linear(2, 1)
     with pytest.raises(ConfigError, match=r"state\['loader'\] is a DataLoader.*gemini_ft.resumable"):
         gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters()), state={"loader": loader})
+
+
+def test_workers_of_an_iterator_that_is_freed_in_a_cycle_end_at_once() -> None:
+    iterator = iter(gemini_ft.resumable(DataLoader(TensorDataset(torch.ones(8, 2)), num_workers=1)))
+    next(iterator)
+    cycle: list[object] = [iterator]
+    cycle.append(cycle)
+    del iterator, cycle
+    begin = time.monotonic()
+    gc.collect()
+    assert time.monotonic() - begin < 4  # torch waits 5 s for a worker that it cannot reach

@@ -1,0 +1,106 @@
+"""Random generators in variables of the script's modules, of which this module is one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler, Sampler
+
+import gemini_ft
+from gemini_ft.state.rng import randomness, rng_state, script_generators, set_rng_state
+from gemini_ft.state.script import is_library_file
+
+order = torch.Generator()
+numbers = np.random.default_rng(1)
+
+
+class Hardware(random.Random):
+    def getstate(self) -> Any:
+        raise NotImplementedError("no state")
+
+
+class Holding:
+    numbers = random.Random(1)
+
+
+class Endless(Sampler[int]):
+    """Draws each index when it is asked for it, from a variable of the script."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield int(numbers.integers(1000))
+
+    def __len__(self) -> int:
+        return 10**6
+
+
+def of_a_sampler_of_its_own(workers: int) -> Any:
+    return gemini_ft.resumable(DataLoader(range(1000), batch_size=4, sampler=Endless(), num_workers=workers))  # type: ignore[arg-type]
+
+
+def loader(workers: int) -> Any:
+    order.manual_seed(5)
+    sampler = RandomSampler(range(1000), replacement=True, num_samples=1000, generator=order)
+    return gemini_ft.resumable(DataLoader(range(1000), batch_size=4, sampler=sampler, num_workers=workers))  # type: ignore[arg-type]
+
+
+def take(batches: Any) -> list[Any]:
+    """A batch, and a number that the loop draws."""
+    return [*next(batches).tolist(), Holding.numbers.random()]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", [loader, of_a_sampler_of_its_own])
+def test_a_sampler_and_the_loop_go_on_with_generators_of_the_script(make: Any, workers: int) -> None:
+    first = make(workers)
+    batches, expected = iter(first), []
+    for count in range(12):
+        expected.append(take(batches))
+        if count == 4:
+            state, generators = first.state_dict(), rng_state()
+    del batches
+    resumed = make(workers)
+    set_rng_state(generators)
+    resumed.load_state_dict(state)
+    batches = iter(resumed)
+    assert [take(batches) for _ in range(7)] == expected[5:]
+
+
+def test_a_variable_that_is_bound_anew_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert script_generators()[f"{__name__}.numbers"] is numbers
+    monkeypatch.setitem(globals(), "numbers", np.random.default_rng(2))
+    before = randomness()
+    numbers.random()
+    assert randomness() != before
+
+
+def test_generators_have_the_names_of_their_variables() -> None:
+    assert {name for name in script_generators() if name.startswith(__name__)} == {
+        f"{__name__}.order",
+        f"{__name__}.numbers",
+        f"{__name__}.Holding.numbers",
+    }
+
+
+def test_a_generator_without_a_state_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "hardware", Hardware())
+    states = rng_state()["host"][3]
+    assert f"{__name__}.numbers" in states
+    assert f"{__name__}.hardware" not in states
+
+
+def test_a_rank_without_a_past_keeps_the_generators_of_its_script() -> None:
+    state, at_first = rng_state(), torch.rand(())
+    following = numbers.random()
+    set_rng_state(state, of_script=False)
+    assert torch.equal(torch.rand(()), at_first)
+    assert numbers.random() != following
+
+
+def test_what_debian_has_installed_is_no_code_of_the_script() -> None:
+    assert is_library_file("/usr/lib/python3/dist-packages/torch/__init__.py")
