@@ -43,7 +43,7 @@ def doing_of(pid: int) -> Doing:
 
 async def stacks(workers: Mapping[WorkerConnection, Doing]) -> dict[WorkerConnection, str]:
     """The stacks of all threads, of those workers that can write them in time; afterwards none is stopped."""
-    files = {worker: file for worker in workers if (file := _stacks_file(worker.pid)) is not None}
+    files = {worker: file for worker in workers if (file := stacks_file(worker.pid)) is not None}
     begins = {file: os.fstat(file).st_size for file in files.values()}
     for is_stopped, seconds in ((False, _STOPPED_SECONDS), (True, STACKS_SECONDS - _STOPPED_SECONDS)):
         for worker, doing in workers.items():
@@ -53,7 +53,7 @@ async def stacks(workers: Mapping[WorkerConnection, Doing]) -> dict[WorkerConnec
     return {worker: _stacks_in(file, begins[file]) for worker, file in files.items()}
 
 
-def _stacks_file(pid: int) -> int | None:
+def stacks_file(pid: int) -> int | None:
     """The file of a process that is prepared to write stacks (`lifecycle.write_stacks_on_request`); None: the signal might end it."""
     folder = lifecycle.PROC / str(pid)
     with contextlib.suppress(OSError):

@@ -35,7 +35,7 @@ CHUNK_BYTES = 8 * 2**20
 _HEADER = 64 * 1024  # bytes; a header up to here is read with what follows it
 ONE_REQUEST = CHUNK_BYTES + 2**20  # bytes; up to here a journey to the storage costs more than the bytes
 LARGEST = 2**50  # bytes; no store takes larger objects
-_MOST_EXTRAS = 2**32  # bytes; a file with holes has as many as it says
+MOST_EXTRAS = 2**32  # bytes; a file with holes has as many as it says
 _LARGEST_CHUNK = 2**35  # bytes; `GeminiConfig` allows less, and earlier releases allowed a chunk as large as a shard
 
 # The dtypes that safetensors readers know. Any other one is stored as plain bytes and named in the metadata.
@@ -87,7 +87,7 @@ def _too_large(layout: int, extras: int, digests: int, chunk: int) -> str:
     """Says which of these, in bytes, is too large to be read in one piece; an empty string if none is."""
     limits = {
         "layout": (layout, SMALL),
-        "small state": (extras, _MOST_EXTRAS),
+        "small state": (extras, MOST_EXTRAS),
         "checksums": (digests, SMALL),
         "chunk": (chunk, _LARGEST_CHUNK),
     }

@@ -36,7 +36,7 @@ _LOWER_EFFORT = 1 << 2  # DSCP LE (RFC 8622), in its place in the IP header
 _SO_MAX_PACING_RATE = 47
 _TLS_PIECE = 256 * 1024  # bytes handed to the TLS layer at a time
 SHORT_FRAME = 2**16  # bytes of a message for which memory is taken before it has come, and that a peer may send before it is accepted
-_UNREAD = 2 * MAX_MESSAGE  # bytes of messages to a peer that takes them in too slowly; more, and it is given up
+UNREAD = 2 * MAX_MESSAGE  # bytes of messages to a peer that takes them in too slowly; more, and it is given up
 _ANSWERS = 64  # payloads on their way to a reader before its next question is heard; a sign of life always is
 AHEAD = 2  # payloads of a lane that are announced at a time: one travels, one is ready
 
@@ -251,7 +251,7 @@ class Connection(asyncio.BufferedProtocol):
         self._outbox.append((frame, payload, valve))
         self._queued += len(frame)
         self._wake.set()
-        if self._queued > _UNREAD and not self.only_answers:
+        if self._queued > UNREAD and not self.only_answers:
             self.abort(f"it does not take in what it is told: {self._queued:,} bytes of messages wait for it")
 
     def shape(self, hold_back: bool, max_rate: int | None, low_priority: bool) -> None:

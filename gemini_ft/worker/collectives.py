@@ -69,7 +69,7 @@ class _NumberedGroup:
     used: float = 0.0
 
 
-class _Flight:
+class Flight:
     """One collective under way."""
 
     def __init__(self, name: str, arguments: tuple[Any, ...], begin: float) -> None:
@@ -105,7 +105,7 @@ class Observer:
         self.page = ControlPage.create()
         self.newest: ObservedStep | None = None
         self._traffic = traffic
-        self._step: list[_Flight] = []  # begun since the step did
+        self._step: list[Flight] = []  # begun since the step did
         self._began = self._idle_since = time.monotonic()
         self._carried = 0.0  # until when collectives of the step before were in flight
         self._steps = 0
@@ -155,13 +155,13 @@ class Observer:
 
     # -- told by the traffic, which holds its lock
 
-    def begun(self, flight: _Flight) -> None:
+    def begun(self, flight: Flight) -> None:
         self._step.append(flight)
         self._publish()
         if (group := flight.group) is not None:
             self.page.write_entered(group.place, flight.number, flight.mark, flight.text.encode())
 
-    def over(self, flight: _Flight, now: float) -> None:
+    def over(self, flight: Flight, now: float) -> None:
         if (group := flight.group) is not None and group.place >= 0 and group.number - flight.number < ENTRIES:
             self.page.write_over(group.place, flight.number)
         if flight.begin < self._began:
@@ -192,7 +192,7 @@ class CollectiveTraffic:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.in_flight: list[_Flight] = []
+        self.in_flight: list[Flight] = []
         self.observers: list[Observer] = []
         self._groups: dict[tuple[int, bytes], _NumberedGroup] = {}
         self._broken = False  # a look has failed; there is none any more
@@ -272,8 +272,8 @@ class CollectiveTraffic:
             _log.warning(UNSEEN, exc_info=True)
             return None
 
-    def begin(self, name: str, arguments: tuple[Any, ...]) -> _Flight:
-        flight = _Flight(name, arguments, time.monotonic())
+    def begin(self, name: str, arguments: tuple[Any, ...]) -> Flight:
+        flight = Flight(name, arguments, time.monotonic())
         with self.lock:
             self.in_flight.append(flight)
             self._enter(flight, arguments)
@@ -281,7 +281,7 @@ class CollectiveTraffic:
                 observer.begun(flight)
         return flight
 
-    def _enter(self, flight: _Flight, arguments: tuple[Any, ...]) -> None:
+    def _enter(self, flight: Flight, arguments: tuple[Any, ...]) -> None:
         """Gives a collective its number in its group, and the group a place in the pages, if need be that of another one."""
         boxed = next((each for each in arguments[1:3] if isinstance(each, torch.ScriptObject)), None)
         if boxed is None:  # it is no collective, and looks at tensors only
@@ -302,7 +302,7 @@ class CollectiveTraffic:
         group.number, group.used = group.number + 1, flight.begin
         flight.group, flight.number = group, group.number
 
-    def follow(self, flight: _Flight, result: Any) -> Any:
+    def follow(self, flight: Flight, result: Any) -> Any:
         """Watches for the end of a collective that has started; returns the caller's result."""
         handle = result[-1] if isinstance(result, tuple) else result
         if flight.device is not None and accelerator.is_capturing(flight.device):  # it will be carried out with the graph, unseen
@@ -330,7 +330,7 @@ class CollectiveTraffic:
             future.add_done_callback(lambda _: self._over(flight))
         return result
 
-    def _over(self, flight: _Flight) -> None:
+    def _over(self, flight: Flight) -> None:
         now = time.monotonic()
         with self.lock:
             if flight not in self.in_flight:
@@ -367,14 +367,14 @@ class _Told(Work):
 class _Poller:
     """Polls collectives that do not tell when they are over; those of CUDA by their events."""
 
-    def __init__(self, over: Callable[[_Flight], None]) -> None:
+    def __init__(self, over: Callable[[Flight], None]) -> None:
         self._over = over
-        self.works: list[tuple[_Flight, Callable[[], bool]]] = []  # and what says that it is over
+        self.works: list[tuple[Flight, Callable[[], bool]]] = []  # and what says that it is over
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stop = False
 
-    def add(self, flight: _Flight, is_over: Callable[[], bool]) -> None:
+    def add(self, flight: Flight, is_over: Callable[[], bool]) -> None:
         with self._condition:
             self.works.append((flight, is_over))
             if self._thread is None:

@@ -101,7 +101,7 @@ def run(train: Callable[[], T]) -> T:
                 attempt.present = present = OwnAttempt(end)
                 if done := once(train, present):
                     return done[0]
-                variables |= _stay(present, known)
+                variables |= park(present, known)
                 for name in os.environ.keys() - variables.keys():
                     del os.environ[name]
                 os.environ.update(variables)
@@ -142,7 +142,7 @@ def once(train: Callable[[], T], present: OwnAttempt) -> list[T]:
     return []
 
 
-def _stay(present: OwnAttempt, known: Collection[object]) -> dict[str, str]:
+def park(present: OwnAttempt, known: Collection[object]) -> dict[str, str]:
     """Waits for the launcher's order to begin the next attempt, and takes over its streams; returns what is new in its environment.
 
     Raises:

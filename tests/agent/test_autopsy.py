@@ -122,7 +122,7 @@ def test_a_file_that_is_closed_meanwhile_does_not_hide_that_of_the_stacks(tmp_pa
     monkeypatch.setattr(os, "readlink", read_link)
     (tmp_path / "7" / "fd" / "4").unlink()
     (tmp_path / "7" / "fd" / "4").touch()
-    found = autopsy._stacks_file(7)
+    found = autopsy.stacks_file(7)
     assert found is not None
     os.close(found)
 

@@ -243,7 +243,7 @@ def test_room_for_a_former_layout_is_not_taken_for_room_for_the_present_one() ->
 
 def test_a_host_of_many_ranks_offers_one_large_layout_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """All together they were more than may wait for a peer, which was given up, and dialled, and given up again."""
-    monkeypatch.setattr(tcp, "_UNREAD", 2 * MIB)
+    monkeypatch.setattr(tcp, "UNREAD", 2 * MIB)
 
     async def work() -> None:
         peer, context = _Replies(), _Context()

@@ -7,7 +7,6 @@ import logging
 import os
 import pickle
 import random
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -422,12 +421,10 @@ def test_another_optimizer_is_refused_when_it_comes(fit: Callable[..., Case]) ->
 
 def test_a_module_that_has_gone_over_to_manual_optimization_goes_on_by_hand(fit: Callable[..., Case]) -> None:
     """Lightning counts those steps from 0: there are snapshots once they are more than the ones before, and none is waited for."""
-    begin = time.monotonic()
     plain = fit(ByHand, table, "ddp")
     with pytest.raises(Boom):
         fit(ByHand, table, "gemini", (2, 3))
     resumed = fit(ByHand, table, "gemini")
-    assert time.monotonic() - begin < 15
     assert min(resumed.diary) > (2, 0)
     assert resumed.diary.items() <= plain.diary.items()
     assert weights(resumed) == weights(plain)

@@ -228,7 +228,8 @@ def test_no_failure_leaves_anything_in_any_process(keeper: str, tmp_path: Path) 
     counts = [json.loads(line) for line in (tmp_path / "job" / "counts").read_text().splitlines()]
     assert len(counts) == failures + 1
     early, late = counts[2 : 1 + failures // 2], counts[1 + failures // 2 :]
-    allowed = {"objects": 20 * failures, "KiB": 400 * failures, "descriptors, agent": 2, "descriptors, launcher": 2}  # of a moment
+    swing = failures // 4 + 2  # of a moment: connections that are about to be closed
+    allowed = {"objects": 20 * failures, "KiB": 400 * failures, "descriptors, agent": swing, "descriptors, launcher": swing}
     for what in late[-1]:
         assert max(each[what] for each in late) <= max(each[what] for each in early) + allowed.get(what, 0), (what, counts)
 

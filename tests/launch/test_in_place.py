@@ -34,7 +34,6 @@ from gemini_ft.launch.worker_start import WorkerHandler
 from gemini_ft.wire import channel
 from gemini_ft.worker import attempt, in_place
 from gemini_ft.worker.attempt import OverError, OwnAttempt, leave_if_over
-from gemini_ft.worker.recorder import Recorder
 
 
 @pytest.fixture
@@ -254,17 +253,6 @@ def test_a_worker_that_cannot_stay_is_replaced_at_once_though_its_threads_run_on
     survivors.close()
 
 
-@pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
-def test_an_attempt_whose_copy_is_still_under_way_is_not_over_for_the_agent(is_open: bool, launcher: socket.socket) -> None:
-    """The agent would give the slot, into which this process writes, to another; the end of the process tells it."""
-    recorder = Recorder.__new__(Recorder)
-    recorder.drain, recorder.session, recorder.events = Mock(), Mock(), Mock()
-    recorder._copying, recorder._reservation = Mock(slots={0: Mock()} if is_open else {}), Mock()
-    recorder._observation = recorder._courier = None
-    recorder.close(finished=False, interrupted=False)
-    assert recorder.session.client.tell.called != is_open
-
-
 @pytest.mark.parametrize("is_signalled", [False, True])
 def test_a_parked_worker_ends_with_its_job_whatever_handler_the_script_has_left(is_signalled: bool) -> None:
     """Lightning's handler only notes the signal; the launcher has waited for such a worker for 30 s."""
@@ -274,7 +262,7 @@ def test_a_parked_worker_ends_with_its_job_whatever_handler_the_script_has_left(
         theirs.close()
         signal.signal(signal.SIGTERM, lambda *_: None)
         try:
-            in_place._stay(OwnAttempt(ours), threading.enumerate())
+            in_place.park(OwnAttempt(ours), threading.enumerate())
         except SystemExit as end:
             os._exit(end.code == 1)
         finally:

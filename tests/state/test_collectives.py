@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gemini_ft
 from gemini_ft.core.autopsy import ENTRIES, GROUPS
 from gemini_ft.core.traffic import Moment
-from gemini_ft.worker.collectives import CollectiveTraffic, Observer, _Flight, observe, unobserved
+from gemini_ft.worker.collectives import CollectiveTraffic, Flight, Observer, observe, unobserved
 
 preload("torch.distributed.fsdp", "torch.distributed._functional_collectives", "gemini_ft.worker.collectives")
 
@@ -541,11 +541,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str
 def test_sparse_gradients_of_other_sizes_are_the_same_collective() -> None:
     """A rank whose batch has touched more rows sends more; the verdict on a hang was a mismatch."""
     one, two = (torch.sparse_coo_tensor(torch.arange(n)[None], torch.ones(n), (8,), check_invariants=True) for n in (1, 2))
-    flights = [_Flight("allreduce_", ([each],), 0.0) for each in (one, two)]
+    flights = [Flight("allreduce_", ([each],), 0.0) for each in (one, two)]
     assert flights[0].mark == flights[1].mark
     assert flights[0].nbytes != flights[1].nbytes
     other = torch.sparse_coo_tensor(torch.arange(1)[None], torch.ones(1), (9,), check_invariants=True)
-    assert flights[0].mark != _Flight("allreduce_", ([other],), 0.0).mark
+    assert flights[0].mark != Flight("allreduce_", ([other],), 0.0).mark
 
 
 @pytest.mark.parametrize("name", [each.__name__ for each in CASES])

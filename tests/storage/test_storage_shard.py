@@ -225,7 +225,7 @@ def test_a_slot_that_is_not_what_was_committed_is_not_stored(storage: LocalStora
 
 
 def test_a_shard_that_could_not_be_read_is_not_written(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard, "_MOST_EXTRAS", len(EXTRAS) - 1)
+    monkeypatch.setattr(shard, "MOST_EXTRAS", len(EXTRAS) - 1)
     layout = layout_of()
     with pytest.raises(StorageError, match=f"not written, .*: its small state: {len(EXTRAS)} bytes, more than {len(EXTRAS) - 1}"):
         write_shard(storage, KEY, layout, slot_for(layout), EXTRAS)
