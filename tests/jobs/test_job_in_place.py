@@ -121,7 +121,8 @@ def test_an_exception_costs_no_process_and_a_kill_one(plain: Outcome, tmp_path: 
     assert all(rank.first == other.first for rank, other in zip(outcome.ranks, plain.ranks, strict=True))
     assert "bad luck" in outcome.output
     assert [cause for cause, _ in outcome.failures] == ["failed", "died"]
-    assert max(lost for _, lost in outcome.failures) <= 1
+    assert outcome.failures[0][1] <= 1
+    assert outcome.failures[1][1] <= 2  # the last step's snapshot may have been on its way when the worker was killed
     assert "in_place_timeout" not in outcome.output  # the loaders' processes end when they are told
 
 
@@ -136,7 +137,8 @@ def test_lightnings_trainer_begins_anew_in_the_same_process(tmp_path: Path) -> N
     assert kept == [kept[0]] * 3
     assert one != another
     assert [cause for cause, _ in outcome.failures] == ["failed", "died"]
-    assert max(lost for _, lost in outcome.failures) <= 1
+    assert outcome.failures[0][1] <= 1
+    assert outcome.failures[1][1] <= 2  # the last step's snapshot may have been on its way when the worker was killed
     files = [
         {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} for folder in (tmp_path / "whole", tmp_path / "job")
     ]
@@ -164,7 +166,8 @@ def test_others_begin_anew_in_the_same_process_too(alone: str, keeper: str, tmp_
     assert [len(rank.pids) for rank in outcome.ranks] == [3, 3]
     # Transformers' Trainer closes nothing, and its workers' end under `gemini run` looks like a third one.
     assert [cause for cause, _ in outcome.failures[:2]] == ["failed", "died"]
-    assert max(lost for _, lost in outcome.failures[:2]) <= 1
+    assert outcome.failures[0][1] <= 1
+    assert outcome.failures[1][1] <= 2
 
 
 def test_a_second_failure_during_the_recovery(plain: Outcome, tmp_path: Path) -> None:
