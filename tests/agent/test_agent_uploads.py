@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_kit import shape_of
 
-from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
+from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.uploads import HOSTS_PER_SECOND, UnclearUploadError, Uploader, turn
 from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.core.roots import checksum
@@ -58,18 +59,7 @@ class Host:
         monkeypatch.setattr("gemini_ft.agent.uploads.open_storage", lambda *_: self.storage)
         self.storage, self.log = Naughty(folder), list[str]()
         layout = build_layout([TensorSpec(name="w", dtype="int64", shape=(64,), group=(0,))], 0, 1)
-        shape = SlotShape(
-            run="run",
-            stream="main",
-            owner=0,
-            world_size=1,
-            layout_hash=layout.logical_hash,
-            layout=layout.to_bytes(),
-            data_bytes=layout.nbytes,
-            extras_capacity=64,
-            chunk_bytes=2**20,
-        )
-        self.memory = SlotMemory.create(shape)
+        self.memory = SlotMemory.create(shape_of(layout))
         self.spec = SessionSpec(
             stream="main",
             incarnation=begun_as or THIS,

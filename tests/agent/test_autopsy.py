@@ -33,7 +33,7 @@ def of_host(job: Job, host: str) -> dict[str, object]:
 
 
 def test_a_leader_that_is_silent_costs_its_ranks_in_the_report_and_no_worker_its_end(job: Job) -> None:
-    """That host's agent is stopped. The worker of the other one is not prepared to write its stacks: the signal would end it."""
+    """The leader's agent is stopped. The other host's worker has no handler of the signal for stacks, which would end it."""
     ranks = [job.process("a", 0), job.process("b", 1)]
     job.open(ranks, hang_timeout=2.0)
     job.commit(ranks, 1, 2, 3, 4)

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from agent_kit import CHUNK, Job, Proxy, Rank, end_agent, eventually
+from agent_kit import CHUNK, Job, Proxy, Rank, end_agent, eventually, shape_of
 
-from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
+from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.replication.gate import Gate
 from gemini_ft.agent.replication.rebuild import Rebuilding, Throttle
 from gemini_ft.agent.replication.serve import describe
@@ -136,18 +136,7 @@ class Source:
     NBYTES = 2**25
 
     def __init__(self) -> None:
-        layout = build_layout([], 0, 1)
-        shape = SlotShape(
-            run="run",
-            stream="main",
-            owner=0,
-            world_size=1,
-            layout_hash=layout.logical_hash,
-            layout=layout.to_bytes(),
-            data_bytes=self.NBYTES,
-            extras_capacity=2**20,
-            chunk_bytes=self.NBYTES,
-        )
+        shape = shape_of(build_layout([], 0, 1), data_bytes=self.NBYTES, extras_capacity=2**20, chunk_bytes=self.NBYTES)
         self.version = Version(Incarnation(1, "a"), 1)
         self.memory, self.copy = SlotMemory.create(shape), SlotMemory.create(shape)
         self.memory.data(0, self.NBYTES)[:] = b"s" * self.NBYTES

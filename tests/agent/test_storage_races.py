@@ -15,8 +15,9 @@ from types import SimpleNamespace
 
 import pytest
 import s3_server
+from agent_kit import shape_of
 
-from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
+from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.uploads import Uploader
 from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.core.roots import checksum
@@ -61,19 +62,7 @@ class Writer:
         url = f"s3://bucket/{seed}"
         lineage = [resumed] if resumed is not None else []
         layout = build_layout([TensorSpec(name="w", dtype="int64", shape=(64,), group=(0,))], 0, 1)
-        self.memory = SlotMemory.create(
-            SlotShape(
-                run="run",
-                stream="main",
-                owner=0,
-                world_size=1,
-                layout_hash=layout.logical_hash,
-                layout=layout.to_bytes(),
-                data_bytes=layout.nbytes,
-                extras_capacity=64,
-                chunk_bytes=2**20,
-            )
-        )
+        self.memory = SlotMemory.create(shape_of(layout))
         there = [info.folder for info in list_checkpoints(open_storage(url, server.endpoint)) if info.version not in lineage]
         self.spec = SessionSpec(
             stream="main", incarnation=incarnation, world_size=1, hosts=["h"], addresses={"h": ("127.0.0.1", 1)}, holders={0: ["h"]},

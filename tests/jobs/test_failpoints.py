@@ -149,7 +149,7 @@ def test_inside_a_process_a_host_is_named_by_its_id() -> None:
 
 
 def test_a_moment_says_of_itself_what_it_is_about() -> None:
-    """What `failpoints.reached` is told is what may be asked for."""
+    """A fault may name a step or a rank only at a moment whose call of `failpoints.reached` passes one."""
     source = "".join(path.read_text() for path in Path(failpoints.__file__).parent.rglob("*.py"))
     for moment in PROCESS_MOMENTS:
         (told,) = re.findall(rf'failpoints\.reached\("{moment}"(.*)\)', source)

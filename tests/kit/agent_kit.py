@@ -28,6 +28,7 @@ from warm_python import preloaded
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
+from gemini_ft.agent.memory.slot_memory import SlotShape
 from gemini_ft.core.decisions import Abort, Commit
 from gemini_ft.core.layout import Layout, TensorSpec, build_layout
 from gemini_ft.core.roots import checksum, layout_digest, shard_root
@@ -146,6 +147,13 @@ def content(rank: int, iteration: int, nbytes: int, frozen: int = 0) -> bytes:
     """What a rank's shard holds after an iteration; the first ``frozen`` bytes are the same after all of them."""
     changing = np.random.default_rng([rank, iteration]).bytes(nbytes)
     return content(rank, 0, nbytes)[:frozen] + changing[frozen:] if frozen else changing
+
+
+def shape_of(layout: Layout, **fields: Any) -> SlotShape:
+    """The shape of a slot for the only shard of a job; ``fields`` replace those that follow from the layout or are usual."""
+    usual: dict[str, Any] = {"run": "run", "stream": "main", "owner": 0, "world_size": 1, "layout_hash": layout.logical_hash}
+    usual |= {"layout": layout.to_bytes(), "data_bytes": layout.nbytes, "extras_capacity": 64, "chunk_bytes": 2**20}
+    return SlotShape(**usual | fields)
 
 
 def _fits(message: ToWorker, kind: str, fields: dict[str, Any]) -> bool:

@@ -49,7 +49,7 @@ def slot_for(layout: Layout) -> memoryview:
 
 
 def committed_as(layout: Layout, slot: bytes | bytearray | memoryview, chunk: int = 256) -> Committed:
-    """What the slot is, in chunks of that many bytes."""
+    """The record of a slot as it was committed; ``chunk``: bytes of data per checksum."""
     data = bytes(slot)[: layout.nbytes]
     parts = [data[at : at + chunk] for at in range(0, len(data), chunk)]
     checksums = [checksum(part) for part in [*parts, EXTRAS]]

@@ -96,7 +96,7 @@ class AgentEnd(WorkerConnection):
         if self._connected:
             self._client.to_worker(pack(message), _duplicates(fds))
 
-    def ask_for_stacks(self) -> None: ...
+    def go_on(self, *, writes_stacks: bool) -> None: ...
 
     def kill(self) -> None:
         self._client.world.kill_soon(self._client.process, "its agent")
