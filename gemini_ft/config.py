@@ -66,7 +66,7 @@ def _patterns(value: object) -> object:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
-def _processors(value: object) -> object:
+def processors(value: object) -> tuple[int, ...] | None:
     """Turns ``"0-3,8"`` into numbers, as ``taskset -c`` does."""
     if value is None:
         return None
@@ -175,8 +175,8 @@ class GeminiConfig(_Model):
     resume: Literal["auto", "never", "require", "found"] = Field("auto", description="Whether to resume a snapshot; found: the newest that can be found, even if a newer one was reported as stored, or absent hosts may have it.")
     memory_limit: Bytes | None = Field(None, description="The most bytes that one host's agent may hold; default: 60 % of the memory available to it.")
     memory: MemoryConfig = Field(DEFAULT_MEMORY, description="Where the agents' memory is.")
-    agent_cpus: Annotated[tuple[int, ...] | None, BeforeValidator(_processors)] = Field(None, description="Processors that agents run on, as taskset takes them (0-3,8), for example away from those that train; default: those of whatever starts them. Set it as a variable, where agents start.")
-    interface: str | None = Field(None, description="Network for replicas: interface name or CIDR; default: the route to the master.")
+    agent_cpus: Annotated[tuple[int, ...] | None, BeforeValidator(processors)] = Field(None, description="Processors that agents run on, as taskset takes them (0-3,8), for example away from those that train; default: those of whatever starts them. Set it as a variable, where agents start.")
+    interface: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = Field((), description="Networks for replicas, interface names or CIDRs separated by commas; messages take the first that works, and lanes are spread over all; default: the route to the master.")
     port_range: tuple[int, int] | None = Field(None, description="First and last TCP port agents may listen on; default: any.")
     metrics: Annotated[str | None, BeforeValidator(_endpoint)] = Field(None, description="Address, host:port or a port of 127.0.0.1, at which the agent of this host serves its figures to Prometheus (/metrics), to whoever reaches it; port 0: any free one, which `gemini status` names. Needs `gemini-ft[metrics]`. Set it as a variable, where agents start.")
     domain: str | None = Field(None, description="Failure domain of this host, for example its rack.")

@@ -234,6 +234,7 @@ class Requests:
             host=self._run.host,
             machine=machine_id(),
             address=self._streams.address,
+            further=self._streams.further,
             known=self._streams.known,
             fingerprint=fingerprint(self._run.secret),
             memory_limit=self._run.budget.limit,

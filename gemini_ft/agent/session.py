@@ -85,7 +85,8 @@ class AgentSession:
 
     async def dial(self, host: str, epoch: int, handler: Handler) -> Connection:
         claims = self._context.claims("report", host).model_copy(update={"epoch": epoch, "promised": self.succession.epoch})
-        return await dial(self._spec.addresses[host], claims, self._context.run.secret, handler)
+        further = self._spec.further.get(host, ())
+        return await dial(self._spec.addresses[host], claims, self._context.run.secret, handler, further=further)
 
     def led(self) -> None:
         self._context.led(self.succession.epoch, self.succession.leader)
@@ -222,8 +223,9 @@ class Incoming:
         connection.abort(text)
 
     async def _certificate_of(self, host: str) -> bytes:
-        assert self._context.spec is not None
-        return await certificate_at(self._context.spec.addresses[host], self._context.run.secret)
+        spec = self._context.spec
+        assert spec is not None
+        return await certificate_at(spec.addresses[host], self._context.run.secret, further=spec.further.get(host, ()))
 
     def _committed_roots(self, version: Version) -> Mapping[int, str]:
         return (self._session() or self._context.host).committed_roots(version)

@@ -134,6 +134,11 @@ class Streams:
         """The address at which peers reach this host; None: it does not listen yet."""
         return self._server.address if self._server is not None else None
 
+    @property
+    def further(self) -> list[str]:
+        """This host's addresses in other networks, at which it can be reached too."""
+        return self._server.further if self._server is not None else []
+
     async def listen(self, hello: Hello) -> None:
         """Listens to peers where the first worker says; returns when this host can be reached.
 
@@ -158,6 +163,7 @@ class Streams:
             RateLimitedLog(run.log),
             self._encrypts,
             preferred=hello.preferred_port,
+            further=hello.further,
         )
 
     def _encrypts(self, stream: str) -> bool:

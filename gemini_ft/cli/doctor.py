@@ -26,7 +26,7 @@ from gemini_ft.hosts import host_id
 from gemini_ft.launch import slurm
 from gemini_ft.storage.lookout import within
 from gemini_ft.storage.opening import open_storage
-from gemini_ft.wire.network import bind_address, is_loopback
+from gemini_ft.wire.network import bind_addresses, is_loopback
 from gemini_ft.wire.trust import read_secret
 
 _FEW_DESCRIPTORS = 4096
@@ -96,22 +96,24 @@ def _options(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
 
 
 def _network(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
-    address = bind_address(config.interface, None if "MASTER_ADDR" in os.environ else "198.51.100.1")
+    for address in bind_addresses(config.interface, None if "MASTER_ADDR" in os.environ else "198.51.100.1"):
+        yield _network_of(address, hosts)
+
+
+def _network_of(address: str, hosts: int) -> CheckResult:
     found = psutil.net_if_addrs()
     name = next((name for name, entries in found.items() if address in (entry.address.partition("%")[0] for entry in entries)), "?")
     if is_loopback(address):
-        yield CheckResult("wrong" if hosts > 1 else "ok", f"{address} reaches this machine only; name the network (GEMINI_INTERFACE)")
-        return
+        return CheckResult("wrong" if hosts > 1 else "ok", f"{address} reaches this machine only; name the network (GEMINI_INTERFACE)")
     speed = 0
     with suppress(OSError, KeyError):
         speed = psutil.net_if_stats()[name].speed
     if not speed:
-        yield CheckResult("ok", f"replicas leave by {name} ({address}), which does not say how fast it is")
-    elif speed < _SLOW_LINK:
+        return CheckResult("ok", f"replicas leave by {name} ({address}), which does not say how fast it is")
+    if speed < _SLOW_LINK:
         text = f"replicas leave by {name} ({address}), a link of {speed:,} Mbit/s; if there is a faster one, name it (GEMINI_INTERFACE)"
-        yield CheckResult("warn", text)
-    else:
-        yield CheckResult("ok", f"replicas leave by {name} ({address}), {speed:,} Mbit/s")
+        return CheckResult("warn", text)
+    return CheckResult("ok", f"replicas leave by {name} ({address}), {speed:,} Mbit/s")
 
 
 def _ports(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:

@@ -152,13 +152,14 @@ class PeerShard:
         *,
         timeout: float,
         root: str | None = None,
+        further: Sequence[str] = (),
     ) -> None:
         self.where = f"peer {host}"
         self._owner, self._version = owner, version
         self._calls = itertools.count(1)
         self._sending, self._reading = threading.Lock(), 0  # how many answers are under way
         self._lanes = threads_of_a_reader()
-        self._wire = BlockingWire(address, claims.model_copy(update={"to": host, "lanes": self._lanes}), secret, timeout)
+        self._wire = BlockingWire(address, claims.model_copy(update={"to": host, "lanes": self._lanes}), secret, timeout, further=further)
         try:
             self.about = self._describe(host)
             check_description(self.about, root, f"rank {owner}'s shard of {version} from {self.where}")
@@ -302,6 +303,7 @@ class ShardReaders:
     claims: Claims
     secret: bytes
     timeout: float
+    further: Mapping[str, Sequence[str]] = field(default_factory=dict)  # host -> its addresses in other networks
     _kept: dict[int, tuple[str, LocalShard | PeerShard]] = field(default_factory=dict, init=False)
     _silent: set[str] = field(default_factory=set, init=False)  # hosts that did not answer; they are asked after all others
 
@@ -317,7 +319,8 @@ class ShardReaders:
         version, root = self.plan.version, self.plan.roots.get(owner)
         if host == self.host:
             return LocalShard(self.client, owner, version, "storage" if self.plan.kind == "storage" else "own memory", root)
-        return PeerShard(host, self.addresses[host], self.claims, self.secret, owner, version, timeout=self.timeout, root=root)
+        claims, secret, further = self.claims, self.secret, self.further.get(host, ())
+        return PeerShard(host, self.addresses[host], claims, secret, owner, version, timeout=self.timeout, root=root, further=further)
 
     def read(self, owner: int, reader: int, use: Callable[[LocalShard | PeerShard], T], keep: bool = False) -> T:
         """Lets ``use`` read one shard; when that fails, lets it start over with the next copy.

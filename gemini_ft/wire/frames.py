@@ -16,6 +16,7 @@ from functools import partial
 from gemini_ft.errors import PeerError, SecretError
 from gemini_ft.wire.lane import ID_BYTES, MARK, BlockingLane, deadline, in_time, lanes_of
 from gemini_ft.wire.messages import MAX_MESSAGE, kind_of, pack
+from gemini_ft.wire.network import Addresses
 from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage, peers
 from gemini_ft.wire.trust import tls_context
 
@@ -73,20 +74,24 @@ class BlockingWire:
         claims: this side's introduction.
         secret: the run's.
         timeout: seconds to wait for each answer.
+        further: the agent's addresses in other networks, over which lanes are spread; what one of them does not carry goes by another.
 
     Raises:
         PeerError: there is no answer, or the peer refuses.
         SecretError: the peer does not know the secret.
     """
 
-    def __init__(self, address: tuple[str, int], claims: Claims, secret: bytes, timeout: float) -> None:
-        self.peer = f"{address[0]}:{address[1]}"
+    def __init__(self, address: tuple[str, int], claims: Claims, secret: bytes, timeout: float, *, further: Sequence[str] = ()) -> None:
+        self.peer, addresses = f"{address[0]}:{address[1]}", Addresses(address, further, timeout)
         with contextlib.ExitStack() as on_error:
             try:
-                plain = on_error.enter_context(connect(address, timeout))
+                plain = on_error.enter_context(_connected(addresses, 0, timeout))
                 self.socket: ssl.SSLSocket = on_error.enter_context(tls_context(secret, server=False).wrap_socket(plain))
                 accepted = self._be_accepted(claims)
-                self._lanes = [self._open_lane(address, timeout, opens, accepted.encrypt, on_error) for opens in accepted.lanes]
+                self._lanes = [
+                    self._lane(on_error.enter_context(_connected(addresses, number, timeout)), opens, accepted.encrypt)
+                    for number, opens in enumerate(accepted.lanes)
+                ]
                 self._payloads = itertools.count()
             except ssl.SSLCertVerificationError:
                 raise SecretError(
@@ -113,10 +118,7 @@ class BlockingWire:
             raise PeerError(f"the agent at {self.peer}: {error}") from None
         return answer
 
-    def _open_lane(
-        self, address: tuple[str, int], timeout: float, opens: bytes, encrypt: bool, on_error: contextlib.ExitStack
-    ) -> BlockingLane:
-        sock = on_error.enter_context(connect(address, timeout))
+    def _lane(self, sock: socket.socket, opens: bytes, encrypt: bool) -> BlockingLane:
         sock.sendall(MARK + opens[:ID_BYTES])
         return BlockingLane(sock, opens[ID_BYTES:], dialled=True, encrypt=encrypt, peer=f"the agent at {self.peer}")
 
@@ -169,6 +171,16 @@ class BlockingWire:
         self.socket.close()
         for lane in self._lanes:
             lane.socket.close()
+
+
+def _connected(addresses: Addresses, number: int, timeout: float) -> socket.socket:
+    """The socket of that number, in the first network that carries it. Raises OSError: none does."""
+    for address in addresses.for_socket(number):
+        with addresses.trying(address):
+            sock = connect(address, addresses.patience)
+            sock.settimeout(timeout)
+            return sock
+    raise AssertionError("the last failure is raised")
 
 
 def connect(address: tuple[str, int], timeout: float) -> socket.socket:

@@ -15,16 +15,17 @@ import contextlib
 import os
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from gemini_ft.errors import AgentError, ConfigError, GeminiError, PeerError, SecretError
 from gemini_ft.wire.fair_share import FairShare
 from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES, MARK, BlockingLane, lanes_of
 from gemini_ft.wire.lane_thread import LaneThread
 from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, kind_of
+from gemini_ft.wire.network import Addresses
 from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage
 from gemini_ft.wire.tcp import SHORT_FRAME, Address, Connection, Handler, prepare
 from gemini_ft.wire.trust import tls_context
@@ -33,8 +34,11 @@ TIMEOUT = 10.0  # seconds that an unknown peer may take
 STRANGERS = 64  # peers under way at a time that have not been accepted, beside lanes that are due
 LONG_FRAMES = 256 * 2**20  # bytes of messages of more than SHORT_FRAME that may be coming at a time
 _VALUES = 2**18  # in a message of a peer that has dialled
+_CUT = 10.0  # seconds without an acknowledgement after which a network counts as cut, where there is another one
+_TRIES = 20  # of a port that is free in every network
 _PAUSE = 0.5  # seconds until the next try when there is no descriptor or memory for another connection
 
+T = TypeVar("T")
 Accept = Callable[[Connection, Claims], Handler]
 Encrypt = Callable[[str], bool]  # given a stream, whether this side wants its payloads encrypted; asked for each connection
 
@@ -70,8 +74,16 @@ class _Dialling:
         _fail(self.accepted, error)
 
 
-async def dial(address: Address, claims: Claims, secret: bytes, handler: Handler) -> Connection:
+async def dial(address: Address, claims: Claims, secret: bytes, handler: Handler, *, further: Sequence[str] = ()) -> Connection:
     """Connects to a peer's agent.
+
+    Args:
+        address: of the agent.
+        claims: this side's introduction.
+        secret: the run's.
+        handler: receives the messages.
+        further: the agent's addresses in other networks. Lanes are spread over all networks, and what one of them does not carry goes by
+            another.
 
     Raises:
         PeerError: there is no answer at ``address``, or not in time, or the peer refuses.
@@ -81,13 +93,17 @@ async def dial(address: Address, claims: Claims, secret: bytes, handler: Handler
     opening = _Dialling(claims, handler)
     try:
         async with asyncio.timeout(TIMEOUT):
-            loop = asyncio.get_running_loop()
-            await loop.create_connection(lambda: opening.connection, *address, ssl=tls_context(secret, server=False), server_hostname="")
+            loop, context, addresses = asyncio.get_running_loop(), tls_context(secret, server=False), Addresses(address, further, TIMEOUT)
+            await _dialled(
+                addresses, 0, lambda to: loop.create_connection(lambda: opening.connection, *to, ssl=context, server_hostname="")
+            )
             opening.connection.send(claims)
             accepted = await opening.accepted
             for number, opens in enumerate(accepted.lanes):
-                lane = await open_lane(address, opens, encrypt=accepted.encrypt, peer=opening.connection.peer)
-                opening.connection.attach(number, lane)
+                open_at = partial(open_lane, opens=opens, encrypt=accepted.encrypt, peer=opening.connection.peer)
+                opening.connection.attach(number, await _dialled(addresses, number, open_at))
+            if further:
+                opening.connection.expect_signs(_CUT)
     except BaseException as error:
         opening.connection.abort("the handshake failed")
         opening.accepted.cancel()
@@ -95,8 +111,8 @@ async def dial(address: Address, claims: Claims, secret: bytes, handler: Handler
     return opening.connection
 
 
-async def certificate_at(address: Address, secret: bytes) -> bytes:
-    """The certificate of whoever answers at an address and knows the secret.
+async def certificate_at(address: Address, secret: bytes, *, further: Sequence[str] = ()) -> bytes:
+    """The certificate of whoever answers at an address, or at a ``further`` one, and knows the secret.
 
     Raises:
         PeerError: there is no answer, or not in time.
@@ -104,7 +120,9 @@ async def certificate_at(address: Address, secret: bytes) -> bytes:
     """
     try:
         async with asyncio.timeout(TIMEOUT):
-            _, writer = await asyncio.open_connection(*address, ssl=tls_context(secret, server=False), server_hostname="")
+            context = tls_context(secret, server=False)
+            addresses = Addresses(address, further, TIMEOUT)
+            _, writer = await _dialled(addresses, 0, lambda to: asyncio.open_connection(*to, ssl=context, server_hostname=""))
     except BaseException as error:
         raise as_peer_error(error, f"the agent at {address[0]}:{address[1]}") from None
     shown: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
@@ -123,6 +141,15 @@ def as_peer_error(error: BaseException, where: str) -> BaseException:
     if isinstance(error, GeminiError):
         return type(error)(f"{where}: {error}")
     return error
+
+
+async def _dialled(addresses: Addresses, number: int, dial_at: Callable[[Address], Awaitable[T]]) -> T:
+    """The socket of that number, dialled in the first network that carries it. Raises OSError: none does."""
+    for address in addresses.for_socket(number):
+        with addresses.trying(address):
+            async with asyncio.timeout(addresses.patience):
+                return await dial_at(address)
+    raise AssertionError("the last failure is raised")
 
 
 async def open_lane(address: Address, opens: bytes, *, encrypt: bool, peer: str) -> LaneThread:
@@ -161,7 +188,7 @@ class Listener:
     def __init__(
         self, sock: socket.socket, secret: Callable[[], bytes], accept: Accept, log: Callable[[str], None], encrypt: Encrypt
     ) -> None:
-        self._socket, self._secret, self._accept, self._log, self._encrypt = sock, secret, accept, log, encrypt
+        self.sockets, self._secret, self._accept, self._log, self._encrypt = [sock], secret, accept, log, encrypt
         self.address: Address = sock.getsockname()[:2]
         self._loop = asyncio.get_running_loop()
         self._strangers = FairShare[asyncio.Task[None]](STRANGERS, lambda greeting: greeting.cancel())
@@ -170,24 +197,35 @@ class Listener:
         )
         self._checkers = set[str]()  # addresses from which this host was called back
         self._lanes: dict[bytes, _Expected] = {}  # by id
-        self._loop.add_reader(sock, self._on_connection)
+        self._loop.add_reader(sock, self._on_connection, sock)
+
+    @property
+    def further(self) -> list[str]:
+        """This host's addresses in other networks, at which the same port is open."""
+        return [str(sock.getsockname()[0]) for sock in self.sockets[1:]]
+
+    def listen_at(self, sock: socket.socket) -> None:
+        """Accepts connections of another network too."""
+        self.sockets.append(sock)
+        self._loop.add_reader(sock, self._on_connection, sock)
 
     def close(self) -> None:
         """Accepts no more connections; those that were accepted stay."""
-        if self._socket.fileno() >= 0:
-            self._loop.remove_reader(self._socket)
-            self._socket.close()
+        for sock in self.sockets:
+            if sock.fileno() >= 0:
+                self._loop.remove_reader(sock)
+                sock.close()
         self._strangers.end_all()
 
-    def _on_connection(self) -> None:
+    def _on_connection(self, listening: socket.socket) -> None:
         try:
-            sock, address = self._socket.accept()
+            sock, address = listening.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:  # no descriptor or memory is left: the connection stays in the backlog
             self._log(f"cannot accept connections at the moment: {error}")
-            self._loop.remove_reader(self._socket)
-            self._loop.call_later(_PAUSE, self._accept_again)
+            self._loop.remove_reader(listening)
+            self._loop.call_later(_PAUSE, self._accept_again, listening)
             return
         sock.setblocking(False)
         peer = "{}:{}".format(*address[:2])
@@ -201,9 +239,9 @@ class Listener:
         if greeting.cancelled():  # perhaps before it began
             sock.close()
 
-    def _accept_again(self) -> None:
-        if self._socket.fileno() >= 0:
-            self._loop.add_reader(self._socket, self._on_connection)
+    def _accept_again(self, listening: socket.socket) -> None:
+        if listening.fileno() >= 0:
+            self._loop.add_reader(listening, self._on_connection, listening)
 
     async def _greet(self, sock: socket.socket, peer: str) -> None:
         try:
@@ -345,24 +383,38 @@ async def listen(
     encrypt: Encrypt,
     *,
     preferred: int = 0,
+    further: Sequence[str] = (),
 ) -> Listener:
-    """Listens on ``bind``, at ``preferred`` if it is free (an agent that was restarted keeps its address).
+    """Listens on ``bind``, at ``preferred`` if it is free (an agent that was restarted keeps its address); on ``further`` at the same port.
 
     Raises:
         ConfigError: no port can be listened on there.
     """
-    candidates = [preferred] * bool(preferred) + (list(range(ports[0], ports[1] + 1)) if ports else [0])
+    candidates = [preferred] * bool(preferred) + (list(range(ports[0], ports[1] + 1)) if ports else [0] * (_TRIES if further else 1))
     for port in candidates:
-        sock = socket.socket(
-            socket.AF_INET6 if ":" in bind else socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-        )
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((bind, port))
-            sock.listen(512)
-            return Listener(sock, secret, accept, log, encrypt)
-        except OSError as error:
-            sock.close()
-            reason = error.strerror or str(error)
-    given = f"port_range={ports}: no port of it" if ports else "no port"
-    raise ConfigError(f"{given} can be listened on at {bind} ({reason}); free one, widen port_range, or choose another interface")
+        with contextlib.ExitStack() as unless_bound:
+            try:
+                first = unless_bound.enter_context(_bound(bind, port))
+                others = [unless_bound.enter_context(_bound(each, first.getsockname()[1])) for each in further]
+            except OSError as error:
+                reason = error.strerror or str(error)
+                continue
+            unless_bound.pop_all()
+            listener = Listener(first, secret, accept, log, encrypt)
+            for sock in others:
+                listener.listen_at(sock)
+            return listener
+    given, at = f"port_range={ports}: no port of it" if ports else "no port", ", ".join((bind, *further))
+    raise ConfigError(f"{given} can be listened on at {at} ({reason}); free one, widen port_range, or choose another interface")
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises OSError: the port is taken, or the address is none of this host."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.ExitStack() as unless_bound:
+        sock = unless_bound.enter_context(socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(512)
+        unless_bound.pop_all()
+        return sock

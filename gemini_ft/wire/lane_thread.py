@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import struct
 import sys
@@ -22,6 +23,7 @@ from queue import SimpleQueue
 
 from gemini_ft.errors import PeerError
 from gemini_ft.wire.lane import TAG_BYTES, BlockingLane
+from gemini_ft.wire.network import processors_near
 
 Valve = Callable[[int], Awaitable[int]]  # given how many bytes are ready, waits, and says how many of them may go
 Outcome = BaseException | int
@@ -144,6 +146,9 @@ class LaneThread:
         self._orders.put((deed, done))
 
     def _work(self) -> None:
+        with contextlib.suppress(OSError):  # the socket is closed, or the processors were taken away just now
+            if near := processors_near(self.socket.getsockname()[0]):
+                os.sched_setaffinity(0, near)
         while (order := self._orders.get()) is not None:
             deed, done = order
             try:

@@ -1,4 +1,4 @@
-"""Chooses the network of a host that replicas travel on: the user's choice, or the route to the job's master."""
+"""Chooses the networks of a host that replicas travel on: the user's choice, or the route to the job's master."""
 
 from __future__ import annotations
 
@@ -6,28 +6,43 @@ import contextlib
 import ipaddress
 import os
 import socket
+import ssl
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import psutil
 
+from gemini_ft.config import processors
 from gemini_ft.errors import ConfigError
 
 _LARGEST_PORT = 2**16 - 1
+SYSTEM = Path("/sys")  # where the kernel tells of its devices
+_PATIENCE = 2.5  # seconds after which another network is tried
 _ELSEWHERE = ("198.51.100.1", "2001:db8::1")  # for documentation only, so on no local network: the default route leads there
 
 
-def bind_address(interface: str | None, master: str | None = None) -> str:
-    """Address of this host that its agent listens on.
+def bind_addresses(interfaces: Sequence[str], master: str | None = None) -> list[str]:
+    """Addresses of this host that its agent listens on, one for each of its networks.
 
     Args:
-        interface: an interface's name (``ib0``), a CIDR (``10.1.0.0/16``, ``fd00::/8``), or None.
-        master: host to route to when ``interface`` is None; default: MASTER_ADDR.
+        interfaces: names of interfaces (``ib0``) or CIDRs (``10.1.0.0/16``, ``fd00::/8``); none: the route to ``master``.
+        master: a host; default: MASTER_ADDR.
 
     Raises:
-        ConfigError: no such interface, or none with an address in that network; the message lists what there is.
+        ConfigError: no such interface, or none with an address in that network, where the message lists what there is; or one address
+            twice.
     """
+    if not interfaces:
+        return [_route_to(master or os.environ.get("MASTER_ADDR", "127.0.0.1"))]
     found = _addresses()
-    if interface is None:
-        return _route_to(master or os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    chosen = [_address_of(interface, found) for interface in interfaces]
+    if len(set(chosen)) < len(chosen):
+        named = ", ".join(f"{interface} is {address}" for interface, address in zip(interfaces, chosen, strict=True))
+        raise ConfigError(f"interface={','.join(interfaces)!r} names one address twice ({named}); name each network once")
+    return chosen
+
+
+def _address_of(interface: str, found: Mapping[str, list[str]]) -> str:
     if interface in found:
         return found[interface][0]
     try:
@@ -62,6 +77,52 @@ def bound(host: str, port: int, kind: socket.SocketKind) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port} ({error}); give an address of this machine and a free port") from error
 
 
+class Addresses:
+    """The addresses of an agent, one for each network, for whoever dials several sockets to it.
+
+    Args:
+        address: which is tried first.
+        further: its addresses in other networks, at which the same port is open.
+        timeout: seconds for all the sockets.
+    """
+
+    def __init__(self, address: tuple[str, int], further: Sequence[str], timeout: float) -> None:
+        self._all = [address, *((host, address[1]) for host in further)]
+        self._failed: set[tuple[str, int]] = set()
+        self.patience = min(_PATIENCE, timeout / (2 * len(self._all))) if further else timeout  # seconds for one try
+
+    def for_socket(self, number: int) -> list[tuple[str, int]]:
+        """The addresses to try for a socket: the networks in turn, beginning with another one for each number; none that has failed."""
+        turn = number % len(self._all)
+        return [each for each in self._all[turn:] + self._all[:turn] if each not in self._failed]
+
+    @contextlib.contextmanager
+    def trying(self, address: tuple[str, int]) -> Iterator[None]:
+        """Goes on with the next address where this one does not answer in time; raises if it was the last."""
+        try:
+            yield
+        except ssl.SSLError:
+            raise  # somebody answers
+        except OSError:
+            self._failed.add(address)
+            if len(self._failed) == len(self._all):
+                raise
+
+
+def processors_near(address: str) -> set[int]:
+    """Numbers of the processors on the NUMA node of the network card with this address, of those that this thread may use.
+
+    Empty: unknown, as for virtual cards and on machines with one node, or none of them is allowed.
+    """
+    name = next((name for name, addresses in _addresses().items() if address in addresses), "")
+    try:
+        node = int((SYSTEM / f"class/net/{name}/device/numa_node").read_text())
+        listed = (SYSTEM / f"devices/system/node/node{node}/cpulist").read_text()
+    except (OSError, ValueError):
+        return set()
+    return set(processors(listed.strip()) or ()) & os.sched_getaffinity(0)
+
+
 def _addresses() -> dict[str, list[str]]:
     families = (socket.AF_INET, socket.AF_INET6)
     found = {
@@ -71,7 +132,7 @@ def _addresses() -> dict[str, list[str]]:
     return {name: addresses for name, addresses in found.items() if addresses}
 
 
-def _listing(found: dict[str, list[str]]) -> str:
+def _listing(found: Mapping[str, list[str]]) -> str:
     return ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in sorted(found.items()))
 
 

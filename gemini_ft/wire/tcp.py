@@ -273,6 +273,11 @@ class Connection(asyncio.BufferedProtocol):
             elif low_priority:
                 sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _LOWER_EFFORT)
 
+    def expect_signs(self, seconds: float) -> None:
+        """Lets the kernel give the peer up when nothing that was sent is acknowledged for so long."""
+        for sock in {*self.payload_sockets, self._tls_socket} if not (self._aborted or self.closed.is_set()) else ():
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+
     @property
     def unacknowledged(self) -> int:
         """Bytes that may go, or have gone, and that the peer's kernel has not acknowledged."""

@@ -49,6 +49,7 @@ class HostInfo(Message):
     host: str
     machine: str  # boot id: two hosts with the same one share a machine
     address: tuple[str, int]
+    further: list[str] = []  # its addresses in other networks, at which the same port is open
     known: Incarnation | None
     fingerprint: str  # of the run secret in use; empty when there is none yet
     memory_limit: int
@@ -89,6 +90,7 @@ class SessionSpec(Message):
     world_size: int
     hosts: list[str]  # host of each rank
     addresses: dict[str, tuple[str, int]]
+    further: dict[str, list[str]] = {}  # host -> its addresses in other networks, at which the same port is open
     holders: dict[int, list[str]]
     leader: str
     fan_in: int = FAN_IN  # hosts that report to the leader; more of them do by way of collectors
@@ -122,6 +124,7 @@ class Hello(Call):
     rank: int
     secret: bytes
     bind: str
+    further: list[str] = []  # addresses of this host in other networks
     ports: tuple[int, int] | None = None
     preferred_port: int = 0  # where the agent's predecessor listened
     memory_limit: int | None = None

@@ -38,7 +38,7 @@ from gemini_ft.recovery.plan import RecoveryPlan, describe
 from gemini_ft.recovery.readers import ShardReaders
 from gemini_ft.storage.checkpoints import recall_on_host
 from gemini_ft.wire.messages import PROTOCOL_VERSION
-from gemini_ft.wire.network import bind_address, is_loopback
+from gemini_ft.wire.network import bind_addresses, is_loopback
 from gemini_ft.wire.peer_messages import Claims
 from gemini_ft.wire.trust import fingerprint, read_secret
 from gemini_ft.wire.worker_messages import GetInventory, Hello, HostInfo, Inventory, Launch, Opened, OpenSession, SessionSpec, ToWorker
@@ -76,7 +76,10 @@ class WorkerSession:
         if self._sources is None:
             stream, config = self.spec.stream, self.config
             claims = Claims(run=self.run, stream=stream, host=self.host, to="", role="fetch", incarnation=None, encrypt=config.encrypt)
-            self._sources = ShardReaders(self.client, self.host, self.plan, self.spec.addresses, claims, self.secret, config.timeout)
+            spec, client = self.spec, self.client
+            self._sources = ShardReaders(
+                client, self.host, self.plan, spec.addresses, claims, self.secret, config.timeout, further=spec.further
+            )
         return self._sources
 
     def forget_sources(self) -> None:
@@ -286,12 +289,14 @@ def _agree(
 
 
 def _hello(config: GeminiConfig, run: str, stream: str, rank: int, secret: bytes, launch: Launch) -> Hello:
+    bind = bind_addresses(config.interface)
     return Hello(
         run=run,
         stream=stream,
         rank=rank,
         secret=secret,
-        bind=bind_address(config.interface),
+        bind=bind[0],
+        further=bind[1:],
         ports=config.port_range,
         memory_limit=config.memory_limit,
         domain=config.domain or "",
@@ -340,6 +345,7 @@ def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], 
         world_size=len(everyone),
         hosts=hosts,
         addresses={host: info.address for host, info in infos.items()},
+        further={host: info.further for host, info in infos.items() if info.further},
         holders={rank: list(placed[host]) for rank, host in enumerate(hosts)},
         leader=hosts[0],
         resumed=plan.version,
@@ -363,7 +369,7 @@ def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], 
 
 def check_addresses(infos: Collection[HostInfo]) -> None:
     machines = {info.machine for info in infos}
-    deaf = sorted(info.host for info in infos if is_loopback(info.address[0]))
+    deaf = sorted(info.host for info in infos if any(map(is_loopback, (info.address[0], *info.further))))
     if len(machines) > 1 and deaf:
         raise ConfigError(
             f"the agents of hosts {deaf} listen on a loopback address, where other machines cannot reach them; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,3 +147,35 @@ def test_a_forced_interval_keeps_every_step_and_reports_what_that_costs(network:
         assert all(event["nbytes"] > 1_900_000 for event in travels)
         assert sum(event["outside"] for event in travels) > 0
         assert "with interval=1 the rest delays the training" in (tmp_path / "host0.log").read_text()
+
+
+def second_cards(network: Network) -> None:
+    """Gives host0 and host1 an eth1 each, with a cable between them."""
+    with network.run("host1", ["sleep", "60"]) as there:
+        lines = f"link add eth1 type veth peer name eth1 netns {there.pid}\naddr add 10.78.0.1/24 dev eth1\nlink set eth1 up\n"
+        network.run("host0", ["ip", "-batch", "-"], stdin=subprocess.PIPE).communicate(lines.encode())
+        lines = "addr add 10.78.0.2/24 dev eth1\nlink set eth1 up\n"
+        network.run("host1", ["ip", "-batch", "-"], stdin=subprocess.PIPE).communicate(lines.encode())
+        there.kill()
+
+
+def carried(network: Network) -> int:
+    """Bytes that host0 has sent by its second card."""
+    counts = network.run("host0", ["cat", "/proc/net/dev"], stdout=subprocess.PIPE, text=True).communicate()[0]
+    (line,) = [line for line in counts.splitlines() if "eth1:" in line]
+    return int(line.partition(":")[2].split()[8])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("interface", ["eth0,eth1", "eth1,eth0"])
+def test_of_two_network_cards_one_is_cut_and_the_other_goes_on(network: Network, tmp_path: Path, interface: str) -> None:
+    """Lanes are spread over both; no worker is started anew. The training itself has the first card."""
+    second_cards(network)
+    case = program(tmp_path, 100_000, pause=0.05, interface=interface, replica_timeout=3, chunk_bytes=2**18, traffic={"lanes": 4})
+    with EmulatedHosts(2, case, tmp_path, network=network) as hosts:
+        hosts.wait_for(lambda: newest(hosts, "committed") >= 10)
+        assert carried(network) > 2_000_000
+        network.run("host1", ["ip", "link", "set", "eth1", "down"]).wait(10)
+        cut = newest(hosts, "step")
+        hosts.wait_for(lambda: newest(hosts, "committed") >= cut + 20)
+        assert not hosts.events("resumed")

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from gemini_ft.core.roots import checksum
 from gemini_ft.errors import PeerError
 from gemini_ft.wire import lane as module
-from gemini_ft.wire import lane_thread, tcp
+from gemini_ft.wire import lane_thread, network, tcp
 from gemini_ft.wire.frames import BlockingWire
 from gemini_ft.wire.handshake import dial, listen
 from gemini_ft.wire.lane import BlockingLane
@@ -397,3 +398,87 @@ def test_a_trickle_of_a_message_is_given_up_as_silence_is() -> None:
         with pytest.raises(PeerError, match="only a trickle of bytes came"):
             BlockingWire(listener.getsockname(), claims, b"secret", 0.5)
         member.join(10)
+
+
+class Networks:
+    """An agent with two networks, 127.0.0.1 and 127.0.0.2, and what dials it; either of the two may be closed."""
+
+    def __init__(self) -> None:
+        self.ends: list[End] = []
+        self.came: list[str] = []
+
+    async def dial(self, closed: str, claims: Claims) -> Connection:
+        """A connection whose sockets go by the networks that are not ``closed``."""
+
+        def accept(connection: Connection, claims: Claims) -> End:
+            self.ends.append(End())
+            self.ends[-1].connection = connection
+            return self.ends[-1]
+
+        listener = self._listener = await listen(
+            "127.0.0.1", None, lambda: b"secret", accept, print, lambda stream: False, further=["127.0.0.2"]
+        )
+        if closed:
+            (blocked,) = [sock for sock in listener.sockets if sock.getsockname()[0] == closed]
+            asyncio.get_running_loop().remove_reader(blocked)
+            blocked.close()
+        self.mine = End()
+        self.mine.connection = await dial(listener.address, claims, b"secret", self.mine, further=["127.0.0.2"])
+        return self.mine.connection
+
+    async def close(self) -> None:
+        self._listener.close()
+        for end in (self.mine, *self.ends):
+            end.connection.abort("the end")
+            await until(lambda end=end: end.lost)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("closed", ["", "127.0.0.1", "127.0.0.2"])
+def test_lanes_are_spread_over_the_networks_that_work(closed: str) -> None:
+    async def work() -> None:
+        networks = Networks()
+        claims = Claims(run="r", stream="s", host="h", to="", role="replicate", incarnation=None, lanes=4)
+        connection = await networks.dial(closed, claims)
+        taken = [sock.getpeername()[0] for sock in connection.payload_sockets]
+        assert taken == (["127.0.0.1", "127.0.0.2"] * 2 if not closed else [{"127.0.0.1": "127.0.0.2"}.get(closed, "127.0.0.1")] * 4)
+        for index in range(PAYLOADS):
+            chunk = Chunk(owner=0, iteration=1, index=index, offset=index * NBYTES, nbytes=NBYTES, digest=0)
+            connection.send(chunk, memoryview(SOURCE)[index * NBYTES :][:NBYTES])
+        await until(lambda: len(networks.ends[0].whole) == PAYLOADS)
+        assert bytes(networks.ends[0].room) == SOURCE
+        await networks.close()
+
+    run(work())
+
+
+def test_a_reader_goes_by_the_network_that_works() -> None:
+    async def work() -> None:
+        networks = Networks()
+        claims = Claims(run="r", stream="s", host="h", to="", role="fetch", incarnation=None, lanes=2)
+        await networks.dial("127.0.0.1", claims)
+        port = networks.mine.connection.payload_sockets[0].getpeername()[1]
+        wire = await asyncio.to_thread(BlockingWire, ("127.0.0.1", port), claims, b"secret", 10.0, further=["127.0.0.2"])
+        assert wire.socket.getpeername()[0] == "127.0.0.2"
+        await asyncio.to_thread(wire.close)
+        await networks.close()
+
+    run(work())
+
+
+def test_a_lane_runs_on_the_processors_of_its_network_cards_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    for name, text in {"class/net/lo/device/numa_node": "1\n", "devices/system/node/node1/cpulist": f"{allowed[-1]}\n"}.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(network, "SYSTEM", tmp_path)
+
+    async def work() -> None:
+        async with Pair() as pair:
+            pair.send()
+            await until(lambda: len(pair.theirs.whole) == PAYLOADS)
+            lanes = [thread.native_id for thread in threading.enumerate() if thread.name == "gemini-lane"]
+            assert len(lanes) == 2 * LANES
+            assert all(os.sched_getaffinity(thread) == {allowed[-1]} for thread in lanes)  # type: ignore[arg-type]
+        assert sorted(os.sched_getaffinity(0)) == allowed
+
+    run(work())

@@ -131,7 +131,8 @@ class Rebuilding:
         copier = _Copier()
         stream = self._stream
         claims = stream.claims("fetch", source)
-        connection = self._connection = await dial(self._spec.addresses[source], claims, stream.run.secret, copier)
+        further = self._spec.further.get(source, ())
+        connection = self._connection = await dial(self._spec.addresses[source], claims, stream.run.secret, copier, further=further)
         try:
             asked = Describe(owner=owner, version=self._resumed)
             connection.send(asked)

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -52,9 +52,9 @@ class LinkContext:
 class PeerLink:
     """Sends everything for one peer, over one connection that is dialled for as long as there is something to send."""
 
-    def __init__(self, common: LinkContext, peer: str, address: Address, claims: Claims) -> None:
+    def __init__(self, common: LinkContext, peer: str, address: Address, claims: Claims, *, further: Sequence[str] = ()) -> None:
         self._common, self._context, self._gate = common, common.context, common.gate
-        self.peer, self._address, self._claims = peer, address, claims
+        self.peer, self._address, self._further, self._claims = peer, address, further, claims
         self._log = RateLimitedLog(common.context.log)  # an attacker in between can break every connection
         self._by_workers = common.traffic.transport == "collective"
         self._keepers: dict[int, int] = {}  # owner -> rank of the peer's worker that keeps its replica
@@ -192,7 +192,7 @@ class PeerLink:
         self._common.pacing.arrived(out, self.peer, now, time.monotonic() - out.begun_at)
 
     def _tell_speed(self, rate: float) -> None:
-        text = f"replicas travel to host {self.peer} ({self._address[0]}) at {rate / 1e6:,.0f} MB/s"
+        text = f"replicas travel to host {self.peer} ({', '.join((self._address[0], *self._further))}) at {rate / 1e6:,.0f} MB/s"
         self._context.log(text)
         if rate < _SLOW:
             self._context.tell_workers(Notice(text=f"{text}: is that the right network? Choose with interface (GEMINI_INTERFACE)"))
@@ -208,7 +208,7 @@ class PeerLink:
         while True:
             await self._something_to_send()
             try:
-                connection = await dial(self._address, self._claims, self._common.secret(), self)
+                connection = await dial(self._address, self._claims, self._common.secret(), self, further=self._further)
             except GeminiError as error:
                 if delay == 0.05:
                     self._log(f"host {self.peer}: {error}")
@@ -348,7 +348,8 @@ class Outbound:
     def send(self, owner: int, version: Version, slot: int, memory: SlotMemory, peer: str) -> None:
         if peer not in self._links:
             claims = self._context.claims("replicate", peer).model_copy(update={"lanes": self._spec.traffic.lanes or _default_lanes()})
-            self._links[peer] = PeerLink(self._common, peer, self._spec.addresses[peer], claims)
+            further = self._spec.further.get(peer, ())
+            self._links[peer] = PeerLink(self._common, peer, self._spec.addresses[peer], claims, further=further)
         end = end_of(owner, memory) if memory.version == version else None  # copied already, with an agent before this one
         self._links[peer].send(Outgoing(owner=owner, version=version, slot=slot, memory=memory, end=end))
 

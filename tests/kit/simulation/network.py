@@ -320,7 +320,7 @@ class SimulatedListener(Listener):
         assert process is not None
         self.network, self.process, self.address, self.secret = network, process, address, secret
         self._accept, self._log, self._encrypt = accept, log, encrypt
-        self._loop, self._lanes = network.loop, {}
+        self._loop, self._lanes, self.sockets = network.loop, {}, []
         network.listeners[address] = self
 
     def close(self) -> None:
@@ -458,6 +458,7 @@ async def listen(
     encrypt: Encrypt,
     *,
     preferred: int = 0,
+    further: Sequence[str] = (),
 ) -> Listener:
     """In place of `handshake.listen`."""
     process = PROCESS.get()
@@ -482,7 +483,7 @@ async def create_connection(network: Network, factory: Callable[[], Connection],
 class SimulatedWire:
     """In place of `frames.BlockingWire`: a worker's connection to a peer's agent."""
 
-    def __init__(self, address: Address, claims: Claims, secret: bytes, timeout: float) -> None:
+    def __init__(self, address: Address, claims: Claims, secret: bytes, timeout: float, *, further: Sequence[str] = ()) -> None:
         fiber = Fiber.here()
         assert fiber is not None
         self._fiber, self._timeout = fiber, timeout
