@@ -15,17 +15,17 @@ import contextlib
 import os
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from gemini_ft.errors import AgentError, ConfigError, GeminiError, PeerError, SecretError
 from gemini_ft.wire.fair_share import FairShare
 from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES, MARK, BlockingLane, lanes_of
 from gemini_ft.wire.lane_thread import LaneThread
 from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, kind_of
-from gemini_ft.wire.network import Addresses
+from gemini_ft.wire.network import Addresses, bound
 from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage
 from gemini_ft.wire.tcp import SHORT_FRAME, Address, Connection, Handler, prepare
 from gemini_ft.wire.trust import tls_context
@@ -38,7 +38,6 @@ _CUT = 10.0  # seconds without an acknowledgement after which a network counts a
 _TRIES = 20  # of a port that is free in every network
 _PAUSE = 0.5  # seconds until the next try when there is no descriptor or memory for another connection
 
-T = TypeVar("T")
 Accept = Callable[[Connection, Claims], Handler]
 Encrypt = Callable[[str], bool]  # given a stream, whether this side wants its payloads encrypted; asked for each connection
 
@@ -94,14 +93,12 @@ async def dial(address: Address, claims: Claims, secret: bytes, handler: Handler
     try:
         async with asyncio.timeout(TIMEOUT):
             loop, context, addresses = asyncio.get_running_loop(), tls_context(secret, server=False), Addresses(address, further, TIMEOUT)
-            await _dialled(
-                addresses, 0, lambda to: loop.create_connection(lambda: opening.connection, *to, ssl=context, server_hostname="")
-            )
+            await addresses.dialled(0, lambda to: loop.create_connection(lambda: opening.connection, *to, ssl=context, server_hostname=""))
             opening.connection.send(claims)
             accepted = await opening.accepted
             for number, opens in enumerate(accepted.lanes):
                 open_at = partial(open_lane, opens=opens, encrypt=accepted.encrypt, peer=opening.connection.peer)
-                opening.connection.attach(number, await _dialled(addresses, number, open_at))
+                opening.connection.attach(number, await addresses.dialled(number, open_at))
             if further:
                 opening.connection.expect_signs(_CUT)
     except BaseException as error:
@@ -122,7 +119,7 @@ async def certificate_at(address: Address, secret: bytes, *, further: Sequence[s
         async with asyncio.timeout(TIMEOUT):
             context = tls_context(secret, server=False)
             addresses = Addresses(address, further, TIMEOUT)
-            _, writer = await _dialled(addresses, 0, lambda to: asyncio.open_connection(*to, ssl=context, server_hostname=""))
+            _, writer = await addresses.dialled(0, lambda to: asyncio.open_connection(*to, ssl=context, server_hostname=""))
     except BaseException as error:
         raise as_peer_error(error, f"the agent at {address[0]}:{address[1]}") from None
     shown: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
@@ -141,15 +138,6 @@ def as_peer_error(error: BaseException, where: str) -> BaseException:
     if isinstance(error, GeminiError):
         return type(error)(f"{where}: {error}")
     return error
-
-
-async def _dialled(addresses: Addresses, number: int, dial_at: Callable[[Address], Awaitable[T]]) -> T:
-    """The socket of that number, dialled in the first network that carries it. Raises OSError: none does."""
-    for address in addresses.for_socket(number):
-        with addresses.trying(address):
-            async with asyncio.timeout(addresses.patience):
-                return await dial_at(address)
-    raise AssertionError("the last failure is raised")
 
 
 async def open_lane(address: Address, opens: bytes, *, encrypt: bool, peer: str) -> LaneThread:
@@ -188,7 +176,8 @@ class Listener:
     def __init__(
         self, sock: socket.socket, secret: Callable[[], bytes], accept: Accept, log: Callable[[str], None], encrypt: Encrypt
     ) -> None:
-        self.sockets, self._secret, self._accept, self._log, self._encrypt = [sock], secret, accept, log, encrypt
+        self.sockets = list[socket.socket]()
+        self._secret, self._accept, self._log, self._encrypt = secret, accept, log, encrypt
         self.address: Address = sock.getsockname()[:2]
         self._loop = asyncio.get_running_loop()
         self._strangers = FairShare[asyncio.Task[None]](STRANGERS, lambda greeting: greeting.cancel())
@@ -197,7 +186,7 @@ class Listener:
         )
         self._checkers = set[str]()  # addresses from which this host was called back
         self._lanes: dict[bytes, _Expected] = {}  # by id
-        self._loop.add_reader(sock, self._on_connection, sock)
+        self.listen_at(sock)
 
     @property
     def further(self) -> list[str]:
@@ -205,7 +194,8 @@ class Listener:
         return [str(sock.getsockname()[0]) for sock in self.sockets[1:]]
 
     def listen_at(self, sock: socket.socket) -> None:
-        """Accepts connections of another network too."""
+        """Accepts the connections that come at a socket too."""
+        sock.setblocking(False)
         self.sockets.append(sock)
         self._loop.add_reader(sock, self._on_connection, sock)
 
@@ -394,10 +384,10 @@ async def listen(
     for port in candidates:
         with contextlib.ExitStack() as unless_bound:
             try:
-                first = unless_bound.enter_context(_bound(bind, port))
-                others = [unless_bound.enter_context(_bound(each, first.getsockname()[1])) for each in further]
-            except OSError as error:
-                reason = error.strerror or str(error)
+                first = unless_bound.enter_context(bound(bind, port, socket.SOCK_STREAM))
+                others = [unless_bound.enter_context(bound(each, first.getsockname()[1], socket.SOCK_STREAM)) for each in further]
+            except ConfigError as error:
+                reason = error.__cause__
                 continue
             unless_bound.pop_all()
             listener = Listener(first, secret, accept, log, encrypt)
@@ -406,15 +396,3 @@ async def listen(
             return listener
     given, at = f"port_range={ports}: no port of it" if ports else "no port", ", ".join((bind, *further))
     raise ConfigError(f"{given} can be listened on at {at} ({reason}); free one, widen port_range, or choose another interface")
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises OSError: the port is taken, or the address is none of this host."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with contextlib.ExitStack() as unless_bound:
-        sock = unless_bound.enter_context(socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        sock.listen(512)
-        unless_bound.pop_all()
-        return sock

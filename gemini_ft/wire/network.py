@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import os
 import socket
 import ssl
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
 from gemini_ft.config import processors
 from gemini_ft.errors import ConfigError
 
+T = TypeVar("T")
 _LARGEST_PORT = 2**16 - 1
 SYSTEM = Path("/sys")  # where the kernel tells of its devices
 _PATIENCE = 2.5  # seconds after which another network is tried
@@ -107,6 +110,14 @@ class Addresses:
             self._failed.add(address)
             if len(self._failed) == len(self._all):
                 raise
+
+    async def dialled(self, number: int, dial_at: Callable[[tuple[str, int]], Awaitable[T]]) -> T:
+        """The socket of that number, dialled in the first network that carries it. Raises OSError: none does."""
+        for address in self.for_socket(number):
+            with self.trying(address):
+                async with asyncio.timeout(self.patience):
+                    return await dial_at(address)
+        raise AssertionError("the last failure is raised")
 
 
 def processors_near(address: str) -> set[int]:
