@@ -298,7 +298,8 @@ def _is_full(cell: Any) -> bool:
 
 def _next_of(counter: itertools.count[Any]) -> Any:
     """Returns the number that a counter gives next, without advancing it."""
-    held = gc.get_referents(counter)  # the number and the step; a counter that goes up by 1 may refer to the step alone
+    # The number and the step; a counter that goes up by 1 may refer to the step alone. From Python 3.12 on its type is among them.
+    held = [each for each in gc.get_referents(counter) if each is not itertools.count]
     return held[0] if len(held) > 1 else int(repr(counter)[len("count(") : -1])
 
 
