@@ -284,6 +284,8 @@ class Stream:
         """Returns when it is known why a worker hangs, or may not be waited for any longer."""
         if self._session is not None and self.context.is_present(worker):
             await self._session.autopsy.hold()
+            if worker.parting != "hang":  # the hang is over, and no launcher may say that it was why workers ended
+                self.context.hang = None
         else:  # it joins, or is of the past
             await log_stacks(worker, self.context.log)
 
