@@ -185,6 +185,7 @@ class GeminiConfig(_Model):
     on_late: Literal["skip", "wait"] | None = Field(None, description="What to do when the previous snapshot is still uncommitted at the next update; default: wait where interval is a number, else skip.")
     copy_when: Literal["auto", "background", "at_step"] = Field("auto", description="Copy the state beside the next forward pass (background), or at once when a step ends (at_step), for loops that write it in forward; auto: at_step from when such a write has been found.")
     verify: bool = Field(False, description="Compare each copy with the live state just before the next update.")
+    compare_every: int = Field(1000, ge=1, description="Compare what all ranks must hold alike (plain data parallelism) every this many steps, and before each upload; it takes a thread of each worker 0.1 to 0.2 s per GB, on a GPU its queue. With 1, no step is committed in which they differ.")
     ignore: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = Field((), description="Names in the census (`gemini run --explain`) that are not captured because the script sees to them; patterns as for files, separated by commas.")
     chunk_bytes: Bytes = Field(8 * 2**20, le=LARGEST_CHUNK, description="Bytes that travel to a peer at a time.")
     traffic: TrafficConfig = Field(DEFAULT_TRAFFIC, description="How replicas travel beside the training's own traffic.")

@@ -61,7 +61,7 @@ class Custodians:
         return keeper if keeper is not None and keeper.alive else None
 
 
-_COUNTED = "committed", "aborted", "damaged", "replica_bytes", "uploads", "failed_uploads", "late_answers", "leader_changes"
+_COUNTED = "committed", "aborted", "damaged", "replica_bytes", "uploads", "failed_uploads", "late_answers", "leader_changes", "divergences"
 
 
 class RunContext:
@@ -180,6 +180,11 @@ class StreamContext:
         self.hang = verdict
         self._write_event("hang", **verdict)
         self.notify(f"the job hangs: {verdict['text']}; {verdict['report']} has the report")
+
+    def note_divergence(self, **facts: Any) -> None:
+        """Records that ranks differ in what they must hold alike: ``ranks``, and the ``text`` of the error."""
+        self.counters["divergences"] += 1
+        self._write_event("diverged", **facts)
 
     def _write_event(self, event: str, **facts: Any) -> None:
         try:

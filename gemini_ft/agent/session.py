@@ -157,15 +157,16 @@ class AgentSession:
 
 def _book(context: StreamContext, spec: SessionSpec, storing: Storing | None, began: float) -> Ledger:
     """The book of a leader: of a new session, or in place of one that is lost. ``began``: when the session did here."""
-    if spec.storage is None or storing is None:
-        return Ledger(context.host.holders, context.host.committed, spec.replica_timeout, None)
-    start, last = spec.resumed.iteration if spec.resumed else 0, began
-    if (stored := storing.uploader.stored) is not None and stored[0].incarnation == spec.incarnation:
-        start, last = max(start, stored[0].iteration), max(began, time.monotonic() - max(0.0, time.time() - stored[1]))
-    due: dict[str, Any] = {name: spec.storage.get(name) for name in ("every_steps", "every_seconds")}
-    cadence = Cadence(**due, last_iteration=start, last_time=last, at_end=storing.uploader.config.at_end)
+    cadence: Cadence | None = None
+    if spec.storage is not None and storing is not None:
+        start, last = spec.resumed.iteration if spec.resumed else 0, began
+        if (stored := storing.uploader.stored) is not None and stored[0].incarnation == spec.incarnation:
+            start, last = max(start, stored[0].iteration), max(began, time.monotonic() - max(0.0, time.time() - stored[1]))
+        due: dict[str, Any] = {name: spec.storage.get(name) for name in ("every_steps", "every_seconds")}
+        cadence = Cadence(**due, last_iteration=start, last_time=last, at_end=storing.uploader.config.at_end)
     book = Ledger(context.host.holders, context.host.committed, spec.replica_timeout, cadence)
-    book.obstacle = "storage has not been looked through yet"
+    book.agreed = spec.resumed  # all ranks have begun with it
+    book.obstacle = "storage has not been looked through yet" if cadence is not None else ""
     return book
 
 

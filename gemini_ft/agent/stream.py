@@ -23,7 +23,7 @@ from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.decisions import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Lacking, Send, Tell, Upload, Withdraw
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import AgentError, PeerError, RecoveryError, SupersededError
+from gemini_ft.errors import AgentError, PeerError, RecoveryError, ReplicaDivergedError, SupersededError
 from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of
 from gemini_ft.wire.peer_messages import AllFinished, Autopsied, DrainHost, Examine, PeerMessage, ReportFinished, UploadSoon
 from gemini_ft.wire.worker_messages import (
@@ -58,6 +58,7 @@ class Stream:
         self.attempts = 0  # sessions in a row that resumed the same version and committed nothing
         self._excused = False  # the present attempt does not count
         self.given_up: set[Version] = set()
+        self._divergence: Fatal | None = None  # of the ranks of this session
         self._excluded: list[tuple[int, str]] = []
         self._figures: dict[int, dict[str, dict[str, float]]] = {}  # rank -> its last figures of the gradients
         self._progressed = True
@@ -113,7 +114,7 @@ class Stream:
         else:
             stuck = before is not None and not self._progressed and spec.resumed == before.resumed
             self.attempts = self.attempts + 1 if stuck else 1
-            self._progressed, self.finished, self._excused = False, False, False
+            self._progressed, self.finished, self._excused, self._divergence = False, False, False, None
             self.finishing, self.unstored = False, ""
             context.hang = None
             self.given_up.update(spec.given_up)
@@ -168,6 +169,9 @@ class Stream:
         self._candidates.add(worker)
         self._misinformed.discard(worker)
         self.context.host.seal()
+        if self._divergence is not None:  # what was made since then may hold what one rank alone computed
+            versions, agreed = {slot.version for slot in self.context.slot_store.inventory()}, self._divergence.agreed
+            self.given_up |= {version for version in versions if agreed is None or version > agreed}
 
     def check_inventory(self, worker: WorkerConnection) -> None:
         """Refuses a choice that could not take account of all copies here.
@@ -371,6 +375,9 @@ class Stream:
                 context.tell_workers(message)
             case Fatal(error=error, text=text):
                 context.log(text)
+                if error == ReplicaDivergedError.__name__ and self._divergence is None:  # which the next leader may say again
+                    self._divergence = message
+                    context.note_divergence(ranks=list(message.ranks), text=text)
                 context.tell_workers(Failed(error=error, text=text, fatal=True))
             case Notice(text=text):
                 context.log(text)

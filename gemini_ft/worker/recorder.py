@@ -66,9 +66,6 @@ from gemini_ft.worker.supervision import Supervision
 _log = logging.getLogger("gemini_ft")
 _POLL = 0.001  # seconds
 
-# Iterations between comparisons of what all ranks must hold alike. Each hashes the whole state beside a snapshot, 0.1 to 0.2 s per GB.
-COMPARE_EVERY = 1000
-
 
 class Recorder:
     """Records one stream for one rank. Constructing it joins the run: collective.
@@ -192,8 +189,8 @@ class Recorder:
 
     def _is_compared(self, iteration: int) -> bool:
         """Whether the ranks' replicated state is compared after ``iteration`` though no upload is due; the same on all ranks."""
-        before, self._recorded = self._recorded, iteration
-        return self.session.world_size > 1 and iteration // COMPARE_EVERY > before // COMPARE_EVERY
+        before, self._recorded, every = self._recorded, iteration, self._config.compare_every
+        return self.session.world_size > 1 and iteration // every > before // every
 
     def marks(self) -> dict[str, list[tuple[int, int]]]:
         """Marks by which a write to the last snapshot's tensors is seen; empty before the first one."""
