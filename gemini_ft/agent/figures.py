@@ -196,6 +196,7 @@ OF_STREAM = (
     Figure("gemini_time_seconds_total", "Time of the run by phase, as this host sees it.", _measured(_seconds), "phase"),
     Figure("gemini_leader_changes_total", "Times that another host has come to lead the commits.", _counted("leader_changes")),
     Figure("gemini_leader_reached", "Whether the leader of the commits hears this host at once.", lambda of: of["reaches_leader"]),
+    Figure("gemini_stragglers", "Ranks of the job that are slow now.", lambda of: len(of["stragglers"])),
     Figure("gemini_job_hosts", "Hosts of the job, as its leader says.", _of_job("hosts")),
     Figure("gemini_job_ranks", "Ranks of the job, as its leader says.", _of_job("ranks")),
     Figure("gemini_job_absent_hosts", "Hosts of which the leader hears nothing.", _of_job("absent")),

@@ -25,7 +25,7 @@ from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Lac
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, PeerError, RecoveryError, ReplicaDivergedError, SupersededError
 from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of
-from gemini_ft.wire.peer_messages import AllFinished, Autopsied, DrainHost, Examine, PeerMessage, ReportFinished, UploadSoon
+from gemini_ft.wire.peer_messages import AllFinished, Autopsied, DrainHost, Examine, PeerMessage, ReportFinished, Stragglers, UploadSoon
 from gemini_ft.wire.worker_messages import (
     Collected,
     Dispatched,
@@ -42,6 +42,7 @@ from gemini_ft.wire.worker_messages import (
     SessionSpec,
     StopAfterStep,
     ToAgent,
+    Worked,
 )
 
 
@@ -116,7 +117,7 @@ class Stream:
             self.attempts = self.attempts + 1 if stuck else 1
             self._progressed, self.finished, self._excused, self._divergence = False, False, False, None
             self.finishing, self.unstored = False, ""
-            context.hang = None
+            context.hang, context.stragglers = None, []
             self.given_up.update(spec.given_up)
             self.perform(context.host.open(holders, spec.resumed, spec.roots, spec.incarnation))
             context.slot_store.forget()
@@ -202,6 +203,8 @@ class Stream:
                 self.session.outbound.pacing.observed(worker.rank, profile)
             case HoldsBack(steps=steps, why=why):
                 self.session.outbound.pacing.held_back(worker.rank, steps, why)
+            case Worked(window=window, times=times):
+                self.session.worked(worker.rank, window, times)
             case Figures(figures=figures):
                 self._figures[worker.rank] = figures
             case Dispatched():
@@ -386,6 +389,8 @@ class Stream:
                 self.session.autopsy.begin()
             case Autopsied():
                 self.session.autopsy.conclude(message)
+            case Stragglers(ranks=ranks, text=text):
+                context.note_stragglers(ranks, text)
             case ReportFinished():
                 pass  # of the leader's own ranks: the next leader hears it from this host (`Failover`)
             case DrainHost(host=name):
@@ -449,6 +454,7 @@ class Stream:
             "command": self.launch.command if self.launch is not None else [],
             "finished": self.finished,
             "hang": self.context.hang,
+            "stragglers": self.context.stragglers,
             "excluded": self._excluded,
             "storage": session.storing.uploader.status() if session is not None and session.storing is not None else None,
             "counters": self.context.counters,

@@ -353,10 +353,11 @@ class Recorder:
             notes.say_committed(session.run, session.spec.stream, {*session.spec.hosts})
 
     def _observe(self) -> None:
-        """Shows the agent which collectives are under way: for replicas that wait for an idle network, and for the autopsy of hangs."""
+        """Shows the agent which collectives are under way: for replicas that wait for an idle network, for hangs and stragglers."""
         traffic = self._config.traffic
         is_profiled = self._travels and traffic.when == "idle"
-        if is_profiled or (self.session.world_size > 1 and self._config.hang_timeout != 0):
+        is_judged = self._config.hang_timeout != 0 or self._config.straggler_factor > 0
+        if is_profiled or (self.session.world_size > 1 and is_judged):
             try:
                 observation = Observation(lambda message, fds: self.client.tell(message, fds), traffic.profile_steps, is_profiled)
             except Exception:  # of another torch: it must never cost the training
@@ -389,7 +390,7 @@ class Recorder:
         self._at = iteration
         if self._observation is not None:
             with contextlib.suppress(AgentError):  # its death is noticed, and mended, by the snapshot thread
-                self._observation.step_over()
+                self._observation.step_over(iteration)
 
     # -- other threads
 

@@ -376,3 +376,9 @@ def flip_in(place: str, at: int, iteration: int, net: nn.Module, optimizer: torc
         hook = optimizer.register_step_pre_hook(lambda *_: (flip(weight.grad), hook.remove())[0])  # type: ignore[arg-type, func-returns-value]
     else:
         flip(weight if place == "weight" else optimizer.state[weight]["exp_avg"])
+
+
+def drag(since: int, iteration: int, *_: Any) -> None:
+    """From a step on, rank 1 is slow."""
+    if os.environ["RANK"] == "1" and iteration >= since:
+        time.sleep(0.08)

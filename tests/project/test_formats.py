@@ -70,7 +70,7 @@ KEPT = {
     "wire.messages.PROTOCOL_VERSION": Kept(
         messages.PROTOCOL_VERSION,
         [peer_messages.Claims, peer_messages.PeerMessage, worker_messages.ToAgent, worker_messages.ToWorker],
-        "aa00a1bd6f27f30e",
+        "3d6dc74726662e66",
     ),
 }
 
