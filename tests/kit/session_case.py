@@ -378,7 +378,10 @@ def flip_in(place: str, at: int, iteration: int, net: nn.Module, optimizer: torc
         flip(weight if place == "weight" else optimizer.state[weight]["exp_avg"])
 
 
-def drag(since: int, iteration: int, *_: Any) -> None:
-    """From a step on, rank 1 is slow."""
-    if os.environ["RANK"] == "1" and iteration >= since:
-        time.sleep(0.08)
+def drag(how: str, culprit: int, since: int, seconds: float, iteration: int, *_: Any) -> None:
+    """From a step on, one rank takes longer for each."""
+    if int(os.environ["RANK"]) == culprit and iteration >= since:
+        end = time.monotonic() + seconds
+        while how == "computes" and time.monotonic() < end:
+            sum(range(1000))
+        time.sleep(max(0.0, end - time.monotonic()))
