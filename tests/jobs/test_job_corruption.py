@@ -49,3 +49,9 @@ def test_where_each_step_is_compared_memory_has_what_was_before_it(tmp_path: Pat
         assert all("which is wrong of rank 0 (host a), rank 1 (host b) cannot be told" in error for error in errors)
         starts = [result["start"] for result in again]
         assert starts in ([AT, AT], [AT + 1, AT + 1])  # its own snapshot may have been taken before the flip
+
+
+def test_where_there_is_nothing_else_what_may_be_wrong_is_resumed_and_said(two: World) -> None:
+    _, again = job(two, "weight", compare_every=4)
+    assert all(AT < result["start"] for result in again)
+    assert any("had been given up, and is resumed as there is nothing else" in text for text in again[0]["told"])
