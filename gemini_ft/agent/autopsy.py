@@ -29,7 +29,7 @@ from gemini_ft.wire.worker_messages import SessionSpec, WriteRecord
 STACKS_SECONDS = 1.0  # for workers to write down where their threads are
 _STOPPED_SECONDS = 0.3  # a stopped worker stays stopped for this time, in which the other hosts look at theirs
 HOSTS_SECONDS = 3.0  # for all hosts to answer the leader
-_WORD_SECONDS = STACKS_SECONDS + HOSTS_SECONDS + 2.0  # for the leader's verdict
+WORD_SECONDS = STACKS_SECONDS + HOSTS_SECONDS + 2.0  # for the leader's verdict
 _SAY_SECONDS = 0.5  # for workers to say it, and to write torch's record
 _STATES = {"R": Doing.AT_WORK, "D": Doing.KERNEL, "T": Doing.STOPPED, "t": Doing.STOPPED, "Z": Doing.ENDED, "X": Doing.ENDED}
 
@@ -112,7 +112,7 @@ class Autopsy:
         """Looks at the workers, and waits for the leader's verdict; judges without the other hosts if it does not come in time."""
         self.begin()
         try:
-            async with asyncio.timeout(_WORD_SECONDS):
+            async with asyncio.timeout(WORD_SECONDS):
                 await self._is_over.wait()
         except TimeoutError:
             self.conclude(verdict_of(self._spec, self._context.run.run_id, self._found))
@@ -149,7 +149,7 @@ class Autopsy:
         if self._is_over.is_set():
             return
         self._is_over.set()
-        self._quiet_until = time.monotonic() + _WORD_SECONDS
+        self._quiet_until = time.monotonic() + WORD_SECONDS
         context, log = self._context, lifecycle.log_path(self._context.run.run_id, self._context.host.name)
         path = log.with_name(f"{lifecycle.as_file_name(f'hang-{log.stem[6:]}-{context.name}-{self._spec.incarnation.number}')}.txt")
         try:
@@ -193,7 +193,7 @@ class Inquest:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HOSTS_SECONDS):
                 await self._all.wait()
-        self._quiet_until = time.monotonic() + _WORD_SECONDS
+        self._quiet_until = time.monotonic() + WORD_SECONDS
         tell(verdict_of(self._spec, self._run, [each for found in self._found.values() for each in found]))
 
     def close(self) -> None:

@@ -99,7 +99,7 @@ def test_a_host_that_does_not_answer_in_time_is_named(monkeypatch: pytest.Monkey
 
 
 def test_a_later_hang_has_an_inquest_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autopsy, "_WORD_SECONDS", -1.0)  # what comes after a verdict is of another hang at once
+    monkeypatch.setattr(autopsy, "WORD_SECONDS", -1.0)  # what comes after a verdict is of another hang at once
     told = list[PeerMessage]()
 
     async def work() -> None:
