@@ -24,7 +24,7 @@ from gemini_ft.core.stragglers import WINDOW
 from gemini_ft.events import read_events
 
 KINDS = ("sleeps", "computes")
-PAUSE = 0.03  # seconds that each rank takes for a step; a slow one takes as long again
+PAUSE = 0.1  # seconds that each rank takes for a step, much more than its computing; a slow one takes as long again
 BOUND = 30  # steps
 
 
@@ -57,7 +57,7 @@ def run_case(how: str, seed: int) -> Case:
     hosts = [luck.choice("abc") for _ in range(luck.choice([2, 3]))]
     culprit, since = luck.randrange(len(hosts)), luck.randrange(10, 40)
     with tempfile.TemporaryDirectory() as folder:
-        slow = partial(session_case.drag, how, culprit, since, PAUSE + 0.005)
+        slow = partial(session_case.drag, how, culprit, since, 1.1 * PAUSE)
         found = named(Path(folder), hosts, since, since + BOUND + 4, slow)
     return Case(how=how, hosts=hosts, culprit=culprit, since=since, named=found)
 
