@@ -371,14 +371,11 @@ class Ledger:
         self.uploading, self._records, self._has_uploaded = version, {}, True
 
     def _abort(self, version: Version, reason: str) -> list[Decision]:
-        current = self._rounds.pop(version, None)
+        self._rounds.pop(version, None)
         if version in self.aborted:
             return []
         self.aborted[version] = reason
-        return [
-            Abort(version, reason),
-            *([self._conflict(current)] if current is not None and current.disputed and not self._has_diverged else []),
-        ]
+        return [Abort(version, reason)]
 
     def _is_own(self, report: Completed) -> bool:
         return self.owns(report.host, report.owner)
@@ -407,7 +404,8 @@ class Ledger:
     def _judge(self, version: Version, current: Round, now: float) -> list[Decision]:
         """Aborts, waits or commits."""
         if current.disputed:
-            return self._abort(version, "the ranks disagree")
+            is_news, conflict = not self._has_diverged, self._conflict(current)
+            return [*self._abort(version, "the ranks disagree"), *([conflict] if is_news else [])]
         return self._try_commit(version, current, now)
 
     def _close(self, version: Version) -> None:

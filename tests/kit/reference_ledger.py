@@ -220,13 +220,11 @@ class ReferenceLedger:
         self.uploading, self._records = version, {}
 
     def _abort(self, version: Version, reason: str) -> list[Decision]:
-        current = self._rounds.pop(version, None)
+        self._rounds.pop(version, None)
         if version in self.aborted:
             return []
         self.aborted[version] = reason
-        conflict = self._conflict(current) if current is not None and not self._has_diverged else None
-        self._has_diverged |= conflict is not None and conflict.error == "ReplicaDivergedError"
-        return [Abort(version, reason), *([conflict] if conflict is not None else [])]
+        return [Abort(version, reason)]
 
     def _is_own(self, report: Completed) -> bool:
         return report.host == self.holders[report.owner][0]
@@ -250,8 +248,9 @@ class ReferenceLedger:
             return gone
         if current.own_copies_since is None and all((o, hosts[0]) in current.acks for o, hosts in self.holders.items()):
             current.own_copies_since = now
-        if self._conflict(current):
-            return self._abort(version, "the ranks disagree")
+        if conflict := self._conflict(current):
+            is_news, self._has_diverged = not self._has_diverged, self._has_diverged or conflict.error == "ReplicaDivergedError"
+            return [*self._abort(version, "the ranks disagree"), *([conflict] if is_news else [])]
         return self._try_commit(version, now)
 
     def _close(self, version: Version) -> None:
