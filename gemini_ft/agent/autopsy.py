@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import re
 import time
@@ -28,7 +29,7 @@ from gemini_ft.wire.worker_messages import SessionSpec, WriteRecord
 STACKS_SECONDS = 1.0  # for workers to write down where their threads are
 _STOPPED_SECONDS = 0.3  # a stopped worker stays stopped for this time, in which the other hosts look at theirs
 HOSTS_SECONDS = 3.0  # for all hosts to answer the leader
-_WORD_SECONDS = STACKS_SECONDS + HOSTS_SECONDS + 2.0  # for the leader's verdict
+WORD_SECONDS = STACKS_SECONDS + HOSTS_SECONDS + 2.0  # for the leader's verdict
 _SAY_SECONDS = 0.5  # for workers to say it, and to write torch's record
 _STATES = {"R": Doing.AT_WORK, "D": Doing.KERNEL, "T": Doing.STOPPED, "t": Doing.STOPPED, "Z": Doing.ENDED, "X": Doing.ENDED}
 
@@ -80,7 +81,7 @@ async def log_stacks(worker: WorkerConnection, log: Callable[[str], None]) -> No
 
 
 class Autopsy:
-    """This host's part in the autopsy of one session's job; there is at most one.
+    """This host's part in the autopsies of one session's job; another one begins only after workers have gone on.
 
     Args:
         context: the stream.
@@ -100,6 +101,7 @@ class Autopsy:
         self._found: list[RankFound] = []
         self._has_begun = False
         self._is_over = asyncio.Event()
+        self._quiet_until = math.inf  # what is heard until then is of the last autopsy
         self._tasks = Tasks()
 
     def close(self) -> None:
@@ -110,14 +112,16 @@ class Autopsy:
         """Looks at the workers, and waits for the leader's verdict; judges without the other hosts if it does not come in time."""
         self.begin()
         try:
-            async with asyncio.timeout(_WORD_SECONDS):
+            async with asyncio.timeout(WORD_SECONDS):
                 await self._is_over.wait()
         except TimeoutError:
             self.conclude(verdict_of(self._spec, self._context.run.run_id, self._found))
         await asyncio.sleep(_SAY_SECONDS)
 
     def begin(self) -> None:
-        """Looks at the workers of this host, and reports what is found; once."""
+        """Looks at the workers of this host, and reports what is found; once in each autopsy."""
+        if time.monotonic() > self._quiet_until:
+            self._has_begun, self._found, self._is_over, self._quiet_until = False, [], asyncio.Event(), math.inf
         if not self._has_begun:
             self._has_begun = True
             self._tasks.spawn(self._examine())
@@ -145,6 +149,7 @@ class Autopsy:
         if self._is_over.is_set():
             return
         self._is_over.set()
+        self._quiet_until = time.monotonic() + WORD_SECONDS
         context, log = self._context, lifecycle.log_path(self._context.run.run_id, self._context.host.name)
         path = log.with_name(f"{lifecycle.as_file_name(f'hang-{log.stem[6:]}-{context.name}-{self._spec.incarnation.number}')}.txt")
         try:
@@ -157,7 +162,7 @@ class Autopsy:
 
 
 class Inquest:
-    """The leader's part: it gathers what all hosts have found, and tells them the verdict; once.
+    """The leader's part: it gathers what all hosts have found, and tells them the verdict; once in each autopsy.
 
     Args:
         spec: the session.
@@ -168,10 +173,13 @@ class Inquest:
         self._spec, self._run = spec, run
         self._found: dict[str, list[RankFound]] = {}  # by host
         self._all = asyncio.Event()
+        self._quiet_until = math.inf
         self._tasks = Tasks()
 
     def hear(self, found: Examined, tell: Callable[[PeerMessage], None]) -> None:
         """Takes the findings of a host, about its own ranks; ``tell`` tells all hosts."""
+        if time.monotonic() > self._quiet_until:
+            self._found, self._all, self._quiet_until = {}, asyncio.Event(), math.inf
         hosts, has_begun = self._spec.hosts, bool(self._found)
         own = {each.rank: each.cut() for each in found.ranks if hosts[each.rank : each.rank + 1] == [found.host] == [each.host]}
         self._found.setdefault(found.host, list(own.values()))
@@ -185,6 +193,7 @@ class Inquest:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HOSTS_SECONDS):
                 await self._all.wait()
+        self._quiet_until = time.monotonic() + WORD_SECONDS
         tell(verdict_of(self._spec, self._run, [each for found in self._found.values() for each in found]))
 
     def close(self) -> None:

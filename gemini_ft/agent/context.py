@@ -61,7 +61,7 @@ class Custodians:
         return keeper if keeper is not None and keeper.alive else None
 
 
-_COUNTED = "committed", "aborted", "damaged", "replica_bytes", "uploads", "failed_uploads", "late_answers", "leader_changes"
+_COUNTED = "committed", "aborted", "damaged", "replica_bytes", "uploads", "failed_uploads", "late_answers", "leader_changes", "divergences"
 
 
 class RunContext:
@@ -102,6 +102,7 @@ class StreamContext:
         host: this host's part of the protocol.
         encrypt: whether payloads between hosts are to be; as the job that runs has it, which may not be the one that started this agent.
         hang: the verdict on the hang of this session, as in its event; None: there has been none.
+        stragglers: ranks that are slow now, as the leader has said.
         workers: rank -> its worker, which may be one of the past.
         slot_store: the memory of all slots.
         custodians: the workers that keep replicas' memory safe.
@@ -114,6 +115,7 @@ class StreamContext:
         self.spec: SessionSpec | None = None
         self.encrypt = True
         self.hang: dict[str, Any] | None = None
+        self.stragglers: list[int] = []
         self.host = Host(name=run.host)
         self.workers: dict[int, WorkerConnection] = {}
         self.custodians = Custodians(self.workers.values)
@@ -180,6 +182,17 @@ class StreamContext:
         self.hang = verdict
         self._write_event("hang", **verdict)
         self.notify(f"the job hangs: {verdict['text']}; {verdict['report']} has the report")
+
+    def note_stragglers(self, ranks: list[int], text: str) -> None:
+        """Records the ranks that are slow from now on."""
+        self.stragglers = ranks
+        self._write_event("straggler", ranks=ranks, text=text)
+        self.notify(text)
+
+    def note_divergence(self, **facts: Any) -> None:
+        """Records that ranks differ in what they must hold alike: ``ranks``, and the ``text`` of the error."""
+        self.counters["divergences"] += 1
+        self._write_event("diverged", **facts)
 
     def _write_event(self, event: str, **facts: Any) -> None:
         try:

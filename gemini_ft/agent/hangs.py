@@ -8,8 +8,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from statistics import median
 
+from gemini_ft.agent.autopsy import doing_of
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.workers import WorkerConnection
+from gemini_ft.core.autopsy import Doing
 
 _FIRST_STEPS = 3  # compilation, caches and lazy state make the first steps slow
 _DEFAULT = 300.0  # seconds
@@ -109,15 +111,19 @@ class HangWatch:
     def progress(self, worker: WorkerConnection, suspended: bool | None = None) -> None:
         if worker in self._detectors:
             self._detectors[worker].progress(time.monotonic(), suspended)
+            if worker.parting == "hang":
+                self._log(f"rank {worker.rank} (pid {worker.pid}) makes progress again, and is not killed")
+                worker.parting = ""
 
     def kill_hanging(self) -> None:
         """Kills the workers that hang now."""
         now = time.monotonic()
         for worker, detector in list(self._detectors.items()):
             silent = detector.hangs(now)
-            if silent is not None and worker.alive and not (detector.starting and self._trains(worker.pid)):
+            if silent is not None and worker.alive and not worker.parting and not (detector.starting and self._trains(worker.pid)):
                 self._log(f"rank {worker.rank} (pid {worker.pid}) made no progress for {silent:.1f} s ({detector.reason}): killing it")
-                del self._detectors[worker]
+                if doing_of(worker.pid) is Doing.STOPPED:  # the autopsy wakes it, and its progress would be no news
+                    del self._detectors[worker]
                 worker.parting = "hang"
                 self._tasks.spawn(self._kill(worker))
 
@@ -125,7 +131,7 @@ class HangWatch:
         try:
             await self._examine(worker)
         finally:
-            if worker.parting == "hang":  # it has not left meanwhile
+            if worker.parting == "hang":  # it has neither left nor made progress meanwhile
                 self.killed += 1
                 worker.kill()
 

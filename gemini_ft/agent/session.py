@@ -23,13 +23,14 @@ from gemini_ft.agent.replication.serve import Fetcher
 from gemini_ft.agent.storing import Storing
 from gemini_ft.core.decisions import Cadence
 from gemini_ft.core.ledger import Ledger
+from gemini_ft.core.stragglers import StragglerWatch, WorkTime
 from gemini_ft.core.succession import Succession, candidates
 from gemini_ft.core.tree import ways_up
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, SupersededError
 from gemini_ft.wire.fair_share import FairShare
 from gemini_ft.wire.handshake import certificate_at, dial
-from gemini_ft.wire.peer_messages import Claims, PeerMessage, Rejoin, UploadSoon
+from gemini_ft.wire.peer_messages import Claims, PeerMessage, Rejoin, ReportWork, UploadSoon
 from gemini_ft.wire.tcp import Connection, Handler
 from gemini_ft.wire.worker_messages import SessionSpec
 
@@ -58,6 +59,7 @@ class AgentSession:
         order, size = candidates(spec.hosts, spec.leader, self._ways), len(set(spec.hosts))
         self.succession = Succession(context.host.name, order, size, self._began, spec.leader_timeout, goes_on)
         self.autopsy = Autopsy(context, spec, self.report, self.outbound.gate.trails)
+        self._work: tuple[int, dict[int, WorkTime]] = (0, {})  # the newest window, and the times of the ranks here that have reported it
         self.failover = Failover(self.succession, self._ways, context.host.holders, self)
 
     def close(self) -> None:
@@ -81,6 +83,7 @@ class AgentSession:
             epoch=epoch,
             may_be_committed=host.may_be_committed,
             inquest=Inquest(self._spec, self._context.run.run_id),
+            stragglers=StragglerWatch(self._spec.hosts, self._spec.straggler_factor),
         )
 
     async def dial(self, host: str, epoch: int, handler: Handler) -> Connection:
@@ -116,6 +119,15 @@ class AgentSession:
         """Tells the leader, on whichever host that is."""
         self._is_drained = self._is_drained or isinstance(message, UploadSoon)
         self.failover.take(message)
+
+    def worked(self, rank: int, window: int, times: WorkTime) -> None:
+        """Takes a rank's times of a window; they are reported once all ranks of this host have theirs."""
+        if window != self._work[0]:
+            self._work = (window, {})
+        ranks, host = self._work[1], self._context.host.name
+        ranks[rank] = times
+        if len(ranks) == self._spec.hosts.count(host):
+            self.report(ReportWork(host=host, window=window, ranks=ranks))
 
     @property
     def reaches_leader(self) -> bool:
@@ -158,15 +170,16 @@ class AgentSession:
 
 def _book(context: StreamContext, spec: SessionSpec, storing: Storing | None, began: float) -> Ledger:
     """The book of a leader: of a new session, or in place of one that is lost. ``began``: when the session did here."""
-    if spec.storage is None or storing is None:
-        return Ledger(context.host.holders, context.host.committed, spec.replica_timeout, None)
-    start, last = spec.resumed.iteration if spec.resumed else 0, began
-    if (stored := storing.uploader.stored) is not None and stored[0].incarnation == spec.incarnation:
-        start, last = max(start, stored[0].iteration), max(began, time.monotonic() - max(0.0, time.time() - stored[1]))
-    due: dict[str, Any] = {name: spec.storage.get(name) for name in ("every_steps", "every_seconds")}
-    cadence = Cadence(**due, last_iteration=start, last_time=last, at_end=storing.uploader.config.at_end)
+    cadence: Cadence | None = None
+    if spec.storage is not None and storing is not None:
+        start, last = spec.resumed.iteration if spec.resumed else 0, began
+        if (stored := storing.uploader.stored) is not None and stored[0].incarnation == spec.incarnation:
+            start, last = max(start, stored[0].iteration), max(began, time.monotonic() - max(0.0, time.time() - stored[1]))
+        due: dict[str, Any] = {name: spec.storage.get(name) for name in ("every_steps", "every_seconds")}
+        cadence = Cadence(**due, last_iteration=start, last_time=last, at_end=storing.uploader.config.at_end)
     book = Ledger(context.host.holders, context.host.committed, spec.replica_timeout, cadence)
-    book.obstacle = "storage has not been looked through yet"
+    book.agreed = spec.resumed  # all ranks have begun with it
+    book.obstacle = "storage has not been looked through yet" if cadence is not None else ""
     return book
 
 

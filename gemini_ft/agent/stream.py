@@ -23,9 +23,9 @@ from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.decisions import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Lacking, Send, Tell, Upload, Withdraw
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import AgentError, PeerError, RecoveryError, SupersededError
+from gemini_ft.errors import AgentError, PeerError, RecoveryError, ReplicaDivergedError, SupersededError
 from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of
-from gemini_ft.wire.peer_messages import AllFinished, Autopsied, DrainHost, Examine, PeerMessage, ReportFinished, UploadSoon
+from gemini_ft.wire.peer_messages import AllFinished, Autopsied, DrainHost, Examine, PeerMessage, ReportFinished, Stragglers, UploadSoon
 from gemini_ft.wire.worker_messages import (
     Collected,
     Dispatched,
@@ -42,6 +42,7 @@ from gemini_ft.wire.worker_messages import (
     SessionSpec,
     StopAfterStep,
     ToAgent,
+    Worked,
 )
 
 
@@ -58,6 +59,7 @@ class Stream:
         self.attempts = 0  # sessions in a row that resumed the same version and committed nothing
         self._excused = False  # the present attempt does not count
         self.given_up: set[Version] = set()
+        self._divergence: Fatal | None = None  # of the ranks of this session
         self._excluded: list[tuple[int, str]] = []
         self._figures: dict[int, dict[str, dict[str, float]]] = {}  # rank -> its last figures of the gradients
         self._progressed = True
@@ -113,9 +115,9 @@ class Stream:
         else:
             stuck = before is not None and not self._progressed and spec.resumed == before.resumed
             self.attempts = self.attempts + 1 if stuck else 1
-            self._progressed, self.finished, self._excused = False, False, False
+            self._progressed, self.finished, self._excused, self._divergence = False, False, False, None
             self.finishing, self.unstored = False, ""
-            context.hang = None
+            context.hang, context.stragglers = None, []
             self.given_up.update(spec.given_up)
             self.perform(context.host.open(holders, spec.resumed, spec.roots, spec.incarnation))
             context.slot_store.forget()
@@ -168,6 +170,9 @@ class Stream:
         self._candidates.add(worker)
         self._misinformed.discard(worker)
         self.context.host.seal()
+        if self._divergence is not None:  # what was made since then may hold what one rank alone computed
+            versions, agreed = {slot.version for slot in self.context.slot_store.inventory()}, self._divergence.agreed
+            self.given_up |= {version for version in versions if agreed is None or version > agreed}
 
     def check_inventory(self, worker: WorkerConnection) -> None:
         """Refuses a choice that could not take account of all copies here.
@@ -198,6 +203,8 @@ class Stream:
                 self.session.outbound.pacing.observed(worker.rank, profile)
             case HoldsBack(steps=steps, why=why):
                 self.session.outbound.pacing.held_back(worker.rank, steps, why)
+            case Worked(window=window, times=times):
+                self.session.worked(worker.rank, window, times)
             case Figures(figures=figures):
                 self._figures[worker.rank] = figures
             case Dispatched():
@@ -284,6 +291,8 @@ class Stream:
         """Returns when it is known why a worker hangs, or may not be waited for any longer."""
         if self._session is not None and self.context.is_present(worker):
             await self._session.autopsy.hold()
+            if worker.parting != "hang":  # the hang is over, and no launcher may say that it was why workers ended
+                self.context.hang = None
         else:  # it joins, or is of the past
             await log_stacks(worker, self.context.log)
 
@@ -369,6 +378,9 @@ class Stream:
                 context.tell_workers(message)
             case Fatal(error=error, text=text):
                 context.log(text)
+                if error == ReplicaDivergedError.__name__ and self._divergence is None:  # which the next leader may say again
+                    self._divergence = message
+                    context.note_divergence(ranks=list(message.ranks), text=text)
                 context.tell_workers(Failed(error=error, text=text, fatal=True))
             case Notice(text=text):
                 context.log(text)
@@ -377,6 +389,8 @@ class Stream:
                 self.session.autopsy.begin()
             case Autopsied():
                 self.session.autopsy.conclude(message)
+            case Stragglers(ranks=ranks, text=text):
+                context.note_stragglers(ranks, text)
             case ReportFinished():
                 pass  # of the leader's own ranks: the next leader hears it from this host (`Failover`)
             case DrainHost(host=name):
@@ -440,6 +454,7 @@ class Stream:
             "command": self.launch.command if self.launch is not None else [],
             "finished": self.finished,
             "hang": self.context.hang,
+            "stragglers": self.context.stragglers,
             "excluded": self._excluded,
             "storage": session.storing.uploader.status() if session is not None and session.storing is not None else None,
             "counters": self.context.counters,

@@ -273,6 +273,8 @@ def _describe(document: dict[str, Any]) -> str:
         state = "finished" if stream["finished"] else f"committed iteration {stream['committed']}{age}"
         lines.append(f"  {name}: incarnation {stream['incarnation']}, {stream['world_size']} ranks, {state}")
         lines += [f"    shard of rank {owner}: {', '.join(slots)}" for owner, slots in stream["shards"].items()]
+        if slow := stream.get("stragglers"):
+            lines.append(f"    stragglers: ranks {slow}")
         if (hang := stream.get("hang")) is not None:
             lines.append(f"    last hang: {hang['text']}; {hang['report']} has the report")
         lines += [f"    left out: host {host} for rank {owner}" for owner, host in stream["excluded"]]

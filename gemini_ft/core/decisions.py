@@ -59,10 +59,17 @@ class Thaw:
 
 @dataclass(frozen=True, kw_only=True)
 class Fatal:
-    """A decision: the job must not go on; ``text`` is the error that every rank raises."""
+    """A decision: the job must not go on; ``text`` is the error that every rank raises.
+
+    Attributes:
+        ranks: those that hold what others do not, where ranks have diverged.
+        agreed: the newest version of which it is known that they had not.
+    """
 
     error: str
     text: str
+    ranks: tuple[int, ...] = ()
+    agreed: Version | None = None
 
 
 Decision = Commit | Abort | Holders | WriteManifest | Thaw | Fatal

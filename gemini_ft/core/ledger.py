@@ -15,6 +15,7 @@ from gemini_ft.core.protocol import NO_ROOTS
 from gemini_ft.core.rounds import FoldedRound, Pair, Round
 from gemini_ft.core.versions import MOST, Incarnation, Version
 
+_NAMED = 8  # ranks in an error
 _END = Version(Incarnation(MOST + 1, ""), 0)  # after all versions: an owner that has finished has gone past them
 
 
@@ -34,6 +35,8 @@ class Ledger:
         self.roots: dict[int, str] = {}  # of the committed version, where this ledger has seen it come about
         self._judged: Version | None = None  # the newest version that was committed by reports made to this ledger
         self._doubtful: set[str] = set()  # hosts with a copy that did not count then
+        self.agreed: Version | None = None  # the newest committed version in which all ranks were found to hold alike what they must
+        self._has_diverged = False  # they were found not to: nothing is committed any more
         self.epoch = 0
         self.excluded: set[Pair] = set()  # one set, which the rounds have as well
         self.uploading: Version | None = None
@@ -321,21 +324,31 @@ class Ledger:
             text = "; ".join(f"ranks {ranks} have layout {layout}" for layout, ranks in by_layout.items())
             problem = f"ranks disagree on names, dtypes, shapes or frozenness of the state: {text}; build the same model on every rank"
             return Fatal(error="LayoutMismatchError", text=problem)
-        text = "; ".join(f"ranks {ranks} have {digest}" for digest, ranks in current.by_label(1).items())
+        sides = sorted(current.by_label(1).items(), key=lambda side: (-len(side[1]), side[1]))
+        is_clear = len(sides[0][1]) > len(sides[1][1])
+        odd = sorted(rank for _, ranks in sides[is_clear:] for rank in ranks)
+        names = ", ".join(f"rank {rank} (host {self.holders[rank][0]})" for rank in odd[:_NAMED]) + " and others" * (len(odd) > _NAMED)
+        verdict = f"what most others hold is not what {names} held" if is_clear else f"which is wrong of {names} cannot be told"
+        self._has_diverged = True
         return Fatal(
             error="ReplicaDivergedError",
-            text=f"state that must be the same on all ranks differs: {text}; a restored state would be one that no rank ever had. "
-            "Look for updates that depend on the rank, or for gradients that were not reduced.",
+            text="state that must be the same on all ranks differs: "
+            + "; ".join(f"ranks {ranks} have {digest}" for digest, ranks in sides)
+            + f"; {verdict}. What was committed after {self.agreed or 'the beginning'}, when they agreed, is resumed only if there is "
+            "nothing else. Look for updates that depend on the rank, for gradients that were not reduced, and for faulty memory.",
+            ranks=tuple(odd),
+            agreed=self.agreed,
         )
 
     def _try_commit(self, version: Version, current: Round | FoldedRound, now: float) -> list[Decision]:
-        if not current.complete:
+        if not current.complete or self._has_diverged:
             return []
         roots, compared = current.roots, current.compared
         self._close(version)
         self._judged, self._doubtful = version, {host for _, host in self.excluded}
         self._joined_at = {host: newest for host, newest in self._joined_at.items() if newest >= version}
         self.roots = roots
+        self.agreed = version if compared else self.agreed
         return [Commit(version=version, freeze=self._freeze(version, compared, now), digest_at=self._digest_at(version, now), roots=roots)]
 
     def _digest_at(self, version: Version, now: float) -> int | None:
@@ -391,8 +404,8 @@ class Ledger:
     def _judge(self, version: Version, current: Round, now: float) -> list[Decision]:
         """Aborts, waits or commits."""
         if current.disputed:
-            conflict = self._conflict(current)
-            return [*self._abort(version, conflict.text), conflict]
+            is_news, conflict = not self._has_diverged, self._conflict(current)
+            return [*self._abort(version, "the ranks disagree"), *([conflict] if is_news else [])]
         return self._try_commit(version, current, now)
 
     def _close(self, version: Version) -> None:

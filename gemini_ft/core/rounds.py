@@ -102,8 +102,9 @@ class Round:
 
     @property
     def disputed(self) -> bool:
-        """Whether reports differ in what must be the same on all ranks."""
-        return any(sum(count > 0 for value, count in said.items() if value) > 1 for said in (self._layouts, self._digests))
+        """Whether reports differ in what must be the same on all ranks; digests are judged once all owners' own are there."""
+        judged = (self._layouts, self._digests) if self.own_since is not None else (self._layouts,)
+        return any(sum(count > 0 for value, count in said.items() if value) > 1 for said in judged)
 
     def by_label(self, which: int) -> dict[str, list[int]]:
         """Hash of the layout (``which`` 0) or digest of replicated state (1) -> ranks that report it."""

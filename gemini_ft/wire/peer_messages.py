@@ -12,6 +12,7 @@ from pydantic import Field
 from gemini_ft.core.autopsy import RankFound
 from gemini_ft.core.decisions import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Skipped
+from gemini_ft.core.stragglers import WorkTime
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.wire.messages import (
     PROTOCOL_VERSION,
@@ -257,6 +258,21 @@ class Autopsied(Message):
     report: str
 
 
+class ReportWork(Message):
+    """Reports the times of this host's ranks in a window of steps (gemini_ft.core.stragglers)."""
+
+    host: str
+    window: int
+    ranks: dict[int, WorkTime]
+
+
+class Stragglers(Message):
+    """Tells which ranks are slow from now on, and in words what has changed."""
+
+    ranks: list[int]
+    text: Text
+
+
 class AllFinished(Message):
     """Tells agents that they may go: every rank has finished, and the last upload is over."""
 
@@ -307,6 +323,6 @@ PeerMessage = (
     Claims | Accepted | Offer | Ready | Refused | Begin | End | Drop | Ack | Parcel | Astray | Unchanged | Resend | ReportUploaded
     | ReportFinished | Heartbeat | ReportNeed | Rejoin | Relayed | Admitted | Silent | WayUp | UploadSoon | DrainHost | AllFinished | Fetch
     | Describe | Description | GetRoots | Roots | Data | Chunk | Failed | Notice | Paced | Completed | Copies | Gathered | GatheredSkips
-    | Skipped | Examine | Examined | Autopsied | Commit | Abort | Holders | Thaw | Fatal
+    | Skipped | Examine | Examined | Autopsied | ReportWork | Stragglers | Commit | Abort | Holders | Thaw | Fatal
 )  # fmt: skip
 peers: Channel[PeerMessage] = Channel(PeerMessage)

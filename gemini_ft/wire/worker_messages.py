@@ -9,6 +9,7 @@ from typing import Literal
 
 from gemini_ft.config import DEFAULT_TRAFFIC, LEADER_TIMEOUT, TrafficConfig
 from gemini_ft.core.decisions import Abort, Commit
+from gemini_ft.core.stragglers import WorkTime
 from gemini_ft.core.traffic import Profile
 from gemini_ft.core.tree import FAN_IN
 from gemini_ft.core.versions import Incarnation, Version
@@ -105,6 +106,7 @@ class SessionSpec(Message):
     replica_timeout: float = 30.0
     leader_timeout: float = LEADER_TIMEOUT  # seconds; 0: no other host ever leads
     hang_timeout: float | None = None
+    straggler_factor: float = 0.0
     chunk_bytes: int = 8 * 2**20
     storage: dict[str, object] | None = None  # StorageConfig, as checked on every rank
     interval: int | None = 1  # steps between snapshots; None: as many as the network needs
@@ -215,6 +217,13 @@ class Observed(Message):
     profile: Profile | None
 
 
+class Worked(Message):
+    """The times of the worker's steps in a window (gemini_ft.core.stragglers)."""
+
+    window: int  # the iteration at which it has ended
+    times: WorkTime
+
+
 class Figures(Message):
     """The costs of the gradients in the last step, for ``gemini status``."""
 
@@ -317,7 +326,7 @@ class Inject(Message):
 
 
 ToAgent = (
-    Hello | GetInventory | OpenSession | Reserve | Request | Copied | GiveUp | Progress | Watch | Observed | Figures | Dispatched
+    Hello | GetInventory | OpenSession | Reserve | Request | Copied | GiveUp | Progress | Watch | Observed | Worked | Figures | Dispatched
     | Collected | Excuse | Verify | Stage | Map | Adopt | Ping | Goodbye | Over | Ended | GetStatus | Visit | Leave | AskDrain | Inject
     | Chunk | Landed | HoldsBack
 )  # fmt: skip

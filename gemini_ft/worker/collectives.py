@@ -26,10 +26,11 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from gemini_ft import accelerator
 from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.core.autopsy import ENTRIES, GROUPS
+from gemini_ft.core.stragglers import WorkWindow
 from gemini_ft.core.traffic import Collective, Moment, ObservedStep, Profiler
 from gemini_ft.wire.control_page import ControlPage
 from gemini_ft.wire.private import open_log
-from gemini_ft.wire.worker_messages import Observed, ToAgent, Watch
+from gemini_ft.wire.worker_messages import Observed, ToAgent, Watch, Worked
 
 _log = logging.getLogger("gemini_ft")
 _Seen = TypeVar("_Seen")
@@ -461,7 +462,7 @@ class Observation:
 
     def __init__(self, tell: Callable[[ToAgent, Sequence[int]], None], window: int, is_profiled: bool) -> None:
         self._tell, self._is_profiled = tell, is_profiled
-        self._profiler = Profiler(window)
+        self._profiler, self._window = Profiler(window), WorkWindow()
         self._stack = contextlib.ExitStack()
         self._observer = self._stack.enter_context(observe())
 
@@ -471,10 +472,15 @@ class Observation:
         self._tell(Watch(), (page.page, page.bell))
         self._report()
 
-    def step_over(self) -> None:
+    def step_over(self, iteration: int) -> None:
         """Records that a step has ended."""
-        if self._observer.look(lambda: self._profiler.add(self._observer.step_over())):
+        step = self._observer.look(self._observer.step_over)
+        if step is None:
+            return
+        if self._observer.look(lambda: self._profiler.add(step)):
             self._report()
+        if (times := self._window.add(iteration, step.seconds, sum(seconds for _, seconds in step.idle()))) is not None:
+            self._tell(Worked(window=iteration, times=times), ())
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         """Shows meanwhile that the training stands still until a snapshot has travelled."""

@@ -66,9 +66,6 @@ from gemini_ft.worker.supervision import Supervision
 _log = logging.getLogger("gemini_ft")
 _POLL = 0.001  # seconds
 
-# Iterations between comparisons of what all ranks must hold alike. Each hashes the whole state beside a snapshot, 0.1 to 0.2 s per GB.
-COMPARE_EVERY = 1000
-
 
 class Recorder:
     """Records one stream for one rank. Constructing it joins the run: collective.
@@ -192,8 +189,8 @@ class Recorder:
 
     def _is_compared(self, iteration: int) -> bool:
         """Whether the ranks' replicated state is compared after ``iteration`` though no upload is due; the same on all ranks."""
-        before, self._recorded = self._recorded, iteration
-        return self.session.world_size > 1 and iteration // COMPARE_EVERY > before // COMPARE_EVERY
+        before, self._recorded, every = self._recorded, iteration, self._config.compare_every
+        return self.session.world_size > 1 and iteration // every > before // every
 
     def marks(self) -> dict[str, list[tuple[int, int]]]:
         """Marks by which a write to the last snapshot's tensors is seen; empty before the first one."""
@@ -356,10 +353,11 @@ class Recorder:
             notes.say_committed(session.run, session.spec.stream, {*session.spec.hosts})
 
     def _observe(self) -> None:
-        """Shows the agent which collectives are under way: for replicas that wait for an idle network, and for the autopsy of hangs."""
+        """Shows the agent which collectives are under way: for replicas that wait for an idle network, for hangs and stragglers."""
         traffic = self._config.traffic
         is_profiled = self._travels and traffic.when == "idle"
-        if is_profiled or (self.session.world_size > 1 and self._config.hang_timeout != 0):
+        is_judged = self._config.hang_timeout != 0 or self._config.straggler_factor > 0
+        if is_profiled or (self.session.world_size > 1 and is_judged):
             try:
                 observation = Observation(lambda message, fds: self.client.tell(message, fds), traffic.profile_steps, is_profiled)
             except Exception:  # of another torch: it must never cost the training
@@ -392,7 +390,7 @@ class Recorder:
         self._at = iteration
         if self._observation is not None:
             with contextlib.suppress(AgentError):  # its death is noticed, and mended, by the snapshot thread
-                self._observation.step_over()
+                self._observation.step_over(iteration)
 
     # -- other threads
 

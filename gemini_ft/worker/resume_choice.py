@@ -138,6 +138,8 @@ class Chooser:
         plan = self._find(given_up)
         if plan.version is None and given_up:
             plan = self._find(frozenset())  # one more failure is better than starting over after weeks of work
+            if plan.version is not None and plan.version not in stuck:
+                self._warn("%s had been given up, and is resumed as there is nothing else", plan.version)
         for version, attempts in stuck.items():
             then = "it is left aside" if version != plan.version else "there is no other, so it is tried again"
             self._warn("%s was resumed %d times in a row without one step of progress: %s", version, attempts, then)

@@ -25,6 +25,7 @@ from session_case import loop, stop_the_agent_for_good
 from gemini_ft.agent import hangs, lifecycle, watchdog
 from gemini_ft.agent.hangs import HangDetector, HangWatch
 from gemini_ft.agent.workers import WorkerConnection
+from gemini_ft.core.autopsy import Doing
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.wire.worker_messages import Leave, Left
 
@@ -302,7 +303,7 @@ class TestStart:
     def test_a_process_that_trains_another_stream_is_not_hanging(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock, said = SimpleNamespace(now=0.0), list[str]()
         monkeypatch.setattr(hangs, "time", SimpleNamespace(monotonic=lambda: clock.now))
-        trains, waits, alone = (Mock(WorkerConnection, rank=rank, pid=pid, alive=True) for rank, pid in enumerate((10, 10, 20)))
+        trains, waits, alone = (Mock(WorkerConnection, rank=rank, pid=pid, alive=True, parting="") for rank, pid in enumerate((10, 10, 20)))
 
         async def look() -> None:
             watch = HangWatch(said.append, AsyncMock())
@@ -334,6 +335,33 @@ class TestStart:
         watch = asyncio.run(look())
         assert worker.kill.called == (not how)
         assert watch.killed == (not how)
+
+    @pytest.mark.parametrize("is_stopped", [False, True])
+    def test_one_that_makes_progress_while_it_is_examined_goes_on(self, is_stopped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Unless it was stopped: the examination itself has woken it. It may hang, and be examined, again."""
+        monkeypatch.setattr(hangs, "doing_of", lambda pid: Doing.STOPPED if is_stopped else Doing.ASLEEP)
+        worker, said = Mock(WorkerConnection, rank=0, pid=1, alive=True, parting=""), list[str]()
+        goes_on = True
+
+        async def examine(_: WorkerConnection) -> None:
+            if goes_on:
+                watch.progress(worker)
+
+        watch = HangWatch(said.append, examine)
+
+        async def look() -> None:
+            watch.begin(worker, start_timeout=1e-9)
+            await asyncio.sleep(0.01)
+            watch.kill_hanging()
+            await asyncio.sleep(0.01)
+
+        asyncio.run(look())
+        assert worker.kill.called == is_stopped
+        assert any("makes progress again" in text for text in said) == (not is_stopped)
+        if not is_stopped:
+            goes_on = False
+            asyncio.run(look())
+            assert worker.kill.called
 
 
 @pytest.mark.parametrize(("victim", "options"), [(0, {}), (1, {"interval": 1})], ids=["leader-auto", "member-every-step"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import math
 import random
 import time
 import typing
@@ -28,6 +29,7 @@ PLAIN: dict[Any, list[Any]] = {
     int: [*NUMBERS],
     str: ["", "a", "b", "test", "\x1b[2J\n", "\u202e" * 9, "x" * 10_000],
     bool: [True, False],
+    float: [0.0, -1.0, 0.2, math.inf, math.nan],
     bytes: [b"", b"\xff" * 64, bytes(70_000)],
     NoneType: [None],
 }

@@ -98,6 +98,23 @@ def test_a_host_that_does_not_answer_in_time_is_named(monkeypatch: pytest.Monkey
     assert verdict.report.startswith("hang of run run, stream s, incarnation 3, ")
 
 
+def test_a_later_hang_has_an_inquest_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autopsy, "WORD_SECONDS", -1.0)  # what comes after a verdict is of another hang at once
+    told = list[PeerMessage]()
+
+    async def work() -> None:
+        inquest = Inquest(SPEC, "run")
+        for stopped in (1, 2):
+            ranks = [rank(number, "b", Doing.STOPPED if number == stopped else Doing.ASLEEP) for number in (1, 2)]
+            for found in (examined("b", *ranks), examined("a", rank(0, "a"))):
+                inquest.hear(found, told.append)
+            await asyncio.sleep(0.05)
+        inquest.close()
+
+    asyncio.run(work())
+    assert [message.ranks for message in told if isinstance(message, Autopsied)] == [[1], [2]]
+
+
 def test_no_host_speaks_for_another_or_twice() -> None:
     lies = [rank(number, host, Doing.STOPPED) for number, host in [(0, "a"), (0, "b"), (1, "a"), (-1, "b"), (9, "b")]]
     told = concluded(

@@ -175,13 +175,30 @@ def test_ranks_that_disagree_on_the_layout_stop_the_job() -> None:
     assert (fatal.error, "ranks [1] have layout another layout" in fatal.text) == ("LayoutMismatchError", True)
 
 
-def test_replicated_state_that_differs_stops_the_job() -> None:
-    """Section 3: "if they differ, the restored state would be one that no rank ever had"."""
-    book = ledger()
-    report(book, version(1), (0, "a"))
+def test_replicated_state_that_differs_stops_the_job_and_the_odd_rank_is_named_once_all_are_heard() -> None:
+    """Section 3: "if they differ, the restored state would be one that no rank ever had". Nothing is committed after it."""
+    book = Ledger({rank: (host,) for rank, host in enumerate("abc")}, None, TIMEOUT)
+    for iteration, digest in ((1, "same"), (2, "")):  # they are not compared at each
+        report(book, version(iteration), (0, "a"), (1, "b"), (2, "c"), digest=digest)
+    assert (book.committed, book.agreed) == (version(2), version(1))
+    assert report(book, version(3), (1, "b"), digest="other") == []
+    assert report(book, version(3), (0, "a"), digest="same") == []  # which of two it is cannot be told
+    abort, fatal = report(book, version(3), (2, "c"), digest="same")
+    assert isinstance(abort, Abort)
+    assert isinstance(fatal, Fatal)
+    assert (fatal.error, fatal.ranks, fatal.agreed) == ("ReplicaDivergedError", (1,), version(1))
+    assert "what most others hold is not what rank 1 (host b) held" in fatal.text
+    assert report(book, version(4), (0, "a"), (1, "b"), (2, "c")) == []
+    assert book.committed == version(2)
+
+
+def test_of_two_ranks_that_differ_both_are_named() -> None:
+    book = Ledger({rank: (host,) for rank, host in enumerate("ab")}, None, TIMEOUT)
+    report(book, version(1), (0, "a"), digest="one")
     fatal = report(book, version(1), (1, "b"), digest="other")[-1]
     assert isinstance(fatal, Fatal)
-    assert fatal.error == "ReplicaDivergedError"
+    assert fatal.ranks == (0, 1)
+    assert "which is wrong of rank 0 (host a), rank 1 (host b) cannot be told" in fatal.text
 
 
 # -- the set of holders

@@ -7,6 +7,7 @@ skipped, of other incarnations, with other roots; holders that are left out and 
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -61,7 +62,7 @@ class History:
         return getattr(self, f"_{name}")()
 
     def _tell(self, *args: object, call: str) -> list[list[Decision]]:
-        return [deepcopy(getattr(each, call)(*args)) for each in self.both]
+        return [_untold(deepcopy(getattr(each, call)(*args))) for each in self.both]
 
     def _report(self, what: Version | None = None, owner: int | None = None, host: str | None = None) -> list[list[Decision]]:
         rng = self.rng
@@ -139,7 +140,7 @@ class History:
         one_by_one = [decision for owner in owners for decision in reference.report(Skipped(owner, what, "late"), self.now)]
         told = ours.report(GatheredSkips(what, "late", {"h0": owners}), self.now), one_by_one
         return [
-            sorted(deepcopy(each), key=lambda abort: abort.version) for each in told
+            sorted(deepcopy(each), key=lambda each: str(getattr(each, "version", ""))) for each in told
         ]  # any of these owners can be the one that is named
 
     def _finish(self) -> list[list[Decision]]:
@@ -173,8 +174,13 @@ class History:
                 return self._tell(call="upload_last")
 
 
+def _untold(decisions: list[Decision]) -> list[Decision]:
+    """Without what is said of a conflict."""
+    return [replace(each, text="") if isinstance(each, Fatal) else each for each in decisions]
+
+
 def state(book: EITHER) -> tuple[Any, ...]:
-    return book.committed, book.roots, book.epoch, book.excluded, book.uploading, book.upload_error, book.aborted
+    return book.committed, book.agreed, book.roots, book.epoch, book.excluded, book.uploading, book.upload_error, book.aborted
 
 
 def follow(seed: int, steps: int) -> set[type[Decision]]:

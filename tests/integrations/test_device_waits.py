@@ -24,7 +24,7 @@ JOBS = {
     "couriers": Case(CARRIED, lag=0.05),
     "verified": Case(WAIT | {"verify": True}),
     **{name: Case(WAIT, name, training_lag=0.02) for name in OPTIMIZERS if name != "momentum"},
-    "compared": Case(WAIT | {"replicated": True, "replicas": 2}, lag=0.05, training_lag=0.02, compared=True),
+    "compared": Case(WAIT | {"replicated": True, "replicas": 2, "compare_every": 1}, lag=0.05, training_lag=0.02),
     "hit": Case(WAIT | {"verify": True}, is_hit=True),
 }
 # Scenario of a wait (`device_waits`): its module, and the jobs of which one misses it. Two are missed by their units alone: when an agent

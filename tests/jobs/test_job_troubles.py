@@ -13,7 +13,6 @@ from session_case import (
     add_parameters,
     compare_with_a_gap,
     drift,
-    drift_and_compare_soon,
     growth,
     kill_the_agent,
     loop,
@@ -68,11 +67,11 @@ class TestDrift:
         assert "on ranks [1]" in str(results[0])
 
     def test_is_found_without_storage(self, two: World) -> None:
-        results = two.outcome(*run(50, during=drift_and_compare_soon))
+        results = two.outcome(*run(50, during=drift, compare_every=10))
         assert any(isinstance(result, ReplicaDivergedError) for result in results), results
 
     def test_is_looked_for_at_the_same_iterations_by_all_ranks(self, two: World) -> None:
-        results = two.outcome(*run(22, during=compare_with_a_gap, on_late="skip", interval=1, pause=0.05))
+        results = two.outcome(*run(22, during=compare_with_a_gap, compare_every=10, on_late="skip", interval=1, pause=0.05))
         assert [result["scalars"]["digested"] for result in results] == [[10, 20], [20]]
 
     def test_is_found_before_the_next_upload(self, two: World, tmp_path: Path) -> None:

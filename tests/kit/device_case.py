@@ -19,7 +19,6 @@ from gemini_ft.agent.client import AgentClient
 from gemini_ft.state.copy_plan import MappedSlot
 from gemini_ft.testing import digest
 from gemini_ft.wire.worker_messages import Copied, Landed
-from gemini_ft.worker import recorder
 from gemini_ft.worker.snapshot import Snapshotter
 
 SAVED = 4  # iterations whose state is saved; one more is trained, and lost
@@ -37,7 +36,6 @@ class Case:
         optimizer: one of `OPTIMIZERS`.
         lag: seconds for which copies beside the training are late.
         training_lag: seconds for which the training's own writes are.
-        compared: ranks compare their state at each snapshot.
         is_hit: the last snapshot's slot is written to by a stray pointer, between the copy and the checksums that the agent forms.
         missing: the wait that it lacks.
     """
@@ -46,7 +44,6 @@ class Case:
     optimizer: str = "momentum"
     lag: float = 0.005
     training_lag: float = 0.0
-    compared: bool = False
     is_hit: bool = False
     missing: Missing | None = None
 
@@ -127,8 +124,6 @@ def train(case: Case) -> dict[str, Any]:
     if int(os.environ["WORLD_SIZE"]) > 1:
         gemini_ft.init_process_group("gloo")
     install(accelerator, case.lag)
-    if case.compared:
-        recorder.COMPARE_EVERY = 1
     if case.is_hit:
         _hit()
     if case.missing is not None:

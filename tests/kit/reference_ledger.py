@@ -48,6 +48,8 @@ class ReferenceLedger:
         self.aborted: dict[Version, str] = {}  # above the committed one -> reason
         self._passed: dict[int, Version] = {}  # owner -> newest version it has spoken of
         self._finished: set[int] = set()
+        self.agreed: Version | None = None
+        self._has_diverged = False
         self._records: dict[int, str] = {}
 
     # -- reports
@@ -174,21 +176,26 @@ class ReferenceLedger:
             problem = f"ranks disagree on names, dtypes, shapes or frozenness of the state: {text}; build the same model on every rank"
             return Fatal(error="LayoutMismatchError", text=problem)
         by_digest = _by_value((ack.digest, ack.owner) for ack in current.acks.values() if ack.digest)
-        if len(by_digest) > 1:
-            text = "; ".join(f"ranks {ranks} have {digest}" for digest, ranks in by_digest.items())
-            return Fatal(
-                error="ReplicaDivergedError",
-                text=f"state that must be the same on all ranks differs: {text}; a restored state would be one that no rank ever had. "
-                "Look for updates that depend on the rank, or for gradients that were not reduced.",
-            )
+        if len(by_digest) > 1 and current.own_copies_since is not None:
+            most = max(map(len, by_digest.values()))
+            usual = [ranks for ranks in by_digest.values() if len(ranks) == most]
+            odd = sorted(rank for ranks in by_digest.values() for rank in ranks if ranks not in usual or len(usual) > 1)
+            return Fatal(error="ReplicaDivergedError", text="", ranks=tuple(odd), agreed=self.agreed)
         return None
 
     def _try_commit(self, version: Version, now: float) -> list[Decision]:
         current = self._rounds.get(version)
-        if current is None or current.own_copies_since is None or not self._expected() <= _agreeing(self.holders, current.acks):
+        if (
+            self._has_diverged
+            or current is None
+            or current.own_copies_since is None
+            or not self._expected() <= _agreeing(self.holders, current.acks)
+        ):
             return []
         self._close(version)
         self.roots = {owner: root for owner, hosts in self.holders.items() if (root := current.acks[owner, hosts[0]].root)}
+        if all(current.acks[owner, hosts[0]].digest for owner, hosts in self.holders.items()):
+            self.agreed = version
         freeze = self._freeze(version, current, now)
         return [Commit(version=version, freeze=freeze, digest_at=self._digest_at(version, now), roots=self.roots)]
 
@@ -239,10 +246,11 @@ class ReferenceLedger:
         """Aborts, waits or commits."""
         if gone := self._judge_passed(version):
             return gone
-        if conflict := self._conflict(current):
-            return [*self._abort(version, conflict.text), conflict]
         if current.own_copies_since is None and all((o, hosts[0]) in current.acks for o, hosts in self.holders.items()):
             current.own_copies_since = now
+        if conflict := self._conflict(current):
+            is_news, self._has_diverged = not self._has_diverged, self._has_diverged or conflict.error == "ReplicaDivergedError"
+            return [*self._abort(version, "the ranks disagree"), *([conflict] if is_news else [])]
         return self._try_commit(version, now)
 
     def _close(self, version: Version) -> None:

@@ -168,15 +168,8 @@ def drift(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, chec
             next(net.parameters()).add_(1)
 
 
-def drift_and_compare_soon(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
-    """The same in a job whose ranks are compared every 10 iterations."""
-    recorder.COMPARE_EVERY = 10
-    drift(iteration, net, optimizer, checkpointer)
-
-
 def compare_with_a_gap(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
     """Ranks are compared every 10 iterations; rank 1 has no snapshot of the 10th. What each digests is among its scalars."""
-    recorder.COMPARE_EVERY = 10
     if iteration > 0:
         return
     submit, record, digested = Snapshotter.submit, recorder.Recorder.record, checkpointer.scalars.setdefault("digested", [])
@@ -366,3 +359,29 @@ def overheard() -> dict[str, Any]:
         start_ranks()
         secret = Recorder(load_config(), "main", Stats(), resizable=False).session.secret
     return {"said": len(said), "length": len(secret), "overheard": any(secret in blob for blob in said), "secret": secret}
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """Flips a bit, as faulty memory does: no counter of torch shows it."""
+    tensor.detach().view(-1).view(torch.int32).numpy()[0] ^= 1 << 20
+
+
+def flip_in(place: str, at: int, iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, _: gemini_ft.Checkpointer) -> None:
+    """On rank 1, once in the run, a bit flips after iteration ``at``: in a weight, a moment, or a gradient that has been reduced."""
+    done, weight = Path(os.environ["GEMINI_LOG_DIR"]) / "flipped", next(net.parameters())
+    if os.environ["RANK"] != "1" or iteration != at or done.exists():
+        return
+    done.touch()
+    if place == "gradient":
+        hook = optimizer.register_step_pre_hook(lambda *_: (flip(weight.grad), hook.remove())[0])  # type: ignore[arg-type, func-returns-value]
+    else:
+        flip(weight if place == "weight" else optimizer.state[weight]["exp_avg"])
+
+
+def drag(how: str, culprit: int, since: int, seconds: float, iteration: int, *_: Any) -> None:
+    """From a step on, one rank takes longer for each."""
+    if int(os.environ["RANK"]) == culprit and iteration >= since:
+        end = time.monotonic() + seconds
+        while how == "computes" and time.monotonic() < end:
+            sum(range(1000))
+        time.sleep(max(0.0, end - time.monotonic()))

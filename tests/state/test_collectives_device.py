@@ -153,8 +153,8 @@ def test_a_profile_that_fails_ends_observing_and_not_the_training(
     observation = collectives.Observation(lambda *_: None, 4, True)
     monkeypatch.setattr(collectives.Profiler, "add", lambda *_: 1 / 0)
     with caplog.at_level(logging.WARNING, "gemini_ft"):
-        observation.step_over()
-        observation.step_over()
+        for iteration in (1, 2):
+            observation.step_over(iteration)
     observation.close()
     assert len([record for record in caplog.records if "cannot be observed" in record.message]) == 1
 

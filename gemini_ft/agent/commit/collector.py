@@ -29,6 +29,7 @@ from gemini_ft.wire.peer_messages import (
     ReportFinished,
     ReportNeed,
     ReportUploaded,
+    ReportWork,
     Silent,
     UploadSoon,
     WayUp,
@@ -39,7 +40,7 @@ SILENCE = 2.5  # seconds after which a host, or a collector, of which nothing is
 GATHER = 0.25  # seconds for which a host waits for more to report, and a collector for hosts that have not reported
 _TICK = 0.5  # seconds between looks at who is silent
 HEARTBEAT = 1.0  # seconds without a word after which a member, or a collector, gives a sign of life
-_REPORTS = Rejoin | Copies | Skipped | ReportUploaded | ReportFinished | ReportNeed | UploadSoon | DrainHost | Examined
+_REPORTS = Rejoin | Copies | Skipped | ReportUploaded | ReportFinished | ReportNeed | UploadSoon | DrainHost | Examined | ReportWork
 
 
 class Collector:

@@ -23,6 +23,7 @@ from gemini_ft.agent.uploads import UnclearUploadError
 from gemini_ft.core.decisions import Abort, Commit, Decision, Holders, Thaw, WriteManifest
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Skipped
 from gemini_ft.core.ledger import Ledger
+from gemini_ft.core.stragglers import StragglerWatch
 from gemini_ft.core.traffic import Pace
 from gemini_ft.core.tree import Ways
 from gemini_ft.core.versions import Version
@@ -40,7 +41,9 @@ from gemini_ft.wire.peer_messages import (
     ReportFinished,
     ReportNeed,
     ReportUploaded,
+    ReportWork,
     Silent,
+    Stragglers,
     UploadSoon,
     WayUp,
     peers,
@@ -74,6 +77,7 @@ class Leader:
         epoch: the one that it leads (`gemini_ft.core.succession`).
         may_be_committed: whether another host is believed when it says that a version was committed.
         inquest: judges hangs.
+        stragglers: names ranks that are slow.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class Leader:
         epoch: int = 0,
         may_be_committed: Callable[[Version], bool] = lambda version: True,
         inquest: Inquest | None = None,
+        stragglers: StragglerWatch | None = None,
     ) -> None:
         self._host, self._allowed, self._epoch, self._may_be_committed = host, ways, epoch, may_be_committed
         self.book, self._world_size, self._storing, self._on_decision, self._patience = book, world_size, storing, on_decision, patience
@@ -101,7 +106,7 @@ class Leader:
         self._at_work = {rank for rank in book.holders if book.owns(host, rank)}  # ranks of this host that have not finished
         self._pace: Pace | None = None  # begins with the knowledge of the first to report: this leader may have been restarted
         self._paced: Paced | None = None  # the last change
-        self._inquest = inquest
+        self._inquest, self._stragglers = inquest, stragglers
         self._began = time.monotonic()
         self._newest = 0  # iteration that was spoken of
         self._upload: tuple[Version | None, float] = (None, 0.0)  # under way, since (or when that was last said)
@@ -170,7 +175,7 @@ class Leader:
         match message:
             case Skipped(owner=rank) | ReportUploaded(owner=rank) if not self.book.owns(host, rank):
                 return
-            case ReportNeed(host=of) | Examined(host=of) if of != host:
+            case ReportNeed(host=of) | Examined(host=of) | ReportWork(host=of) if of != host:
                 return
             case ReportFinished(rank=rank) if not self.book.owns(host, rank):  # the leader before this one may have told it
                 self._finish(rank)
@@ -221,6 +226,9 @@ class Leader:
                 self._tell(message)
         elif isinstance(message, Examined) and self._inquest is not None:
             self._inquest.hear(message, self._tell)
+        elif isinstance(message, ReportWork) and self._stragglers is not None:
+            if (text := self._stragglers.add(message.host, message.window, message.ranks)) is not None:
+                self._tell(Stragglers(ranks=sorted(self._stragglers.slow), text=text))
         elif isinstance(message, ReportFinished):
             self._apply(self.book.finish(message.rank))
             if member is None and message.rank in self._at_work:  # other hosts remember their own ranks

@@ -1,0 +1,109 @@
+"""Names the ranks that are slow: for long, and by so much that the others wait for them. Pure.
+
+Where all ranks do the same between two collectives, each waits in these for the slowest, and the time that a rank spends outside of all of
+them is its own. Ranks report medians of a few steps, so that a validation, an upload or a long batch in one of them counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, median_low
+
+from gemini_ft.core.autopsy import RANKS_NAMED
+
+WINDOW = 8  # steps of a report: three in a row, of which the first may begin with half a window of quick steps, are less than 30 steps
+_IN_A_ROW = 3  # windows after which a rank is slow, or is not any more
+_PART = 0.1  # of a step; a rank that is later by less keeps nobody waiting who would notice
+_LEAST = 0.005  # seconds, too
+_KEPT = 4  # windows of which not all ranks have reported
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkTime:
+    """A rank's time in one step, the median of a window, in seconds.
+
+    Attributes:
+        step: all of it.
+        alone: the part for which none of its collectives was under way.
+    """
+
+    step: float
+    alone: float
+
+
+class WorkWindow:
+    """Collects the times of one rank's steps."""
+
+    def __init__(self) -> None:
+        self._steps, self._alone = list[float](), list[float]()
+        self._at: int | None = None
+
+    def add(self, iteration: int, step: float, alone: float) -> WorkTime | None:
+        """Takes the times of the step that ends at ``iteration``; returns the medians where a window ends, at the same one on all ranks."""
+        before, self._at = self._at, iteration
+        self._steps.append(step)
+        self._alone.append(alone)
+        if before is None or iteration // WINDOW == before // WINDOW:
+            return None
+        steps, alones, self._steps, self._alone = self._steps, self._alone, [], []
+        return WorkTime(step=median(steps), alone=median(alones)) if len(steps) > WINDOW // 2 else None
+
+
+class StragglerWatch:
+    """Compares the ranks of a job; the leader's.
+
+    Args:
+        hosts: of each rank.
+        factor: how many times as long as the median of all ranks a slow one works alone; 0: none is ever slow.
+
+    Attributes:
+        slow: the ranks that are slow now.
+    """
+
+    def __init__(self, hosts: Sequence[str], factor: float) -> None:
+        self._hosts, self._factor = hosts, factor
+        self.slow: frozenset[int] = frozenset()
+        self._windows: dict[int, dict[int, WorkTime]] = {}  # end of the window -> rank -> its times
+        self._streaks = dict.fromkeys(range(len(hosts)), 0)  # windows in a row in which a rank was not what it is held to be
+
+    def add(self, host: str, window: int, ranks: Mapping[int, WorkTime]) -> str | None:
+        """Takes what a host reports of its own ranks; returns a text where ``slow`` has changed."""
+        if not self._factor or len(self._hosts) < 2:
+            return None
+        found = self._windows.setdefault(window, {})
+        found |= {rank: times for rank, times in ranks.items() if rank in self._streaks and self._hosts[rank] == host}
+        if len(found) < len(self._hosts):
+            self._windows = dict(sorted(self._windows.items())[-_KEPT:])
+            return None
+        self._windows = {end: each for end, each in self._windows.items() if end > window}
+        return self._judge(window, found)
+
+    def _judge(self, window: int, found: Mapping[int, WorkTime]) -> str | None:
+        usual = median_low(times.alone for times in found.values())
+        late = {r for r, of in found.items() if of.alone > self._factor * usual and of.alone - usual > max(_LEAST, _PART * of.step)}
+        for rank in found:
+            self._streaks[rank] = self._streaks[rank] + 1 if (rank in late) != (rank in self.slow) else 0
+        changed = {rank for rank, streak in self._streaks.items() if streak >= _IN_A_ROW}
+        if not changed:
+            return None
+        self._streaks |= dict.fromkeys(changed, 0)
+        begun, self.slow = changed - self.slow, self.slow ^ changed
+        said = []
+        if begun:
+            since = window - _IN_A_ROW * WINDOW + 1
+            times = ", ".join(f"{self._name(r)} {found[r].alone:.3g} s" for r in sorted(begun)[:RANKS_NAMED]) + _rest(begun)
+            said.append(
+                f"stragglers: since step {since} all ranks wait for {times}: so long works each outside of collectives in a step, "
+                f"and {usual:.3g} s is usual"
+            )
+        if over := changed - begun:
+            said.append(f"no straggler any more: {', '.join(map(self._name, sorted(over)[:RANKS_NAMED]))}{_rest(over)}")
+        return "; ".join(said)
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} (host {self._hosts[rank]})"
+
+
+def _rest(ranks: set[int] | frozenset[int]) -> str:
+    return " and others" * (len(ranks) > RANKS_NAMED)

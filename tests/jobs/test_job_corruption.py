@@ -1,0 +1,57 @@
+"""A bit that flips in one rank's memory: found when ranks are compared, the rank named, and the job resumed from before it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_kit import World
+from session_case import flip_in, loop, wait_for_upload
+
+from gemini_ft.errors import ReplicaDivergedError
+from gemini_ft.events import read_events
+
+AT = 5
+
+
+def _during(place: str, iteration: int, *rest: Any) -> None:
+    flip_in(place, AT, iteration, *rest)
+    wait_for_upload(iteration, *rest)
+
+
+def job(world: World, place: str, **options: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """Trains until the flip is found, and then to the end; what ranks were told of it, and the second attempt's results."""
+    during = partial(_during, place)
+    failed = world.outcome(partial(loop, 10**6, during=during, interval=1, **options))
+    errors = [str(error) for error in failed if isinstance(error, ReplicaDivergedError)]
+    assert errors, failed
+    return errors, world.outcome(partial(loop, 3, during=during, interval=1, **options))
+
+
+@pytest.mark.parametrize("place", ["weight", "moment", "gradient"])
+def test_is_found_within_the_promised_steps_and_storage_has_what_was_before_it(tmp_path: Path, place: str) -> None:
+    """Memory has only versions that came after the flip and were not compared: none of them may be resumed."""
+    events = tmp_path / "events"
+    storage = {"url": f"file://{tmp_path}/store", "every_steps": 4}
+    with World(tmp_path, hosts=["a", "b", "c"], GEMINI_EVENTS=str(events)) as world:
+        errors, again = job(world, place, storage=storage, compare_every=4)
+        assert all("what most others hold is not what rank 1 (host b) held" in error for error in errors)
+        assert [result["start"] for result in again] == [4, 4, 4], again
+    told = [event for event in read_events(events) if event["event"] == "diverged"]
+    assert sorted((event["host"], event["ranks"]) for event in told) == [("a", [1]), ("b", [1]), ("c", [1])]
+
+
+def test_where_each_step_is_compared_memory_has_what_was_before_it(tmp_path: Path) -> None:
+    with World(tmp_path, hosts=["a", "b"]) as world:
+        errors, again = job(world, "weight", compare_every=1)
+        assert all("which is wrong of rank 0 (host a), rank 1 (host b) cannot be told" in error for error in errors)
+        starts = [result["start"] for result in again]
+        assert starts in ([AT, AT], [AT + 1, AT + 1])  # its own snapshot may have been taken before the flip
+
+
+def test_where_there_is_nothing_else_what_may_be_wrong_is_resumed_and_said(two: World) -> None:
+    _, again = job(two, "weight", compare_every=4)
+    assert all(result["start"] > AT for result in again)
+    assert any("had been given up, and is resumed as there is nothing else" in text for text in again[0]["told"])
