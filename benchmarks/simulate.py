@@ -23,6 +23,9 @@ from pathlib import Path
 
 import common
 
+if __name__ == "__main__" and os.environ.get("PYTHONHASHSEED") != "0":  # the order in sets of names is a part of the history
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **common.one_thread(), "PYTHONHASHSEED": "0"})
+
 sys.path.append(str(common.HERE.parent / "tests" / "kit"))  # the simulation is that of the tests
 from simulation.campaign import QUIET, Outcome, play
 from simulation.drawn import draw
@@ -84,8 +87,6 @@ def main() -> int:
     parser.add_argument("--draw", type=int, default=1, help="the seed by which these are drawn")
     parser.add_argument("--no-report", action="store_true", help="print the results only")
     options = parser.parse_args()
-    if os.environ.get("PYTHONHASHSEED") != "0":  # the order in sets of names is a part of the history
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **common.one_thread(), "PYTHONHASHSEED": "0"})
     if options.quick:
         options.seeds, options.hours = 3, 100 / 3600
     seconds = options.hours * 3600

@@ -75,6 +75,7 @@ def _no_agent_is_left_behind() -> Iterator[None]:
     """An agent takes a process that stays connected, and says nothing for minutes, for one that hangs: it would kill the tests'."""
     yield
     gc.collect()
+    gc.freeze()  # a test, or a benchmark that it calls, may have given a million objects back to the collector
     left = [thread for thread in threading.enumerate() if thread.name == "gemini-agent-client"]
     assert not left, f"{len(left)} connections of this process to agents have not been closed"
 

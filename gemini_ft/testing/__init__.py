@@ -12,13 +12,6 @@ assert_identical(torch.load(folder / "final.pt"), torch.load("undisturbed/final.
 
 from __future__ import annotations
 
-from gemini_ft.testing.hosts import DrillError as DrillError
-from gemini_ft.testing.hosts import EmulatedHosts as EmulatedHosts
-from gemini_ft.testing.hosts import assert_identical as assert_identical
-from gemini_ft.testing.hosts import digest as digest
-from gemini_ft.testing.hosts import first_difference as first_difference
-from gemini_ft.testing.network import Network as Network
-from gemini_ft.testing.network import NetworkError as NetworkError
-from gemini_ft.testing.s3_proxy import S3Fault as S3Fault
-from gemini_ft.testing.s3_proxy import S3Proxy as S3Proxy
-from gemini_ft.testing.s3_proxy import S3Request as S3Request
+from gemini_ft.public_names import show_names as _show_names
+
+_show_names(__name__)

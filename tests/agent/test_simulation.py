@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ def _simulate(*arguments: str) -> dict[str, Any]:
 
 @pytest.mark.timeout(200)
 def test_a_seed_is_a_history_without_anything_that_must_not_be() -> None:
-    once, again = (_simulate("--first", "6", "--seeds", "1", "--hours", "0.02") for _ in range(2))
+    with ThreadPoolExecutor(2) as both:
+        once, again = both.map(lambda _: _simulate("--first", "3", "--seeds", "1", "--hours", "0.005"), range(2))
     assert once["digests"] == again["digests"]
     assert once["commits_heard"]
     assert once["resumed"] > 1

@@ -102,6 +102,10 @@ JOBS = {
         {
             "accumulate": Scenario(["1:step:9", "0:update:13"], "accumulate"),
             "own-buffers": Scenario(["1:step:8"], "own-buffers"),
+        }
+    ),
+    "anyhow-else": Job(
+        {
             "plateau": Scenario(["1:step:8"], "plateau"),
             "manual": Scenario(["0:update:9"], "manual"),
         }
@@ -134,6 +138,11 @@ JOBS = {
     "on-a-device": Job(
         {
             "device": Scenario(["1:step:8", "0:update:13"]),
+        },
+        lag=0.05,
+    ),
+    "otherwise-on-a-device": Job(
+        {
             "device-fabric": Scenario(["0:update:9"], "fabric"),
             "device-sharded": Scenario(["1:step:8"], "sharded", {"strategy": "gemini_fsdp2"}),
         },

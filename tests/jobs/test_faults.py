@@ -396,6 +396,7 @@ def test_a_script_that_has_used_the_root_logger_is_told_all_and_of_a_fault_that_
         "GEMINI_FAULTS": "step=50:rank=0:sigkill",
         "GEMINI_FAULTS_DIR": str(tmp_path),
     }
-    done = subprocess.run([sys.executable, "-c", ENDS_TOO_EARLY], env=environ, capture_output=True, text=True, timeout=100, check=True)
+    command = [sys.executable, "-X", "warm", "-c", ENDS_TOO_EARLY]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=True)
     assert "INFO:gemini_ft:run early-" in done.stderr
     assert "the job has ended, and these have never happened: step=50:rank=0:sigkill" in done.stderr

@@ -51,7 +51,7 @@ checkpointer.close()
 """
 LAUNCHERS = {
     "gemini run": [sys.executable, "-m", "gemini_ft.cli.main", "run"],
-    "python": [sys.executable],
+    "python": [sys.executable, "-X", "warm"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "1"],
 }
 

@@ -36,8 +36,8 @@ from gemini_ft.storage.checkpoints import FORMAT_VERSION, body_checksum
 from gemini_ft.wire.messages import PROTOCOL_VERSION
 from gemini_ft.wire.worker_messages import GetStatus, Leave, Ping, to_agent
 
-GEMINI_RUN = ("gemini_ft.cli.main", "run")
-TORCHRUN = ("torch.distributed.run",)
+GEMINI_RUN = ("-m", "gemini_ft.cli.main", "run")
+TORCHRUN = ("-m", "torch.distributed.run")
 RENDEZVOUS = ["c10d", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("static", "standalone"))]
 
 # Every rank says that it is up; then one of them is killed, another one each time, until there were enough restarts.
@@ -64,7 +64,7 @@ class Job:
         self._out, self._err = (folder / f"{uuid.uuid4()}.{stream}" for stream in ("out", "err"))
         environ = {**os.environ, **environ, "TMPDIR": str(folder), "MARK_OF_TEST": self._mark.decode().partition("=")[2]}
         with self._out.open("w") as out, self._err.open("w") as err:
-            command = [sys.executable, "-m", *launcher, *arguments]
+            command = [sys.executable, *launcher, *arguments]
             self.process = subprocess.Popen(command, cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
 
     @property
@@ -231,6 +231,14 @@ def asked() -> Iterator[list[object]]:
         thread.join(10)
 
 
+IGNORES = """
+import signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+from gemini_ft.cli import main
+sys.exit(main.main(["run", *sys.argv[1:]]))
+"""
+
+
 class TestEnding:
     """Reports and exit status are torchrun's; the host's agent is told when the job is over for good."""
 
@@ -287,15 +295,11 @@ class TestEnding:
         assert job.processes() == set()
         assert asked == expected
 
-    @pytest.mark.started_anew
     def test_a_failure_is_seen_where_the_supervisor_ignores_ended_children(self, tmp_path: Path, launch: Callable[..., Job]) -> None:
         """The kernel then keeps no exit status for the launcher."""
         (tmp_path / "fails.py").write_text("import sys\nsys.exit(3)\n")
-        before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        try:
-            job = launch("--max-restarts", "0", "fails.py")
-        finally:
-            signal.signal(signal.SIGCHLD, before)
+        (tmp_path / "ignores.py").write_text(IGNORES)
+        job = launch("--max-restarts", "0", "fails.py", launcher=("-X", "warm", "-m", "ignores"))
         assert job.wait() == 1
         assert "exitcode  : 3" in job.err
 
@@ -458,9 +462,9 @@ def main():
     torch.set_num_threads(2)
     gemini_ft.init_process_group("gloo")
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256)))
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 256)))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    data = DataLoader(TensorDataset(torch.randn(2048, 256)), batch_size=512, num_workers=1, persistent_workers=True)
+    data = DataLoader(TensorDataset(torch.randn(512, 256)), batch_size=256, num_workers=1, persistent_workers=True)
     for _ in range(2):
         for (batch,) in data:
             optimizer.zero_grad()
@@ -579,7 +583,7 @@ sys.exit(main.main(["run", *sys.argv[1:]]))
 def test_a_job_that_does_not_fail_is_told_once_after_a_while_that_nothing_is_protected(tmp_path: Path, launch: Callable[..., Job]) -> None:
     (tmp_path / "soon.py").write_text(SOON)
     (tmp_path / "trains.py").write_text("import os, time\nwhile not os.path.exists('told'):\n    time.sleep(0.1)\n")
-    job = launch("trains.py", launcher=("soon",))
+    job = launch("trains.py", launcher=("-X", "warm", "-m", "soon"))
     job.wait_for(lambda: "gemini run: nothing in this job is protected after 0.5 s: no worker has joined a run" in job.err)
     (tmp_path / "told").touch()
     assert job.wait() == 0
@@ -622,7 +626,7 @@ def rendezvous_state(endpoint: str) -> Any:
 @pytest.fixture
 def endpoint(launch: Callable[..., Job]) -> Iterator[str]:
     """Where ``gemini store`` listens."""
-    store = launch("--host", "127.0.0.1", "--port", "0", launcher=("gemini_ft.cli.main", "store"))
+    store = launch("--host", "127.0.0.1", "--port", "0", launcher=("-m", "gemini_ft.cli.main", "store"))
     store.wait_for(lambda: "\n" in store.out)
     yield store.out.removeprefix("store ready on ").strip()
     store.process.terminate()
@@ -779,7 +783,7 @@ def test_a_wrong_value_of_an_option_is_status_2_and_one_line(tmp_path: Path) -> 
         "--logs-specs=X",
         "--nproc-per-node=0",
     ]
-    done = subprocess.run([sys.executable, "-c", WRONG, *options], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-X", "warm", "-c", WRONG, *options], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["2"] * len(options), done.stderr
     assert "Traceback" not in done.stderr
     assert len(re.findall("^gemini run: [^;]", done.stderr, re.MULTILINE)) == len(options), done.stderr

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "gemini-evidence"))
 check: Callable[..., list[str]] = SCRIPT["check"]
-TINY = ["benchmarks/simulate.py", "--no-report", "--first", "2", "--seeds", "1", "--hours", "0.001"]
+TINY = ["benchmarks/simulate.py", "--no-report", "--first", "3", "--seeds", "1", "--hours", "0.001"]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_a_bundle_says_what_was_run_and_is_found_as_it_was_written(bundle: Path)
     index = json.loads((bundle / "bundle.json").read_text())
     (campaign,) = index["campaigns"]
     assert campaign["command"] == ["python", *TINY]
-    assert campaign["seeds"] == [2]
+    assert campaign["seeds"] == [3]
     assert campaign["results"]["commits_heard"]
     assert index["versions"].keys() >= {"python", "torch"}
     assert index["machine"]["cores"]
@@ -78,7 +78,7 @@ def test_a_bundle_in_which_anything_was_changed_is_refused(bundle: Path) -> None
 
 def test_a_history_that_its_seed_does_not_bring_about_is_refused(bundle: Path) -> None:
     results = json.loads((bundle / "simulate.out").read_text().splitlines()[-1])
-    results["results"]["digests"] = {"2": "0" * 64}
+    results["results"]["digests"] = {"3": "0" * 64}
     (bundle / "simulate.out").write_text(json.dumps(results) + "\n")
     _change(bundle, lambda index: index["campaigns"][0].update(results=results["results"]))
     _change(bundle, lambda index: index["files"].update({"simulate.out": SCRIPT["sha256"](bundle / "simulate.out")}))

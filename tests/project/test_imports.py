@@ -33,6 +33,7 @@ PURE = (
     "core.traffic",
     "core.versions",
     "launch.autoprotect",
+    "testing.network",
 )
 
 
