@@ -26,7 +26,7 @@ from botocore.exceptions import ClientError
 from gemini_ft.config import without_passwords
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
 from gemini_ft.storage.base import SMALL, RangeReader, check_key, check_small, ignore, is_key, round_trip
-from gemini_ft.storage.s3errors import S3_ERRORS, GarbledError, explained, store_time
+from gemini_ft.storage.s3errors import S3_ERRORS, BrokenError, GarbledError, explained, store_time
 from gemini_ft.storage.s3parts import PartBody, RateLimit, checksum_of_all, encoded, joined, regroup
 
 _BLOCK = 256 * 1024  # bytes taken from a connection at a time, and lost when it breaks; with a quarter of that a GB takes a fourth longer
@@ -130,7 +130,7 @@ class S3Storage:
         for attempt in range(1, _TRIES):
             try:
                 return read()
-            except (_BrokenError, GarbledError) as error:
+            except (BrokenError, GarbledError) as error:
                 _log.log(logging.WARNING if attempt == 1 else logging.DEBUG, "%s (reading it again: %d of %d)", error, attempt + 1, _TRIES)
                 time.sleep(PAUSE * 2 ** (attempt - 1))
         return read()
@@ -320,12 +320,12 @@ class S3Storage:
 
     @contextmanager
     def unbroken(self, what: str) -> Iterator[None]:
-        """Turns any failure of an answer's body into a `_BrokenError`: it is worth another connection."""
+        """Turns any failure of an answer's body into a `BrokenError`: it is worth another connection."""
         try:
             with self._explain(what):
                 yield
         except StorageError as error:
-            raise _BrokenError(str(error)) from None
+            raise BrokenError(str(error)) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,10 +335,6 @@ class _Sent:
     answer: dict[str, Any]
     nbytes: int
     crc: int
-
-
-class _BrokenError(StorageError):
-    """An answer that began well and did not end."""
 
 
 class _ResumedAnswer:
@@ -366,7 +362,7 @@ class _ResumedAnswer:
             with self._storage.unbroken(what):
                 while got < out.nbytes and (count := self._body.readinto(out[got : got + _BLOCK])):
                     got += count
-        except _BrokenError as error:
+        except BrokenError as error:
             self.close()
             if is_new and not got:
                 raise
@@ -375,7 +371,7 @@ class _ResumedAnswer:
         if got < out.nbytes or not self._left:
             self.close()
         if is_new and not got:
-            raise _BrokenError(f"{self._storage.url}: {what}: the answer has no body")
+            raise BrokenError(f"{self._storage.url}: {what}: the answer has no body")
         return got
 
 

@@ -176,6 +176,18 @@ def test_errors_without_number_are_one(storage: LocalStorage, field: str) -> Non
         read_manifest(storage, manifest.folder)
 
 
+@pytest.mark.parametrize("body", [b"[]," * 2**25, b'{"' + b"a" * 2**27 + '":"😀"}'.encode()], ids=["values", "text"])
+def test_a_document_that_unfolds_is_refused_in_little_time_and_memory(storage: LocalStorage, little_memory: None, body: bytes) -> None:
+    """Of a hundred megabytes gigabytes would come: 64 bytes for each empty list, four for each letter beside one of another alphabet."""
+    manifest, note = save(storage, 7), "run/main.reading-abc"
+    storage.put(f"{manifest.folder}/{MANIFEST}", [b'{"lineage":[', body, b"0]}"] if body[:1] == b"[" else [body])
+    with pytest.raises(CorruptDataError, match="is damaged: it has more than"):
+        read_manifest(storage, manifest.folder)
+    storage.put(note, [b'{"folder":[', body, b"0]}"] if body[:1] == b"[" else [body])
+    assert held_by_readers(storage, "run", "main", {}) == set()
+    assert note not in storage.list()
+
+
 @pytest.mark.parametrize(
     "rows",
     [

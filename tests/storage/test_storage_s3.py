@@ -24,7 +24,7 @@ from botocore.loaders import JSONFileLoader
 
 from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
-from gemini_ft.storage.base import Storage
+from gemini_ft.storage.base import Storage, exists
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.s3errors import explained
 from gemini_ft.storage.s3parts import PART_BYTES, joined, regroup
@@ -317,6 +317,24 @@ class TestFaults:
         proxy.fail("hang", "GetObject")
         with pytest.raises(StorageError, match=r"the store fell silent, no byte came for 0\.3 s"):
             storage.get_range("a", 0, memoryview(out))
+
+    @pytest.mark.parametrize("kind", ["cut 10", "hang"])
+    @pytest.mark.parametrize("operation", ["ListObjects", "GetObject"])
+    def test_an_answer_of_xml_that_breaks_off_or_hangs_is_read_again_and_an_error_of_the_storage(
+        self, storage: Storage, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch, operation: str, kind: str
+    ) -> None:
+        """boto3 reads it itself: also that of a refusal, and passes on what the library below it says."""
+        monkeypatch.setattr("gemini_ft.storage.s3.READ_SILENCE", 0.5)
+        storage = open_storage(storage.url, proxy.endpoint)
+
+        def look() -> bool:
+            return bool(storage.list()) if operation == "ListObjects" else exists(storage, "a")
+
+        proxy.fail(kind, operation, count=1)
+        assert not look()
+        proxy.fail(kind, operation)
+        with pytest.raises(StorageError, match=r"is the endpoint up|fell silent"):
+            look()
 
     def test_what_the_store_did_not_keep_is_an_error_and_taken_away(self, storage: Storage, proxy: S3Proxy) -> None:
         proxy.fail("torn", "PutObject")
