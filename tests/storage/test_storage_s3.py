@@ -336,6 +336,18 @@ class TestFaults:
         with pytest.raises(StorageError, match=r"is the endpoint up|fell silent"):
             look()
 
+    @pytest.mark.parametrize("operation", ["PutObject", "CreateMultipartUpload", "UploadPart", "HeadObject"])
+    @pytest.mark.parametrize("kind", ["empty", "html"])
+    def test_an_answer_that_says_nothing_of_what_was_written_is_an_error_of_the_storage(
+        self, storage: Storage, proxy: S3Proxy, kind: str, operation: str
+    ) -> None:
+        """Such as a gateway gives to whatever it does not know."""
+        proxy.fail(kind, operation)
+        with pytest.raises(StorageError, match="cannot write a: "):
+            storage.put("a", [BIG if "art" in operation else BIG[:1000]])
+        proxy.faults.clear()
+        assert storage.list() == []
+
     def test_what_the_store_did_not_keep_is_an_error_and_taken_away(self, storage: Storage, proxy: S3Proxy) -> None:
         proxy.fail("torn", "PutObject")
         with pytest.raises(StorageError, match="cannot write a: the store said that all is well and has kept 500 of 1000 bytes"):
