@@ -14,6 +14,7 @@ from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, R
 from gemini_ft.core.protocol import MOST_ABORTED, NO_ROOTS
 from gemini_ft.core.rounds import FoldedRound, Pair, Round
 from gemini_ft.core.versions import MOST, Incarnation, Version
+from gemini_ft.errors import printable
 
 _MOST_ROUNDS = 32  # an owner has no more slots than a few
 _END = Version(Incarnation(MOST + 1, ""), 0)  # after all versions: an owner that has finished has gone past them
@@ -121,7 +122,7 @@ class Ledger:
         is_later = folded.version is None or folded.version < version
         if not is_later or not (folded.own_since is not None or all(map(folded.has_own, owners))):
             before = self._unfold()
-        return [*before, *self._abort(version, f"rank {owners[0]}: {reason}"), *self._overtaken(owners, version)]
+        return [*before, *self._abort(version, f"rank {owners[0]}: {printable(reason)}"), *self._overtaken(owners, version)]
 
     def _unfold(self) -> list[Decision]:
         """Reports one by one what was put aside; decides nothing but that holders are back, as not all of it is there, or agrees."""
