@@ -379,12 +379,14 @@ class TestFaults:
         assert storage.get("big") == BIG
         assert "AbortMultipartUpload" not in [request.operation for request in proxy.requests]
 
-    @pytest.mark.parametrize("nbytes", [100, 101], ids=["as-long", "longer"])
+    @pytest.mark.parametrize(("nbytes", "tags"), [(100, True), (101, True), (101, False)], ids=["as-long", "longer", "no-tag"])
     def test_what_another_job_writes_in_the_same_place_meanwhile_is_not_taken_for_damage(
-        self, server: s3_server.Server, storage: Storage, proxy: S3Proxy, nbytes: int
+        self, server: s3_server.Server, storage: Storage, proxy: S3Proxy, nbytes: int, tags: bool
     ) -> None:
-        """All jobs of a run write one mark."""
+        """All jobs of a run write one mark; a gateway may say that all is well, and nothing more."""
         other = open_storage(storage.url, server.endpoint)
+        if not tags:
+            proxy.fail("empty", "PutObject", count=1)
         proxy.fail("hold", "HeadObject", count=1)
         with ThreadPoolExecutor(1) as pool:
             writing = pool.submit(storage.put, "mark", [bytes(100)])
