@@ -150,6 +150,10 @@ class Leader:
         """The hosts that are reached on a connection."""
         return self._ways.through(port)
 
+    def disown(self, host: str) -> None:
+        """Forgets in which order a host has greeted: it was another process that has."""
+        self._ways.forget(host)
+
     def leave(self, port: MemberPort) -> None:
         self._ports.discard(port)
         for host in self._ways.lose(port):
