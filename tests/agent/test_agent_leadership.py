@@ -441,10 +441,9 @@ class TestWhatBelongsToOthers:
         async def work() -> None:
             stream = Stream()
             leader, port = self.joined(stream)
-            of_other = Version(Incarnation(1, long), 7)
             for number in range(50):
                 port.on_message(DrainHost(host=f"{number}{long}"))
-                port.on_message(Skipped(1, of_other._replace(iteration=number), "late"))
+                port.on_message(Skipped(1, Version(Incarnation(1, long), number), "late"))
             for fields in ({"layout": long}, {"digest": long}, {"root": long}):
                 port.on_message(Completed(owner=1, host="b", version=version(1), **fields))  # type: ignore[arg-type]
             port.on_message(Copies(host="b", version=version(1), layout="l", digest="d", roots={1: long}))
