@@ -39,6 +39,13 @@ def arm(run: str, host: str) -> None:
     armed = Failpoints(faults, notes_folder(run), host) if faults else None
 
 
+def disarm() -> None:
+    """Ends the faults of this process."""
+    global armed
+    armed = None
+    _log.warning("fault injection: what an earlier launch has asked for is off")
+
+
 def reached(moment: str, iteration: int | None = None, rank: int | None = None) -> None:
     """Carries out the faults that are due now.
 

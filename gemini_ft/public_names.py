@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import os
 import pkgutil
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,13 @@ def show_names(package: str) -> None:
     Args:
         package: its full name; it is imported, which loads no module of it.
     """
-    module = importlib.import_module(package)
+    try:
+        module = importlib.import_module(package)
+    except ModuleNotFoundError:  # in a zip archive without entries of folders, as a wheel is, Python finds no namespace package
+        parent, _, name = package.rpartition(".")
+        module = sys.modules[package] = ModuleType(package)
+        module.__path__ = [os.path.join(folder, name) for folder in sys.modules[parent].__path__]
+        setattr(sys.modules[parent], name, module)
     vars(module).update(__getattr__=partial(_found, module), __dir__=partial(_names, module))
 
 

@@ -26,10 +26,13 @@ class Callers:
 
     Args:
         certificate_of: calls a host back at its address, and returns the certificate that is shown there.
+        disown: forgets what was said in the name of a host by another process.
     """
 
-    def __init__(self, certificate_of: Callable[[str], Awaitable[bytes]], log: Callable[[str], None]) -> None:
-        self._certificate_of, self._log = certificate_of, log
+    def __init__(
+        self, certificate_of: Callable[[str], Awaitable[bytes]], log: Callable[[str], None], disown: Callable[[str], None]
+    ) -> None:
+        self._certificate_of, self._log, self._disown = certificate_of, log, disown
         self._open: dict[str, list[Connection]] = {}  # by host; all connections of one host have the same certificate
         self._proved: dict[str, bytes] = {}  # by host: the certificate that it showed when it was called back
         self._asked: set[str] = set()  # hosts that are being called back
@@ -66,6 +69,7 @@ class Callers:
                 self._log(f"a process that is not at its address has called itself host {host!r}: its connections are closed")
                 for connection in impostors:
                     connection.abort(f"it is not host {host}")
+                self._disown(host)
         finally:
             self._asked.discard(host)
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Mapping, Set
 from datetime import datetime
 
+from gemini_ft import failpoints
 from gemini_ft.agent.stream import Stream
 from gemini_ft.agent.watchdog import START_TIMEOUT
 from gemini_ft.agent.workers import WorkerConnection
@@ -21,11 +22,15 @@ class Launches:
     """The launches of one run that workers of this host have named."""
 
     def __init__(self) -> None:
+        self._first: Launch | None = None
         self._refused: tuple[Launch, str] | None = None  # the last one whose state was refused, and why
         self._known: dict[tuple[int, int], Launch] = {}  # process id and beginning of who started the workers -> launch
 
     def note(self, launch: Launch) -> None:
-        """A worker of this launch has come."""
+        """A worker of this launch has come. Faults are for the one that has asked for them: an agent lingers for the next."""
+        self._first = self._first or launch
+        if failpoints.armed is not None and not launch.is_same(self._first):
+            failpoints.disarm()
         self._known = {place: known for place, known in self._known.items() if began(place[0]) == place[1]}
         self._known[launch.pid, launch.ticks] = launch
 

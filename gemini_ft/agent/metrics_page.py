@@ -20,6 +20,7 @@ from gemini_ft.agent.streams import Streams
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.config import GeminiConfig, load_config
 from gemini_ft.errors import ConfigError
+from gemini_ft.wire.fair_share import FairShare
 from gemini_ft.wire.network import bound
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class MetricsPage:
         self._run, self._account, self._streams = run, account, streams
         self._said = set[str]()  # about figures that could not be read
         self._pages: dict[str, tuple[float, bytes]] = {}  # content type -> when it was written, and the page
-        self._readers: dict[int, asyncio.StreamWriter] = {}  # by id, the connections that are being answered, the oldest first
+        self._readers = FairShare[asyncio.StreamWriter](_READERS, lambda reader: reader.transport.abort())  # that are being answered
         self._tasks = Tasks()
         self._server: asyncio.Server | None = None
         self._began = time.time()
@@ -101,9 +102,7 @@ class MetricsPage:
         self._run.log(f"metrics are served at http://{self._run.metrics}{_PATH}")
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._readers) == _READERS:  # drop the oldest: readers that hold connections open must not keep others out
-            self._readers.pop(next(iter(self._readers))).transport.abort()
-        self._readers[id(writer)] = writer
+        self._readers.take(writer, "{}:{}".format(*writer.get_extra_info("peername") or ("", 0)))  # none is known if it has hung up
         try:
             async with asyncio.timeout(_SECONDS):
                 writer.write(self._response(await reader.readuntil(b"\r\n\r\n")))
@@ -113,7 +112,7 @@ class MetricsPage:
             pass  # the reader is slow, has gone, or does not speak HTTP
         finally:
             writer.transport.abort()
-            self._readers.pop(id(writer), None)
+            self._readers.give_back(writer)
 
     def _response(self, request: bytes) -> bytes:
         first, *rest = request.decode("latin-1").split("\r\n")

@@ -65,6 +65,7 @@ class Requests:
     def __init__(self, run: RunContext, streams: Streams) -> None:
         self._run, self._streams = run, streams
         self._workers: set[WorkerConnection] = set()
+        self._over: set[WorkerConnection] = set()  # those connected still of which the attempt is over, though the process lives
         self._launches = Launches()
         self.hangs = HangWatch(run.log, lambda worker: self._stream(worker).examine(worker))
         self.departure = Departure(streams.by_name, self._workers, self._launches)
@@ -77,6 +78,10 @@ class Requests:
         """Handles one message from a worker, in order."""
         if not isinstance(message, Ping):  # which a thread sends that never hangs
             self.hangs.heard(worker)
+            if worker in self._over:  # a thread that the attempt has left behind must be given no slot
+                for fd in fds:
+                    os.close(fd)
+                raise SupersededError("this process has said that its attempt is over")
         match message:
             case Hello():
                 self._hello(worker, message)
@@ -114,6 +119,7 @@ class Requests:
                 self._goodbye(worker, message)
             case Over(failed=failed):
                 worker.end("failed" if failed else "goodbye")
+                self._over.add(worker)
                 self._lost(worker, "has ended its attempt")
             case Watch():
                 page = ControlPage.take(*fds)
@@ -146,6 +152,7 @@ class Requests:
 
     def on_worker_hung_up(self, worker: WorkerConnection) -> None:
         self.hangs.end(worker)
+        self._over.discard(worker)
         if worker.stream and worker in self._workers:
             self._stream(worker).unseal(worker)
         else:  # a process that only asked for the status, or whose attempt is over

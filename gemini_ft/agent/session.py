@@ -190,14 +190,14 @@ class Incoming:
         self._context, self._inbound, self._session = context, inbound, session
         self._connections: set[Connection] = set()  # that may hold slots
         self._senders: dict[str, Connection] = {}  # host -> the one on which it sends its shards
-        self._callers = Callers(self._certificate_of, context.log)
+        self._callers = Callers(self._certificate_of, context.log, self._disown)
         self._readers = FairShare[Connection](READERS, self._end_reading)
         self._log_rarely = RateLimitedLog(context.log)
 
     def close(self) -> None:
         """Ends all connections that may hold slots."""
         self._callers.close()
-        self._callers = Callers(self._certificate_of, self._context.log)
+        self._callers = Callers(self._certificate_of, self._context.log, self._disown)
         for connection in list(self._connections):
             connection.abort("the session is over")
 
@@ -239,6 +239,10 @@ class Incoming:
         spec = self._context.spec
         assert spec is not None
         return await certificate_at(spec.addresses[host], self._context.run.secret, further=spec.further.get(host, ()))
+
+    def _disown(self, host: str) -> None:
+        if (session := self._session()) is not None and session.failover.leader is not None:
+            session.failover.leader.disown(host)
 
     def _committed_roots(self, version: Version) -> Mapping[int, str]:
         return (self._session() or self._context.host).committed_roots(version)

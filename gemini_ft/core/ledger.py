@@ -11,11 +11,13 @@ from dataclasses import replace
 
 from gemini_ft.core.decisions import Abort, Cadence, Commit, Decision, Fatal, Holders, Thaw, WriteManifest
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Report, Skipped
-from gemini_ft.core.protocol import NO_ROOTS
+from gemini_ft.core.protocol import MOST_ABORTED, NO_ROOTS
 from gemini_ft.core.rounds import FoldedRound, Pair, Round
 from gemini_ft.core.versions import MOST, Incarnation, Version
+from gemini_ft.errors import printable
 
 _NAMED = 8  # ranks in an error
+_MOST_ROUNDS = 32  # an owner has no more slots than a few
 _END = Version(Incarnation(MOST + 1, ""), 0)  # after all versions: an owner that has finished has gone past them
 
 
@@ -123,7 +125,7 @@ class Ledger:
         is_later = folded.version is None or folded.version < version
         if not is_later or not (folded.own_since is not None or all(map(folded.has_own, owners))):
             before = self._unfold()
-        return [*before, *self._abort(version, f"rank {owners[0]}: {reason}"), *self._overtaken(owners, version)]
+        return [*before, *self._abort(version, f"rank {owners[0]}: {printable(reason)}"), *self._overtaken(owners, version)]
 
     def _unfold(self) -> list[Decision]:
         """Reports one by one what was put aside; decides nothing but that holders are back, as not all of it is there, or agrees."""
@@ -151,6 +153,8 @@ class Ledger:
             decisions += self._overtaken([report.owner], report.version)
         if gone is not None:
             return decisions + self._abandon(report.version, gone)
+        if len(self._rounds) > _MOST_ROUNDS:
+            return decisions + self._abort(max(self._rounds), f"more than {_MOST_ROUNDS} versions are under way")
         return decisions + self._judge(report.version, current, now)
 
     def finish(self, owner: int) -> list[Decision]:
@@ -375,6 +379,8 @@ class Ledger:
         if version in self.aborted:
             return []
         self.aborted[version] = reason
+        if len(self.aborted) > MOST_ABORTED:
+            del self.aborted[next(iter(self.aborted))]
         return [Abort(version, reason)]
 
     def _is_own(self, report: Completed) -> bool:

@@ -40,6 +40,7 @@ from gemini_ft.core.effects import (
 from gemini_ft.core.slots import Slot, SlotSet, SlotState
 from gemini_ft.core.versions import Incarnation, Version
 
+MOST_ABORTED = 1024  # versions that are remembered; an older one is aborted again if it is reported, as its owner has gone past it
 NO_ROOTS: Mapping[int, str] = MappingProxyType({})
 
 
@@ -53,7 +54,7 @@ class Host:
     waiting: dict[int, Version] = field(default_factory=dict)  # requests of local owners not granted yet
     skipped: dict[int, Version] = field(default_factory=dict)  # newest version each local owner gave up, or had to
     details: dict[tuple[int, Version], tuple[str, str]] = field(default_factory=dict)  # layout and digest as reported
-    aborted: set[Version] = field(default_factory=set)  # above the committed one
+    aborted: dict[Version, None] = field(default_factory=dict)  # above the committed one, the oldest first
     committed: Version | None = None  # the newest version this host knows to be complete everywhere
     roots: dict[int, str] = field(default_factory=dict)  # owner -> root of its committed shard, as far as it was said with the commit
     incarnation: Incarnation | None = None  # the present one
@@ -276,7 +277,7 @@ class Host:
             self.committed, self.roots = version, {}
         if version == self.committed:
             self.roots.update(roots)
-        self.aborted = {other for other in self.aborted if other > version}
+        self.aborted = {other: None for other in self.aborted if other > version}
         self.details = {key: value for key, value in self.details.items() if key[1] > version}
         effects: list[Effect] = self._discard_damaged()
         for owner, slots in self.shards.items():
@@ -294,7 +295,9 @@ class Host:
         """Records that ``version`` will never be complete everywhere."""
         if self.committed is not None and version <= self.committed:
             return []
-        self.aborted.add(version)
+        self.aborted[version] = None
+        if len(self.aborted) > MOST_ABORTED:
+            del self.aborted[next(iter(self.aborted))]
         effects: list[Effect] = []
         for owner, slots in self.shards.items():
             asked = self.waiting.get(owner) == version

@@ -200,6 +200,8 @@ class FoldedRound:
             self.version, self._label, self._size = report.version, label, size
             self._homes = set(self._own)
             self._awaited = self.held.keys() - {host for host in self._excluded_at if self._has_said_all(host)}
+        if all(self._has_said(host, roots) for host, roots in said.items()):
+            return True
         self._came.append((report, now))
         for host, roots in said.items():
             self._put(host, roots)
@@ -228,9 +230,13 @@ class FoldedRound:
             return self._whole[host] == roots
         return all(self._piece(roots, owner, host, size) == root for owner, root in self._partly.get(host, {}).items())
 
+    def _has_said(self, host: str, roots: _Roots) -> bool:
+        """Whether a host has said this before."""
+        return host in self._whole or (not isinstance(roots, str) and roots.keys() <= self._partly.get(host, {}).keys())
+
     def _put(self, host: str, roots: _Roots) -> None:
         if host in self._whole:
-            return  # it says the same again
+            return
         held = self.held[host]
         if not isinstance(roots, str):
             said = self._partly.setdefault(host, {})

@@ -64,6 +64,11 @@ class Ways(Generic[W]):
         self._hosts.setdefault(way, set()).add(host)
         return True
 
+    def forget(self, host: str) -> None:
+        """Forgets a host's greetings, so that the next one counts whatever its number is."""
+        self._leave(host)
+        self._attempts.pop(host, None)
+
     def counts(self, host: str, way: W) -> bool:
         """Whether what this host has said on this way counts."""
         return host in self._ways and self._ways[host] == way

@@ -240,7 +240,7 @@ class State:
         return [self._optimizer(index, saved) for index, saved in given if "." not in saved["name"]]
 
     @cached_property
-    def _keys(self) -> dict[str, str]:
+    def _keys(self) -> Mapping[str, str]:
         """Key in the model's state dict -> name in the snapshot; of tied tensors the first name first."""
         own: dict[str, str] = {}
         further: dict[str, str] = {}
@@ -248,7 +248,7 @@ class State:
             names = [name for name in self._tensors if name.startswith(f"{model}.") and not _OPTIMIZER.match(name)]
             own |= {self._short(name): name for name in names if name not in naming["absent"]}
             further |= {self._short(f"{model}.{key}"): name for key, name in naming["keys"].items()}
-        return own | further
+        return checked_aliases(own | further)
 
     def _short(self, name: str) -> str:
         only = next(iter(self._naming)) if len(self._naming) == 1 else None
@@ -279,6 +279,20 @@ class State:
         """The parameter that a label stands for, as the model's state dict has it; one of no model keeps the label."""
         name = label.removeprefix(f"optim{index}.")
         return self._short(name) if name in self._tensors else label
+
+
+_MOST_ALIASES = 2**14  # of all tensors; a format may write a tensor under each of them
+
+
+def checked_aliases(names: Mapping[str, str]) -> Mapping[str, str]:
+    """Key -> name of its tensor, as given.
+
+    Raises:
+        CorruptDataError: there are far more keys than tensors.
+    """
+    if (more := len(names) - len(set(names.values()))) > _MOST_ALIASES:
+        raise CorruptDataError(f"{more:,} further names of tensors, more than the {_MOST_ALIASES:,} of any model; use another checkpoint")
+    return names
 
 
 def tied_keys(names: Mapping[str, str]) -> dict[str, str]:

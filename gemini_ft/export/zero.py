@@ -18,7 +18,16 @@ from gemini_ft.core.layout import Read
 from gemini_ft.deepspeed.reshard import Cut, Fragment, OldShards
 from gemini_ft.errors import ConfigError, UnsupportedStateError
 from gemini_ft.export.source import Checkpoint
-from gemini_ft.export.state_dicts import OptimizerState, State, check_covered, numbered_groups, on_cpu, save_file, tied_keys
+from gemini_ft.export.state_dicts import (
+    OptimizerState,
+    State,
+    check_covered,
+    checked_aliases,
+    numbered_groups,
+    on_cpu,
+    save_file,
+    tied_keys,
+)
 from gemini_ft.recovery.restore import scatter
 from gemini_ft.state import codec
 
@@ -55,6 +64,7 @@ class Engine:
         self._shards = checkpoint.shards
         self.extras = [checkpoint.extras_of(owner, "tensors") for owner in range(len(checkpoint.shards))]
         self.about = codec.decode(self.extras[0]["about"])
+        checked_aliases(self.about["keys"])
         if any(value["about"] != self.extras[0]["about"] for value in self.extras):
             raise UnsupportedStateError("the ranks hold different layers (a pipeline); only engines with one stage can be exported")
         self.cuts = [Cut.unpack(codec.decode(value["cut"])) for value in self.extras]

@@ -30,11 +30,13 @@ from gemini_ft.errors import ConfigError, CorruptDataError, FormatError, ObjectG
 from gemini_ft.storage.base import WORD, Storage
 from gemini_ft.storage.decisions import Descent
 from gemini_ft.storage.shard import ShardRecord
+from gemini_ft.wire.messages import MOST_VALUES
 
 FORMAT_VERSION: Final = 5  # of the manifest, and of all that it leads to: shards, layouts, the small state
 
 _log = logging.getLogger(__name__)
 _FOLDER = rf"(?P<run>{WORD})/(?P<stream>{WORD})/step-(?P<step>\d{{8,15}})-inc-(?P<number>\d{{1,15}})-(?P<nonce>{WORD})"
+_MOST_BYTES = 2**27  # of a document
 _MOST = 2**16  # fields of a manifest, and entries of each of its lists
 _KEY = re.compile(rf"(?P<folder>{_FOLDER})/(?P<file>manifest\.json|shard-\d{{5,}}\.safetensors)")
 MANIFEST: Final = "manifest.json"
@@ -237,18 +239,30 @@ def with_checksum(document: BaseModel) -> bytes:
     return json.dumps({**body, "xxh3": body_checksum(body)}, indent=1).encode()
 
 
-def checked(blob: bytes) -> dict[str, Any]:
-    """The document that `with_checksum` wrote.
+def document(blob: bytes) -> dict[str, Any]:
+    """The fields of a JSON document, which anyone may have written.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: it is none, or unfolds into far more than a manifest of a hundred thousand ranks.
     """
+    if not blob.isascii() or len(blob) > _MOST_BYTES or sum(map(blob.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        raise ValueError(f"it has more than {_MOST_BYTES:,} bytes, {MOST_VALUES:,} values, or others than ASCII")
     try:
         body = json.loads(blob)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON ({error})") from None
     if not isinstance(body, dict):
         raise ValueError(f"it is no document but {type(body).__name__}")
+    return body
+
+
+def checked(blob: bytes) -> dict[str, Any]:
+    """The document that `with_checksum` wrote.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    body = document(blob)
     if body.pop("xxh3", None) != body_checksum(body):
         raise ValueError("it does not match its own checksum")
     return body

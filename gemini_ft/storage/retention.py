@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, GeminiError, ObjectGoneError, StorageError
 from gemini_ft.storage.base import Storage, exists
-from gemini_ft.storage.checkpoints import MANIFEST, Manifest, checkpoint_folder, files_of, read_manifest
+from gemini_ft.storage.checkpoints import MANIFEST, Manifest, checkpoint_folder, document, files_of, read_manifest
 from gemini_ft.storage.decisions import Sighting, fenced, left_torn, superseded_by
 from gemini_ft.storage.lookout import Lookout
 from gemini_ft.storage.shard import StoredShard
@@ -192,10 +192,10 @@ def held_by_readers(storage: Storage, run: str, stream: str, seen: dict[str, flo
         del seen[key]
     for key in notes:
         try:
-            folder = str(json.loads(storage.get(key))["folder"])
+            folder = str(document(storage.get(key))["folder"])
         except ObjectGoneError:
             continue
-        except (ValueError, ArithmeticError, TypeError, KeyError, RecursionError):
+        except (ValueError, KeyError):
             folder = ""
         if folder and now - seen.setdefault(key, now) < READER_SECONDS:
             held.add(folder)

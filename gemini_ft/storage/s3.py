@@ -26,7 +26,7 @@ from botocore.exceptions import ClientError
 from gemini_ft.config import without_passwords
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
 from gemini_ft.storage.base import SMALL, RangeReader, check_key, check_small, ignore, is_key, round_trip
-from gemini_ft.storage.s3errors import S3_ERRORS, GarbledError, explained, store_time
+from gemini_ft.storage.s3errors import S3_ERRORS, BrokenError, GarbledError, explained, store_time
 from gemini_ft.storage.s3parts import PartBody, RateLimit, checksum_of_all, encoded, joined, regroup
 
 _BLOCK = 256 * 1024  # bytes taken from a connection at a time, and lost when it breaks; with a quarter of that a GB takes a fourth longer
@@ -88,7 +88,7 @@ class S3Storage:
             if second is None:
                 self._pace.take(first.nbytes)
                 size, checksum = first.nbytes, encoded(first.crc32())
-                tag = self._call("put_object", {"ChecksumCRC32": checksum}, Key=name, Body=first).get("ETag")
+                tag = self._call("put_object", {"ChecksumCRC32": checksum}, Key=name, Body=first).get("ETag", "")
                 sent(size)
             else:
                 size, checksum = self._put_in_parts(name, chain((first, second), bodies), sent)
@@ -120,7 +120,8 @@ class S3Storage:
         with suppress(StorageError), self._explain("cannot list unfinished uploads"):
             for page in self._reader.get_paginator("list_multipart_uploads").paginate(Bucket=self._bucket, Prefix=self._prefix):
                 now = store_time(page)  # this host's clock may be anywhere
-                old = [upload for upload in page.get("Uploads", []) if now is not None and upload["Initiated"] < now - ABANDONED]
+                known = [upload for upload in page.get("Uploads", []) if upload.keys() >= {"Key", "UploadId", "Initiated"}]
+                old = [upload for upload in known if now is not None and upload["Initiated"] < now - ABANDONED]
                 self._abort(*({"Key": upload["Key"], "UploadId": upload["UploadId"]} for upload in old if _OURS.search(upload["Key"])))
 
     # -- reading
@@ -130,7 +131,7 @@ class S3Storage:
         for attempt in range(1, _TRIES):
             try:
                 return read()
-            except (_BrokenError, GarbledError) as error:
+            except (BrokenError, GarbledError) as error:
                 _log.log(logging.WARNING if attempt == 1 else logging.DEBUG, "%s (reading it again: %d of %d)", error, attempt + 1, _TRIES)
                 time.sleep(PAUSE * 2 ** (attempt - 1))
         return read()
@@ -203,8 +204,16 @@ class S3Storage:
 
     # -- writing
 
-    def _call(self, operation: str, checksum: Mapping[str, str], **arguments: Any) -> dict[str, Any]:
-        """Calls the store with a checksum, or without any once it has refused one."""
+    def _call(self, operation: str, checksum: Mapping[str, str], needed: str | None = None, **arguments: Any) -> dict[str, Any]:
+        """Calls the store with a checksum, or without any once it has refused one. Its answer has the ``needed`` field."""
+        answer = self._ask(operation, checksum, arguments)
+        if needed is not None and needed not in answer:
+            raise GarbledError(
+                self.url, f"cannot write {arguments['Key'].removeprefix(self._prefix)}", f"the answer to {operation} has no {needed}"
+            )
+        return answer
+
+    def _ask(self, operation: str, checksum: Mapping[str, str], arguments: Mapping[str, Any]) -> dict[str, Any]:
         call = getattr(self._client, operation)
         if self._checksums:
             try:
@@ -226,7 +235,7 @@ class S3Storage:
             key: of the object.
             size: of what it was given, in bytes.
             checksum: of that, the CRC-32.
-            tag: the store's name for what it has kept, by its answer; None: not known, as of a shard, which nobody else writes.
+            tag: the store's name for what it has kept, by its answer; None: not known, and nobody else writes there.
 
         Raises:
             StorageError: it has not, and what it has kept is deleted; or another process has written there meanwhile.
@@ -253,7 +262,7 @@ class S3Storage:
 
     def _put_in_parts(self, name: str, bodies: Iterator[PartBody], sent: Callable[[int], None]) -> tuple[int, str]:
         """Uploads an object in parts; returns bytes and checksum of the whole."""
-        begun = self._call("create_multipart_upload", {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"}, Key=name)
+        begun = self._call("create_multipart_upload", {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"}, "UploadId", Key=name)
         where = {"Key": name, "UploadId": str(begun["UploadId"])}
         try:
             with ThreadPoolExecutor(_PARALLEL) as pool:
@@ -276,7 +285,7 @@ class S3Storage:
             with suppress(*S3_ERRORS):
                 head = self._head(where["Key"].removeprefix(self._prefix))
                 same = head["ContentLength"] == size and checksum_of_all(head) in (None, checksum)
-                if same and begun is not None and head["LastModified"] >= begun - SLACK:
+                if same and begun is not None and "LastModified" in head and head["LastModified"] >= begun - SLACK:
                     _log.info("%s: %s is there, though its end was not answered (%s)", self.url, where["Key"], error)
                     return
             raise
@@ -308,7 +317,7 @@ class S3Storage:
 
     def _send_part(self, where: dict[str, str], number: int, body: PartBody, sent: Callable[[int], None]) -> _Sent:
         checksum = {"ChecksumCRC32": encoded(crc := body.crc32())}
-        answer = self._call("upload_part", checksum, **where, PartNumber=number, Body=body)
+        answer = self._call("upload_part", checksum, "ETag", **where, PartNumber=number, Body=body)
         sent(body.nbytes)
         line = {"PartNumber": number, "ETag": str(answer["ETag"]), **(checksum if self._checksums else {})}
         return _Sent(answer=line, nbytes=body.nbytes, crc=crc)
@@ -320,12 +329,12 @@ class S3Storage:
 
     @contextmanager
     def unbroken(self, what: str) -> Iterator[None]:
-        """Turns any failure of an answer's body into a `_BrokenError`: it is worth another connection."""
+        """Turns any failure of an answer's body into a `BrokenError`: it is worth another connection."""
         try:
             with self._explain(what):
                 yield
         except StorageError as error:
-            raise _BrokenError(str(error)) from None
+            raise BrokenError(str(error)) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,10 +344,6 @@ class _Sent:
     answer: dict[str, Any]
     nbytes: int
     crc: int
-
-
-class _BrokenError(StorageError):
-    """An answer that began well and did not end."""
 
 
 class _ResumedAnswer:
@@ -366,7 +371,7 @@ class _ResumedAnswer:
             with self._storage.unbroken(what):
                 while got < out.nbytes and (count := self._body.readinto(out[got : got + _BLOCK])):
                     got += count
-        except _BrokenError as error:
+        except BrokenError as error:
             self.close()
             if is_new and not got:
                 raise
@@ -375,7 +380,7 @@ class _ResumedAnswer:
         if got < out.nbytes or not self._left:
             self.close()
         if is_new and not got:
-            raise _BrokenError(f"{self._storage.url}: {what}: the answer has no body")
+            raise BrokenError(f"{self._storage.url}: {what}: the answer has no body")
         return got
 
 

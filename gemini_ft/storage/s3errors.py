@@ -15,11 +15,14 @@ from boto3.exceptions import Boto3Error
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, ReadTimeoutError
 from botocore.httpsession import URLLib3SSLError
 from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError
+from urllib3.exceptions import ReadTimeoutError as SilentError
 
 from gemini_ft.config import without_passwords
 from gemini_ft.errors import ObjectGoneError, StorageError
 
-_BROKEN: Final = (BotoCoreError, Boto3Error, URLLib3SSLError, OSError)  # boto3 lets a body that breaks within TLS pass as it is
+# boto3 lets some of what the library below it raises pass as it is: of a body within TLS, of a refusal's body.
+_BROKEN: Final = (BotoCoreError, Boto3Error, URLLib3SSLError, HTTPError, OSError)
 S3_ERRORS: Final = (ClientError, ResponseParserError, *_BROKEN)
 
 _PERMISSIONS = "let these credentials list, read, write and delete under the prefix"
@@ -61,6 +64,10 @@ _WAY_OUT = {
 }
 
 
+class BrokenError(StorageError):
+    """An answer that began well and did not end."""
+
+
 class GarbledError(StorageError):
     """An answer is none that a store would give to this request; the next one may be."""
 
@@ -90,15 +97,15 @@ def explained(url: str, what: str, silence: float) -> Iterator[None]:
         raise kind(f"{url}: {what}: {code}; {_way_out(code, error)}") from None
     except ResponseParserError:
         raise GarbledError(url, what, "the answer is no XML of S3") from None
-    except ReadTimeoutError:
-        raise StorageError(
-            f"{url}: {what}: the store fell silent, no byte came for {silence:g} s; is it, or the way to it, stuck?"
-        ) from None
+    except (ReadTimeoutError, SilentError) as error:
+        kind = BrokenError if isinstance(error, HTTPError) else StorageError
+        raise kind(f"{url}: {what}: the store fell silent, no byte came for {silence:g} s; is it, or the way to it, stuck?") from None
     except RecursionError:  # boto3 asks the bucket for its region, and is redirected again
         raise StorageError(f"{url}: {what}: redirected in a circle; {_REGION.format(region='')}") from None
     except _BROKEN as error:
         reason = without_passwords(str(error).partition("?")[0])  # of the endpoint, or a proxy; nor is a signed URL's query shown
-        raise StorageError(f"{url}: {what}: {reason}; is the endpoint up and reachable from this host?") from None
+        kind = BrokenError if isinstance(error, HTTPError) else StorageError
+        raise kind(f"{url}: {what}: {reason}; is the endpoint up and reachable from this host?") from None
 
 
 def store_time(answer: Mapping[str, Any]) -> datetime | None:

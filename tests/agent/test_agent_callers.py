@@ -42,7 +42,7 @@ def test_whoever_answers_at_the_hosts_address_is_the_host_whatever_comes_meanwhi
             answer.clear()
 
         lines: list[str] = []
-        callers = Callers(certificate_of, lines.append)
+        callers = Callers(certificate_of, lines.append, lambda host: None)
         first, second = Caller(b"liar"), Caller(b"host")
         let_in: Any = callers.let_in
         let_in(first, "c")
@@ -82,7 +82,7 @@ def test_a_silent_process_whose_host_cannot_be_called_back_makes_way(error: Exce
             raise error
 
         lines: list[str] = []
-        callers = Callers(certificate_of, lines.append)
+        callers = Callers(certificate_of, lines.append, lambda host: None)
         let_in: Any = callers.let_in
         sends, reports = Caller(b"old", silence=100.0), Caller(b"old", silence=1.0)
         let_in(sends, "c")

@@ -150,9 +150,9 @@ def test_a_host_that_has_heard_that_all_have_finished_tells_the_next_leader() ->
 
     async def work() -> None:
         async with Crew(4) as crew:
-            for message in (ReportFinished(rank=2), DrainHost(host="")):  # the second one shows that the first has been heard
+            for message in (ReportFinished(rank=2), DrainHost(host="h3")):  # the second one shows that the first has been heard
                 crew[2].failover.take(message)
-            await crew.until(lambda: DrainHost(host="") in crew[0].heard)
+            await crew.until(lambda: DrainHost(host="h3") in crew[0].heard)
             crew.cut_off("h0", "h2")
             for rank in (0, 1, 3):
                 crew[rank].failover.take(ReportFinished(rank=rank))

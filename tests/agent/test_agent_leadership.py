@@ -434,6 +434,29 @@ class TestWhatBelongsToOthers:
 
         asyncio.run(work())
 
+    def test_long_texts_and_hosts_that_are_none(self) -> None:
+        """The leader keeps them, and passes reasons and names on to all hosts: of a few megabytes each, these would be hung up on."""
+        long = "x" * 2**20
+
+        async def work() -> None:
+            stream = Stream()
+            leader, port = self.joined(stream)
+            for number in range(50):
+                port.on_message(DrainHost(host=f"{number}{long}"))
+                port.on_message(Skipped(1, Version(Incarnation(1, long), number), "late"))
+            for fields in ({"layout": long}, {"digest": long}, {"root": long}):
+                port.on_message(Completed(owner=1, host="b", version=version(1), **fields))  # type: ignore[arg-type]
+            port.on_message(Copies(host="b", version=version(1), layout="l", digest="d", roots={1: long}))
+            assert stream.heard == []
+            self.complete(leader, 1)
+            assert [kind_of(message) for message in stream.heard] == ["commit"]
+            port.on_message(Skipped(1, version(2), long))
+            assert isinstance(aborted := stream.heard[-1], Abort)
+            assert len(aborted.reason) < 2**14
+            leader.close()
+
+        asyncio.run(work())
+
     def test_shards_in_storage(self) -> None:
         async def work() -> None:
             stream = Stream()
@@ -959,15 +982,15 @@ class TestCollectors:
                 connection.abort("cut")
                 await crowd.until(lambda: any(isinstance(message, Relayed) for message in withheld))
                 Audience({"m1"}, port).send(Notice(text="for one"))
-                crowd.leader.take(DrainHost(host="nobody"))
+                crowd.leader.take(DrainHost(host="m4"))
                 port.on_message = take  # type: ignore[method-assign]
                 for message in withheld:
                     take(message)
                 await crowd.until(lambda: crowd.links["m1"].reaches_leader)
-                crowd.leader.take(DrainHost(host="nobody else"))
-                await crowd.until(lambda: all(heard and heard[-1] == DrainHost(host="nobody else") for heard in crowd.heard.values()))
-                assert crowd.heard["m1"] == [DrainHost(host="nobody else")]
-                assert crowd.heard["m2"] == [DrainHost(host="nobody"), DrainHost(host="nobody else")]
+                crowd.leader.take(DrainHost(host="m5"))
+                await crowd.until(lambda: all(heard and heard[-1] == DrainHost(host="m5") for heard in crowd.heard.values()))
+                assert crowd.heard["m1"] == [DrainHost(host="m5")]
+                assert crowd.heard["m2"] == [DrainHost(host="m4"), DrainHost(host="m5")]
 
         asyncio.run(work())
 

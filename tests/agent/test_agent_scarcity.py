@@ -406,6 +406,35 @@ class TestReaders:
         slot.data(0, 1)[0] = 7
         assert sent[0][0] == 7
 
+    def test_one_that_gives_signs_of_life_for_ever_is_named_and_keeps_no_slot_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is named when the job could use the slot, and loses it after hours: an export may take as long."""
+        for name, seconds in (("_LEAST", 0.2), ("_LEASE", 0.2), ("_LONG", 0.5), ("READER_SECONDS", 1.0)):
+            monkeypatch.setattr(f"gemini_ft.agent.replication.serve.{name}", seconds)
+        version, slot = Version(Incarnation(1, "nonce"), 7), SlotMemory.create(shape())
+        for index, (offset, nbytes) in enumerate(slot.cuts(0)):
+            slot.put_chunk(index, offset, nbytes, 0)
+        assert slot.finish(version, 0, None)
+        host, said, ended = Host(name="a", holders={0: ("a",)}), list[str](), list[str]()
+        place = SlotStore(host, Budget(2**30), pytest.fail, lambda memory: None)
+        place.adopt(slot)
+        connection = SimpleNamespace(send=lambda message: None, peer="b:1", backlog=0, unacknowledged=0, abort=ended.append)
+        context = SimpleNamespace(spec=None, host=host, slot_store=place, log=said.append, perform=lambda effects: None)
+
+        async def read() -> None:
+            fetcher = Fetcher(context, connection, "b", pytest.fail)  # type: ignore[arg-type]
+            fetcher.on_message(Describe(owner=0, version=version))
+            while not ended:
+                await asyncio.sleep(0.01)
+                fetcher.on_message(Heartbeat())
+                host.committed = Version(version.incarnation, 8)
+
+        asyncio.run(asyncio.wait_for(read(), 20))
+        assert ended == ["the reader has read for 1 s, which is the limit"]
+        assert "host b at b:1, a reader of rank 0's iteration 7 of incarnation 1, keeps them for" in said[0]
+        assert "until it hangs up, or at the latest after 1 s, there may be fewer snapshots, or none" in said[0]
+        assert said[1].endswith("has read for 1 s, which is the limit: its slots are taken back")
+        assert len(said) == 2
+
     def test_one_that_is_stopped_keeps_no_slot_for_ever(self, job: Job) -> None:
         ranks = job.start(replica_timeout=1.0)
         job.commit(ranks, 1, 2)
@@ -413,7 +442,7 @@ class TestReaders:
         wire.send(Describe(owner=0, version=job.version(2)))
         assert isinstance(wire.receive(), Description)  # and nothing more is heard of it
         job.commit(ranks, 3, 4, 5, 6)
-        assert "host test has read nothing of rank 0's" in job.log("a")
+        assert "gave no sign of life for 5 s: its slots are taken back" in job.log("a")
         wire.close()
 
     def test_one_that_takes_nothing_in_keeps_none_either(self, job: Job) -> None:
@@ -424,7 +453,7 @@ class TestReaders:
         wire = BlockingWire(rank.address, job.claims(to="a"), SECRET, 10)
         wire.send(Fetch(owner=0, version=job.version(2), offset=0, nbytes=256 * CHUNK))
         job.commit([rank], 3, 4, 5)
-        assert "has read nothing of rank 0's" in job.log("a")
+        assert "gave no sign of life for 5 s: its slots are taken back" in job.log("a")
         wire.close()
 
 

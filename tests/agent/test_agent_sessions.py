@@ -17,6 +17,7 @@ from gemini_ft.errors import AgentError, CorruptDataError, PeerError, RecoveryEr
 from gemini_ft.recovery import readers, restore
 from gemini_ft.recovery.plan import RecoveryPlan
 from gemini_ft.recovery.readers import LocalShard, PeerShard, ShardReaders
+from gemini_ft.wire.worker_messages import Granted, Over, Request
 
 
 @pytest.fixture
@@ -292,6 +293,18 @@ class TestDeadWorker:
         ranks[1].copy(2, slice(0, 2))
         ranks[1].kill()
         ranks[0].wait_for("abort", iteration=2)
+
+    def test_one_that_has_said_that_its_attempt_is_over_is_given_no_slot(self, job: Job) -> None:
+        """Its process lives, and begins the next attempt: a thread of the last one must not write beside that."""
+        (rank,) = job.start("a")
+        job.commit([rank], 1)
+        for _ in range(2):
+            rank.client.tell(Over(failed=True))
+        rank.client.tell(Request(iteration=2))
+        (again,) = job.start("a", resumed=job.version(1))
+        job.commit([again], 2)
+        assert not [event for event in rank.events if isinstance(event, Granted) and event.iteration == 2]
+        assert job.log("a").count("has ended its attempt") == 1
 
     def test_an_orphan_that_keeps_its_socket_open_does_not_hide_it(self, job: Job) -> None:
         victim = job.process("a", 0)

@@ -130,8 +130,12 @@ def test_readers_that_hang_hold_up_neither_commits_nor_other_readers(served: Job
     address = address_of(served.run, "a")
     before = scrape(address)["gemini_commits_total", "main"]
     host, port = address.split(":")
-    readers = [socket.create_connection((host, int(port)), timeout=30) for _ in range(40)]
+    first = socket.create_connection((host, int(port)), timeout=30)
+    readers = [socket.create_connection((host, int(port)), 30, ("127.0.0.2", 0)) for _ in range(40)]
     try:
+        first.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert first.recv(15) == b"HTTP/1.1 200 OK", "those of another address make way for each other"
+        first.close()
         for reader in readers[:10]:
             reader.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")  # and never reads
         readers[10].sendall(b"\0" * 4096)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -36,6 +37,7 @@ FAULTS = [
     ("but 500 InternalError", ("PutObject", "DeleteObject")),
     ("lost", ("PutObject", "DeleteObject")),
     ("stale", ("ListObjects",)),
+    ("reset", ("PutObject",)),
     ("delay 0.05", ("PutObject", "DeleteObject", "ListObjects")),
     ("503 SlowDown", ("GetObject", "ListObjects", "HeadObject")),
 ]
@@ -57,7 +59,10 @@ class Writer:
 
     def __init__(self, server: s3_server.Server, seed: str, incarnation: Incarnation, resumed: Version | None) -> None:
         self.stored: list[Version] = []
-        self.proxy, self._random = S3Proxy(server.port, seed=hash(seed)), random.Random(f"{seed} {incarnation}")
+        self.proxy, self._random = (
+            S3Proxy(server.port, seed=zlib.crc32(f"{seed} {incarnation}".encode())),
+            random.Random(f"{seed} {incarnation}"),
+        )
         self.proxy.__enter__()
         url = f"s3://bucket/{seed}"
         lineage = [resumed] if resumed is not None else []
@@ -129,17 +134,17 @@ def test_what_is_said_to_be_stored_is_there(server: s3_server.Server, monkeypatc
             count += 1
         return count
 
-    writers = [first, late, *rivals]
     try:
         with ThreadPoolExecutor(4) as pool:
             reader = pool.submit(resume)
-            for done in [pool.submit(late.store, 12, 14), *(pool.submit(rival.store, 11, 12, 13, 14) for rival in rivals)]:
-                done.result(200)
-            over.set()
+            try:
+                for done in [pool.submit(late.store, 12, 14), *(pool.submit(rival.store, 11, 12, 13, 14) for rival in rivals)]:
+                    done.result(200)
+            finally:
+                over.set()
             assert reader.result(200)
     finally:
-        over.set()
-        for writer in writers:
+        for writer in (first, late, *rivals):
             writer.proxy.__exit__(None, None, None)
     newest = [writer.stored[-1] for writer in (late, *rivals) if writer.stored]
     for version in newest:

@@ -7,6 +7,7 @@ reports is tried in test_protocol_machine.py.
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from types import FrameType
 from typing import Any
 
@@ -16,6 +17,7 @@ from gemini_ft.core.decisions import Abort, Cadence, Commit, Decision, Fatal, Ho
 from gemini_ft.core.effects import Completed, Copies, Gathered, Skipped
 from gemini_ft.core.gathering import Bundles
 from gemini_ft.core.ledger import Ledger
+from gemini_ft.core.protocol import MOST_ABORTED, Host
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError
 
@@ -152,6 +154,31 @@ def test_an_owner_that_has_gone_on_will_not_complete_what_it_left() -> None:
     assert report(book, version(2), (0, "a")) == []  # rank 0 has both: rank 1 may still complete 1
     decisions = report(book, version(2), (1, "b"))
     assert decisions == [Abort(version(1), f"rank 1 has gone on to {version(2)} without it")]
+
+
+@pytest.mark.parametrize("said", ["skips", "copies", "the same"])
+def test_a_member_that_speaks_without_end_takes_no_memory_without_end(said: str) -> None:
+    """Section 7: it may say that it skips, or has copies of, versions that never come, or say one thing over and over."""
+    book = ledger(committed=version(0))
+    report(book, version(1), PAIRS[0], PAIRS[1])
+    other = Host(name="a", holders=HOLDERS)
+    tracemalloc.start()
+    for number in range(5000):
+        what = version(1 if said == "the same" else 10**6 + number)
+        other.on_abort(what)
+        if said == "skips":
+            assert book.report(Skipped(1, what, "late"), 0.0)
+        else:
+            report(book, what, (1, "b"))
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken < 2**19
+    assert len(book.rejoin(version(0), host="b")) <= MOST_ABORTED, "a host that joins is told of no more"
+    if said == "the same":
+        assert report(book, version(1), PAIRS[3]) == [Commit(version=version(1), freeze=False)]
+    if said == "skips":
+        assert report(book, version(10**6), PAIRS[0]), "it was aborted long ago, and is again"
+        assert not book.is_under_way
 
 
 def test_whoever_has_finished_completes_nothing_more() -> None:

@@ -144,6 +144,20 @@ def test_more_parameters_or_groups_than_an_optimizer_has_take_no_memory_and_no_t
     assert "do not hold its 1 parameters" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("engine", [False, True])
+def test_names_of_one_tensor_without_number_are_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: bool) -> None:
+    """A folder of torch.distributed.checkpoint has the tensor under each of them."""
+    if engine:
+        names = {f"tied{number}": "weight" for number in range(20_000)}
+        extras = engine_extras({**ENGINE, "about": {**ABOUT, "keys": names}})
+    else:
+        naming = {"model": {**NAMING["model"], "keys": {f"tied{number}": "model.weight" for number in range(20_000)}}}
+        extras = {"tensors": {**PLAIN["tensors"], "naming": naming}, "extras": PLAIN["extras"]}
+    assert export(store(tmp_path / "store", extras, engine), tmp_path / "out", "dcp") != 0
+    assert "further names of tensors, more than the 16,384 of any model" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_step_that_is_a_path_writes_nothing_elsewhere(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
     (tmp_path / "in").mkdir()

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from agent_kit import Job, agent_pid, eventually
 
 from gemini_ft import failpoints
 from gemini_ft.core.faults import PROCESS_MOMENTS, World, parse
 from gemini_ft.errors import ConfigError
 from gemini_ft.testing import EmulatedHosts, assert_identical
+from gemini_ft.wire.worker_messages import Launch
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "plain_loop.py"
 STEPS = 50
@@ -110,6 +112,23 @@ def test_the_first_process_that_is_meant_is_hit_once(tmp_path: Path, monkeypatch
         failpoints.reached("agent_copied", 6, 1)
     failpoints.arm("run", "host")
     failpoints.reached("agent_copied", 6, 1)
+
+
+def test_an_agent_that_outlives_a_drill_does_nothing_of_it_to_the_next_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lingers for the command that is started again, perhaps in earnest."""
+    monkeypatch.setenv("GEMINI_FAULTS_DIR", str(tmp_path / "faults"))
+    monkeypatch.setenv("GEMINI_FAULTS", "moment=agent_opens:exit")
+    known: dict[str, Any] = {"ticks": 0, "started": 1e9, "command": [], "folder": "", "script": "", "environ": {}}
+    with Job(tmp_path) as job:
+        drill = job.process("a", 0, launch=Launch(id="drill", pid=1, **known))
+        agent = agent_pid(job.run, "a")
+        monkeypatch.delenv("GEMINI_FAULTS")
+        drill.kill()
+        eventually(lambda: not job.status("a")["workers"])
+        (rank,) = job.start("a", hello={"launch": Launch(id="in earnest", pid=2, **known)})
+        job.commit([rank], 1)
+        assert agent_pid(job.run, "a") == agent
+        assert "fault injection: what an earlier launch has asked for is off" in job.log("a")
 
 
 @pytest.mark.parametrize("text", ["host=a:kill", "group=0:exit", "rank=all:exit", "probability=0.1:seed=1:exit"])

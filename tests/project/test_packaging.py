@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -125,13 +126,19 @@ def test_the_map_of_modules_is_the_tree() -> None:
     assert {name: sorted(modules) for name, modules in told.items()} == {name: modules for name, modules in there.items() if modules}
 
 
-def test_names_that_packages_show_are_found_in_a_zip_archive(tmp_path: Path) -> None:
-    """As a cluster's tools ship Python packages to their workers; the archive has an entry for each folder."""
+@pytest.mark.parametrize("folders", [True, False])
+def test_names_that_packages_show_are_found_in_a_zip_archive(tmp_path: Path, folders: bool) -> None:
+    """As a cluster's tools ship Python packages to their workers; with an entry for each folder, or as a wheel, which has none."""
     places = {"gemini_ft": "gemini_ft"} | {name: f"gemini_ft/{name}" for name in BESIDE}
     for folder, place in places.items():
         shutil.copytree(ROOT / folder, tmp_path / "tree" / place, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     archive = shutil.make_archive(str(tmp_path / "shipped"), "zip", tmp_path / "tree")
-    code = "import gemini_ft, gemini_ft.sync as sync; print(gemini_ft.__file__); print(sync.__all__); print(gemini_ft.run.__name__)"
+    if not folders:
+        archive = str(tmp_path / "shipped.whl")
+        with zipfile.ZipFile(archive, "w") as wheel:
+            for file in filter(Path.is_file, (tmp_path / "tree").rglob("*")):
+                wheel.write(file, file.relative_to(tmp_path / "tree"))
+    code = "import gemini_ft as gf, gemini_ft.sync as sync; print(gf.__file__); print(sync.__all__); print(gf.run.__name__, sync.Zen)"
     command = [sys.executable, "-c", code]
     said = subprocess.run(command, env={**os.environ, "PYTHONPATH": archive}, cwd=tmp_path, check=True, capture_output=True, text=True)
-    assert said.stdout.splitlines() == [f"{archive}/gemini_ft/__init__.py", str(gemini_ft.sync.__all__), "run"]
+    assert said.stdout.splitlines() == [f"{archive}/gemini_ft/__init__.py", str(gemini_ft.sync.__all__), f"run {gemini_ft.sync.Zen}"]

@@ -137,14 +137,14 @@ def test_sizes_that_lie_take_no_memory(storage: LocalStorage, little_memory: Non
         read_all(storage, manifest.folder)
 
 
-@pytest.mark.parametrize("part", ["layout", "extras", "digests", "chunk"])
+@pytest.mark.parametrize("part", ["layout", "extras", "digests", "chunk", "chunk of an earlier release"])
 def test_holes_of_a_file_take_no_memory(storage: LocalStorage, little_memory: None, part: str) -> None:
     """The bytes that a record claims are there, and cost whoever has written them nothing."""
-    manifest, huge = save(storage, 7), 2**36
+    manifest, huge = save(storage, 7), 3 * 2**30 if "earlier" in part else 2**36
     body = manifest.model_dump(mode="json")
     record = body["shards"]["0"]
     os.truncate(storage.root / record["key"], 2 * huge)
-    if part == "chunk":
+    if "chunk" in part:
         layout = build_layout([TensorSpec(name="weight", dtype="uint8", shape=(huge,), group=(0,))], 0, 1).to_bytes()
         digest = bytes(8)
         with open(storage.root / record["key"], "r+b") as file:
@@ -156,7 +156,7 @@ def test_holes_of_a_file_take_no_memory(storage: LocalStorage, little_memory: No
         record[part] = {"offset": huge, "nbytes": huge, "xxh3": "0" * 16}
     record["nbytes"] = 2 * huge
     forge(storage, manifest, body)
-    with pytest.raises(CorruptDataError, match="is no manifest"):
+    with pytest.raises(CorruptDataError, match="of its data is damaged" if "earlier" in part else "is no manifest"):
         read_all(storage, manifest.folder)
 
 
@@ -174,6 +174,18 @@ def test_errors_without_number_are_one(storage: LocalStorage, field: str) -> Non
     forge(storage, manifest, manifest.model_dump(mode="json") | many[field])
     with pytest.raises(CorruptDataError, match="is no manifest: 1 validation error for Manifest"):
         read_manifest(storage, manifest.folder)
+
+
+@pytest.mark.parametrize("body", [b"[]," * 2**25, b'{"' + b"a" * 2**27 + '":"😀"}'.encode()], ids=["values", "text"])
+def test_a_document_that_unfolds_is_refused_in_little_time_and_memory(storage: LocalStorage, little_memory: None, body: bytes) -> None:
+    """Of a hundred megabytes gigabytes would come: 64 bytes for each empty list, four for each letter beside one of another alphabet."""
+    manifest, note = save(storage, 7), "run/main.reading-abc"
+    storage.put(f"{manifest.folder}/{MANIFEST}", [b'{"lineage":[', body, b"0]}"] if body[:1] == b"[" else [body])
+    with pytest.raises(CorruptDataError, match="is damaged: it has more than"):
+        read_manifest(storage, manifest.folder)
+    storage.put(note, [b'{"folder":[', body, b"0]}"] if body[:1] == b"[" else [body])
+    assert held_by_readers(storage, "run", "main", {}) == set()
+    assert note not in storage.list()
 
 
 @pytest.mark.parametrize(

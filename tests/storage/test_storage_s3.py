@@ -24,7 +24,7 @@ from botocore.loaders import JSONFileLoader
 
 from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
-from gemini_ft.storage.base import Storage
+from gemini_ft.storage.base import Storage, exists
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.s3errors import explained
 from gemini_ft.storage.s3parts import PART_BYTES, joined, regroup
@@ -318,6 +318,36 @@ class TestFaults:
         with pytest.raises(StorageError, match=r"the store fell silent, no byte came for 0\.3 s"):
             storage.get_range("a", 0, memoryview(out))
 
+    @pytest.mark.parametrize("kind", ["cut 10", "hang"])
+    @pytest.mark.parametrize("operation", ["ListObjects", "GetObject"])
+    def test_an_answer_of_xml_that_breaks_off_or_hangs_is_read_again_and_an_error_of_the_storage(
+        self, storage: Storage, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch, operation: str, kind: str
+    ) -> None:
+        """boto3 reads it itself: also that of a refusal, and passes on what the library below it says."""
+        monkeypatch.setattr("gemini_ft.storage.s3.READ_SILENCE", 0.5)
+        storage = open_storage(storage.url, proxy.endpoint)
+
+        def look() -> bool:
+            return bool(storage.list()) if operation == "ListObjects" else exists(storage, "a")
+
+        proxy.fail(kind, operation, count=1)
+        assert not look()
+        proxy.fail(kind, operation)
+        with pytest.raises(StorageError, match=r"is the endpoint up|fell silent"):
+            look()
+
+    @pytest.mark.parametrize("operation", ["PutObject", "CreateMultipartUpload", "UploadPart", "HeadObject"])
+    @pytest.mark.parametrize("kind", ["empty", "html"])
+    def test_an_answer_that_says_nothing_of_what_was_written_is_an_error_of_the_storage(
+        self, storage: Storage, proxy: S3Proxy, kind: str, operation: str
+    ) -> None:
+        """Such as a gateway gives to whatever it does not know."""
+        proxy.fail(kind, operation)
+        with pytest.raises(StorageError, match="cannot write a: "):
+            storage.put("a", [BIG if "art" in operation else BIG[:1000]])
+        proxy.faults.clear()
+        assert storage.list() == []
+
     def test_what_the_store_did_not_keep_is_an_error_and_taken_away(self, storage: Storage, proxy: S3Proxy) -> None:
         proxy.fail("torn", "PutObject")
         with pytest.raises(StorageError, match="cannot write a: the store said that all is well and has kept 500 of 1000 bytes"):
@@ -349,12 +379,14 @@ class TestFaults:
         assert storage.get("big") == BIG
         assert "AbortMultipartUpload" not in [request.operation for request in proxy.requests]
 
-    @pytest.mark.parametrize("nbytes", [100, 101], ids=["as-long", "longer"])
+    @pytest.mark.parametrize(("nbytes", "tags"), [(100, True), (101, True), (101, False)], ids=["as-long", "longer", "no-tag"])
     def test_what_another_job_writes_in_the_same_place_meanwhile_is_not_taken_for_damage(
-        self, server: s3_server.Server, storage: Storage, proxy: S3Proxy, nbytes: int
+        self, server: s3_server.Server, storage: Storage, proxy: S3Proxy, nbytes: int, tags: bool
     ) -> None:
-        """All jobs of a run write one mark."""
+        """All jobs of a run write one mark; a gateway may say that all is well, and nothing more."""
         other = open_storage(storage.url, server.endpoint)
+        if not tags:
+            proxy.fail("empty", "PutObject", count=1)
         proxy.fail("hold", "HeadObject", count=1)
         with ThreadPoolExecutor(1) as pool:
             writing = pool.submit(storage.put, "mark", [bytes(100)])

@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -50,6 +50,7 @@ from gemini_ft.wire.peer_messages import (
 )
 from gemini_ft.wire.tcp import Connection
 
+_LONGEST = 128  # characters of a hash or a nonce
 _REMEMBERED = 16  # commits whose roots are kept for readers: the job has moved on when they ask
 _TICK = 0.25  # seconds between looks for late holders
 _AT_LEAST = 3.0  # seconds for which the last upload is tried, however little patience there is
@@ -61,6 +62,17 @@ LOST_SECONDS = 20.0  # of silence, after which a host's part of an upload is not
 NO_COLLECTORS: Mapping[str, Sequence[str]] = MappingProxyType({})
 TIDY_AGAIN = 2.0  # seconds between two attempts to delete old checkpoints
 _AHEAD = 8  # steps that a change of pace is announced before it counts; a rank that hears it later loses a snapshot
+
+
+def _names(report: Completed | Copies | Gathered | Skipped | GatheredSkips) -> Iterator[str]:
+    """Names and hashes in a report, each of which is short."""
+    yield report.version.incarnation.nonce
+    if not isinstance(report, Skipped | GatheredSkips):
+        yield from (report.layout, report.digest)
+    if isinstance(report, Completed):
+        yield report.root
+    elif isinstance(report, Copies):
+        yield from report.roots.values()
 
 
 class Leader:
@@ -143,6 +155,10 @@ class Leader:
         """The hosts that are reached on a connection."""
         return self._ways.through(port)
 
+    def disown(self, host: str) -> None:
+        """Forgets in which order a host has greeted: it was another process that has."""
+        self._ways.forget(host)
+
     def leave(self, port: MemberPort) -> None:
         self._ports.discard(port)
         for host in self._ways.lose(port):
@@ -195,6 +211,8 @@ class Leader:
         """Takes a report, of another host or our own; ``member``: who hears the answer, if it is for nobody else."""
         now = time.monotonic()
         if isinstance(message, Completed | Copies | Gathered | Skipped | GatheredSkips):
+            if max(map(len, _names(message))) > _LONGEST:  # the book keeps them
+                return
             self._newest = max(self._newest, message.version.iteration)
             is_late = not isinstance(message, Skipped | GatheredSkips) and message.version in self.book.aborted
             decisions = self.book.report(message, now)
@@ -221,7 +239,7 @@ class Leader:
         elif isinstance(message, UploadSoon):
             self._apply(self.book.upload_soon(now))
         elif isinstance(message, DrainHost):
-            if message.host not in self._drained:  # hosts repeat it to a new leader
+            if message.host in self.book.hosts and message.host not in self._drained:  # hosts repeat it to a new leader
                 self._drained.add(message.host)
                 self._tell(message)
         elif isinstance(message, Examined) and self._inquest is not None:

@@ -12,25 +12,28 @@ from gemini_ft.agent.context import StreamContext
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import PeerError
+from gemini_ft.storage.retention import READER_SECONDS
 from gemini_ft.wire.messages import Failed, kind_of
 from gemini_ft.wire.peer_messages import Data, Describe, Description, Fetch, GetRoots, Heartbeat, PeerMessage, Roots
 from gemini_ft.wire.tcp import Connection
 
 _LEAST = 5.0  # seconds
+_LONG = 60.0  # seconds after which a reader is named that keeps a slot from the job
 _LOOKS = 4  # in a lease
 
 
 class Lease:
-    """Ends a connection on which no request and no progress is seen for ``seconds``.
+    """Ends a connection on which no request and no progress is seen for ``seconds``, and any after ``READER_SECONDS``.
 
     Args:
         seconds: of silence, but never less than five.
-        expired: called before the connection is closed.
+        expired: called before the connection is closed, with the reason.
+        lasts: called at each look, with the seconds since it was dialled.
     """
 
-    def __init__(self, connection: Connection, seconds: float, expired: Callable[[float], None]) -> None:
-        self._connection, self._seconds, self._expired = connection, max(seconds, _LEAST), expired
-        self._idle = 0
+    def __init__(self, connection: Connection, seconds: float, expired: Callable[[str], None], lasts: Callable[[float], None]) -> None:
+        self._connection, self._seconds, self._expired, self._lasts = connection, max(seconds, _LEAST), expired, lasts
+        self._idle = self._looks = 0
         self._progress = (0, 0)
         self._timer = self._schedule()
 
@@ -49,11 +52,15 @@ class Lease:
         progress = self._connection.backlog, self._connection.unacknowledged
         self._idle = self._idle + 1 if progress == self._progress else 0
         self._progress = progress
-        if self._idle >= _LOOKS:  # counted in looks: this agent may have been stopped itself
-            self._expired(self._seconds)
-            self._connection.abort(f"the reader gave no sign of life for {self._seconds:g} s")
-        else:
+        self._looks += 1  # not seconds: this agent may have been stopped itself
+        age = self._looks * self._seconds / _LOOKS
+        self._lasts(age)
+        if self._idle < _LOOKS and age < READER_SECONDS:
             self._timer = self._schedule()
+            return
+        reason = f"gave no sign of life for {self._seconds:g} s" if self._idle >= _LOOKS else f"has read for {age:g} s, which is the limit"
+        self._expired(reason)
+        self._connection.abort(f"the reader {reason}")
 
 
 _LEASE = 30.0  # seconds, for readers between two sessions
@@ -78,19 +85,33 @@ def describe(memory: SlotMemory, asked: Describe) -> Description:
 
 
 class Fetcher:
-    """Serves one reader. The slot it reads is pinned until the reader hangs up, or gives no sign of life for its lease."""
+    """Serves one reader. The slot it reads is pinned until the reader hangs up, or its `Lease` ends."""
 
     def __init__(
         self, stream: StreamContext, connection: Connection, host: str, committed_roots: Callable[[Version], Mapping[int, str]]
     ) -> None:
         self._stream, self._connection, self._host, self._committed_roots = stream, connection, host, committed_roots
         self._held: dict[tuple[int, Version], int] = {}
-        self._lease = Lease(connection, stream.spec.replica_timeout if stream.spec is not None else _LEASE, self._expired)
+        self._is_named = False
+        self._lease = Lease(connection, stream.spec.replica_timeout if stream.spec is not None else _LEASE, self._expired, self._lasts)
 
-    def _expired(self, seconds: float) -> None:
+    @property
+    def _reads(self) -> str:
+        return f"host {self._host} at {self._connection.peer}, a reader of " + ", ".join(f"rank {owner}'s {v}" for owner, v in self._held)
+
+    def _expired(self, reason: str) -> None:
         if self._held:
-            read = ", ".join(f"rank {owner}'s {version}" for owner, version in self._held)
-            self._stream.log(f"host {self._host} has read nothing of {read} for {seconds:g} s: its slots are taken back")
+            self._stream.log(f"{self._reads}, {reason}: its slots are taken back")
+
+    def _lasts(self, seconds: float) -> None:
+        """Names a reader that keeps a slot for long which the job could use by now."""
+        committed = self._stream.host.committed
+        if seconds >= _LONG and not self._is_named and any(committed is not None and version < committed for _, version in self._held):
+            self._is_named = True
+            self._stream.log(
+                f"{self._reads}, keeps them for {seconds:g} s: until it hangs up, or at the latest after {READER_SECONDS:g} s, "
+                "there may be fewer snapshots, or none"
+            )
 
     @property
     def _name(self) -> str:
