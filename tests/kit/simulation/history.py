@@ -56,6 +56,9 @@ class _Check:
         self.copies: dict[tuple[str, int, str], float] = {}  # (host, owner, version) -> when a sound copy was made there
         self.harm: dict[str, float] = {}  # host -> when something happened to it last
         self.flipped: set[tuple[str, int, str]] = set()  # (host, owner, version) of copies that were damaged
+        self.stained: set[tuple[int, str]] = set()  # (owner, version) of copies that were damaged while they were written
+        self.epochs: dict[tuple[str, float, str], int] = {}  # (host, when its agent began, incarnation) -> newest epoch obeyed
+        self.last_opened: dict[tuple[str, Any], tuple[int, str, int]] = {}  # (host, when its agent began) -> newest incarnation
         self.committed: set[str] = set()
         self.latest: str | None = None  # that was committed last
         self.safe: set[str] = set()  # committed, or resumed by an incarnation that all of its hosts have begun
@@ -70,6 +73,7 @@ class _Check:
         self.objects: set[str] = set()
         self.stored: set[str] = set()  # versions that were reported as stored
         self.manifests: dict[str, tuple[str, set[str]]] = {}  # folder -> version, and the keys of its shards
+        self.halved: set[str] = set()  # keys of objects of which storage has kept a half
         self.rotten: set[str] = set()  # keys of objects that were damaged in storage
         self.keep_last = 1
         self.active: dict[str, int] = {}  # folder of an upload that is under way -> the event with which it began
@@ -95,7 +99,7 @@ class _Check:
 
     def _must(self, holds: bool, event: Event, text: str) -> None:
         if not holds:
-            self.found.append(f"{event['at']:.6f}: {text}")
+            self.found.append(f"{event['at']:.6f} {event['event']}: {text}")
 
     # -- commits
 
@@ -115,6 +119,8 @@ class _Check:
         self._must(
             event.get("of") in (None, incarnation) or version == resumed, event, f"{host} is at {event.get('of')} and commits {version}"
         )
+        leads_in = event.get("leads_in", event["epoch"])
+        self._must(leads_in == event["epoch"], event, f"{host} has heard of epoch {event['epoch']}, and commits {version} in {leads_in}")
         place = incarnation, host, event["epoch"]
         before = self.newest.setdefault(place, order(version))
         self._must(order(version) >= before, event, f"the leader on {host} commits {version} after iteration {before[2]}")
@@ -158,9 +164,29 @@ class _Check:
 
     def _flip(self, event: Event) -> None:
         self.flipped.add((event["host"], event["owner"], event["version"]))
+        if (event["host"], event["owner"], event["version"]) not in self.copies:
+            self.stained.add((event["owner"], event["version"]))
+
+    def _unsound(self, event: Event) -> None:
+        """Bytes are used only after they were verified: no copy is whole that has others than were made, unless the writer's own did."""
+        owner, version = event["owner"], event["version"]
+        what = f"rank {owner}'s shard of {version} is whole on {event['host']}, with other bytes than were made"
+        self._must((owner, version) in self.stained, event, what)
+
+    def _led(self, event: Event) -> None:
+        """A host obeys in one epoch only, and never in a lower one than before."""
+        agent, epoch = (event["host"], event["agent"], event["of"]), event["epoch"]
+        before = self.epochs.get(agent, -1)
+        self._must(epoch > before, event, f"{event['host']} obeys in epoch {epoch} after {before}")
+        self.epochs[agent] = max(epoch, before)
 
     def _opened(self, event: Event) -> None:
+        """Incarnations follow each other on every host."""
         incarnation = event["of"]
+        agent, place = (event["host"], event.get("agent")), order(f"{incarnation}:0")
+        before = self.last_opened.setdefault(agent, place)
+        self._must(place >= before, event, f"{event['host']} begins {incarnation} after {before[0]}-{before[1]}")
+        self.last_opened[agent] = max(before, place)
         self.hosts[incarnation] = {*event["hosts"]}
         self.opened.setdefault(incarnation, set()).add(event["host"])
         if event["resumed"] is not None and self._is_open(incarnation):
@@ -203,6 +229,7 @@ class _Check:
         for owner, host in event["pairs"]:
             silent = event["owners"][owner] in event["silent"]
             self._must(not silent, event, f"rank {owner}'s copy on {host} is left out, and nothing is heard of its owner's host")
+            self._must(self.probed != "garble", event, f"rank {owner}'s copy on {host} is left out, as a payload arrived damaged once")
 
     # -- resuming
 
@@ -269,20 +296,46 @@ class _Check:
         key = event["key"]
         self.objects.add(key)
         self.rotten.discard(key)
+        self.halved.discard(key)
         self.put_at[key] = self.number
         if "holds" in event:
             self.readers[key] = event["holds"]
         if "stored" in event:
-            self.stored.add(event["stored"])
-            self.stored_since_calm = True
+            self._on_mark(event, event["stored"])
         if key.endswith(MANIFEST):
             folder = key.removesuffix(MANIFEST)
             self.manifests[folder] = event["version"], {*event["shards"]}
             self._must(event["version"] in self.committed, event, f"a manifest of {event['version']} is written, which is not committed")
             self._must(self._is_there(folder), event, f"a manifest of {event['version']} is written, and shards of it are not there")
+            unsound = [
+                each for each in event.get("unsound", ()) if each not in self.rotten and not self._is_stained(each, event["version"])
+            ]
+            self._must(not unsound, event, f"a manifest of {event['version']} is written, and {unsound} have other bytes than were made")
+
+    def _is_stained(self, key: str, version: str) -> bool:
+        """Whether a shard was damaged before its owner's own copy was whole."""
+        return any(of == version and key.endswith(f"-{owner:05d}.safetensors") for owner, of in self.stained)
+
+    def _halved(self, event: Event) -> None:
+        self.rotten.add(event["key"])
+        self.halved.add(event["key"])
+
+    def _putting(self, event: Event) -> None:
+        """Only a host that leads, as far as it has heard, begins to write a manifest."""
+        self._must(event["leads"], event, f"{event['by']} writes {event['key']}, and does not lead")
+
+    def _on_mark(self, event: Event, version: str) -> None:
+        """A checkpoint is reported as stored when all of it was read back."""
+        self.stored.add(version)
+        self.stored_since_calm = True
+        for folder in [folder for folder, (of, _) in self.manifests.items() if of == version]:
+            halved = sorted(self.halved & {folder + MANIFEST, *self.manifests[folder][1]})
+            self._must(not halved, event, f"{version} is reported as stored, and storage has kept a half of {halved}")
 
     def _delete(self, event: Event) -> None:
         key, folder = event["key"], event["key"].rpartition("/")[0]
+        if self._is_there(folder) and key in self.manifests[folder][1] and self.manifests[folder][0] in self.stored:
+            self._must(False, event, f"{key} is deleted before its manifest")
         if self._is_there(folder) and key in {folder + MANIFEST, *self.manifests[folder][1]}:
             version = self.manifests[folder][0]
             newer = [other for other, (stored, _) in self.manifests.items() if order(stored) > order(version) and self._is_there(other)]

@@ -37,7 +37,7 @@ class Process:
     def __init__(self, loop: SimulatedLoop, name: str, host: str) -> None:
         self.loop, self.name, self.host = loop, name, host
         self.alive = True
-        self.stopped_until = 0.0  # simulated seconds
+        self.stopped_at = self.stopped_until = 0.0  # simulated seconds
         self.parked: deque[tuple[list[asyncio.Handle], Callable[..., Any], tuple[Any, ...], contextvars.Context]] = deque()
         self.fibers: set[Fiber] = set()
         self.context = contextvars.copy_context()
@@ -61,6 +61,7 @@ class Process:
 
     def stop(self, seconds: float) -> None:
         """Lets it do nothing for so long."""
+        self.stopped_at = self.stopped_at if self.is_stopped else self.loop.time()
         self.stopped_until = max(self.stopped_until, self.loop.time() + seconds)
         asyncio.BaseEventLoop.call_at(self.loop, self.stopped_until, self._go_on)
 

@@ -12,7 +12,7 @@ from gemini_ft.errors import GeminiError
 from gemini_ft.recovery import agent_memory
 from gemini_ft.wire.worker_messages import Visit
 from simulation.loop import PROCESS, Fiber, Process
-from simulation.worker import EXTRAS, content, text
+from simulation.made import EXTRAS, content, text
 
 if TYPE_CHECKING:
     from simulation.world import World

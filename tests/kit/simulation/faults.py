@@ -1,0 +1,158 @@
+"""Everything that can go wrong in a simulated job; each fault draws from the world's own generator whom it strikes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from simulation import visitor
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+
+def _kill_worker(world: World) -> None:
+    if hosts := [host for host in world.hosts if host.worker is not None]:
+        world.kill_worker(world.rng.choice(hosts), "a fault")
+
+
+def _kill_agent(world: World) -> None:
+    if hosts := [host for host in world.hosts if host.agent is not None]:
+        host = world.rng.choice(hosts)
+        world.record("agent killed", host=host.name)
+        assert host.agent is not None
+        world.kill_agent(host.agent)
+
+
+def _kill_all_agents(world: World) -> None:
+    for host in world.hosts:
+        if host.agent is not None and world.rng.random() < 0.7:
+            world.record("agent killed", host=host.name)
+            world.kill_agent(host.agent)
+
+
+def _lose_host(world: World) -> None:
+    world.lose_host(world.rng.choice(world.hosts))
+
+
+def _kill_leader(world: World) -> None:
+    """Kills the agent that leads, and often the next one soon."""
+    for host in world.hosts:
+        session = host.agent.streams.by_name["main"]._session if host.agent is not None and "main" in host.agent.streams.by_name else None
+        if session is not None and session.leads_in is not None:
+            world.record("agent killed", host=host.name)
+            assert host.agent is not None
+            world.kill_agent(host.agent)
+
+
+def _lose_all(world: World) -> None:
+    """All memory is lost, but perhaps that of one host."""
+    spared = world.rng.choice([None, None, *world.hosts])
+    for host in world.hosts:
+        if host is not spared:
+            world.lose_host(host)
+
+
+def _garble(world: World) -> None:
+    world.network.garbling += world.rng.choice([1, 1, 5])
+
+
+def _rot(world: World) -> None:
+    world.bucket.rot()
+    if world.rng.random() < 0.3:
+        _lose_all(world)
+
+
+def _restart_all(world: World) -> None:
+    for host in world.hosts:
+        if world.rng.random() < 0.8:
+            world.kill_worker(host, "a restart")
+
+
+def _partition(world: World) -> None:
+    host, seconds = world.rng.choice(world.hosts), world.rng.choice([0.5, 5.0, 40.0, 150.0])
+    world.record("cut", host=host.name, seconds=seconds)
+    for other in world.hosts:
+        if other is not host:
+            world.network.block(host.name, other.name, seconds)
+            world.network.block(other.name, host.name, seconds)
+
+
+def _one_way(world: World) -> None:
+    near, far = world.rng.sample(world.hosts, 2)
+    seconds = world.rng.choice([0.5, 5.0, 40.0, 150.0])
+    world.record("one way", near=near.name, far=far.name, seconds=seconds)
+    world.network.block(near.name, far.name, seconds)
+
+
+def _stop(world: World) -> None:
+    if processes := world.loop.processes:
+        process, seconds = world.rng.choice(processes), world.rng.choice([0.05, 1.0, 4.0, 15.0])
+        world.record("stop", process=process.name, seconds=seconds)
+        process.stop(seconds)
+
+
+def _slow(world: World) -> None:
+    host = world.rng.choice(world.hosts).name
+    world.network.slow[host] = world.rng.choice([1.0, 1.0, 10.0, 50.0])
+
+
+def _reset(world: World) -> None:
+    world.network.reset(world.rng)
+
+
+def _flip(world: World) -> None:
+    """Bits flip, and often that is found out at once: ranks must choose again."""
+    for _ in range(world.rng.choice([1, 1, 3])):
+        world.flip()
+    if world.rng.random() < 0.5:
+        world.rng.choice([_kill_worker, _restart_all])(world)
+
+
+def _storage(world: World) -> None:
+    bucket, rng = world.bucket, world.rng
+    bucket.failing, bucket.lagging = rng.choice([0.0, 0.0, 0.1, 0.5]), rng.choice([0.0, 0.0, 0.5])
+    bucket.slowness, bucket.down = rng.choice([0.01, 0.05, 1.0]), rng.random() < 0.15
+    bucket.late, bucket.halving = rng.choice([5.0, 60.0]), rng.choice([0.0, 0.0, 0.0, 0.2])
+    bucket.away = {host.name for host in world.hosts if rng.random() < 0.1}
+
+
+def _full(world: World) -> None:
+    """Other processes of a host take all memory that is left there, for a while."""
+    host, seconds = world.rng.choice(world.hosts).name, world.rng.choice([5.0, 60.0])
+    world.full.add(host)
+    asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + seconds, world.full.discard, host)
+
+
+def _clock(world: World) -> None:
+    """The system's clock of a host is set."""
+    world.skew[world.rng.choice(world.hosts).name] = world.rng.choice([-86400.0, -30.0, 0.0, 30.0, 86400.0])
+
+
+def _visit(world: World) -> None:
+    """Another process reads the newest snapshot."""
+    visitor.visit(world, world.rng.choice(world.hosts).name)
+
+
+FAULTS = {
+    "kill_worker": _kill_worker,
+    "kill_agent": _kill_agent,
+    "kill_all_agents": _kill_all_agents,
+    "kill_leader": _kill_leader,
+    "lose_host": _lose_host,
+    "lose_all": _lose_all,
+    "restart_all": _restart_all,
+    "partition": _partition,
+    "one_way": _one_way,
+    "stop": _stop,
+    "slow": _slow,
+    "reset": _reset,
+    "flip": _flip,
+    "garble": _garble,
+    "rot": _rot,
+    "storage": _storage,
+    "full": _full,
+    "clock": _clock,
+    "visit": _visit,
+}
+PROBES = ("kill_worker", "kill_agent", "kill_leader", "stop", "reset", "restart_all", "visit", "garble")
