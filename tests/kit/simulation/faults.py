@@ -131,7 +131,8 @@ def _clock(world: World) -> None:
 
 def _visit(world: World) -> None:
     """Another process reads the newest snapshot."""
-    visitor.visit(world, world.rng.choice(world.hosts).name)
+    pause = world.rng.choice([0.0, 2.0, 15.0]) if not world.is_quiet else 0.0
+    visitor.visit(world, world.rng.choice(world.hosts).name, pause)
 
 
 FAULTS = {

@@ -104,6 +104,10 @@ class Network:
             end.lose(ConnectionResetError("Connection reset by peer"))
             end.far.lose(ConnectionResetError("Connection reset by peer"))
 
+    def descheduled(self) -> float:
+        """Seconds for which a lane's thread does not run although it has something to send: mostly none."""
+        return self.rng.expovariate(1.0) if self.rng.random() < 0.02 else 0.0
+
     def garbled(self, data: bytes) -> bytes:
         """A payload as it arrives."""
         if not (self.garbling and data):

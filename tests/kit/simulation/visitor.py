@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from gemini_ft.errors import GeminiError
 from gemini_ft.recovery import agent_memory
 from gemini_ft.wire.worker_messages import Visit
-from simulation.loop import PROCESS, Fiber, Process
+from simulation.loop import PROCESS, Fiber, Process, sleep
 from simulation.made import EXTRAS, content, text
 
 if TYPE_CHECKING:
     from simulation.world import World
 
 
-def visit(world: World, host: str) -> None:
-    """Begins to read, on a host, by a process that ends when it has read all, or can read nothing."""
+def visit(world: World, host: str, pause: float) -> None:
+    """Begins to read, on a host, by a process that ends when it has read all, or can read nothing; ``pause``: seconds before each shard."""
     process = Process(world.loop, f"visitor of {host}", host)
 
     def work() -> None:
@@ -28,6 +28,7 @@ def visit(world: World, host: str) -> None:
         committed = found[0].committed
         version, shards = agent_memory.open_newest(found[0], None)
         for shard, owner in zip(shards, range(len(shards)), strict=True):
+            sleep(pause)
             data, extras = b"".join(bytes(view) for _, view in shard.chunks()), shard.extras()
             if (data, extras) != (content(owner, version, world.size_at(version.iteration)), EXTRAS):
                 world.record("wrong bytes", rank=owner, host=host, version=text(version), where=shard.where)

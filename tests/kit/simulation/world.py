@@ -55,7 +55,7 @@ class World:
         self.lines: list[str] = []
         self.bucket = Bucket(Random(rng.random()), partial(recorded.on_storage, self))
         self.bucket.slowness = rng.choice([0.02, 0.02, 2.0])
-        self.haste = rng.choice([0.0, 0.3])  # probability that a fault strikes while ranks join
+        self.haste = rng.choice([0.0, 0.3, 0.8])  # probability that a fault strikes while ranks join
         self.run, self.numbers, self.pids = f"simulated-{seed}", itertools.count(1), itertools.count(1_000_000)
         self.nbytes, self.ranks = rng.choice([64, 512, 1536]), rng.choice([3, 3, 5])
         self.growth = rng.choice([0, 0, 7, 40])  # steps after which the state has another size; 0: never
@@ -65,7 +65,8 @@ class World:
         self.copying = rng.choice([0.001, 0.02, 0.2]) * self.step
         self.linger = 3600.0
         self.hosts = [Host(f"h{number}") for number in range(self.ranks + 1)]
-        self.fault_seconds = rng.choice([4.0, 12.0, 40.0])
+        self.fault_seconds = rng.choice([4.0, 8.0, 20.0])
+        self.grace = rng.choice([4.0, 4.0, 20.0])  # seconds for which a worker may outlive its attempt
         storage = {"url": URL, "every_steps": rng.choice([3, 10, 30]), "keep_last": rng.choice([1, 2]), "patience": 60.0}
         settings = {
             "run_id": self.run,
@@ -213,7 +214,7 @@ class World:
             if host.worker is not None and host.worker.attempt.broken:
                 if not host.lingers_until:
                     cut = any(not self.network.reaches(host.name, other.name) for other in self.hosts if other is not host)
-                    host.lingers_until = now + self.rng.uniform(0.5, 60.0 if cut else 4.0)
+                    host.lingers_until = now + self.rng.uniform(0.5, 60.0 if cut else self.grace)
                 elif now >= host.lingers_until:
                     self.kill_worker(host, "its launcher")
             else:
