@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from simulation import visitor
+from simulation.made import EXTRAS, text
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -101,10 +102,29 @@ def _reset(world: World) -> None:
     world.network.reset(world.rng)
 
 
+def _flip_one(world: World) -> None:
+    """A bit of a copy in memory changes: in its bytes, its checksums or its header."""
+    held = [
+        (host, memory, slot.version)
+        for host in world._up()
+        if host.agent is not None
+        for stream in host.agent.streams.by_name.values()
+        for (owner, index), memory in stream.context.slot_store.memory.items()
+        if (slot := stream.context.host.slots(owner).slots.get(index)) is not None and slot.version is not None
+    ]
+    if held:
+        host, memory, version = world.rng.choice(held)
+        shape = memory.shape
+        held_bytes = shape.data_bytes + world.rng.choice([0, len(EXTRAS)])  # of a state that no step changes
+        at = world.rng.choice([shape.data_offset + world.rng.randrange(held_bytes), 4096 + world.rng.randrange(8)])
+        world.record("flip", host=host.name, owner=shape.owner, version=text(version))
+        memory._view[at] ^= 1 << world.rng.randrange(8)
+
+
 def _flip(world: World) -> None:
     """Bits flip, and often that is found out at once: ranks must choose again."""
     for _ in range(world.rng.choice([1, 1, 3])):
-        world.flip()
+        _flip_one(world)
     if world.rng.random() < 0.5:
         world.rng.choice([_kill_worker, _restart_all])(world)
 

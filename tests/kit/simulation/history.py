@@ -43,13 +43,13 @@ _HARM = frozenset({"host lost", "agent killed", "replaced", "left", "flip", "kil
 
 def violations(history: Iterable[Event]) -> list[str]:
     """Everything in a history that must not be."""
-    check = _Check()
+    check = Check()
     for event in history:
         check.take(event)
     return check.found
 
 
-class _Check(StorageRules):
+class Check(StorageRules):
     """All rules."""
 
     def __init__(self) -> None:

@@ -21,9 +21,9 @@ from gemini_ft.wire.worker_messages import Launch
 from simulation import network as networking
 from simulation import recorded
 from simulation.faults import FAULTS, PROBES
+from simulation.history import Check
 from simulation.hosts import Agent, Attempt, Host
 from simulation.loop import PROCESS, Fiber, Killed, Process, SimulatedLoop
-from simulation.made import EXTRAS, text
 from simulation.network import Network
 from simulation.seams import SCRIPTS, seams
 from simulation.storage import URL, Bucket
@@ -90,6 +90,7 @@ class World:
         self.suddenness = rng.choice([0.0, 0.0, 0.003, 0.02])  # probability that a process dies at one of `PROCESS_MOMENTS`
         self.full: set[str] = set()  # hosts without free memory
         self.skew: dict[str, float] = {}  # host -> seconds by which its system's clock is wrong
+        self.judge: Check | None = None  # ends the run at the first violation
         self.last: int | None = None  # iteration with which the job ends
 
     def size_at(self, iteration: int) -> int:
@@ -100,6 +101,10 @@ class World:
 
     def record(self, event: str, **facts: Any) -> None:
         self.history.append({"event": event, "at": round(self.loop.time() - 1e6, 6), **facts})
+        if self.judge is not None:
+            self.judge.take(self.history[-1])
+            if self.judge.found:
+                self.loop.stop()
 
     def say(self, host: str, line: str) -> None:
         self.lines.append(f"{self.loop.time() - 1e6:12.6f} {host}: {line}")
@@ -291,24 +296,6 @@ class World:
         self.network.dark.discard(host.name)
         self.record("host up", host=host.name)
 
-    def flip(self) -> None:
-        """A bit of a copy in memory changes: in its bytes, its checksums or its header."""
-        held = [
-            (host, memory, slot.version)
-            for host in self._up()
-            if host.agent is not None
-            for stream in host.agent.streams.by_name.values()
-            for (owner, index), memory in stream.context.slot_store.memory.items()
-            if (slot := stream.context.host.slots(owner).slots.get(index)) is not None and slot.version is not None
-        ]
-        if held:
-            host, memory, version = self.rng.choice(held)
-            shape = memory.shape
-            held_bytes = shape.data_bytes + self.rng.choice([0, len(EXTRAS)])  # of a state that no step changes
-            at = self.rng.choice([shape.data_offset + self.rng.randrange(held_bytes), 4096 + self.rng.randrange(8)])
-            self.record("flip", host=host.name, owner=shape.owner, version=text(version))
-            memory._view[at] ^= 1 << self.rng.randrange(8)
-
     # -- a whole run
 
     def simulate(self, seconds: float, quiet: float = 0.0) -> list[Event]:
@@ -342,6 +329,9 @@ class World:
 
             try:
                 self.loop.run_until_complete(work())
+            except RuntimeError:
+                if self.judge is None or not self.judge.found:
+                    raise
             finally:
                 self._close()
         return self.history
