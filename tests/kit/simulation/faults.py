@@ -9,6 +9,8 @@ from simulation import visitor
 from simulation.made import EXTRAS, text
 
 if TYPE_CHECKING:
+    from simulation.hosts import Host
+    from simulation.loop import Process
     from simulation.world import World
 
 
@@ -46,6 +48,15 @@ def _kill_leader(world: World) -> None:
             world.kill_agent(host.agent)
 
 
+def _stop_leader(world: World) -> None:
+    """Stops the agent that leads for so long that another one may lead."""
+    for host in world.hosts:
+        session = host.agent.streams.by_name["main"]._session if host.agent is not None and "main" in host.agent.streams.by_name else None
+        if session is not None and session.leads_in is not None:
+            assert host.agent is not None
+            stop(world, host.agent.process, world.rng.choice([5.0, 15.0]))
+
+
 def _lose_all(world: World) -> None:
     """All memory is lost, but perhaps that of one host."""
     spared = world.rng.choice([None, None, *world.hosts])
@@ -71,7 +82,12 @@ def _restart_all(world: World) -> None:
 
 
 def _partition(world: World) -> None:
-    host, seconds = world.rng.choice(world.hosts), world.rng.choice([0.5, 5.0, 40.0, 150.0])
+    cut_off(world, world.rng.choice(world.hosts))
+
+
+def cut_off(world: World, host: Host) -> None:
+    """Cuts a host off from all others."""
+    seconds = world.rng.choice([0.5, 5.0, 40.0, 150.0])
     world.record("cut", host=host.name, seconds=seconds)
     for other in world.hosts:
         if other is not host:
@@ -88,9 +104,13 @@ def _one_way(world: World) -> None:
 
 def _stop(world: World) -> None:
     if processes := world.loop.processes:
-        process, seconds = world.rng.choice(processes), world.rng.choice([0.05, 1.0, 4.0, 15.0])
-        world.record("stop", process=process.name, seconds=seconds)
-        process.stop(seconds)
+        stop(world, world.rng.choice(processes), world.rng.choice([0.05, 1.0, 4.0, 15.0, 30.0]))
+
+
+def stop(world: World, process: Process, seconds: float) -> None:
+    """Lets a process do nothing for so long."""
+    world.record("stop", process=process.name, seconds=seconds)
+    process.stop(seconds)
 
 
 def _slow(world: World) -> None:
@@ -133,7 +153,7 @@ def _storage(world: World) -> None:
     bucket, rng = world.bucket, world.rng
     bucket.failing, bucket.lagging = rng.choice([0.0, 0.0, 0.1, 0.5]), rng.choice([0.0, 0.0, 0.5])
     bucket.slowness, bucket.down = rng.choice([0.01, 0.05, 1.0]), rng.random() < 0.15
-    bucket.late, bucket.halving = rng.choice([5.0, 60.0]), rng.choice([0.0, 0.0, 0.0, 0.2])
+    bucket.late, bucket.halving = rng.choice([5.0, 60.0]), rng.choice([0.0, 0.0, 0.2, 0.5])
     bucket.away = {host.name for host in world.hosts if rng.random() < 0.1}
 
 
@@ -151,7 +171,7 @@ def _clock(world: World) -> None:
 
 def _visit(world: World) -> None:
     """Another process reads the newest snapshot."""
-    pause = world.rng.choice([0.0, 2.0, 15.0]) if not world.is_quiet else 0.0
+    pause = world.rng.choice([0.0, 2.0] if world.is_quiet else [0.0, 2.0, 15.0])
     visitor.visit(world, world.rng.choice(world.hosts).name, pause)
 
 
@@ -160,6 +180,7 @@ FAULTS = {
     "kill_agent": _kill_agent,
     "kill_all_agents": _kill_all_agents,
     "kill_leader": _kill_leader,
+    "stop_leader": _stop_leader,
     "lose_host": _lose_host,
     "lose_all": _lose_all,
     "restart_all": _restart_all,
@@ -176,4 +197,8 @@ FAULTS = {
     "clock": _clock,
     "visit": _visit,
 }
-PROBES = ("kill_worker", "kill_agent", "kill_leader", "stop", "reset", "restart_all", "visit", "garble")
+SHARES = {  # a job that has lost its memory shows little for a while
+    **dict.fromkeys(("lose_host", "lose_all", "kill_all_agents"), 0.3),
+    **dict.fromkeys(("flip", "garble", "rot", "storage", "visit", "stop", "stop_leader"), 2.0),
+}
+PROBES = ("kill_worker", "kill_agent", "kill_leader", "stop_leader", "stop", "reset", "restart_all", "visit", "garble")

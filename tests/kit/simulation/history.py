@@ -73,6 +73,7 @@ class Check(StorageRules):
         self.commits = 0
         self.begun = set[str]()
         self.probed = ""  # the single fault under way
+        self.probed_at = 0.0
         self.attempts = 0
 
     def take(self, event: Event) -> None:
@@ -265,7 +266,8 @@ class Check(StorageRules):
 
     def _visit_failed(self, event: Event) -> None:
         """Where nothing fails, the newest snapshot can be exported."""
-        self._must(not self.probed, event, f"nothing fails, and nothing can be exported: {event.get('error')}")
+        fails = self.probed != "visit" or event["begun"] < self.probed_at
+        self._must(fails, event, f"nothing fails, and nothing can be exported: {event.get('error')}")
 
     def _wrong_bytes(self, event: Event) -> None:
         """What is read has the bytes that were made."""
@@ -315,7 +317,7 @@ class Check(StorageRules):
 
     def _probe(self, event: Event) -> None:
         """A single fault strikes."""
-        self.commits, self.probed, self.attempts = 0, event["fault"], 0
+        self.commits, self.probed, self.probed_at, self.attempts = 0, event["fault"], event["at"], 0
 
     def _attempt(self, event: Event) -> None:
         """Counts attempts."""
@@ -323,7 +325,7 @@ class Check(StorageRules):
 
     def _probe_end(self, event: Event) -> None:
         """After a single fault the job commits again, with no more attempts than that explains."""
-        attempts = 3 if self.probed in ("restart_all", "stop", "kill_worker") else 0  # two without hosts that may know more
+        attempts = 3 if self.probed in ("restart_all", "stop", "stop_leader", "kill_worker") else 0  # two without hosts that may know more
         self._must(self.attempts <= attempts, event, f"{self.attempts} attempts follow a single fault ({self.probed})")
         self.probed = ""
         self._must(bool(self.commits), event, f"nothing is committed any more after a single fault ({event['fault']})")

@@ -65,7 +65,7 @@ class SimulatedLane(LaneThread):
         super().__init__(_LaneEnd(end))  # type: ignore[arg-type]
         self._end, self._todo = end, deque[tuple[Any, Callable[[Outcome], None]]]()
         self._broken: Exception | None = None
-        self._idle_until = 0.0  # when its thread goes on
+        self._idle = False  # whether its thread does not run
         end.listen(self._heard, self._lost)
 
     @property
@@ -74,9 +74,13 @@ class SimulatedLane(LaneThread):
 
     def _order(self, deed: Any, done: Callable[[Outcome], None]) -> None:
         self._todo.append((deed, done))
-        if deed.func == self._lane.send and (pause := self._end.network.descheduled()):
-            self._idle_until = self._loop.time() + pause
-            self._loop.call_at(self._idle_until, self._work_on)
+        if deed.func == self._send and (pause := self._end.network.descheduled()):
+            self._idle = True
+            self._loop.call_later(pause, self._wake)
+        self._work_on()
+
+    def _wake(self) -> None:
+        self._idle = False
         self._work_on()
 
     def _heard(self, data: bytes) -> None:
@@ -90,7 +94,7 @@ class SimulatedLane(LaneThread):
     def _work_on(self) -> None:
         while self._todo and not self._lane.stopped:
             deed, done = self._todo[0]
-            if deed.func == self._lane.send and self._loop.time() < self._idle_until:
+            if deed.func == self._send and self._idle:
                 return
             if deed.func == self._lane.receive and len(self._lane.buffer) < deed.args[1]:  # type: ignore[attr-defined]
                 if self._broken is None:

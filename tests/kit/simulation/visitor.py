@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def visit(world: World, host: str, pause: float) -> None:
     """Begins to read, on a host, by a process that ends when it has read all, or can read nothing; ``pause``: seconds before each shard."""
-    process = Process(world.loop, f"visitor of {host}", host)
+    process, begun = Process(world.loop, f"visitor of {host}", host), world.loop.time() - 1e6
 
     def work() -> None:
         if not (found := agent_memory.remembered(world.run)):
@@ -39,7 +39,7 @@ def visit(world: World, host: str, pause: float) -> None:
 
     def over(_: Any, error: BaseException | None) -> None:
         if error is not None:
-            world.record("visit failed", host=host, error=str(error))
+            world.record("visit failed", host=host, error=str(error), begun=begun)
         if error is not None and not isinstance(error, GeminiError):
             world.loop.errors.append(f"a visitor fails: {error!r}")
         asyncio.BaseEventLoop.call_soon(world.loop, end)

@@ -20,7 +20,7 @@ from gemini_ft.hosts import began
 from gemini_ft.wire.worker_messages import Launch
 from simulation import network as networking
 from simulation import recorded
-from simulation.faults import FAULTS, PROBES
+from simulation.faults import FAULTS, PROBES, SHARES, cut_off, stop
 from simulation.history import Check
 from simulation.hosts import Agent, Attempt, Host
 from simulation.loop import PROCESS, Fiber, Killed, Process, SimulatedLoop
@@ -54,7 +54,7 @@ class World:
         self.history: list[Event] = []
         self.lines: list[str] = []
         self.bucket = Bucket(Random(rng.random()), partial(recorded.on_storage, self))
-        self.bucket.slowness = rng.choice([0.02, 0.02, 2.0])
+        self.bucket.slowness, self.bucket.halving = rng.choice([0.02, 0.02, 2.0]), rng.choice([0.0, 0.0, 0.1])
         self.haste = rng.choice([0.0, 0.3, 0.8])  # probability that a fault strikes while ranks join
         self.run, self.numbers, self.pids = f"simulated-{seed}", itertools.count(1), itertools.count(1_000_000)
         self.nbytes, self.ranks = rng.choice([64, 512, 1536]), rng.choice([3, 3, 5])
@@ -84,10 +84,10 @@ class World:
         self.attempts: list[Attempt] = []
         self.is_quiet, self.commits = False, 0
         self.pid_of_process: dict[Process, int] = {}
-        self.weights = {name: rng.choice([0.0, 1.0, 1.0, 3.0]) for name in FAULTS}
+        self.weights = {name: rng.choice([0.0, 1.0, 1.0, 3.0]) * SHARES.get(name, 1.0) for name in FAULTS}
         self.weights["kill_worker"] = max(1.0, self.weights["kill_worker"])
         self.folder = Path()
-        self.suddenness = rng.choice([0.0, 0.0, 0.003, 0.02])  # probability that a process dies at one of `PROCESS_MOMENTS`
+        self.suddenness = rng.choice([0.0, 0.003, 0.02])  # probability that something happens to a process at one of `PROCESS_MOMENTS`
         self.full: set[str] = set()  # hosts without free memory
         self.skew: dict[str, float] = {}  # host -> seconds by which its system's clock is wrong
         self.judge: Check | None = None  # ends the run at the first violation
@@ -167,11 +167,16 @@ class World:
         host.agent = Agent(self, host, slots, identity)
 
     def reached(self, moment: str, *_: Any) -> None:
-        """Stands in for `gemini_ft.failpoints.Failpoints`: the process that comes to this moment dies there, or not."""
+        """Stands in for `gemini_ft.failpoints.Failpoints`: something happens to the process that comes to this moment, or nothing."""
         process = PROCESS.get()
         if self.is_quiet or process is None or not process.alive or self.rng.random() >= self.suddenness:
             return
         self.record("sudden", process=process.name, moment=moment)
+        match self.rng.choice(["dies", "dies", "stops", "is cut off"]):
+            case "stops":
+                return stop(self, process, 10.0)
+            case "is cut off":
+                return cut_off(self, next(host for host in self.hosts if host.name == process.host))
         for host in self.hosts:
             if host.agent is not None and host.agent.process is process:
                 self.record("agent killed", host=host.name)
