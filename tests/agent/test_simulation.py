@@ -131,6 +131,7 @@ WELL = {
         *STORED, *_copies("1-a:2"), _commit("1-a:2"), _put("new/shard"), _put("new/manifest.json", "1-a:2"),
         GONE, DELETED,
     ],
+    "a checkpoint that is damaged goes": [*STORED, _seen("rot", key="old/shard"), GONE, DELETED],
     "what a failed upload has left goes": [*UPLOADED, {"event": "delete", "at": 7.0, "key": "old/shard"}],
     "a job that comes up again": [{"event": "calm", "at": 1.0}, *_copies(), _commit(), {"event": "end", "at": 9.0}],
     "a single fault": [_seen("probe", fault="stop"), *_copies(), _commit(), _seen("probe end", fault="stop")],

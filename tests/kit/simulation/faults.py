@@ -171,7 +171,7 @@ def _clock(world: World) -> None:
 
 def _visit(world: World) -> None:
     """Another process reads the newest snapshot."""
-    pause = world.rng.choice([0.0, 2.0] if world.is_quiet else [0.0, 2.0, 15.0])
+    pause = world.rng.choice([0.0, 0.5] if world.is_quiet else [0.0, 2.0, 15.0])
     visitor.visit(world, world.rng.choice(world.hosts).name, pause)
 
 

@@ -119,7 +119,7 @@ class StorageRules:
         if self._is_there(folder) and key in {folder + MANIFEST, *self.manifests[folder][1]}:
             version = self.manifests[folder][0]
             newer = [other for other, (stored, _) in self.manifests.items() if order(stored) > order(version) and self._is_there(other)]
-            kept = len(newer) >= self.keep_last or version not in self.stored
+            kept = len(newer) >= self.keep_last or version not in self.stored or not self._is_whole(folder)
             self._must(kept, event, f"{key} is deleted, and {len(newer) or 'nothing'} newer than {version} is stored")
             held = {note for note in self.looked.get(event.get("by", ""), set()) if self.readers.get(note) == folder}
             self._must(not held, event, f"{key} is deleted, and {sorted(held)} says that it is read")

@@ -42,6 +42,7 @@ class Network:
         self.dark: set[str] = set()  # hosts without power
         self.slow: dict[str, float] = {}  # host -> factor of all latencies
         self.garbling = 0  # payloads of which a bit flips on their way
+        self.descheduling = rng.choice([0.0, 0.02, 0.1])  # probability that a lane's thread does not run
         self.ends: dict[int, End] = {}
         self.numbers = itertools.count(1)
         self.ports = itertools.count(20_000)
@@ -106,7 +107,7 @@ class Network:
 
     def descheduled(self) -> float:
         """Seconds for which a lane's thread does not run although it has something to send: mostly none."""
-        return self.rng.expovariate(1.0) if self.rng.random() < 0.02 else 0.0
+        return self.rng.expovariate(1.0) if self.rng.random() < self.descheduling else 0.0
 
     def garbled(self, data: bytes) -> bytes:
         """A payload as it arrives."""

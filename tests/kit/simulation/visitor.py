@@ -45,12 +45,18 @@ def visit(world: World, host: str, pause: float) -> None:
         asyncio.BaseEventLoop.call_soon(world.loop, end)
 
     def end() -> None:
-        process.kill()
-        world.network.lose_process(process)
-        agent_memory._kept.clear()
-        agent_memory._keeper = None
+        if process.alive:
+            leave(world, process)
 
     process.at(world.loop.time() + 1e-5, process.run(Fiber, process, work, over).go_on)
+
+
+def leave(world: World, process: Process) -> None:
+    """Ends a visitor, whether it has read all or not."""
+    process.kill()
+    world.network.lose_process(process)
+    agent_memory._kept.clear()
+    agent_memory._keeper = None
 
 
 class _Thread:

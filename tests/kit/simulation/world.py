@@ -19,7 +19,7 @@ from gemini_ft.errors import AgentError, GeminiError
 from gemini_ft.hosts import began
 from gemini_ft.wire.worker_messages import Launch
 from simulation import network as networking
-from simulation import recorded
+from simulation import recorded, visitor
 from simulation.faults import FAULTS, PROBES, SHARES, cut_off, stop
 from simulation.history import Check
 from simulation.hosts import Agent, Attempt, Host
@@ -376,9 +376,11 @@ class World:
         self.bucket.halving = 0.0
         self.bucket.away.clear()
         self.bucket.mend()
-        self.network.garbling = 0
+        self.network.garbling, self.network.descheduling = 0, 0.0
         self.network.slow.clear()
         self.full.clear()
+        for process in [process for process in self.loop.processes if process.name.startswith("visitor")]:
+            visitor.leave(self, process)
         for host in self.hosts:
             if not host.is_up:
                 self._boot(host)
