@@ -73,6 +73,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=1, help="the first seed")
     parser.add_argument("--hours", type=float, default=0.05, help="simulated hours with faults, of each seed")
+    parser.add_argument("--ranks", type=int, default=0, help="of each job, on hosts of their own; 0: three or five")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no seed after this time")
     parser.add_argument(
         "--history", type=Path, default=None, help="write the history of the first seed, as lines of JSON, and the agents' log"
@@ -100,7 +101,7 @@ def main() -> int:
     for seed in range(options.first, options.first + options.seeds):
         if time.monotonic() > until:
             break
-        outcomes.append(play(seed, seconds))
+        outcomes.append(play(seed, seconds, patience=600 if options.ranks else 60, ranks=options.ranks))
         for text in outcomes[-1].wrong:
             print(f"seed {seed}: {text}", file=sys.stderr, flush=True)
     figures = summary(outcomes)

@@ -42,7 +42,7 @@ class Outcome:
     reached: bool = False  # whether a place of the package that was changed on purpose (`drawn`) was reached
 
 
-def play(seed: int, seconds: float, before: Callable[[], Any] | None = None, patience: int = _PATIENCE) -> Outcome:
+def play(seed: int, seconds: float, before: Callable[[], Any] | None = None, patience: int = _PATIENCE, ranks: int = 0) -> Outcome:
     """Simulates a seed in a forked process, which may take ``patience`` processor seconds.
 
     ``before`` is called there first, to break the package: what follows ends with the first violation.
@@ -54,7 +54,7 @@ def play(seed: int, seconds: float, before: Callable[[], Any] | None = None, pat
             gc.disable()  # nothing is collected in so short a life, and looking for it takes a third of the time
             if before is not None:
                 before()
-            said = json.dumps(asdict(_play(seed, seconds, before is not None))).encode()
+            said = json.dumps(asdict(_play(seed, seconds, before is not None, ranks))).encode()
         except BaseException:
             said = json.dumps(asdict(Outcome(seed, wrong=[traceback.format_exc()[-2000:]]))).encode()
         while said:
@@ -74,8 +74,8 @@ def play(seed: int, seconds: float, before: Callable[[], Any] | None = None, pat
         return Outcome(seed, wrong=[f"the simulation has come to no end within {patience} processor seconds"])
 
 
-def _play(seed: int, seconds: float, is_broken: bool) -> Outcome:
-    world, begin = World(seed), time.process_time()
+def _play(seed: int, seconds: float, is_broken: bool, ranks: int) -> Outcome:
+    world, begin = World(seed, ranks), time.process_time()
     world.judge = Check() if is_broken else None
     history = world.simulate(seconds, QUIET)
     took = time.process_time() - begin

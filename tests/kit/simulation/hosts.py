@@ -121,7 +121,9 @@ class Attempt:
         raise PeerError(f"ranks did not come within {timeout:g} s")
 
     def _heard(self, script: Script) -> list[bytes] | None:
-        reached = all(host is script.host or self.world.network.reaches(script.host.name, host.name) for host in self.hosts)
+        reached = self.world.network.is_sound or all(
+            host is script.host or self.world.network.reaches(script.host.name, host.name) for host in self.hosts
+        )
         if reached and len(said := self._said[self._turn[script.rank]]) == len(self.hosts):
             return [said[rank] for rank in range(len(self.hosts))]
         if self.broken and reached:

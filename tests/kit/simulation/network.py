@@ -51,6 +51,11 @@ class Network:
         factor = max(self.slow.get(near, 1.0), self.slow.get(far, 1.0))
         return factor * self.latency * (0.5 + self.rng.expovariate(2.0))
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is cut."""
+        return not any(self.cut.values())
+
     def is_cut(self, near: str, far: str) -> bool:
         return bool(self.cut.get((near, far)))
 

@@ -43,9 +43,10 @@ class World:
 
     Args:
         seed: everything is drawn from it.
+        ranks: of the job; 0: drawn, too.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, ranks: int = 0) -> None:
         self.seed, self.rng = seed, Random(seed)
         rng = self.rng
         self.loop = SimulatedLoop(Random(rng.random()))
@@ -58,6 +59,7 @@ class World:
         self.haste = rng.choice([0.0, 0.3, 0.8])  # probability that a fault strikes while ranks join
         self.run, self.numbers, self.pids = f"simulated-{seed}", itertools.count(1), itertools.count(1_000_000)
         self.nbytes, self.ranks = rng.choice([64, 512, 1536]), rng.choice([3, 3, 5])
+        self.ranks = ranks or self.ranks
         self.growth = rng.choice([0, 0, 7, 40])  # steps after which the state has another size; 0: never
         self.fan_in = rng.choice([64, 1, 2])  # hosts that report to the leader, beyond which there are collectors
         self.on_device = rng.random() < 0.3  # whether agents form the checksums of what the ranks have laid down
