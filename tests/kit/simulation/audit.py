@@ -161,7 +161,9 @@ class Audit:
             result = method(ledger, now, absent)
             if newly := ledger.excluded - before:
                 owners = {owner: hosts[0] for owner, hosts in ledger.holders.items()}
-                unheard = [host.name for host in self._world.hosts if self._world.unheard(host) > _UNHEARD]
+                agent = self._agent()  # which leads, and hears its own host
+                others = [host for host in self._world.hosts if agent is None or host is not agent.host]
+                unheard = [host.name for host in others if self._world.unheard(host) > _UNHEARD]
                 self._world.record("left out", pairs=sorted(map(list, newly)), owners=owners, silent=sorted({*absent, *unheard}))
             return result
 
