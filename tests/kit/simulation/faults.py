@@ -113,6 +113,20 @@ def stop(world: World, process: Process, seconds: float) -> None:
     process.stop(seconds)
 
 
+def strike(world: World, process: Process) -> bool:
+    """Does something to a process at a moment inside it; returns whether it dies of that."""
+    match world.rng.choice(["dies", "dies", "stops", "is cut off", "flips"]):
+        case "stops":
+            stop(world, process, 10.0)
+        case "is cut off":
+            cut_off(world, next(host for host in world.hosts if host.name == process.host))
+        case "flips":
+            flip_one(world, process.host)
+        case _:
+            return True
+    return False
+
+
 def _slow(world: World) -> None:
     host = world.rng.choice(world.hosts).name
     world.network.slow[host] = world.rng.choice([1.0, 1.0, 10.0, 50.0])
@@ -122,12 +136,12 @@ def _reset(world: World) -> None:
     world.network.reset(world.rng)
 
 
-def _flip_one(world: World) -> None:
-    """A bit of a copy in memory changes: in its bytes, its checksums or its header."""
+def flip_one(world: World, on: str = "") -> None:
+    """A bit of a copy in memory changes: in its bytes, its checksums or its header; ``on``: on which host, by name."""
     held = [
         (host, memory, slot.version)
         for host in world._up()
-        if host.agent is not None
+        if host.agent is not None and on in ("", host.name)
         for stream in host.agent.streams.by_name.values()
         for (owner, index), memory in stream.context.slot_store.memory.items()
         if (slot := stream.context.host.slots(owner).slots.get(index)) is not None and slot.version is not None
@@ -144,7 +158,7 @@ def _flip_one(world: World) -> None:
 def _flip(world: World) -> None:
     """Bits flip, and often that is found out at once: ranks must choose again."""
     for _ in range(world.rng.choice([1, 1, 3])):
-        _flip_one(world)
+        flip_one(world)
     if world.rng.random() < 0.5:
         world.rng.choice([_kill_worker, _restart_all])(world)
 

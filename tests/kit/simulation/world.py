@@ -20,7 +20,7 @@ from gemini_ft.hosts import began
 from gemini_ft.wire.worker_messages import Launch
 from simulation import network as networking
 from simulation import recorded, visitor
-from simulation.faults import FAULTS, PROBES, SHARES, cut_off, stop
+from simulation.faults import FAULTS, PROBES, SHARES, strike
 from simulation.history import Check
 from simulation.hosts import Agent, Attempt, Host
 from simulation.loop import PROCESS, Fiber, Killed, Process, SimulatedLoop
@@ -174,11 +174,8 @@ class World:
         if self.is_quiet or process is None or not process.alive or self.rng.random() >= self.suddenness:
             return
         self.record("sudden", process=process.name, moment=moment)
-        match self.rng.choice(["dies", "dies", "stops", "is cut off"]):
-            case "stops":
-                return stop(self, process, 10.0)
-            case "is cut off":
-                return cut_off(self, next(host for host in self.hosts if host.name == process.host))
+        if not strike(self, process):
+            return
         for host in self.hosts:
             if host.agent is not None and host.agent.process is process:
                 self.record("agent killed", host=host.name)
