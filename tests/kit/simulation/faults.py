@@ -65,6 +65,13 @@ def _lose_all(world: World) -> None:
             world.lose_host(host)
 
 
+def _lose_crew(world: World) -> None:
+    """All memory is lost, but that of hosts without a part in the job, which may have something older."""
+    for host in world.hosts:
+        if host.worker is not None:
+            world.lose_host(host)
+
+
 def _garble(world: World) -> None:
     world.network.garbling += world.rng.choice([1, 1, 5])
 
@@ -197,6 +204,7 @@ FAULTS = {
     "stop_leader": _stop_leader,
     "lose_host": _lose_host,
     "lose_all": _lose_all,
+    "lose_crew": _lose_crew,
     "restart_all": _restart_all,
     "partition": _partition,
     "one_way": _one_way,
@@ -212,7 +220,7 @@ FAULTS = {
     "visit": _visit,
 }
 SHARES = {  # a job that has lost its memory shows little for a while
-    **dict.fromkeys(("lose_host", "lose_all", "kill_all_agents"), 0.3),
+    **dict.fromkeys(("lose_host", "lose_all", "lose_crew", "kill_all_agents"), 0.3),
     **dict.fromkeys(("flip", "garble", "rot", "storage", "visit", "stop", "stop_leader"), 2.0),
 }
 PROBES = ("kill_worker", "kill_agent", "kill_leader", "stop_leader", "stop", "reset", "restart_all", "visit", "garble")

@@ -39,6 +39,10 @@ from typing import Any
 from simulation.history_storage import Event, StorageRules, order
 
 _HARM = frozenset({"host lost", "agent killed", "replaced", "left", "flip", "killed"})  # events after which a host may lack what it had
+_ATTEMPTS = {  # that follow a single fault: two without hosts that may know more, and others while hosts boot
+    **dict.fromkeys(("restart_all", "stop", "stop_leader", "kill_worker"), 3),
+    "lose_crew": 10,
+}
 
 
 def violations(history: Iterable[Event]) -> list[str]:
@@ -234,7 +238,8 @@ class Check(StorageRules):
     def _chosen(self, event: Event) -> None:
         """The newest version that was committed and is whole, in memory or in storage, is resumed; a single fault loses nothing."""
         self.chosen = version = event["version"]
-        self._must(not self.probed or version == self.latest, event, f"{self.latest} is lost by a single fault ({self.probed})")
+        loses = not self.probed or self.probed == "lose_crew"
+        self._must(loses or version == self.latest, event, f"{self.latest} is lost by a single fault ({self.probed})")
         self.chosen_at, self.held = event["at"], event["copies"].get(version, {})
         at = order(version) if version is not None else (0, "", 0)
         ranks = range(event["ranks"])
@@ -325,7 +330,6 @@ class Check(StorageRules):
 
     def _probe_end(self, event: Event) -> None:
         """After a single fault the job commits again, with no more attempts than that explains."""
-        attempts = 3 if self.probed in ("restart_all", "stop", "stop_leader", "kill_worker") else 0  # two without hosts that may know more
-        self._must(self.attempts <= attempts, event, f"{self.attempts} attempts follow a single fault ({self.probed})")
+        self._must(self.attempts <= _ATTEMPTS.get(self.probed, 0), event, f"{self.attempts} attempts follow a single fault ({self.probed})")
         self.probed = ""
         self._must(bool(self.commits), event, f"nothing is committed any more after a single fault ({event['fault']})")

@@ -292,7 +292,8 @@ class World:
         if host.agent is not None:
             self.kill_agent(host.agent)
         host.notes.clear()
-        asyncio.BaseEventLoop.call_at(self.loop, self.loop.time() + self.rng.expovariate(1 / 60.0), self._boot, host)
+        seconds = self.rng.uniform(1.0, 20.0) if self.is_quiet else self.rng.expovariate(1 / 60.0)
+        asyncio.BaseEventLoop.call_at(self.loop, self.loop.time() + seconds, self._boot, host)
 
     def _boot(self, host: Host) -> None:
         host.is_up = True
@@ -324,7 +325,7 @@ class World:
                     crew = {f"{host.name}:" for host in self.hosts if host.worker is not None}  # a leader of the past may complain
                     lines = [line for line in self.lines[said:] if line.split()[1] in crew and not any(text in line for text in _USUAL)]
                     self.record("cruise end", lines=lines, slots=[] if self.growth else [*recorded.slots(self)])
-                    for name in self.rng.choices(PROBES, k=_PROBES):
+                    for name in (*self.rng.choices(PROBES, k=_PROBES), *(["lose_crew"] if self.config.storage is not None else [])):
                         self.record("probe", fault=name)
                         FAULTS[name](self)
                         await self._until(_COMES_UP, self.commits + _COMMITS)
