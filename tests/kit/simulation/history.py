@@ -267,12 +267,15 @@ class Check(StorageRules):
         version, newest = event["version"], event["committed"]
         self._must(version in self.safe, event, f"{version} is exported, which was never committed")
         current = newest is None or order(version) >= order(newest)
-        self._must(not self.probed or current, event, f"{version} is exported, and {newest} is committed")
+        self._must(not self._is_of_probe(event) or current, event, f"{version} is exported, and {newest} is committed")
+
+    def _is_of_probe(self, event: Event) -> bool:
+        """Whether a visitor has come when nothing failed, and nothing has failed since."""
+        return self.probed == "visit" and event.get("begun", self.probed_at) >= self.probed_at
 
     def _visit_failed(self, event: Event) -> None:
         """Where nothing fails, the newest snapshot can be exported."""
-        fails = self.probed != "visit" or event["begun"] < self.probed_at
-        self._must(fails, event, f"nothing fails, and nothing can be exported: {event.get('error')}")
+        self._must(not self._is_of_probe(event), event, f"nothing fails, and nothing can be exported: {event.get('error')}")
 
     def _wrong_bytes(self, event: Event) -> None:
         """What is read has the bytes that were made."""

@@ -34,7 +34,12 @@ def visit(world: World, host: str, pause: float) -> None:
                 world.record("wrong bytes", rank=owner, host=host, version=text(version), where=shard.where)
             shard.close()
         world.record(
-            "visited", host=host, version=text(version), of=len(shards), committed=text(committed) if committed is not None else None
+            "visited",
+            host=host,
+            version=text(version),
+            of=len(shards),
+            committed=text(committed) if committed is not None else None,
+            begun=begun,
         )
 
     def over(_: Any, error: BaseException | None) -> None:
