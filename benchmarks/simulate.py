@@ -76,6 +76,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=1, help="the first seed")
     parser.add_argument("--hours", type=float, default=0.05, help="simulated hours with faults, of each seed")
+    parser.add_argument("--ranks", type=int, default=0, help="of each job, on hosts of their own; 0: three or five")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no seed after this time")
     parser.add_argument(
         "--history", type=Path, default=None, help="write the history of the first seed, as lines of JSON, and the agents' log"
@@ -83,6 +84,7 @@ def main() -> int:
     parser.add_argument(
         "--mutations", type=int, default=0, metavar="N", help="break the package in one place at a time: N seeds each, at most"
     )
+    parser.add_argument("--only", default="", metavar="TEXT", help="with --mutations: those whose line has this text")
     parser.add_argument("--drawn", type=int, default=0, metavar="COUNT", help="with --mutations: in that many places which --draw draws")
     parser.add_argument("--draw", type=int, default=1, help="the seed by which these are drawn")
     parser.add_argument("--no-report", action="store_true", help="print the results only")
@@ -92,14 +94,15 @@ def main() -> int:
     seconds = options.hours * 3600
     if options.mutations:
         broken = {str(each): each.apply for each in draw(options.drawn, options.draw)} if options.drawn else WRITTEN
-        return mutate(options.first, options.mutations, seconds, broken)
+        broken = {name: each for name, each in broken.items() if options.only in name}
+        return mutate(options.first, options.mutations, seconds, broken, "never reached" if options.drawn else "not seen")
     if options.history is not None:
         write_history(options.first, seconds, options.history)
     outcomes, until = [], time.monotonic() + options.seconds
     for seed in range(options.first, options.first + options.seeds):
         if time.monotonic() > until:
             break
-        outcomes.append(play(seed, seconds))
+        outcomes.append(play(seed, seconds, patience=600 if options.ranks else 60, ranks=options.ranks))
         for text in outcomes[-1].wrong:
             print(f"seed {seed}: {text}", file=sys.stderr, flush=True)
     figures = summary(outcomes)
@@ -114,15 +117,15 @@ def main() -> int:
 WRITTEN: dict[str, Callable[[], None]] = {f"{each.where}: {each.breaks}": each.apply for each in MUTATIONS}
 
 
-def mutate(first: int, seeds: int, seconds: float, broken: dict[str, Callable[[], None]]) -> int:
-    """Says which seed has seen each place in which the package was broken on purpose, and by what."""
+def mutate(first: int, seeds: int, seconds: float, broken: dict[str, Callable[[], None]], otherwise: str) -> int:
+    """Says of each place in which the package was broken on purpose which rule has seen it, at which seed, and after how long."""
     found = dict[str, str]()
     for name, apply in broken.items():
-        found[name] = "never reached" if broken is not WRITTEN else "not seen"
+        found[name], begin = otherwise, time.monotonic()
         for seed in range(first, first + seeds):
             outcome = play(seed, seconds, apply, _MUTANT_SECONDS)
             if outcome.wrong:
-                found[name] = f"seed {seed}: {outcome.wrong[0].strip().splitlines()[-1][:200]}"
+                found[name] = f"seed {seed} after {time.monotonic() - begin:.0f} s: {outcome.wrong[0].strip().splitlines()[-1][:200]}"
                 break
             if outcome.reached:
                 found[name] = "not seen"

@@ -58,7 +58,8 @@ async def _serve(run: RunContext, streams: Streams, listener: socket.socket) -> 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told_to_end)
     while not leaving.is_set():
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(leaving.wait(), _TICK)
+            async with asyncio.timeout(_TICK):
+                await leaving.wait()
         requests.hangs.kill_hanging()
         if requests.departure.is_due():
             break

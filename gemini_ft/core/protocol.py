@@ -118,15 +118,18 @@ class Host:
             slots.resume(incarnation)
         self._retire_strangers()
 
-    def adopt(self, owner: int, index: int, version: Version | None, root: str = "") -> Slot:
+    def adopt(self, owner: int, index: int, version: Version | None, root: str = "", committed: bool = False) -> Slot:
         """Takes over a slot that was here before this host's agent was: COMPLETE with ``version``, or EMPTY.
 
         Workers hand slots back one by one, so that it may come after ``reopen``, or when a new incarnation has been opened long since.
+        ``committed``: its version is known to be, so that it stays until all hosts have opened the next incarnation.
         """
         slots = self.slots(owner)
         slot = slots.adopt(index, version, root)
         if self.incarnation is not None:
             slots.resume(self.incarnation)
+        elif committed:
+            slots.commit(version)
         slot.retired = self.is_stranger(owner)
         return slot
 

@@ -219,6 +219,25 @@ async def linked(peer: _Replies, context: _Context) -> AsyncIterator[PeerLink]:
     server.close()
 
 
+def test_two_versions_of_different_layouts_do_not_take_the_room_from_each_other() -> None:
+    """A layout changes while the copy before is on its way: the peer makes room once, for the newer one."""
+
+    async def work() -> None:
+        peer, context = _Replies(), _Context()
+        async with linked(peer, context) as link:
+            link.send(outgoing(0, 1, b"one layout"))
+            await peer.nth(Offer, 1)
+            link.send(outgoing(0, 2, b"another one"))
+            newer = await peer.nth(Offer, 2)
+            await asyncio.sleep(0.05)
+            assert [message.layout for message in peer.heard if isinstance(message, Offer)] == [b"one layout", b"another one"]
+            assert peer.connection is not None
+            peer.connection.send(Ready(call=newer.call, owner=0))
+            assert (await peer.nth(Begin, 1)).iteration == 2
+
+    asyncio.run(work())
+
+
 def test_room_for_a_former_layout_is_not_taken_for_room_for_the_present_one() -> None:
     """The shape of a shard changes while its holder still makes room for the former one."""
 

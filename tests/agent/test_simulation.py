@@ -78,8 +78,16 @@ def _granted(**facts: Any) -> dict[str, Any]:
     return _seen("granted", host="h0", owner=0, version="1-a:1") | {"readers": [], "frozen": False, "written": False} | facts
 
 
-def _opened(host: str) -> dict[str, Any]:
-    return _seen("opened", host=host, of="2-b", resumed=None, hosts=["h0", "h1"])
+def _opened(host: str, **facts: Any) -> dict[str, Any]:
+    return _seen("opened", host=host, of="2-b", resumed=None, hosts=["h0", "h1"]) | facts
+
+
+def _led(epoch: int, agent: float = 1.0) -> dict[str, Any]:
+    return _seen("led", host="h0", of="1-a", epoch=epoch, agent=agent)
+
+
+def _unsound() -> dict[str, Any]:
+    return _seen("unsound", host="h1", owner=0, version="1-a:1")
 
 
 def _newer() -> list[dict[str, Any]]:
@@ -108,6 +116,7 @@ def _visited(version: str) -> dict[str, Any]:
 
 
 DELETED = {"event": "delete", "at": 7.0, "key": "old/shard", "by": "h0"}
+GONE = DELETED | {"key": "old/manifest.json"}
 NOTED = {"event": "put", "at": 6.7, "key": "reading", "holds": "old"}
 LOOKED = {"event": "looked", "at": 6.8, "key": "reading", "seen": ["reading"], "by": "h0"}
 UPLOADED = [*_copies(), _commit(), _put("old/shard"), _put("old/manifest.json", "1-a:1")]
@@ -122,8 +131,9 @@ WELL = {
     "what was committed has failed again and again": [*_copies(), _commit(), _chosen(None, given_up=["1-a:1"])],
     "a checkpoint that is superseded goes": [
         *STORED, *_copies("1-a:2"), _commit("1-a:2"), _put("new/shard"), _put("new/manifest.json", "1-a:2"),
-        {"event": "delete", "at": 7.0, "key": "old/shard"},
+        GONE, DELETED,
     ],
+    "a checkpoint that is damaged goes": [*STORED, _seen("rot", key="old/shard"), GONE, DELETED],
     "what a failed upload has left goes": [*UPLOADED, {"event": "delete", "at": 7.0, "key": "old/shard"}],
     "a job that comes up again": [{"event": "calm", "at": 1.0}, *_copies(), _commit(), {"event": "end", "at": 9.0}],
     "a single fault": [_seen("probe", fault="stop"), *_copies(), _commit(), _seen("probe end", fault="stop")],
@@ -134,12 +144,19 @@ WELL = {
     "a checkpoint that rots is passed over": [*STORED, _seen("rot", key="old/shard"), _chosen(None, copies={})],
     "a copy that was damaged where it lay": [*_copies("1-a:1", "h0"), _seen("flip", host="h1", owner=0, version="1-a:1"), _commit()],
     "a checkpoint that nobody reads any more goes": [
-        *STORED, *_newer(), NOTED, LOOKED, {"event": "delete", "at": 6.9, "key": "reading"}, DELETED,
+        *STORED, *_newer(), NOTED, LOOKED, {"event": "delete", "at": 6.9, "key": "reading"}, GONE, DELETED,
     ],
     "a host that has lost its copy reads a peer's": [
         *_copies(), _commit(), _chosen("1-a:1"), _seen("agent killed", host="h1") | {"at": 9.2}, _read("peer h0"),
     ],
     "a job that is stored, and ends": [*STORED, _finished(1, stores=True)],
+    "a half that is written again": [
+        *UPLOADED, _seen("halved", key="old/shard"), _put("old/shard"), _put("stored.json") | {"stored": "1-a:1"},
+    ],
+    "a copy that was damaged while it was written": [_seen("flip", host="h0", owner=0, version="1-a:1"), _unsound()],
+    "another leader, and another agent": [
+        _led(1), _led(2), _led(1, agent=2.0), _opened("h0", agent=1.0), _opened("h0", agent=2.0, of="1-a"),
+    ],
     "two steps that are still under way": _cruise(2, slots=[["h0", 0, 3, 2]]),
     "what is committed is exported": _probe("visit", *_copies("1-a:2"), _commit("1-a:2"), _visited("1-a:2")),
     "a leftover of an upload that is begun again goes": [
@@ -161,7 +178,8 @@ WRONG = {
     "is whole in storage": [*STORED, _chosen(None, copies={})],
     "which is not committed": [_put("old/shard"), _put("old/manifest.json", "1-a:1")],
     "shards of it are not there": [*_copies(), _commit(), _put("old/manifest.json", "1-a:1")],
-    "nothing newer": [*STORED, {"event": "delete", "at": 7.0, "key": "old/shard"}],
+    "nothing newer": [*STORED, GONE],
+    "before its manifest": [*STORED, *_newer(), DELETED],
     "is at 2-b and commits 1-a:1": [*_copies(), _commit(of="2-b")],
     "was by another leader": [*_copies("1-a:2"), *_copies(), _commit("1-a:2"), _commit(host="h1")],
     "up while ranks choose": [*_copies(), _commit(), *_copies("1-a:2"), _commit("1-a:2"), _dropped(sealed=True)],
@@ -174,9 +192,24 @@ WRONG = {
     "and it is not whole": [_seen("report", host="h0", owner=0, version="1-a:1", whole=False)],
     "and h0 goes on": [_seen("sealing", host="h0", held=False)],
     "nothing is heard of its owner's host": [_seen("left out", pairs=[[0, "h1"]], owners={0: "h0"}, silent=["h0"])],
-    "and 1 newer than 1-a:1 is stored": [_seen("settings", keep_last=2), *STORED, *_newer(), DELETED],
-    "says that it is read": [*STORED, *_newer(), NOTED, LOOKED, DELETED],
+    "and 1 newer than 1-a:1 is stored": [_seen("settings", keep_last=2), *STORED, *_newer(), GONE],
+    "says that it is read": [*STORED, *_newer(), NOTED, LOOKED, GONE],
     "which an upload under way has written": [*_copies(), _commit(freeze=True, folder="old"), _put("old/shard"), DELETED],
+    "and commits 1-a:1 in 0": [*_copies(), _commit(epoch=1, leads_in=0)],
+    "in epoch 1 after 2": [_led(1), _led(2), _led(1)],
+    "begins 1-a after 2-b": [_opened("h0", agent=1.0), _opened("h0", agent=1.0, of="1-a")],
+    "with other bytes than were made": [_unsound()],
+    "as a payload arrived damaged once": _probe(
+        "garble", *_copies(), _commit(), _seen("left out", pairs=[[0, "h1"]], owners={0: "h0"}, silent=[])
+    ),
+    "and does not lead": [_seen("putting", key="old/manifest.json", by="h0", leads=False)],
+    "['old/shard'] have other bytes": [
+        *_copies(),
+        _commit(),
+        _put("old/shard"),
+        _put("old/manifest.json", "1-a:1") | {"unsound": ["old/shard"]},
+    ],
+    "has kept a half": [*UPLOADED, _seen("halved", key="old/shard"), _put("stored.json") | {"stored": "1-a:1"}],
     "is whole in storage, and None": [
         *STORED,
         _seen("rot", key="old/shard"),
@@ -198,7 +231,7 @@ WRONG = {
     "1 attempts follow": _probe("kill_agent", *_copies(), _commit(), _seen("attempt")),
     "which was never committed": [*_copies("1-a:2"), _commit("1-a:2"), _visited("1-a:1")],
     "1-a:1 is exported, and 1-a:2": _probe("visit", *UPLOADED, *_copies("1-a:2"), _commit("1-a:2"), _visited("1-a:1")),
-    "nothing can be exported": _probe("visit", *_copies(), _commit(), _seen("visit failed", error="of the test")),
+    "nothing can be exported": _probe("visit", *_copies(), _commit(), _seen("visit failed", error="of the test", begun=6.5)),
     "after a single fault (stop)": [*_copies(), _commit(), _seen("probe", fault="stop"), _seen("probe end", fault="stop")],
     "nothing is committed": [*_copies(), _commit(), {"event": "calm", "at": 6.0}, {"event": "end", "at": 9.0}],
 }

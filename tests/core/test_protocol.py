@@ -109,6 +109,18 @@ def test_a_copy_of_the_past_that_is_handed_back_late_does_not_wait_for_its_commi
     assert host.request(0, version(3, incarnation=2))[0] == Grant(owner=0, slot=1, version=version(3, incarnation=2))
 
 
+def test_what_the_agent_before_knew_to_be_committed_stays_until_all_hosts_have_opened_the_next_incarnation() -> None:
+    """Section 8: some host may fail before it has opened the next incarnation, and what that resumes need never have been committed."""
+    host = Host(name="a")
+    host.adopt(0, 0, version(1), committed=True)
+    host.adopt(0, 1, version(2))
+    host.open({0: ("b", "c")}, version(2), incarnation=Incarnation(2, "nonce"))
+    host.slots(0).reap()
+    assert host.slots(0).complete_version(version(1)) is not None
+    host.on_commit(version(3, incarnation=2), freeze=False)
+    assert host.slots(0).complete_version(version(1)) is None
+
+
 def test_the_next_iteration_waits_for_the_commit_of_the_last_but_one() -> None:
     """Section 7: "A slot with iteration i-1 is overwritten only when i is complete everywhere." """
     host = begun()

@@ -123,7 +123,7 @@ class SlotStore:
             return False
         self._budget.take_over(memory.shape.total)
         index = max(slots.slots, default=-1) + 1
-        self._host.adopt(owner, index, memory.version, memory.root).retired |= shared
+        self._host.adopt(owner, index, memory.version, memory.root, memory.committed).retired |= shared
         self.memory[owner, index], self._donors[owner, index] = memory, donor
         return memory.version is not None
 

@@ -262,6 +262,8 @@ class PeerLink:
         if out.cancelled:
             return self._withdraw(out, connection)
         if self._rooms.get(out.owner, (None, 0))[0] != shape:
+            if any(other.owner == out.owner and other.version > out.version for other in self._active):
+                return False  # the peer makes room for the newer one, which has another layout
             self._rooms[out.owner] = shape, next(self._calls)
             self._ready.discard(out.owner)
             connection.send(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
+from gemini_ft.agent.context import StreamContext
 from gemini_ft.agent.stream import Stream
 from gemini_ft.core.effects import Completed
 from gemini_ft.core.ledger import Ledger
@@ -12,11 +13,13 @@ from gemini_ft.core.protocol import Host as Holder
 from gemini_ft.core.slots import Slot, SlotSet, SlotState
 from gemini_ft.core.versions import Version
 from simulation.loop import PROCESS
-from simulation.worker import content, text
+from simulation.made import EXTRAS, content, text
 
 if TYPE_CHECKING:
-    from simulation.world import Agent, World
+    from simulation.hosts import Agent
+    from simulation.world import World
 
+_UNHEARD = 12.0  # seconds of silence after which a leader has noticed it, also by way of a collector on a slow network
 _VERBS = ("begin", "complete", "discard", "abort", "let_go", "supersede", "commit", "rewind", "drop_past", "reap")
 
 
@@ -29,7 +32,8 @@ class Audit:
     ``report``    a host says that its copy is complete
     ``opened``    a host has begun an incarnation
     ``sealing``   a worker has asked for what a host holds
-    ``left out``  a ledger goes on without holders
+    ``left out``  a ledger goes on without holders, with the hosts of which nobody can have heard for a while
+    ``led``       a host hears of an epoch
     """
 
     def __init__(self, world: World) -> None:
@@ -45,6 +49,7 @@ class Audit:
             (Holder, "reports", self._repeats(Holder.reports)),
             (Stream, "seal", self._seals(Stream.seal)),
             (Ledger, "tick", self._ticks(Ledger.tick)),
+            (StreamContext, "led", self._leads(StreamContext.led)),
         ]
 
     def _agent(self) -> Agent | None:
@@ -89,7 +94,8 @@ class Audit:
             facts: dict[str, Any] = {"host": context.host.name, "owner": owner, "sealed": sealed}
             if dropped and version is not None and memory is not None:
                 nbytes = self._world.size_at(version.iteration)
-                sound = bytes(memory.data(0, nbytes)) == content(owner, version, nbytes)
+                made = content(owner, version, nbytes) + EXTRAS
+                sound = bytes(memory.data(0, len(made))) == made
                 self._world.record("dropped", **facts, version=text(version), sound=sound, of=str(context.host.incarnation))
             if granted and slot.version is not None and memory is not None:
                 assert agent is not None
@@ -104,9 +110,16 @@ class Audit:
     def _opens(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(holder: Holder, *args: Any) -> Any:
             result = method(holder, *args)
-            hosts = sorted({host for each in holder.holders.values() for host in each})
+            hosts, agent = sorted({host for each in holder.holders.values() for host in each}), self._agent()
             resumed = text(holder.committed) if holder.committed is not None else None
-            self._world.record("opened", host=holder.name, of=str(holder.incarnation), resumed=resumed, hosts=hosts)
+            self._world.record(
+                "opened",
+                host=holder.name,
+                of=str(holder.incarnation),
+                resumed=resumed,
+                hosts=hosts,
+                agent=agent.born if agent is not None else 0.0,
+            )
             return result
 
         return call
@@ -148,7 +161,18 @@ class Audit:
             result = method(ledger, now, absent)
             if newly := ledger.excluded - before:
                 owners = {owner: hosts[0] for owner, hosts in ledger.holders.items()}
-                self._world.record("left out", pairs=sorted(map(list, newly)), owners=owners, silent=sorted(absent))
+                agent = self._agent()  # which leads, and hears its own host
+                others = [host for host in self._world.hosts if agent is None or host is not agent.host]
+                unheard = [host.name for host in others if self._world.unheard(host) > _UNHEARD]
+                self._world.record("left out", pairs=sorted(map(list, newly)), owners=owners, silent=sorted({*absent, *unheard}))
             return result
+
+        return call
+
+    def _leads(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(context: StreamContext, epoch: int, leader: str) -> None:
+            agent, of = self._agent(), context.spec.incarnation if context.spec is not None else None
+            self._world.record("led", host=context.host.name, of=str(of), epoch=epoch, agent=agent.born if agent is not None else 0.0)
+            method(context, epoch, leader)
 
         return call

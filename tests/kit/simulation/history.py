@@ -4,21 +4,27 @@ The events of a run, in the order in which they happened, are dicts with ``event
 ``3-0a1b2c3d:120``: incarnation and iteration. What must hold:
 
 ``commit``    every holder that counts has made a whole copy, and has it unless something has happened to it since;
-              commits of an incarnation go on, whoever leads, nothing that was aborted is committed, and no host commits for another one
+              commits of an incarnation go on, whoever leads, nothing that was aborted is committed, and no host commits for another one,
+              nor in another epoch than the newest that it has heard of
+``led``       a host obeys no older epoch than before
+``opened``    incarnations follow each other on every host
+``unsound``   no copy is whole with other bytes than were made, unless these were damaged while their owner wrote them
 ``heard``     a rank is told of no commit but one that a leader has decided
 ``chosen``    nothing that was committed is passed over while memory of the hosts that choose has a sound copy of every shard, and nothing
               that is stored while storage has all of it
 ``read``      what is resumed has the bytes that were made, and is what was chosen; a host that has a copy asks no other one
 ``visited``   what another process reads in the agents' memory was committed
-``put``       a manifest is written only of what was committed, and when all of its shards are there
+``putting``   only a host that leads, as far as it has heard, begins to write a manifest
+``put``       a manifest is written only of what was committed, and when all of its shards are there with the bytes that were made;
+              a checkpoint is reported as stored only when storage has kept all of it
 ``delete``    a checkpoint that is whole, and was reported as stored, goes only when ``keep_last`` newer ones are, and nobody reads it;
-              that of an upload that failed may go, and nothing that an upload under way has written
+              that of an upload that failed may go, and nothing that an upload under way has written; its manifest goes first
 ``dropped``   a sound copy stays where it is until something newer was committed, its version was aborted, or all hosts have left it behind;
               and while ranks choose
 ``granted``   nobody reads, uploads or writes a slot that is given to a writer
 ``whole``     nothing becomes complete while ranks choose
 ``report``    a host reports only whole copies
-``left out``  no copy is left out while nothing is heard of its owner's own host
+``left out``  no copy is left out while nothing is heard, or can be, of its owner's own host, nor after one payload that arrived damaged
 ``end``       when nothing fails any more, the job comes up, all holders count, something is stored, and memory is counted as it is;
               and after each single fault then it commits again, with no more attempts than the fault explains, and nothing lost
 ``cruise``    meanwhile the last two steps at most are uncommitted, agents say nothing, and each host has the slots that it should
@@ -27,36 +33,36 @@ The events of a run, in the order in which they happened, are dicts with ``event
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-Event = Mapping[str, Any]
-MANIFEST = "/manifest.json"
+from simulation.history_storage import Event, StorageRules, order
+
 _HARM = frozenset({"host lost", "agent killed", "replaced", "left", "flip", "killed"})  # events after which a host may lack what it had
-
-
-def order(version: str) -> tuple[int, str, int]:
-    """A version as it is compared with others."""
-    incarnation, _, iteration = version.rpartition(":")
-    number, _, nonce = incarnation.partition("-")
-    return int(number), nonce, int(iteration)
+_ATTEMPTS = {  # that follow a single fault: two without hosts that may know more, and others while hosts boot
+    **dict.fromkeys(("restart_all", "stop", "stop_leader", "kill_worker"), 3),
+    "lose_crew": 10,
+}
 
 
 def violations(history: Iterable[Event]) -> list[str]:
     """Everything in a history that must not be."""
-    check = _Check()
+    check = Check()
     for event in history:
         check.take(event)
     return check.found
 
 
-class _Check:
+class Check(StorageRules):
+    """All rules."""
+
     def __init__(self) -> None:
-        self.found: list[str] = []
+        super().__init__()
         self.copies: dict[tuple[str, int, str], float] = {}  # (host, owner, version) -> when a sound copy was made there
         self.harm: dict[str, float] = {}  # host -> when something happened to it last
         self.flipped: set[tuple[str, int, str]] = set()  # (host, owner, version) of copies that were damaged
-        self.committed: set[str] = set()
+        self.epochs: dict[tuple[str, float, str], int] = {}  # (host, when its agent began, incarnation) -> newest epoch obeyed
+        self.last_opened: dict[tuple[str, Any], tuple[int, str, int]] = {}  # (host, when its agent began) -> newest incarnation
         self.latest: str | None = None  # that was committed last
         self.safe: set[str] = set()  # committed, or resumed by an incarnation that all of its hosts have begun
         self.opened: dict[str, set[str]] = {}  # incarnation -> hosts that have begun it
@@ -67,24 +73,15 @@ class _Check:
         self.chosen: str | None = None
         self.chosen_at = 0.0
         self.held: dict[int, list[str]] = {}  # owner -> hosts that had a sound copy of it then
-        self.objects: set[str] = set()
-        self.stored: set[str] = set()  # versions that were reported as stored
-        self.manifests: dict[str, tuple[str, set[str]]] = {}  # folder -> version, and the keys of its shards
-        self.rotten: set[str] = set()  # keys of objects that were damaged in storage
-        self.keep_last = 1
-        self.active: dict[str, int] = {}  # folder of an upload that is under way -> the event with which it began
-        self.put_at: dict[str, int] = {}  # key -> the event that has written it
-        self.readers: dict[str, str] = {}  # key of a reader's note -> the folder that it holds
-        self.looked: dict[str, set[str]] = {}  # process -> the readers' notes that it has seen last
-        self.number = 0  # of the event
         self.commits_since_calm: int | None = None
-        self.stored_since_calm = False
         self.commits = 0
         self.begun = set[str]()
         self.probed = ""  # the single fault under way
+        self.probed_at = 0.0
         self.attempts = 0
 
     def take(self, event: Event) -> None:
+        """Judges the next event of the history."""
         kind = event["event"]
         self.number += 1
         if kind in _HARM and "host" in event:
@@ -93,20 +90,19 @@ class _Check:
         if judge is not None:
             judge(event)
 
-    def _must(self, holds: bool, event: Event, text: str) -> None:
-        if not holds:
-            self.found.append(f"{event['at']:.6f}: {text}")
-
     # -- commits
 
     def _copy(self, event: Event) -> None:
+        """Remembers a whole copy with the bytes that were made."""
         self.copies.setdefault((event["host"], event["owner"], event["version"]), event["at"])
 
     def _abort(self, event: Event) -> None:
+        """What is committed stays so."""
         self._must(event["version"] not in self.committed, event, f"{event['version']} was committed, and is aborted")
         self.aborted.add(event["version"])
 
     def _commit(self, event: Event) -> None:
+        """A version is committed when every holder that counts has a whole copy; commits go on, and are of the present incarnation."""
         version, host = event["version"], event["host"]
         if not event["leads"]:
             self._must(version in self.committed, event, f"host {host} hears of a commit of {version}, which no leader has decided")
@@ -115,6 +111,8 @@ class _Check:
         self._must(
             event.get("of") in (None, incarnation) or version == resumed, event, f"{host} is at {event.get('of')} and commits {version}"
         )
+        leads_in = event.get("leads_in", event["epoch"])
+        self._must(leads_in == event["epoch"], event, f"{host} has heard of epoch {event['epoch']}, and commits {version} in {leads_in}")
         place = incarnation, host, event["epoch"]
         before = self.newest.setdefault(place, order(version))
         self._must(order(version) >= before, event, f"the leader on {host} commits {version} after iteration {before[2]}")
@@ -142,6 +140,7 @@ class _Check:
                     self._holds(event, version, owner, name)
 
     def _holds(self, event: Event, version: str, owner: int, host: str) -> None:
+        """A holder that counts has its copy when that is committed, unless something has happened to it since."""
         made = self.copies.get((host, owner, version))
         if (host, owner, version) in self.flipped:
             return
@@ -151,16 +150,38 @@ class _Check:
             self._must(has, event, f"{version} is committed, and {host} has rank {owner}'s shard of it no more")
 
     def _heard(self, event: Event) -> None:
+        """A rank hears of no commit but of those that a leader has decided."""
         version = event["version"]
         self._must(version in self.committed, event, f"rank {event['rank']} hears of a commit of {version}, which no leader has decided")
 
     # -- slots
 
     def _flip(self, event: Event) -> None:
+        """Remembers a bit that flips; in a copy that is being written it may reach the others."""
         self.flipped.add((event["host"], event["owner"], event["version"]))
+        if (event["host"], event["owner"], event["version"]) not in self.copies:
+            self.stained.add((event["owner"], event["version"]))
+
+    def _unsound(self, event: Event) -> None:
+        """Bytes are used only after they were verified: no copy is whole that has others than were made, unless the writer's own did."""
+        owner, version = event["owner"], event["version"]
+        what = f"rank {owner}'s shard of {version} is whole on {event['host']}, with other bytes than were made"
+        self._must((owner, version) in self.stained, event, what)
+
+    def _led(self, event: Event) -> None:
+        """A host obeys in one epoch only, and never in a lower one than before."""
+        agent, epoch = (event["host"], event["agent"], event["of"]), event["epoch"]
+        before = self.epochs.get(agent, -1)
+        self._must(epoch > before, event, f"{event['host']} obeys in epoch {epoch} after {before}")
+        self.epochs[agent] = max(epoch, before)
 
     def _opened(self, event: Event) -> None:
+        """Incarnations follow each other on every host."""
         incarnation = event["of"]
+        agent, place = (event["host"], event.get("agent")), order(f"{incarnation}:0")
+        before = self.last_opened.setdefault(agent, place)
+        self._must(place >= before, event, f"{event['host']} begins {incarnation} after {before[0]}-{before[1]}")
+        self.last_opened[agent] = max(before, place)
         self.hosts[incarnation] = {*event["hosts"]}
         self.opened.setdefault(incarnation, set()).add(event["host"])
         if event["resumed"] is not None and self._is_open(incarnation):
@@ -168,9 +189,11 @@ class _Check:
         self.active.clear()  # uploads die with their incarnation
 
     def _is_open(self, incarnation: str) -> bool:
+        """Whether all hosts of an incarnation have begun it."""
         return incarnation in self.hosts and self.hosts[incarnation] <= self.opened[incarnation]
 
     def _dropped(self, event: Event) -> None:
+        """A sound copy stays while nothing newer is safe, and while ranks choose."""
         version, host, owner = event["version"], event["host"], event["owner"]
         if not event["sound"] or (host, owner, version) in self.flipped:
             return
@@ -182,33 +205,41 @@ class _Check:
         self._must(newer or version in self.aborted or left_behind, event, f"{what}, and nothing newer is safe")
 
     def _granted(self, event: Event) -> None:
+        """Nobody reads, uploads or writes a slot that is given to a writer."""
         what = f"{event['host']} has a slot for rank {event['owner']}'s {event['version']}"
         self._must(not event["readers"], event, f"{what}, and {event['readers']} read it")
         self._must(not event["frozen"], event, f"{what}, and it is uploaded")
         self._must(not event["written"], event, f"{what}, and a worker writes it")
 
     def _whole(self, event: Event) -> None:
+        """Nothing becomes complete while ranks choose."""
         what = f"rank {event['owner']}'s shard of {event['version']} becomes complete on {event['host']}"
         self._must(not event["sealed"], event, f"{what} while ranks choose")
 
     def _report(self, event: Event) -> None:
+        """A host reports only whole copies."""
         self._must(
             event["whole"], event, f"{event['host']} reports rank {event['owner']}'s shard of {event['version']}, and it is not whole"
         )
 
     def _sealing(self, event: Event) -> None:
+        """Nothing changes on a host from which ranks choose."""
         self._must(event["held"], event, f"ranks choose, and {event['host']} goes on")
 
     def _left_out(self, event: Event) -> None:
+        """No copy is left out while its owner's host may have the only other one, nor because of one payload that arrived damaged."""
         for owner, host in event["pairs"]:
             silent = event["owners"][owner] in event["silent"]
             self._must(not silent, event, f"rank {owner}'s copy on {host} is left out, and nothing is heard of its owner's host")
+            self._must(self.probed != "garble", event, f"rank {owner}'s copy on {host} is left out, as a payload arrived damaged once")
 
     # -- resuming
 
     def _chosen(self, event: Event) -> None:
+        """The newest version that was committed and is whole, in memory or in storage, is resumed; a single fault loses nothing."""
         self.chosen = version = event["version"]
-        self._must(not self.probed or version == self.latest, event, f"{self.latest} is lost by a single fault ({self.probed})")
+        loses = not self.probed or self.probed == "lose_crew"
+        self._must(loses or version == self.latest, event, f"{self.latest} is lost by a single fault ({self.probed})")
         self.chosen_at, self.held = event["at"], event["copies"].get(version, {})
         at = order(version) if version is not None else (0, "", 0)
         ranks = range(event["ranks"])
@@ -222,6 +253,7 @@ class _Check:
                 self._must(not self._is_whole(folder), event, f"{stored} is whole in storage, and {version} is resumed")
 
     def _read(self, event: Event) -> None:
+        """All ranks resume what was chosen, from their own host where that has it."""
         what = f"rank {event['rank']} resumes {event['version']}, and {self.chosen} was chosen"
         self._must(event["version"] == self.chosen, event, what)
         rank, host, where = event["rank"], event.get("host", ""), event.get("where", "")
@@ -231,76 +263,32 @@ class _Check:
         self._must(not (where.startswith("peer") and has_own), event, f"{what}, and its own host has it")
 
     def _visited(self, event: Event) -> None:
+        """What is exported was committed; and is the newest, where nothing fails."""
         version, newest = event["version"], event["committed"]
         self._must(version in self.safe, event, f"{version} is exported, which was never committed")
         current = newest is None or order(version) >= order(newest)
-        self._must(not self.probed or current, event, f"{version} is exported, and {newest} is committed")
+        self._must(not self._is_of_probe(event) or current, event, f"{version} is exported, and {newest} is committed")
+
+    def _is_of_probe(self, event: Event) -> bool:
+        """Whether a visitor has come when nothing failed, and nothing has failed since."""
+        return self.probed == "visit" and event.get("begun", self.probed_at) >= self.probed_at
 
     def _visit_failed(self, event: Event) -> None:
-        self._must(not self.probed, event, f"nothing fails, and nothing can be exported: {event.get('error')}")
+        """Where nothing fails, the newest snapshot can be exported."""
+        self._must(not self._is_of_probe(event), event, f"nothing fails, and nothing can be exported: {event.get('error')}")
 
     def _wrong_bytes(self, event: Event) -> None:
+        """What is read has the bytes that were made."""
         self._must(False, event, f"rank {event['rank']} reads other bytes of {event['version']} from {event['where']} than were made")
-
-    # -- storage
-
-    def _is_there(self, folder: str) -> bool:
-        return folder in self.manifests and folder + MANIFEST in self.objects and self.manifests[folder][1] <= self.objects
-
-    def _is_whole(self, folder: str) -> bool:
-        return self._is_there(folder) and not self.rotten & {folder + MANIFEST, *self.manifests[folder][1]}
-
-    def _rot(self, event: Event) -> None:
-        self.rotten.add(event["key"])
-
-    def _mended(self, event: Event) -> None:
-        self.rotten.discard(event["key"])
-
-    def _settings(self, event: Event) -> None:
-        self.keep_last = event["keep_last"]
-
-    def _thaw(self, event: Event) -> None:
-        self.active.pop(event["folder"], None)
-
-    def _looked(self, event: Event) -> None:
-        self.looked[event["by"]] = {*event["seen"]}
-
-    def _put(self, event: Event) -> None:
-        key = event["key"]
-        self.objects.add(key)
-        self.rotten.discard(key)
-        self.put_at[key] = self.number
-        if "holds" in event:
-            self.readers[key] = event["holds"]
-        if "stored" in event:
-            self.stored.add(event["stored"])
-            self.stored_since_calm = True
-        if key.endswith(MANIFEST):
-            folder = key.removesuffix(MANIFEST)
-            self.manifests[folder] = event["version"], {*event["shards"]}
-            self._must(event["version"] in self.committed, event, f"a manifest of {event['version']} is written, which is not committed")
-            self._must(self._is_there(folder), event, f"a manifest of {event['version']} is written, and shards of it are not there")
-
-    def _delete(self, event: Event) -> None:
-        key, folder = event["key"], event["key"].rpartition("/")[0]
-        if self._is_there(folder) and key in {folder + MANIFEST, *self.manifests[folder][1]}:
-            version = self.manifests[folder][0]
-            newer = [other for other, (stored, _) in self.manifests.items() if order(stored) > order(version) and self._is_there(other)]
-            kept = len(newer) >= self.keep_last or version not in self.stored
-            self._must(kept, event, f"{key} is deleted, and {len(newer) or 'nothing'} newer than {version} is stored")
-            held = {note for note in self.looked.get(event.get("by", ""), set()) if self.readers.get(note) == folder}
-            self._must(not held, event, f"{key} is deleted, and {sorted(held)} says that it is read")
-        if not key.endswith(MANIFEST) and folder in self.active:
-            self._must(self.put_at.get(key, 0) < self.active[folder], event, f"{key} is deleted, which an upload under way has written")
-        self.objects.discard(key)
-        self.readers.pop(key, None)
 
     # -- the end
 
     def _calm(self, event: Event) -> None:
+        """From now on nothing fails."""
         self.commits_since_calm, self.stored_since_calm = 0, False
 
     def _end(self, event: Event) -> None:
+        """When nothing fails any more, the job comes up, every holder counts, something is stored, and memory is counted as it is."""
         if not self.commits_since_calm:
             self._must(False, event, "nothing fails any more, and nothing is committed")
             return
@@ -310,12 +298,15 @@ class _Check:
             self._must(counted == there, event, f"{host} counts {counted} bytes of memory, and has {there}")
 
     def _cruise(self, event: Event) -> None:
+        """Begins to count steps and commits."""
         self.begun, self.cruised = set[str](), len(self.committed)
 
     def _begin(self, event: Event) -> None:
+        """Remembers a step that was made."""
         self.begun.add(event["version"])
 
     def _cruise_end(self, event: Event) -> None:
+        """While nothing fails, every step is committed, agents say nothing, and each host has the slots that it should."""
         steps, commits = len(self.begun), len(self.committed) - self.cruised
         self._must(commits >= steps - 2, event, f"nothing fails, and of {steps} steps {commits} are committed")
         for line in event["lines"]:
@@ -324,6 +315,7 @@ class _Check:
             self._must(due <= slots <= max(due, 3) * bool(due), event, f"{host} has {slots} slots for rank {owner}, and {due} are due")
 
     def _finished(self, event: Event) -> None:
+        """A job that has ended leaves no agent behind, and its last step is committed, and stored."""
         who = sorted({*event["at_work"], *event["waiting"]})
         self._must(not who, event, f"all ranks have come to their end, and {', '.join(who)} are still there")
         if not who:
@@ -332,13 +324,15 @@ class _Check:
             self._must(not event["stores"] or last in self.stored, event, f"the job has ended, and {last} is not stored")
 
     def _probe(self, event: Event) -> None:
-        self.commits, self.probed, self.attempts = 0, event["fault"], 0
+        """A single fault strikes."""
+        self.commits, self.probed, self.probed_at, self.attempts = 0, event["fault"], event["at"], 0
 
     def _attempt(self, event: Event) -> None:
+        """Counts attempts."""
         self.attempts += 1
 
     def _probe_end(self, event: Event) -> None:
-        attempts = 3 if self.probed in ("restart_all", "stop", "kill_worker") else 0  # two without hosts that may know more
-        self._must(self.attempts <= attempts, event, f"{self.attempts} attempts follow a single fault ({self.probed})")
+        """After a single fault the job commits again, with no more attempts than that explains."""
+        self._must(self.attempts <= _ATTEMPTS.get(self.probed, 0), event, f"{self.attempts} attempts follow a single fault ({self.probed})")
         self.probed = ""
         self._must(bool(self.commits), event, f"nothing is committed any more after a single fault ({event['fault']})")

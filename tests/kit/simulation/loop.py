@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from gemini_ft.errors import StorageError
 
@@ -37,7 +37,7 @@ class Process:
     def __init__(self, loop: SimulatedLoop, name: str, host: str) -> None:
         self.loop, self.name, self.host = loop, name, host
         self.alive = True
-        self.stopped_until = 0.0  # simulated seconds
+        self.stopped_at = self.stopped_until = 0.0  # simulated seconds
         self.parked: deque[tuple[list[asyncio.Handle], Callable[..., Any], tuple[Any, ...], contextvars.Context]] = deque()
         self.fibers: set[Fiber] = set()
         self.context = contextvars.copy_context()
@@ -61,6 +61,7 @@ class Process:
 
     def stop(self, seconds: float) -> None:
         """Lets it do nothing for so long."""
+        self.stopped_at = self.stopped_at if self.is_stopped else self.loop.time()
         self.stopped_until = max(self.stopped_until, self.loop.time() + seconds)
         asyncio.BaseEventLoop.call_at(self.loop, self.stopped_until, self._go_on)
 
@@ -208,6 +209,38 @@ def _run(process: Process, cell: list[asyncio.Handle], callback: Callable[..., A
             callback(*args)
 
 
+class _Thread:
+    """A thread for fibers, one after the other: to start one takes longer than most of them live."""
+
+    idle: ClassVar[list[_Thread]] = []
+
+    def __init__(self) -> None:
+        self._has_work = threading.Lock()
+        self._fiber: Fiber | None = None
+        self._has_work.acquire()
+        self.thread = threading.Thread(target=self._work, daemon=True)
+        self.thread.start()
+
+    @classmethod
+    def take(cls) -> _Thread:
+        """A thread that waits for work; it has ended the fiber before, as never more than one thread is awake."""
+        return cls.idle.pop() if cls.idle else cls()
+
+    def run(self, fiber: Fiber) -> None:
+        self._fiber = fiber
+        self._has_work.release()
+
+    def _work(self) -> None:
+        while True:
+            self._has_work.acquire()
+            fiber, self._fiber = self._fiber, None
+            assert fiber is not None
+            fiber.main()
+            self.idle.append(self)
+            fiber.over()
+            del fiber
+
+
 class Fiber:
     """Blocking code of a process on a thread of its own, which is awake only while the loop waits for it.
 
@@ -228,11 +261,10 @@ class Fiber:
         self._mine.acquire()
         self._loops.acquire()
         self._dead = False
-        self._begun = False
         self.turn = 0  # counts its waits, so that a wake-up for an earlier one counts for nothing
         process.fibers.add(self)
         self._context = contextvars.copy_context()
-        self._thread = threading.Thread(target=self._main, daemon=True)
+        self._thread: _Thread | None = None
 
     @staticmethod
     def here() -> Fiber | None:
@@ -242,9 +274,9 @@ class Fiber:
 
     def go_on(self) -> None:
         """Lets it run until it waits again, or ends."""
-        if not self._begun:
-            self._begun = True
-            self._thread.start()
+        if self._thread is None:
+            self._thread = _Thread.take()
+            self._thread.run(self)
         else:
             self._mine.release()
         self._loops.acquire()
@@ -256,14 +288,14 @@ class Fiber:
     def end(self) -> None:
         """Ends it, as its process is dead."""
         self._dead = True
-        if self._begun and threading.current_thread() is not self._thread:
+        if self._thread is not None and threading.current_thread() is not self._thread.thread:
             self.go_on()
         else:
             self.process.fibers.discard(self)
 
     # -- on its thread
 
-    def _main(self) -> None:
+    def main(self) -> None:
         Fiber.current.fiber = self
         value, error = None, None
         try:
@@ -275,6 +307,9 @@ class Fiber:
         self.process.fibers.discard(self)
         if not self._dead:
             self.loop.call_soon(self._over, value, error, context=self.process.context.copy())
+
+    def over(self) -> None:
+        """Lets the loop go on."""
         self._loops.release()
 
     def check(self) -> None:

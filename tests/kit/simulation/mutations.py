@@ -7,7 +7,7 @@ import inspect
 import sys
 import textwrap
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Mutation(NamedTuple):
@@ -20,7 +20,7 @@ class Mutation(NamedTuple):
 
     def broken(self) -> str:
         """The source of the broken function. Raises AssertionError: the package does not have any more what is to be changed."""
-        source = textwrap.dedent(inspect.getsource(getattr(self._holder, self._name)))
+        source = textwrap.dedent(inspect.getsource(_function(vars(self._holder)[self._name])))
         assert self.old in source, f"{self.where} has no {self.old!r} any more"
         return "from __future__ import annotations\n" + source.replace(self.old, self.new, 1)
 
@@ -45,6 +45,11 @@ class Mutation(NamedTuple):
     @property
     def _name(self) -> str:
         return self.where.partition(":")[2].rpartition(".")[2]
+
+
+def _function(named: object) -> Any:
+    """The function of a name, also of a property."""
+    return named.fget if isinstance(named, property) else named
 
 
 _HOST, _SLOTS, _LEDGER = "core.protocol:Host.", "core.slots:SlotSet.", "core.ledger:Ledger."
@@ -148,5 +153,74 @@ MUTATIONS = (
         "self._leftovers.update(keys)",
         "self._clearing.__enter__(); self._leftovers.update(keys); self._clearing.__exit__()",
         "the event loop waits for a deletion",
+    ),
+    Mutation(
+        "core.rounds:FoldedRound.complete",
+        "self.own_since is not None and not self._awaited and next(self.missing(), None) is None",
+        "self.own_since is not None",
+        "what is committed may have no replicas",
+    ),
+    Mutation(
+        _LEDGER + "uploaded",
+        "if self._records.keys() != self.holders.keys():",
+        "if not self._records:",
+        "a manifest is written before all shards are",
+    ),
+    Mutation(
+        "core.succession:Succession._is_ahead", "self.epoch < epoch", "self.epoch != epoch and epoch", "an older epoch is obeyed again"
+    ),
+    Mutation(
+        "agent.commit.failover:Failover.hear", "if self.leader is not None:", "if False:", "a leader goes on that has heard of the next one"
+    ),
+    Mutation(
+        "agent.commit.collector:Collector._tick",
+        "silent = sorted({*self._gone, *(host for host in self._gathering.greeted if now - self._ports[host].heard > SILENCE)})",
+        "silent = []",
+        "a collector does not say which hosts it has lost",
+    ),
+    Mutation(_SLOTS + "commit", "version > self.committed", "version != self.committed", "what is committed moves back"),
+    Mutation(
+        "agent.replication.receive:Receiver._end",
+        "elif self._inbound.end_receive(end):",
+        "elif self._inbound.end_receive(end) or True:",
+        "a replica is acknowledged that is not whole",
+    ),
+    Mutation(
+        "agent.stream:Stream.open",
+        "spec.incarnation.number <= before.incarnation.number",
+        "False",
+        "an incarnation begins after a newer one",
+    ),
+    Mutation("agent.uploads:Uploader.write_manifest", "if not self._is_written(manifest):", "if False:", "a manifest is not read back"),
+    Mutation("agent.uploads:Uploader._write", "StoredShard(self._storage, record).sample()", "pass", "a shard is not read back"),
+    Mutation(
+        "agent.uploads:Uploader._check_leads",
+        "if epoch is None or self._term.leads_in != epoch:",
+        "if False:",
+        "a manifest is written by a host that does not lead any more",
+    ),
+    Mutation("core.protocol:Host.hold", "slot.readers.add(reader)", "pass", "what is read may be overwritten"),
+    Mutation(
+        "storage.decisions:superseded_by", "enough = len(kept) >= keep_last", "enough = True", "fewer checkpoints are kept than should be"
+    ),
+    Mutation(
+        "storage.retention:Retention._delete",
+        "in files_of(storage, one.folder)",
+        "in reversed(files_of(storage, one.folder))",
+        "the shards of a checkpoint are deleted before its manifest",
+    ),
+    Mutation("storage.shard:write_shard", "if committed is not None:", "if False:", "copies are uploaded that were damaged in memory"),
+    Mutation("recovery.readers:_compare", "if found != digest:", "if False:", "what a host reads from another one is not compared"),
+    Mutation(
+        "recovery.plan:plan_recovery",
+        "if stored is not None and version < stored:",
+        "if False:",
+        "memory is resumed although storage is newer",
+    ),
+    Mutation(
+        "storage.decisions:_in_order",
+        "sorted(line, key=place, reverse=True)",
+        "sorted(line, key=place)",
+        "the oldest checkpoint is resumed",
     ),
 )

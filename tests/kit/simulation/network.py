@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,16 +16,15 @@ from random import Random
 from typing import Any
 
 from gemini_ft.agent import streams
-from gemini_ft.core.roots import checksum
-from gemini_ft.errors import PeerError
 from gemini_ft.recovery import readers
 from gemini_ft.wire import handshake
 from gemini_ft.wire.handshake import Accept, Encrypt, Listener
 from gemini_ft.wire.lane import ID_BYTES
-from gemini_ft.wire.lane_thread import _TCP_INFO, LaneThread, Outcome
-from gemini_ft.wire.peer_messages import Claims, PeerMessage
+from gemini_ft.wire.lane_thread import LaneThread
 from gemini_ft.wire.tcp import Address, Connection
-from simulation.loop import PROCESS, Fiber, Process, SimulatedLoop
+from simulation.lanes import FakeSocket, SimulatedLane
+from simulation.loop import PROCESS, Process, SimulatedLoop
+from simulation.wire import SimulatedWire
 
 SILENCE = 60.0  # simulated seconds after which the kernel gives a peer up: TCP_USER_TIMEOUT and keep-alives
 _RST = b""
@@ -39,10 +37,12 @@ class Network:
         self.loop, self.rng, self.latency = loop, rng, latency
         self.listeners: dict[Address, SimulatedListener] = {}
         self.cut: dict[tuple[str, str], int] = {}  # (from, to) -> how many faults cut it
+        self.cut_at: dict[tuple[str, str], float] = {}  # (from, to) -> when the present cut began
         self.held: dict[tuple[str, str], list[End]] = {}  # ends whose bytes wait until a link lets them through
         self.dark: set[str] = set()  # hosts without power
         self.slow: dict[str, float] = {}  # host -> factor of all latencies
         self.garbling = 0  # payloads of which a bit flips on their way
+        self.descheduling = rng.choice([0.0, 0.02, 0.1])  # probability that a lane's thread does not run
         self.ends: dict[int, End] = {}
         self.numbers = itertools.count(1)
         self.ports = itertools.count(20_000)
@@ -50,6 +50,11 @@ class Network:
     def delay(self, near: str, far: str) -> float:
         factor = max(self.slow.get(near, 1.0), self.slow.get(far, 1.0))
         return factor * self.latency * (0.5 + self.rng.expovariate(2.0))
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is cut."""
+        return not any(self.cut.values())
 
     def is_cut(self, near: str, far: str) -> bool:
         return bool(self.cut.get((near, far)))
@@ -60,6 +65,8 @@ class Network:
 
     def block(self, near: str, far: str, seconds: float) -> None:
         """Lets nothing through in one direction for so long."""
+        if not self.is_cut(near, far):
+            self.cut_at[near, far] = self.loop.time()
         self.cut[near, far] = self.cut.get((near, far), 0) + 1
         at = self.loop.time() + seconds
         asyncio.BaseEventLoop.call_at(self.loop, at, self._heal, near, far)
@@ -102,6 +109,10 @@ class Network:
             end = rng.choice(live)
             end.lose(ConnectionResetError("Connection reset by peer"))
             end.far.lose(ConnectionResetError("Connection reset by peer"))
+
+    def descheduled(self) -> float:
+        """Seconds for which a lane's thread does not run although it has something to send: mostly none."""
+        return self.rng.expovariate(1.0) if self.rng.random() < self.descheduling else 0.0
 
     def garbled(self, data: bytes) -> bytes:
         """A payload as it arrives."""
@@ -157,24 +168,6 @@ class Network:
 
         listener.process.soon(accepted)
         await done
-
-
-class FakeSocket:
-    """Takes all options, and knows how many bytes have arrived."""
-
-    family = socket.AF_INET
-
-    def __init__(self) -> None:
-        self.acked = 0
-
-    def setsockopt(self, *_: Any) -> None: ...
-
-    def getsockopt(self, *_: Any) -> bytes:
-        return _TCP_INFO.pack(1000, self.acked, self.acked)
-
-    def shutdown(self, _: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class End:
@@ -346,93 +339,6 @@ class SimulatedListener(Listener):
             expected.connection.attach(expected.number, SimulatedLane(end))
 
 
-class _LaneEnd:
-    """The part of `BlockingLane` that `LaneThread` uses; `SimulatedLane` calls ``receive`` when all bytes are there."""
-
-    def __init__(self, end: End) -> None:
-        self.end, self.socket, self.peer, self.stopped = end, end.socket, end.far.host, False
-        self.buffer = bytearray()
-
-    def send(self, part: memoryview, is_last: bool) -> None:
-        if not self.end.is_open:
-            raise PeerError(f"the lane to {self.peer} is broken")
-        self.end.send(self.end.network.garbled(bytes(part)))
-
-    def receive(self, targets: Sequence[memoryview] | None, nbytes: int) -> int:
-        data = bytes(self.buffer[:nbytes])
-        del self.buffer[:nbytes]
-        if targets is not None:
-            (target,) = targets  # a `LaneThread` has one
-            target[:] = data
-        return checksum(data)
-
-    def stop(self) -> None:
-        self.stopped = True
-
-
-class SimulatedLane(LaneThread):
-    """A `LaneThread` whose orders are carried out on the loop."""
-
-    def __init__(self, end: End) -> None:
-        super().__init__(_LaneEnd(end))  # type: ignore[arg-type]
-        self._end, self._todo = end, deque[tuple[Any, Callable[[Outcome], None]]]()
-        self._broken: Exception | None = None
-        end.listen(self._heard, self._lost)
-
-    @property
-    def unacknowledged(self) -> int:
-        return sum(len(data) for _, data in self._end.queue)
-
-    def _order(self, deed: Any, done: Callable[[Outcome], None]) -> None:
-        self._todo.append((deed, done))
-        self._work_on()
-
-    def _heard(self, data: bytes) -> None:
-        self._lane.buffer += data  # type: ignore[attr-defined]
-        self._work_on()
-
-    def _lost(self, error: Exception | None) -> None:
-        self._broken = error or PeerError("closed the connection in the middle of a payload")
-        self._work_on()
-
-    def _work_on(self) -> None:
-        while self._todo and not self._lane.stopped:
-            deed, done = self._todo[0]
-            if deed.func == self._lane.receive and len(self._lane.buffer) < deed.args[1]:  # type: ignore[attr-defined]
-                if self._broken is None:
-                    return
-                self._tear()
-                outcome: Outcome = PeerError(str(self._broken))
-            else:
-                try:
-                    outcome = deed()
-                except Exception as error:
-                    outcome = error
-            self._todo.popleft()
-            self._loop.call_soon(self._over, done, outcome)
-
-    def _over(self, done: Callable[[Outcome], None], outcome: Outcome) -> None:
-        if not self._lane.stopped:
-            done(outcome)
-
-    def _tear(self) -> None:
-        """The bytes that have come are in the memory, although the rest will not come."""
-        deed, _ = self._todo[0]
-        if deed.func == self._lane.receive and deed.args[0] is not None:
-            part = bytes(self._lane.buffer)[: deed.args[1]]  # type: ignore[attr-defined]
-            deed.args[0][0][: len(part)] = part
-
-    def stop(self) -> None:
-        if self._lane.stopped:
-            return
-        if self._todo:
-            self._tear()
-        self._todo.clear()
-        self._lane.stop()
-        self._ready = asyncio.Queue()
-        self._end.hang_up()
-
-
 async def open_lane(network: Network, address: Address, opens: bytes, *, encrypt: bool, peer: str) -> LaneThread:
     """In place of `handshake.open_lane`."""
     process = PROCESS.get()
@@ -478,106 +384,6 @@ async def create_connection(network: Network, factory: Callable[[], Connection],
         protocol.connection_made(SimulatedTransport(end, protocol))
 
     await network.connect(process.host, (host, port), secret, connected)
-
-
-class SimulatedWire:
-    """In place of `frames.BlockingWire`: a worker's connection to a peer's agent."""
-
-    def __init__(self, address: Address, claims: Claims, secret: bytes, timeout: float, *, further: Sequence[str] = ()) -> None:
-        fiber = Fiber.here()
-        assert fiber is not None
-        self._fiber, self._timeout = fiber, timeout
-        self._loop = fiber.loop
-        self._heard: deque[PeerMessage | Exception] = deque()
-        self._payloads: deque[tuple[memoryview, int]] = deque()
-        self._targets: dict[int, memoryview] = {}
-        self._arrived: asyncio.Future[None] | None = None
-        self._connection: Connection | None = None
-        done: asyncio.Future[Connection] = self._loop.create_future()
-        fiber.process.soon(self._begin, address, claims, secret, done)
-        if not fiber.wait_for(done, timeout):
-            done.cancel()
-            raise PeerError(f"the agent at {address} did not answer within {timeout:g} s")
-        self._connection = done.result()
-
-    def _begin(self, address: Address, claims: Claims, secret: bytes, done: asyncio.Future[Connection]) -> None:
-        async def work() -> None:
-            try:
-                connection = await handshake.dial(address, claims, secret, self)
-            except Exception as error:
-                if not done.done():
-                    done.set_exception(error)
-            else:
-                if done.done():
-                    connection.abort("too late")
-                else:
-                    done.set_result(connection)
-
-        self._task = self._loop.create_task(work())
-
-    # -- of a handler
-
-    def on_message(self, message: PeerMessage) -> memoryview | None:
-        nbytes = getattr(message, "nbytes", 0)
-        target = None
-        if nbytes:
-            target = memoryview(bytearray(nbytes))
-            self._targets[id(message)] = target
-        self._note(message)
-        return target
-
-    def on_bytes(self, message: PeerMessage, digest: int) -> None:
-        self._payloads.append((self._targets.pop(id(message)), digest))
-        self._tell()
-
-    def on_lost(self, reason: str) -> None:
-        self._note(PeerError(f"the agent stopped answering ({reason})"))
-
-    def _note(self, what: PeerMessage | Exception) -> None:
-        self._heard.append(what)
-        self._tell()
-
-    def _tell(self) -> None:
-        if self._arrived is not None and not self._arrived.done():
-            self._arrived.set_result(None)
-
-    # -- on the fiber
-
-    def _wait(self, there: Callable[[], bool]) -> None:
-        end = self._loop.time() + self._timeout
-        while not there():
-            self._arrived = self._loop.create_future()
-            if not self._fiber.wait_for(self._arrived, end - self._loop.time()):
-                raise PeerError("the agent stopped answering (timed out)")
-
-    def send(self, message: PeerMessage) -> None:
-        self._fiber.check()
-        assert self._connection is not None
-        self._connection.send(message)
-
-    def receive(self) -> PeerMessage:
-        self._wait(lambda: bool(self._heard))
-        message = self._heard.popleft()
-        if isinstance(message, Exception):
-            self._heard.appendleft(message)
-            raise message
-        return message
-
-    def payload(self) -> Callable[[Sequence[memoryview]], int]:
-        def take(out: Sequence[memoryview]) -> int:
-            self._wait(lambda: bool(self._payloads) or any(isinstance(each, Exception) for each in self._heard))
-            if not self._payloads:
-                raise PeerError("the agent closed the connection")
-            data, digest = self._payloads.popleft()
-            (memory,) = out  # no tensor waits for it
-            memory[:] = data
-            return digest
-
-        return take
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._fiber.process.soon(self._connection.abort, "closed")
 
 
 def seams(network: Network) -> list[tuple[Any, str, Any]]:

@@ -14,6 +14,11 @@ URL = "s3://simulated/prefix"
 READING = ".reading-"  # in the keys of readers' notes
 
 
+def is_of_checkpoint(key: str) -> bool:
+    """Whether an object is a shard or a manifest."""
+    return "/shard" in key or key.endswith("/manifest.json")
+
+
 class Bucket:
     """The store that all hosts share.
 
@@ -23,6 +28,7 @@ class Bucket:
         lagging: probability with which a listing lacks an object that was written a moment ago.
         late: seconds for which it may lack it.
         slowness: seconds that an operation takes in the mean.
+        halving: probability with which it says yes to an object, and keeps half of it.
     """
 
     def __init__(self, rng: Random, record: Callable[..., None]) -> None:
@@ -31,12 +37,13 @@ class Bucket:
         self._written: dict[str, float] = {}
         self._sound: dict[str, bytes] = {}  # what was in objects that rot
         self.failing, self.lagging, self.late, self.slowness = 0.0, 0.0, 5.0, 0.02
+        self.halving = 0.0
         self.away: set[str] = set()  # hosts that do not reach it
         self.down = False
 
     def rot(self) -> None:
         """A bit of an object flips."""
-        if keys := sorted(key for key in self.objects if "/shard" in key or key.endswith("/manifest.json")):
+        if keys := sorted(filter(is_of_checkpoint, self.objects)):
             key = self.rng.choice(keys)
             body = bytearray(self.objects[key])
             body[self.rng.randrange(len(body))] ^= 1 << self.rng.randrange(8)
@@ -79,6 +86,7 @@ class SimulatedStorage:
 
     def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
         check_key(key)
+        self._bucket.record("putting", key=key)
         body = bytearray()
         for part in parts:
             body += part
@@ -93,6 +101,9 @@ class SimulatedStorage:
             assert fiber is not None
             self._bucket._written[key] = fiber.loop.time()
             self._bucket.record("put", key=key)
+            if is_of_checkpoint(key) and self._bucket.rng.random() < self._bucket.halving:
+                self._bucket.objects[key] = bytes(body[: len(body) // 2])
+                self._bucket.record("halved", key=key)
             sent(len(body))
 
         self._operate(f"put {key}", effect)

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from gemini_ft.errors import GeminiError
 from gemini_ft.recovery import agent_memory
 from gemini_ft.wire.worker_messages import Visit
-from simulation.loop import PROCESS, Fiber, Process
-from simulation.worker import EXTRAS, content, text
+from simulation.loop import PROCESS, Fiber, Process, sleep
+from simulation.made import EXTRAS, content, text
 
 if TYPE_CHECKING:
     from simulation.world import World
 
 
-def visit(world: World, host: str) -> None:
-    """Begins to read, on a host, by a process that ends when it has read all, or can read nothing."""
-    process = Process(world.loop, f"visitor of {host}", host)
+def visit(world: World, host: str, pause: float) -> None:
+    """Begins to read, on a host, by a process that ends when it has read all, or can read nothing; ``pause``: seconds before each shard."""
+    process, begun = Process(world.loop, f"visitor of {host}", host), world.loop.time() - 1e6
 
     def work() -> None:
         if not (found := agent_memory.remembered(world.run)):
@@ -28,28 +28,40 @@ def visit(world: World, host: str) -> None:
         committed = found[0].committed
         version, shards = agent_memory.open_newest(found[0], None)
         for shard, owner in zip(shards, range(len(shards)), strict=True):
+            sleep(pause)
             data, extras = b"".join(bytes(view) for _, view in shard.chunks()), shard.extras()
             if (data, extras) != (content(owner, version, world.size_at(version.iteration)), EXTRAS):
                 world.record("wrong bytes", rank=owner, host=host, version=text(version), where=shard.where)
             shard.close()
         world.record(
-            "visited", host=host, version=text(version), of=len(shards), committed=text(committed) if committed is not None else None
+            "visited",
+            host=host,
+            version=text(version),
+            of=len(shards),
+            committed=text(committed) if committed is not None else None,
+            begun=begun,
         )
 
     def over(_: Any, error: BaseException | None) -> None:
         if error is not None:
-            world.record("visit failed", host=host, error=str(error))
+            world.record("visit failed", host=host, error=str(error), begun=begun)
         if error is not None and not isinstance(error, GeminiError):
             world.loop.errors.append(f"a visitor fails: {error!r}")
         asyncio.BaseEventLoop.call_soon(world.loop, end)
 
     def end() -> None:
-        process.kill()
-        world.network.lose_process(process)
-        agent_memory._kept.clear()
-        agent_memory._keeper = None
+        if process.alive:
+            leave(world, process)
 
     process.at(world.loop.time() + 1e-5, process.run(Fiber, process, work, over).go_on)
+
+
+def leave(world: World, process: Process) -> None:
+    """Ends a visitor, whether it has read all or not."""
+    process.kill()
+    world.network.lose_process(process)
+    agent_memory._kept.clear()
+    agent_memory._keeper = None
 
 
 class _Thread:
