@@ -56,6 +56,7 @@ class Bookmark:
         method: DataResume,
         *,
         ahead: Callable[[], int] | None,
+        in_advance: Callable[[], bool] | None = None,
         epoch: Callable[[], int] | None,
         active: Callable[[], bool] | None,
         remade: bool,
@@ -74,7 +75,7 @@ class Bookmark:
         self._insists = method == "skip"  # the user has declared that changes beside the generators do not matter
         self._remade = remade
         self.lenient = False  # see `gemini_ft.loaders.loader.make_resumable`
-        self._takes_in_advance = ahead is not None and not is_sized(loader)
+        self._takes_in_advance = in_advance or (lambda: ahead is not None and not is_sized(self._loader))
         self._resume: dict[str, Any] | None = None
         self._iterations = 0
         self._together, self._gone_on_before = Resumption(), 0
@@ -277,7 +278,9 @@ class Bookmark:
         self._facts, self._between.forked = position["facts"], position["forked"]
         self._parts.data.mark()
         if self._between.forked is not None:
-            self._parts.born.give_back(self._between.forked, shared=False)  # workers see at once what is written into shared memory
+            self._parts.born.give_back(
+                self._between.forked, OF_WORKERS, shared=False, new=True
+            )  # workers see at once what is written into shared memory
         if self._may_use_late(position):  # what the dataset then loads of its own counts more
             self._parts.put(position["before_last"] or position["now"], OF_WORKERS)
         own, self._own_begin = position["own"], position["own_begin"]
@@ -327,7 +330,7 @@ class Bookmark:
             is_first = self._first is None and self._way != "skip" and not self._num_workers
             if is_first:
                 self._first = self._parts.moment()
-            if self._takes_in_advance:
+            if self._takes_in_advance():
                 if not self._num_workers:  # random numbers matter only where this process makes the batch
                     self._before_last = self._parts.moment()
                 if self._way == "own":

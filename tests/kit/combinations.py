@@ -53,6 +53,24 @@ MOMENTS += ["on_after_backward", "on_before_optimizer_step", "on_before_zero_gra
 MOMENTS += ["on_train_epoch_start", "on_train_batch_start"]
 
 
+# What seeds have found, shrunk: trait -> value, beside the plainest ones.
+FOUND: dict[str, dict[str, Any]] = {
+    "a validation in the middle of a step of Fabric": {"loop": "fabric", "validation": "table", "kills": [[0, "validation_step", 8]]},
+    "an attribute of the data that workers were started without": {
+        "data": "told",
+        "workers": "persistent",
+        "kills": [[0, "training_step", 9]],
+    },
+    "a sized loader beside one of unknown length": {"loader": "combined", "kills": [[0, "on_after_backward", 10]]},
+    "a sampler of the script inside of Lightning's": {"sampler": "own epochs", "kills": [[0, "training_step", 9]]},
+}
+
+
+def plainest() -> dict[str, Any]:
+    """The combination of which every trait is the plainest."""
+    return {name: values[0] for name, values in VALUES.items()} | {"callbacks": [], "habits": [], "kills": []}
+
+
 def draw(seed: int) -> dict[str, Any]:
     """A combination, in which whatever does not go together has been left out."""
     rng = random.Random(seed)
@@ -79,59 +97,59 @@ def legal(traits: dict[str, Any]) -> dict[str, Any]:
     is_trainer = traits["loop"] in ("trainer", "by hand")
     traits = dict(traits)
 
-    def plainest(*names: str) -> None:
+    def leave(*names: str) -> None:
         traits.update({name: VALUES[name][0] for name in names})
 
     if not is_trainer:
-        plainest("reload", "limit", "limit_validation", "sanity", "interval_of_validation", "validated_epochs", "flush", "interval")
+        leave("reload", "limit", "limit_validation", "sanity", "interval_of_validation", "validated_epochs", "flush", "interval")
         traits["callbacks"] = []
         traits["habits"] = [habit for habit in traits["habits"] if habit in ("drawn", "clipped", "left early")]
-        if traits["loader"] == "combined":
-            plainest("loader")
+        if traits["loader"] == "combined" or (traits["loader"] == "iterator" and traits["loop"] == "fabric"):
+            leave("loader")
     else:
-        plainest("average")
+        leave("average")
     if traits["optimizer"] == "lbfgs":
-        plainest("accumulate", "optimizers", "precision")
+        leave("accumulate", "optimizers", "precision")
         traits["loop"] = "trainer" if traits["loop"] == "by hand" else traits["loop"]
         traits["habits"] = [habit for habit in traits["habits"] if habit not in ("clipped", "skipped", "momentum")]
         traits["callbacks"] = [each for each in traits["callbacks"] if each != "accumulating"]
     if traits["loop"] == "trainer":
-        plainest("optimizers")
+        leave("optimizers")
     if traits["loop"] == "by hand":
         traits["habits"] = [habit for habit in traits["habits"] if habit not in ("clipped", "skipped")]
         traits["callbacks"] = [each for each in traits["callbacks"] if each not in ("accumulating", "swa")]
     is_table = traits["data"] in ("table", "private", "told")
     if traits["loader"] in ("iterator", "combined"):
-        plainest("workers") if traits["loader"] == "iterator" else None
-        plainest("collate", "sampler", "data")
+        leave("workers") if traits["loader"] == "iterator" else None
+        leave("collate", "sampler", "data")
         if traits["loader"] == "iterator":
             traits |= {"data": "stream", "limit": 4}
     elif not is_table:
-        plainest("sampler")
+        leave("sampler")
     if traits["data"] == "cursor" and traits["loader"] != "stateful":
         traits["loader"] = "stateful"
     if traits["data"] == "private" and traits["workers"] == "persistent":
-        plainest("workers")
+        leave("workers")
     if traits["ranks"] == 2:  # Lightning would put another sampler in
         traits["sampler"] = "shuffle" if traits["sampler"] != "in order" and traits["loader"] == "torch" else "in order"
         if traits["data"] in ("told", "table", "private") and traits["loader"] == "stateful" and is_trainer:
-            plainest("loader")
+            leave("loader")
         traits["habits"] = [habit for habit in traits["habits"] if habit not in ("frozen", "stopped", "left early")]
     if {"swa", "ema"} <= set(traits["callbacks"]) or ("swa" in traits["callbacks"] and traits["schedule"] in ("plateau", "chained")):
         traits["callbacks"] = [each for each in traits["callbacks"] if each != "swa"]
     if "accumulating" in traits["callbacks"]:
-        plainest("accumulate")
+        leave("accumulate")
     if "patient" in traits["callbacks"] and traits["validation"] == "none":
         traits["callbacks"] = [each for each in traits["callbacks"] if each != "patient"]
     if traits["model"] == "counting":  # a buffer that grows: torch's average cannot follow it
-        plainest("average")
+        leave("average")
         traits["callbacks"] = [each for each in traits["callbacks"] if each not in ("swa", "ema")]
     reached = MOMENTS if is_trainer else MOMENTS[:4]
     if traits["validation"] == "none":
         reached = [moment for moment in reached if "validation" not in moment]
     traits["kills"] = [[rank, moment if moment in reached else "training_step", number] for rank, moment, number in traits["kills"]]
     if traits["interval_of_validation"] == 2:
-        plainest("validated_epochs")
+        leave("validated_epochs")
     return traits
 
 
@@ -166,6 +184,8 @@ def run(traits: dict[str, Any], folder: Path) -> tuple[str, list[str]]:
         is_refusal = all(str(each).startswith("refused") or type(each).__name__ == "Failed" for _, each in others)
         return ("refused" if is_refusal else "failed"), [f"{way}: {type(each).__name__} {each}"[:600] for way, each in others]
     found = differing(folders, "cell", Cell(), traits["ranks"])
+    if "nothing to resume yet" in (folders["killed"] / "cell" / "output-0").read_text().partition("nothing to resume yet")[2]:
+        found = [each for each in found if ": end " not in each]  # began anew, as plain DDP would have: files of its first start are there
     return ("different" if found else "same"), found
 
 

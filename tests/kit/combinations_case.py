@@ -50,6 +50,11 @@ class Diary(Record):
         self._counts[moment] += 1
         self.reached(moment, self._counts[moment])
 
+    def again(self, key: str, *values: Any) -> None:
+        """Notes values of which an optimizer may ask for several in the same step."""
+        self._counts[key] += 1
+        self.note(f"{key}, {self._counts[key]}", *values)
+
 
 class Small(Table):
     def __len__(self) -> int:
@@ -281,7 +286,7 @@ class Module(L.LightningModule):
         loss = self.changed(loss)
         self.log("loss", loss, on_step=True, on_epoch=True)
         if not self.trainer.sanity_checking:
-            self._record.note(f"epoch {self.current_epoch} batch {batch_idx} of {self.global_step}", x, loss)
+            self._record.again(f"epoch {self.current_epoch} batch {batch_idx} of {self.global_step}", x, loss)
         if "skipped" in self._habits and self.automatic_optimization and batch_idx % 3 == 2:
             return None
         if not self.automatic_optimization:
@@ -461,7 +466,7 @@ def make_callbacks(names: list[str], folder: Path) -> list[Any]:
         "best": lambda: Best(dirpath=folder / "best", monitor="loss", save_top_k=2, save_last=True, filename="{epoch}-{step}"),
         "often": lambda: many(folder / "often", save_top_k=3, monitor="loss_step", every_n_train_steps=2, save_last="link"),
         "all": lambda: many(folder / "all", save_top_k=-1, every_n_epochs=1, filename="newest"),
-        "each epoch": lambda: many(folder / "each", save_top_k=1, save_on_train_epoch_end=True),
+        "each epoch": lambda: many(folder / "each", save_top_k=1, monitor="loss_epoch", save_on_train_epoch_end=True),
         "patient": Patient,
         "inheriting": Inheriting,
         "shaking": Shaking,
