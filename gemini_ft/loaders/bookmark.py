@@ -89,6 +89,7 @@ class Bookmark:
         self._steps_before: int | None = 0  # the loop's count of steps when it began
         self._stepped = False  # there were steps between its beginning and its end
         self._ended = False  # it was not left before its end
+        self._is_exhausted = False  # it was asked for a batch that it does not have, while Lightning goes on with longer loaders
         self._position: dict[str, Any] | None = None  # where it is to start; None: at its beginning
         self._facts: dict[str, Any] = {}  # the data that the position refers to
         self._begin: dict[str, Any] = {}  # the moment it was started
@@ -118,7 +119,7 @@ class Bookmark:
             state |= {"left": self._between.state(), "stepped": self._stepped, "ended": self._ended}
         if not self._running or (self._rests and not self._is_iterator):
             return state
-        ahead = self._ahead() if self._ahead else 0
+        ahead = self._ahead() if self._ahead and not self._is_exhausted else 0
         batches = self._taken - ahead
         lost = sorted(self._workers.lost if self._workers else () if self._num_workers else self._parts.data.changes().lost)
         if lost and not self._num_workers and self._draws and self._way == "skip" and not (self._insists or self.lenient):
@@ -182,7 +183,7 @@ class Bookmark:
         if self._epoch is None:
             self._parts.tell_epoch(self._iterations)
         self._iterations += 1
-        self._running, self._over, self._ended = True, False, False
+        self._running, self._over, self._ended, self._is_exhausted = True, False, False, False
         self._steps_before = notes.step
         self._taken_before = position["before"] if position is not None else self._taken if self._is_iterator else 0
         self._given_from = position["batches"] if position is not None else self._taken_before
@@ -340,6 +341,7 @@ class Bookmark:
             except StopIteration:
                 # For Fabric the epoch is over. Lightning may be cycling through other, longer loaders.
                 self._running = self._running and self._epoch is not None
+                self._is_exhausted = True
                 return
             if is_first and self._first is not None:
                 self._drew = self._first["random"] != randomness()

@@ -18,7 +18,7 @@ preload("combinations_case")
 # Trait -> its values. The first one is the plainest, to which a difference is shrunk.
 VALUES: dict[str, list[Any]] = {
     "loop": ["trainer", "by hand", "plain", "fabric"],
-    "loader": ["torch", "stateful", "iterator", "combined"],
+    "loader": ["torch", "stateful", "iterator", "combined", "shortest", "longest"],
     "data": ["table", "private", "told", "stream", "noise", "drawing", "cursor"],
     "workers": ["0", "2", "persistent"],
     "sampler": ["in order", "shuffle", "generator", "weighted", "weighted generator", "subset", "numpy", "own epochs", "batches"],
@@ -48,6 +48,7 @@ HABITS = ["gradient noise", "scaled gradients", "clamped", "skipped", "history",
 HABITS += ["kept by the trainer", "drawn at setup", "asks for steps", "drawn at the start", "dropout", "frozen", "resting", "shifted"]
 HABITS += ["seeded", "fresh moments", "longer", "clipped", "momentum", "noise", "rate by hand", "left early", "looks", "stopped"]
 HABITS += ["drawn in validation", "lowered by validation", "drawn at the end", "rates at the end"]
+TOGETHER = ("combined", "shortest", "longest")  # several loaders
 MOMENTS = ["training_step", "on_train_batch_end", "validation_step", "on_train_epoch_end"]  # of each loop, and then of the Trainer
 MOMENTS += ["on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_validation_start", "on_validation_epoch_end"]
 MOMENTS += ["on_train_epoch_start", "on_train_batch_start"]
@@ -62,6 +63,7 @@ FOUND: dict[str, dict[str, Any]] = {
         "kills": [[0, "training_step", 9]],
     },
     "a sized loader beside one of unknown length": {"loader": "combined", "kills": [[0, "on_after_backward", 10]]},
+    "a loader that ends before one of unknown length": {"loader": "longest", "kills": [[0, "training_step", 9]]},
     "a sampler of the script inside of Lightning's": {"sampler": "own epochs", "kills": [[0, "training_step", 9]]},
 }
 
@@ -104,7 +106,7 @@ def legal(traits: dict[str, Any]) -> dict[str, Any]:
         leave("reload", "limit", "limit_validation", "sanity", "interval_of_validation", "validated_epochs", "flush", "interval")
         traits["callbacks"] = []
         traits["habits"] = [habit for habit in traits["habits"] if habit in ("drawn", "clipped", "left early")]
-        if traits["loader"] == "combined" or (traits["loader"] == "iterator" and traits["loop"] == "fabric"):
+        if traits["loader"] in TOGETHER or (traits["loader"] == "iterator" and traits["loop"] == "fabric"):
             leave("loader")
     else:
         leave("average")
@@ -119,19 +121,18 @@ def legal(traits: dict[str, Any]) -> dict[str, Any]:
         traits["habits"] = [habit for habit in traits["habits"] if habit not in ("clipped", "skipped")]
         traits["callbacks"] = [each for each in traits["callbacks"] if each not in ("accumulating", "swa")]
     is_table = traits["data"] in ("table", "private", "told")
-    if traits["loader"] in ("iterator", "combined"):
-        leave("workers") if traits["loader"] == "iterator" else None
-        leave("collate", "sampler", "data")
-        if traits["loader"] == "iterator":
-            traits |= {"data": "stream", "limit": 4}
+    if traits["loader"] == "iterator":
+        leave("workers", "collate", "sampler")
+        traits |= {"data": "stream", "limit": 4}
     elif not is_table:
         leave("sampler")
-    if traits["data"] == "cursor" and traits["loader"] != "stateful":
+    if traits["data"] == "cursor":
         traits["loader"] = "stateful"
     if traits["data"] == "private" and traits["workers"] == "persistent":
         leave("workers")
     if traits["ranks"] == 2:  # Lightning would put another sampler in
-        traits["sampler"] = "shuffle" if traits["sampler"] != "in order" and traits["loader"] == "torch" else "in order"
+        if traits["loader"] != "torch":
+            leave("sampler")
         if traits["data"] in ("told", "table", "private") and traits["loader"] == "stateful" and is_trainer:
             leave("loader")
         traits["habits"] = [habit for habit in traits["habits"] if habit not in ("frozen", "stopped", "left early")]
@@ -141,6 +142,8 @@ def legal(traits: dict[str, Any]) -> dict[str, Any]:
         leave("accumulate")
     if "patient" in traits["callbacks"] and traits["validation"] == "none":
         traits["callbacks"] = [each for each in traits["callbacks"] if each != "patient"]
+    if traits["loop"] == "fabric" and traits["sampler"] == "batches":  # Fabric cannot make such a loader anew
+        leave("sampler")
     if traits["model"] == "counting":  # a buffer that grows: torch's average cannot follow it
         leave("average")
         traits["callbacks"] = [each for each in traits["callbacks"] if each not in ("swa", "ema")]

@@ -22,6 +22,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import callbacks as of_lightning
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
 from loader_kit import OwnEpochs
 from loaders_case import WORKERS, Best, Cursor, Drawing, Endless, Inheriting, Noise, Patient, Private, StatefulDataLoader, Stream, Table
 from three_ways import Record
@@ -36,7 +37,6 @@ import gemini_ft
 
 Traits = dict[str, Any]
 SAMPLES, BATCH = 22, 4
-MOST_LEAVES = 10**6
 
 
 class Diary(Record):
@@ -199,6 +199,9 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+MODES = {"combined": "max_size_cycle", "shortest": "min_size", "longest": "max_size"}  # of several loaders that are iterated together
+
+
 class Data(L.LightningDataModule):
     def __init__(self, traits: Traits) -> None:
         super().__init__()
@@ -208,10 +211,12 @@ class Data(L.LightningDataModule):
         assert self.trainer is not None
         self.made += 1
         shard = self.trainer.current_epoch + self.made / 100 if self._traits["reload"] else 0.0
-        if self._traits["loader"] != "combined":
+        mode = MODES.get(self._traits["loader"])
+        if mode is None:
             return make_loader(self._traits, shard)
         traits = self._traits | {"loader": "torch"}
-        return {"one": make_loader(traits, shard), "two": make_loader(traits | {"data": "noise", "sampler": "shuffle"}, 7.0)}
+        other = {"data": "noise"} if self._traits["data"] != "noise" else {"data": "private"}
+        return CombinedLoader({"one": make_loader(traits, shard), "two": make_loader(traits | other, 7.0)}, mode)
 
     def val_dataloader(self) -> Any:
         kinds = {"none": [], "table": [Small], "private": [SmallPrivate], "noise": [Noise, Small]}[self._traits["validation"]]
@@ -281,7 +286,10 @@ class Module(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.moment("training_step")
-        x = batch["one"] + batch["two"].mean() if isinstance(batch, dict) else batch
+        x = batch
+        if isinstance(batch, dict):
+            one, two = (torch.ones(2, 4) if batch[name] is None else batch[name] for name in ("one", "two"))
+            x = one + two.mean()
         loss: torch.Tensor = (self.net(x) - x[:, :1]).square().mean().float() + self.shift + self.noise
         loss = self.changed(loss)
         self.log("loss", loss, on_step=True, on_epoch=True)
@@ -521,7 +529,7 @@ def train_by_trainer(folder: Path, way: str, traits: Traits, record: Diary) -> N
         values = {name: value for name, value in vars(callback).items() if isinstance(value, (int, float, str, list, dict, torch.Tensor))}
         for shown in ("_last_time_checked", "lrs", "last_momentum_values"):  # a time, and what is only shown
             values.pop(shown, None)
-        record.state(f"final callback {index}", json.loads(json.dumps(values, default=repr).replace(str(folder), "")))
+        record.state(f"final callback {index}", json.loads(json.dumps(values, default=repr, skipkeys=True).replace(str(folder), "")))
     if os.environ["RANK"] == "0":
         files = [path for path in folder.rglob("*") if path.suffix in (".ckpt", ".csv")]
         record.note("end files", sorted(str(path.relative_to(folder)) for path in files))
