@@ -24,7 +24,7 @@ from lightning.pytorch import callbacks as of_lightning
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from loader_kit import OwnEpochs
-from loaders_case import WORKERS, Best, Cursor, Drawing, Endless, Inheriting, Noise, Patient, Private, StatefulDataLoader, Stream, Table
+from loaders_case import KINDS, WORKERS, Best, Cursor, Drawing, Endless, Inheriting, Noise, Patient, Private, Stream, Table
 from three_ways import Record
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -136,7 +136,7 @@ def make_loader(traits: Traits, shard: float = 0.0) -> Any:
     how: dict[str, Any] = dict(WORKERS[traits["workers"]])
     if traits["collate"] == "mixing":
         how["collate_fn"] = Mixing()
-    kind = {"torch": DataLoader, "stateful": StatefulDataLoader, "iterator": Endless}[traits["loader"]]
+    kind = {"torch": DataLoader, "stateful": KINDS["stateful-table"][0], "iterator": Endless}[traits["loader"]]
     order = SAMPLERS[traits["sampler"]]() if isinstance(data, Table) else {}
     if "batch_sampler" not in order and kind is not Endless:
         order["batch_size"] = BATCH
@@ -149,7 +149,8 @@ class Net(nn.Module):
     def __init__(self, traits: Traits) -> None:
         super().__init__()
         self.kind = traits["model"]
-        self.first, self.norm, self.drop, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 1)
+        self.first: Any = nn.Linear(4, 6)
+        self.norm, self.drop, self.last = nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 1)
         if self.kind == "spectral":
             self.first = nn.utils.parametrizations.spectral_norm(self.first)
         elif self.kind == "recurrent":
@@ -199,7 +200,11 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-MODES = {"combined": "max_size_cycle", "shortest": "min_size", "longest": "max_size"}  # of several loaders that are iterated together
+MODES: dict[str, Any] = {
+    "combined": "max_size_cycle",
+    "shortest": "min_size",
+    "longest": "max_size",
+}  # of several loaders that are iterated together
 
 
 class Data(L.LightningDataModule):
@@ -219,7 +224,7 @@ class Data(L.LightningDataModule):
         return CombinedLoader({"one": make_loader(traits, shard), "two": make_loader(traits | other, 7.0)}, mode)
 
     def val_dataloader(self) -> Any:
-        kinds = {"none": [], "table": [Small], "private": [SmallPrivate], "noise": [Noise, Small]}[self._traits["validation"]]
+        kinds: list[Any] = {"none": [], "table": [Small], "private": [SmallPrivate], "noise": [Noise, Small]}[self._traits["validation"]]
         how = WORKERS[self._traits["workers"]]
         return [DataLoader(kind(0.5), BATCH, shuffle=issubclass(kind, Table), **how) for kind in kinds]
 
@@ -393,7 +398,10 @@ class Module(L.LightningModule):
         if "looks" in self._habits:
             self.eval()
             with torch.no_grad():
-                self._record.note(f"look {self.global_step} {batch_idx} {self.current_epoch}", self.net(torch.rand(3, 4, dtype=self.dtype)))
+                self._record.note(
+                    f"look {self.global_step} {batch_idx} {self.current_epoch}",
+                    self.net(torch.rand(3, 4, dtype=self.net.last.weight.dtype)),
+                )
             self.train()
         if "stopped" in self._habits and self.global_step >= 8:
             self.trainer.should_stop = True
@@ -599,7 +607,7 @@ def train_by_loop(folder: Path, way: str, traits: Traits, record: Diary) -> None
             record.came_to("training_step")
             x = x.float()
             step, is_last = scalars["steps"], (scalars["steps"] + 1) % traits["accumulate"] == 0
-            losses = []
+            losses: list[torch.Tensor] = []
             if traits["optimizer"] == "lbfgs":
 
                 def closure(x: torch.Tensor = x, losses: list[torch.Tensor] = losses) -> torch.Tensor:
