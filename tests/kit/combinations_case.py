@@ -224,7 +224,8 @@ class Data(L.LightningDataModule):
         return CombinedLoader({"one": make_loader(traits, shard), "two": make_loader(traits | other, 7.0)}, mode)
 
     def val_dataloader(self) -> Any:
-        kinds: list[Any] = {"none": [], "table": [Small], "private": [SmallPrivate], "noise": [Noise, Small]}[self._traits["validation"]]
+        tables: dict[str, list[Any]] = {"none": [], "table": [Small], "private": [SmallPrivate], "noise": [Noise, Small]}
+        kinds = tables[self._traits["validation"]]
         how = WORKERS[self._traits["workers"]]
         return [DataLoader(kind(0.5), BATCH, shuffle=issubclass(kind, Table), **how) for kind in kinds]
 
