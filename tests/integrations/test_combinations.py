@@ -1,7 +1,7 @@
 """Combinations of traits that a seed draws end with the bits of plain DDP, whether undisturbed or killed, or are refused by name.
 
 `COMBINATIONS=100:500 make soak PART=combinations` runs those of the seeds from 100 on, below 500. What differs is shrunk to the traits
-that it needs, and a test fails with these.
+that it needs, and a test fails with these. A combination that plain DDP cannot run shows nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ pytestmark = pytest.mark.timeout(600)
 def test_a_drawn_combination_ends_as_plain_ddp_does(seed: int, tmp_path: Path) -> None:
     traits = draw(seed)
     verdict, found = run(traits, tmp_path / "drawn")
-    if verdict == "impossible":
-        pytest.skip(f"plain DDP cannot run it: {found}")
     if verdict in ("different", "failed"):
         traits = shrunk(traits, tmp_path, verdict)
-    assert verdict in ("same", "refused"), f"seed {seed}: {shown(traits)}: {found}"
+    assert verdict in ("same", "refused", "impossible"), f"seed {seed}: {shown(traits)}: {found}"
     assert seed not in SUITE or killed(tmp_path / "drawn")
 
 
