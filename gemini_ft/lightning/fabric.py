@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -97,6 +98,11 @@ class GeminiFabricMixin(Gemini, _Strategy):
     _gemini_bound: tuple[int, ...] = ()
     _gemini_state: dict[str, Any] | None = None  # what is saved when the next batch is asked for; None once the script saves it
     _gemini_steps: int = 0  # of optimizers, since the last snapshot
+    _gemini_asked: tuple[
+        tuple[Bookmark, object], ...
+    ] = ()  # loaders that were asked for a batch since the last step, each with the mode then
+    _gemini_trained_on: tuple[Bookmark, ...] = ()  # loaders that were asked in the mode of the step after it
+    _gemini_mode: object = None  # of the last step
     _gemini_has_warned: bool = False
     _gemini_watch: LoopWatch | None = None
 
@@ -162,6 +168,9 @@ class GeminiFabricMixin(Gemini, _Strategy):
     def _gemini_stepped(self) -> None:
         """Count the optimizer's step, and warn once of steps that no snapshot will ever have."""
         self._gemini_steps += 1
+        self._gemini_mode = mode = self._gemini_mode_now()
+        found = [mark for mark, asked in self._gemini_asked if asked == mode and mark not in self._gemini_trained_on]
+        self._gemini_trained_on, self._gemini_asked = (*self._gemini_trained_on, *found), ()
         if self._gemini_has_warned or not self.is_global_zero or (self._gemini_checkpointer is not None and self._gemini_steps < _PATIENCE):
             return
         self._gemini_has_warned = True
@@ -179,14 +188,27 @@ class GeminiFabricMixin(Gemini, _Strategy):
             )
 
     def _gemini_before_batch(self, mark: Bookmark) -> None:
-        """The loop asks a loader for its next batch: everything of the step before has happened."""
+        """The loop asks a loader for its next batch: everything of the step before has happened, unless that loader is a validation's.
+
+        A loop may validate in the middle of a step. Its loader is asked with gradients off, or models in another mode than at the step.
+        """
         state = self._gemini_state
-        if state is not None and self._gemini_steps and any(bookmark_of(item) is mark for item in state.values()):
+        if state is None or not any(bookmark_of(item) is mark for item in state.values()):
+            return
+        mode = self._gemini_mode_now()
+        if self._gemini_steps and (mark in self._gemini_trained_on or mode == self._gemini_mode):
             inner = compat.unwrapped(self._gemini_package, state)
             if self.is_global_zero and self._gemini_watch is not None:
                 self._gemini_watch.named = self.checkpointer.named
                 self._gemini_watch.look_beside(state, inner, self._gemini_saves + 1)
             self._gemini_save(self.checkpointer, inner)
+        if not any(mark is other for other, _ in self._gemini_asked):
+            self._gemini_asked = (*self._gemini_asked, (mark, mode))
+
+    def _gemini_mode_now(self) -> object:
+        """Whether gradients are on, and which models of the state train."""
+        models = [item for item in (self._gemini_state or {}).values() if isinstance(item, nn.Module)]
+        return torch.is_grad_enabled(), [_inner(model).training for model in models]
 
     def _gemini_before_update(self) -> None:
         if self.gemini_rules is not None and self.gradients is not None:

@@ -198,6 +198,7 @@ class GeminiMixin(Gemini, _Strategy):
             loader,
             self._gemini_data_resume,
             ahead=functools.partial(trainer_loops.batches_taken_in_advance, trainer),
+            in_advance=functools.partial(trainer_loops.takes_in_advance, trainer),
             epoch=epoch,
             active=lambda: training.asks,
             remade=self._gemini_epoch_hooks == "rerun",

@@ -64,6 +64,12 @@ def batches_taken_in_advance(trainer: Any) -> int:
     return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
 
 
+def takes_in_advance(trainer: Any) -> bool:
+    """Whether Lightning takes a batch in advance from each of its loaders: it does if the length of any is unknown."""
+    fetcher = trainer.fit_loop._data_fetcher
+    return hasattr(fetcher, "batches") and fetcher.length is None
+
+
 def epoch(trainer: Any) -> int:
     """The number of the epoch, as Lightning gives it to samplers."""
     return int(trainer.fit_loop.epoch_progress.current.processed)

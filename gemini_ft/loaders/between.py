@@ -89,7 +89,7 @@ class Between:
         if not self.workers or not self.workers.revived or self.forked is None:
             return start()
         now = self._parts.born.changes().kept
-        self._parts.born.give_back(self.forked, OF_WORKERS, shared=False)
+        self._parts.born.give_back(self.forked, OF_WORKERS, shared=False, new=True)
         inner = start()
         self._parts.born.give_back(now, OF_WORKERS, shared=False)
         return inner

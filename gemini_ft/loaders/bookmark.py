@@ -56,6 +56,7 @@ class Bookmark:
         method: DataResume,
         *,
         ahead: Callable[[], int] | None,
+        in_advance: Callable[[], bool] | None = None,
         epoch: Callable[[], int] | None,
         active: Callable[[], bool] | None,
         remade: bool,
@@ -74,7 +75,7 @@ class Bookmark:
         self._insists = method == "skip"  # the user has declared that changes beside the generators do not matter
         self._remade = remade
         self.lenient = False  # see `gemini_ft.loaders.loader.make_resumable`
-        self._takes_in_advance = ahead is not None and not is_sized(loader)
+        self._takes_in_advance = in_advance or (lambda: ahead is not None and not is_sized(self._loader))
         self._resume: dict[str, Any] | None = None
         self._iterations = 0
         self._together, self._gone_on_before = Resumption(), 0
@@ -88,6 +89,7 @@ class Bookmark:
         self._steps_before: int | None = 0  # the loop's count of steps when it began
         self._stepped = False  # there were steps between its beginning and its end
         self._ended = False  # it was not left before its end
+        self._is_exhausted = False  # it was asked for a batch that it does not have, while Lightning goes on with longer loaders
         self._position: dict[str, Any] | None = None  # where it is to start; None: at its beginning
         self._facts: dict[str, Any] = {}  # the data that the position refers to
         self._begin: dict[str, Any] = {}  # the moment it was started
@@ -117,7 +119,7 @@ class Bookmark:
             state |= {"left": self._between.state(), "stepped": self._stepped, "ended": self._ended}
         if not self._running or (self._rests and not self._is_iterator):
             return state
-        ahead = self._ahead() if self._ahead else 0
+        ahead = self._ahead() if self._ahead and not self._is_exhausted else 0
         batches = self._taken - ahead
         lost = sorted(self._workers.lost if self._workers else () if self._num_workers else self._parts.data.changes().lost)
         if lost and not self._num_workers and self._draws and self._way == "skip" and not (self._insists or self.lenient):
@@ -181,7 +183,7 @@ class Bookmark:
         if self._epoch is None:
             self._parts.tell_epoch(self._iterations)
         self._iterations += 1
-        self._running, self._over, self._ended = True, False, False
+        self._running, self._over, self._ended, self._is_exhausted = True, False, False, False
         self._steps_before = notes.step
         self._taken_before = position["before"] if position is not None else self._taken if self._is_iterator else 0
         self._given_from = position["batches"] if position is not None else self._taken_before
@@ -277,7 +279,9 @@ class Bookmark:
         self._facts, self._between.forked = position["facts"], position["forked"]
         self._parts.data.mark()
         if self._between.forked is not None:
-            self._parts.born.give_back(self._between.forked, shared=False)  # workers see at once what is written into shared memory
+            self._parts.born.give_back(
+                self._between.forked, OF_WORKERS, shared=False, new=True
+            )  # workers see at once what is written into shared memory
         if self._may_use_late(position):  # what the dataset then loads of its own counts more
             self._parts.put(position["before_last"] or position["now"], OF_WORKERS)
         own, self._own_begin = position["own"], position["own_begin"]
@@ -327,7 +331,7 @@ class Bookmark:
             is_first = self._first is None and self._way != "skip" and not self._num_workers
             if is_first:
                 self._first = self._parts.moment()
-            if self._takes_in_advance:
+            if self._takes_in_advance():
                 if not self._num_workers:  # random numbers matter only where this process makes the batch
                     self._before_last = self._parts.moment()
                 if self._way == "own":
@@ -337,6 +341,7 @@ class Bookmark:
             except StopIteration:
                 # For Fabric the epoch is over. Lightning may be cycling through other, longer loaders.
                 self._running = self._running and self._epoch is not None
+                self._is_exhausted = True
                 return
             if is_first and self._first is not None:
                 self._drew = self._first["random"] != randomness()

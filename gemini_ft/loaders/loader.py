@@ -30,6 +30,7 @@ def make_resumable(
     method: DataResume = "auto",
     *,
     ahead: Callable[[], int] | None = None,
+    in_advance: Callable[[], bool] | None = None,
     epoch: Callable[[], int] | None = None,
     active: Callable[[], bool] | None = None,
     remade: bool = False,
@@ -49,6 +50,8 @@ def make_resumable(
         method: "skip" or "replay" where both are possible; "auto" takes "skip" where it is known to be exact. "skip" also says
             that batches do not depend on attributes that change and cannot be kept, such as caches.
         ahead: how many batches were taken but not yet used. Lightning takes one in advance if the length is unknown.
+        in_advance: whether batches are taken in advance now. None: they are if ``ahead`` is given and the length is unknown. Of several
+            loaders that Lightning iterates together, one of unknown length is enough.
         epoch: the epoch, for samplers that do not tell theirs. None: the number of iterations before is the epoch,
             and the samplers are told (Fabric, which would start at 0 again after a restart).
         active: whether an iteration that starts now is to be watched; the same loader may also serve validation.
@@ -64,7 +67,8 @@ def make_resumable(
     if isinstance(loader, ResumableIterable):
         loader = loader.iterable
     base = _plain_class(loader)
-    bookmark = Bookmark(loader, base, method, ahead=ahead, epoch=epoch, active=active, remade=remade, before_next=before_next, rests=rests)
+    options: dict[str, Any] = {"ahead": ahead, "in_advance": in_advance, "epoch": epoch, "active": active, "remade": remade}
+    bookmark = Bookmark(loader, base, method, **options, before_next=before_next, rests=rests)
     bookmark.lenient, bookmark.owner = lenient, owner
     if former is not None:
         former.hand_workers_to(bookmark)

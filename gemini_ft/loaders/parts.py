@@ -166,9 +166,10 @@ def is_torchdata(base: Any) -> bool:
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """The objects that take part in drawing indices."""
+    """The objects that take part in drawing indices. Lightning shows those of a script to a sampler of its own as a dataset of indices."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    candidates = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    candidates = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    candidates += [getattr(getattr(sampler, "dataset", None), "_sampler", None) for sampler in candidates]
     return [sampler for sampler in candidates if sampler is not None]
 
 

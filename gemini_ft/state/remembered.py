@@ -180,7 +180,14 @@ class Attributes:
         return [item for path, item in self._objects.items() if path.startswith(below)]
 
     def give_back(
-        self, values: Values, below: str | tuple[str, ...] = "", *, shared: bool = True, lost: bool = True, but: Iterable[Any] = ()
+        self,
+        values: Values,
+        below: str | tuple[str, ...] = "",
+        *,
+        shared: bool = True,
+        lost: bool = True,
+        new: bool = False,
+        but: Iterable[Any] = (),
     ) -> None:
         """Sets all plain attributes to their values at the mark, but for ``values``. One that has its value stays the object it is.
 
@@ -190,6 +197,7 @@ class Attributes:
             shared: whether values in memory that processes share are set too.
             lost: whether those are set too that have become what cannot be kept. Functions stay: the script, or Lightning, gives them in
                 every process (``worker_init_fn``), and no snapshot says that they were there.
+            new: whether plain attributes that have come since the mark are deleted, unless ``values`` has them.
             but: objects to leave as they are.
         """
         left = set(map(id, but))
@@ -199,6 +207,9 @@ class Attributes:
             now, given = self._fields(item), values.get(path, {})
             for name in values.get(_GONE, {}).get(path, ()):
                 _delete(now, name)
+            for name, value in list(self._of(path, item)) if new else ():
+                if name not in self._marked[path] and name not in given and type(snapshot(value)) is not Opaque:
+                    _delete(now, name)
             for name, then in (self._marked[path] | given).items():
                 current = now.get(name, _ABSENT)
                 if name in values.get(_GONE, {}).get(path, ()) or (not shared and is_shared(current)):

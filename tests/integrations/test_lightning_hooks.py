@@ -632,6 +632,24 @@ def test_a_fabric_without_a_loader_in_its_state_is_told_so(is_loaded: bool, fit:
     fabric.strategy.close()
 
 
+@pytest.mark.parametrize("is_given", [False, True])
+def test_an_optimizer_that_fabric_was_not_given_is_named(is_given: bool, fit: Any, caplog: pytest.LogCaptureFixture) -> None:
+    fabric = Fabric(strategy="gemini", accelerator="cpu", devices=1)
+    fabric.launch()
+    linear = nn.Linear(4, 4)
+    model, optimizer = fabric.setup(linear, torch.optim.SGD([linear.weight], 0.1))
+    other, loader = torch.optim.Adam([linear.bias], 0.1), fabric.setup_dataloaders(table())
+    state = {"model": model, "optimizer": optimizer, "loader": loader}
+    fabric.strategy.protect(state | {"other": other} if is_given else state)
+    for batch in loader:
+        fabric.backward(model(batch).sum())
+        optimizer.step()
+        other.step()
+    fabric.strategy.close()
+    named = [text for text in caplog.messages if "was not given has stepped, a Adam" in text]
+    assert ["put it into the state of Fabric" in text for text in named] == [True] * (not is_given)
+
+
 def test_what_a_loop_of_fabric_keeps_beside_its_state_is_named(fit: Any, caplog: pytest.LogCaptureFixture) -> None:
     fabric = Fabric(strategy="gemini", accelerator="cpu", devices=1)
     fabric.launch()

@@ -29,7 +29,7 @@ try:
 except ImportError:
     StatefulDataLoader = None
 
-RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 SAMPLES, BATCH = 40, 4
 
 
