@@ -111,9 +111,10 @@ def test_undisturbed_it_is_the_plain_loop(plain: Outcome, tmp_path: Path) -> Non
 
 
 def test_an_exception_costs_no_process_and_a_kill_one(plain: Outcome, tmp_path: Path) -> None:
-    outcome = job(tmp_path / "job", "0:1:4:raise", "1:0:8:kill")
+    outcome = job(tmp_path / "job", "0:0:4:behind", "0:1:4:ahead", "0:1:4:raise", "1:0:8:kill", timeout="20")
     assert outcome.status == 0, outcome.output
     assert outcome.bits == plain.bits
+    assert "in_place_timeout" not in outcome.output  # the loaders' processes end when they are told
     (one, *_, another), kept = outcome.ranks[0].pids, outcome.ranks[1].pids
     assert outcome.ranks[0].pids == [one, one, another]
     assert kept == [kept[0]] * 3
@@ -123,7 +124,6 @@ def test_an_exception_costs_no_process_and_a_kill_one(plain: Outcome, tmp_path: 
     assert [cause for cause, _ in outcome.failures] == ["failed", "died"]
     assert outcome.failures[0][1] <= 1
     assert outcome.failures[1][1] <= 2  # the last step's snapshot may have been on its way when the worker was killed
-    assert "in_place_timeout" not in outcome.output  # the loaders' processes end when they are told
 
 
 def test_lightnings_trainer_begins_anew_in_the_same_process(tmp_path: Path) -> None:

@@ -77,6 +77,13 @@ def reached(moment: object, model: Any = None) -> None:
                 threading.Thread(target=time.sleep, args=(1000,), daemon=True, name="forgotten").start()
             case "hold":  # what the attempt has made, by a thread for which the process waits at its end
                 threading.Thread(target=lambda *_: time.sleep(1000), args=(dist.group.WORLD, model), name="holding").start()
+            case "ahead":  # a thread of the process group is in Python while the attempt ends
+                future = dist.all_reduce(torch.ones(()), async_op=True).get_future()
+                future.add_done_callback(lambda _: time.sleep(2))
+                future.wait()
+            case "behind":
+                time.sleep(0.5)
+                dist.all_reduce(torch.ones(()))
             case "swallow":
                 while True:
                     with contextlib.suppress(BaseException):
