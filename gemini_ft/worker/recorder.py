@@ -262,14 +262,19 @@ class Recorder:
         if finished or interrupted:
             with contextlib.suppress(AgentError):
                 self.client.tell(Goodbye(finished=finished, last=ray_run_name() is not None))
-        elif (failed := has_failed()) is not None and not self._copying.slots:  # a copy under way is over when the process is
-            with contextlib.suppress(AgentError):
-                self.client.tell(Over(failed=failed))
+        elif (failed := has_failed()) is not None:
+            self.say_over(failed)
         self.client.close()
         if interrupted:  # by a connection of its own: the interrupt may have struck in the middle of a message on ours
             lifecycle.leave(self.session.run, self.session.host)
         self.events.write("left", finished=finished, interrupted=interrupted)
         self.events.close()
+
+    def say_over(self, failed: bool) -> None:
+        """Tells the agent that this worker is gone, though its process lives, unless a copy is under way: that ends with the process."""
+        if not self._copying.slots:
+            with contextlib.suppress(AgentError):
+                self.client.tell(Over(failed=failed))
 
     def halt(self) -> None:
         """Ends the threads that call torch, or hold objects of torch, and leaves everything else as it is.

@@ -1,7 +1,7 @@
 """The script of test_job_in_place.py: a small DDP loop inside `gemini_ft.run`, or plain; it fails on purpose as its arguments say.
 
 ``in_place_case.py FOLDER KEEPER [ATTEMPT:RANK:MOMENT:DEED]...``; KEEPER is "gemini", "nothing", "generator" or "dataset": gemini, with a
-generator of the process's own in its state, or a dataset of its own that counts; "sharded" and "sharded-alone": by FSDP2, with gemini and
+generator of the process's own in its state, and never closed, or with a dataset of its own that counts; "sharded" and "sharded-alone": by FSDP2, with gemini and
 without; "pipeline" and "pipeline-alone": gradients are compressed, with residuals. A MOMENT is "start", "group", "model", "loading",
 "resumed", a number of steps, or "leaving". Each rank writes what every step has computed to a file of its own, in hex, with its process id.
 """
@@ -188,7 +188,7 @@ def train() -> None:
                 checkpointer.flush()
         final = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
         print("end", digest(whole(final)), file=trace)
-        if checkpointer is not None:
+        if checkpointer is not None and KEEPER != "generator":
             checkpointer.close()
 
 
