@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from typing import Any
 
 from gemini_ft import failpoints
@@ -110,13 +111,17 @@ class Recorder:
             supervision=self._supervision,
         )
         self._reservation = Reservation(self.session, self._copying, self._room, self._reconnect)
-        self._observe()
-        self._employ()
+        self.events = EventLog(self.session.run, stream=name, rank=self.session.rank, host=self.session.host)
         self._digest_at = _first_digest(self.session)
         self._recorded = self.session.plan.version.iteration if self.session.plan.version is not None else 0
-        self.events = EventLog(self.session.run, stream=name, rank=self.session.rank, host=self.session.host)
-        self._announce()
-        self.drain.heed()
+        try:
+            self._observe()
+            self._employ()
+            self._announce()
+            self.drain.heed()
+        except BaseException:
+            self.close(finished=False, interrupted=False)
+            raise
 
     @property
     def client(self) -> AgentClient:
@@ -342,13 +347,14 @@ class Recorder:
         if session.orders.text:
             world = World(session.spec.hosts, session.spec.holders)
             url = self._config.storage.url if self._config.storage is not None else None
+            this = weakref.proxy(self)  # the faults outlive it
             scene = faults.Scene(
                 run=session.run,
                 has_past=self.has_past,
                 rank=session.rank,
                 world=world,
                 storage=url,
-                client=lambda: self.client,
+                client=lambda: this.client,
                 events=self.events,
             )
             exchange_or_raise(lambda: faults.arm(session.orders, scene), self._config.timeout)
