@@ -35,7 +35,7 @@ from gemini_ft.launch.in_place import LEAVES, PARKED, Attempt, Survivors
 from gemini_ft.launch.worker_start import WorkerHandler
 from gemini_ft.state.copy_plan import MappedSlot
 from gemini_ft.wire import channel
-from gemini_ft.worker import attempt, in_place, snapshot
+from gemini_ft.worker import attempt, in_place
 from gemini_ft.worker.attempt import OverError, OwnAttempt, leave_if_over
 
 
@@ -114,7 +114,6 @@ def test_the_agent_hears_of_an_attempts_end_only_once_no_copy_is_under_way(
         write(*arguments)
 
     monkeypatch.setattr(MappedSlot, "write", slowly)
-    monkeypatch.setattr(snapshot, "_END_SECONDS", 0.1)
     for name, value in {"GEMINI_RUN_ID": f"over-{os.getpid()}-{is_stuck}", "GEMINI_EVENTS": str(events), "GEMINI_ON_LATE": "wait"}.items():
         monkeypatch.setenv(name, value)
     model = torch.nn.Linear(2, 2)
