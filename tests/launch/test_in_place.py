@@ -116,6 +116,7 @@ def test_the_agent_hears_of_an_attempts_end_only_once_no_copy_is_under_way(
     monkeypatch.setattr(MappedSlot, "write", slowly)
     for name, value in {"GEMINI_RUN_ID": f"over-{os.getpid()}-{is_stuck}", "GEMINI_EVENTS": str(events), "GEMINI_ON_LATE": "wait"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GEMINI_LINGER", "1")  # of the agent that waits for this process's end
     model = torch.nn.Linear(2, 2)
     checkpointer = gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters(), 0.1))
     checkpointer.resume()
