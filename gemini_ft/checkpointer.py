@@ -549,9 +549,12 @@ class Checkpointer:
         if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
             self.close(finished=False, interrupted=True)
         elif self._recorder is not None:
-            if getattr(sys, "last_value", None) is None:  # a script that ends well, and has not closed: its last step is to be had, too
+            error = getattr(sys, "last_value", None)
+            if error is None or isinstance(error, SystemExit):  # a script that ends, and has not closed: its last step is to be had, too
                 self._recorder.await_last(_LAST_SECONDS)
             self._recorder.halt()
+            if error is None:
+                self._recorder.say_over(failed=False)
 
     @contextlib.contextmanager
     def _script_to_blame(self) -> Iterator[None]:

@@ -137,6 +137,8 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
             record(end)
         if refused:
             notes.say(notes.REFUSED)
+        if end.code:
+            sys.last_value = end
         if end.code or not autoprotect.at_end:
             raise
     except (Exception, KeyboardInterrupt) as error:
@@ -147,7 +149,7 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
             notes.say(notes.REFUSED)  # ahead of the end, at which the other workers fail, too
         if status == 1 or not isinstance(status, int):
             raise
-        sys.last_value = error  # as Python leaves it for exit handlers
+        sys.last_value = error  # for exit handlers, as Python leaves the errors that it shows
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(status) from None
     if autoprotect.at_end:

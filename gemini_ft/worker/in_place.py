@@ -174,12 +174,14 @@ def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
         return "it uses a device, and groups of devices are not yet made anew in place"
     if present.refusal:
         return present.refusal
+    _end_loaders(known)
     present.close()
+    # DDP's Reducer holds the interpreter's lock when it is freed. Were its reference to the group the last one, it would wait for the
+    # group's threads with that lock held, and one of them may be about to call Python: neither would ever go on.
+    groups = list(dist.distributed_c10d._world.pg_map)
     if dist.is_initialized():
-        group = dist.group.WORLD
+        forget_defaults(dist.group.WORLD)
         dist.destroy_process_group()
-        forget_defaults(group)
-        del group
     number_groups_anew()
     if (accelerate := sys.modules.get("accelerate.state")) is not None:  # it keeps devices and process group for the whole process
         for each in (accelerate.AcceleratorState, accelerate.PartialState, accelerate.GradientState):
@@ -190,11 +192,12 @@ def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
     notes.step = None
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    _end_loaders(known)
     if present.is_sharded:
         forget_meshes()
     # The first look frees garbage of torch's graphs; objects that only this garbage has held are gone at the second one.
-    if alive := Counter(type(each).__qualname__ for each in present.left_behind() and present.left_behind()):
+    alive = Counter(type(each).__qualname__ for each in present.left_behind() and present.left_behind())
+    groups.clear()  # which closes their connections, for which other ranks may wait
+    if alive:
         return f"what train() has trained is still referenced from outside of it: {', '.join(sorted(alive))}"
     if hooks := [getattr(hook, "__qualname__", repr(hook)) for hook in _hooks_of_all() if hook not in known]:
         return f"train() has registered hooks of all modules or optimizers: {', '.join(hooks)}"

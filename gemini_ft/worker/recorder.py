@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from typing import Any
 
 from gemini_ft import failpoints
@@ -107,13 +108,17 @@ class Recorder:
             supervision=self._supervision,
         )
         self._reservation = Reservation(self.session, self._copying, self._room, self._reconnect)
-        self._observe()
-        self._employ()
+        self.events = EventLog(self.session.run, stream=name, rank=self.session.rank, host=self.session.host)
         self._digest_at = _first_digest(self.session)
         self._recorded = self.session.plan.version.iteration if self.session.plan.version is not None else 0
-        self.events = EventLog(self.session.run, stream=name, rank=self.session.rank, host=self.session.host)
-        self._announce()
-        self.drain.heed()
+        try:
+            self._observe()
+            self._employ()
+            self._announce()
+            self.drain.heed()
+        except BaseException:
+            self.close(finished=False, interrupted=False)
+            raise
 
     @property
     def client(self) -> AgentClient:
@@ -259,14 +264,19 @@ class Recorder:
         if finished or interrupted:
             with contextlib.suppress(AgentError):
                 self.client.tell(Goodbye(finished=finished, last=ray_run_name() is not None))
-        elif (failed := has_failed()) is not None and not self._copying.slots:  # a copy under way is over when the process is
-            with contextlib.suppress(AgentError):
-                self.client.tell(Over(failed=failed))
+        elif (failed := has_failed()) is not None:
+            self.say_over(failed)
         self.client.close()
         if interrupted:  # by a connection of its own: the interrupt may have struck in the middle of a message on ours
             lifecycle.leave(self.session.run, self.session.host)
         self.events.write("left", finished=finished, interrupted=interrupted)
         self.events.close()
+
+    def say_over(self, failed: bool) -> None:
+        """Tells the agent that this worker is gone, though its process lives, unless a copy is under way: that ends with the process."""
+        if not self._copying.slots:
+            with contextlib.suppress(AgentError):
+                self.client.tell(Over(failed=failed))
 
     def halt(self) -> None:
         """Ends the threads that call torch, or hold objects of torch, and leaves everything else as it is.
@@ -334,13 +344,14 @@ class Recorder:
         if session.orders.text:
             world = World(session.spec.hosts, session.spec.holders)
             url = self._config.storage.url if self._config.storage is not None else None
+            this = weakref.proxy(self)  # the faults outlive it
             scene = faults.Scene(
                 run=session.run,
                 has_past=self.has_past,
                 rank=session.rank,
                 world=world,
                 storage=url,
-                client=lambda: self.client,
+                client=lambda: this.client,
                 events=self.events,
             )
             exchange_or_raise(lambda: faults.arm(session.orders, scene), self._config.timeout)

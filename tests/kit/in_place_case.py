@@ -1,9 +1,10 @@
 """The script of test_job_in_place.py: a small DDP loop inside `gemini_ft.run`, or plain; it fails on purpose as its arguments say.
 
 ``in_place_case.py FOLDER KEEPER [ATTEMPT:RANK:MOMENT:DEED]...``; KEEPER is "gemini", "nothing", "generator" or "dataset": gemini, with a
-generator of the process's own in its state, or a dataset of its own that counts; "sharded" and "sharded-alone": by FSDP2, with gemini and
-without; "pipeline" and "pipeline-alone": gradients are compressed, with residuals. A MOMENT is "start", "group", "model", "loading",
-"resumed", a number of steps, or "leaving". Each rank writes what every step has computed to a file of its own, in hex, with its process id.
+generator of the process's own in its state, and never closed, or with a dataset of its own that counts; "sharded" and "sharded-alone": by
+FSDP2, with gemini and without; "pipeline" and "pipeline-alone": gradients are compressed, with residuals; "compiled": with gemini, and the
+model is compiled. A MOMENT is "start", "group", "model", "loading", "resumed", a number of steps, or "leaving". Each rank writes what every
+step has computed to a file of its own, in hex, with its process id.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -54,6 +56,8 @@ class Counting(TensorDataset):
 
 
 counting = Counting(torch.ones(48, 8))
+opened: IO[str] | None = None
+ends: Any = ()
 kept: list[Any] = []  # what survives an attempt, as a script's mistake
 
 
@@ -77,6 +81,13 @@ def reached(moment: object, model: Any = None) -> None:
                 threading.Thread(target=time.sleep, args=(1000,), daemon=True, name="forgotten").start()
             case "hold":  # what the attempt has made, by a thread for which the process waits at its end
                 threading.Thread(target=lambda *_: time.sleep(1000), args=(dist.group.WORLD, model), name="holding").start()
+            case "ahead":  # a thread of the process group is in Python while the attempt ends
+                future = dist.all_reduce(torch.ones(()), async_op=True).get_future()
+                future.add_done_callback(lambda _: time.sleep(2))
+                future.wait()
+            case "behind":
+                time.sleep(0.5)
+                dist.all_reduce(torch.ones(()))
             case "swallow":
                 while True:
                     with contextlib.suppress(BaseException):
@@ -149,6 +160,10 @@ def train() -> None:
         if KEEPER.startswith("pipeline"):
             net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
         model: Any = net if world == 1 else fully_shard(net) if KEEPER.startswith("sharded") else DistributedDataParallel(net)
+        if KEEPER == "compiled":
+            model.compile(backend="eager")
+            print("attempt", os.getpid(), file=opened, flush=True)
+            ends[0].send(b"a")
         if KEEPER.startswith("pipeline"):
             GradientSynchronizer(model, [{"params": "*", "compress": {"method": "topk", "ratio": 0.1}}])
         reached("model")
@@ -181,7 +196,7 @@ def train() -> None:
                 checkpointer.flush()
         final = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
         print("end", digest(whole(final)), file=trace)
-        if checkpointer is not None:
+        if checkpointer is not None and KEEPER != "generator":
             checkpointer.close()
 
 
@@ -190,6 +205,10 @@ def main(function: Callable[[], None]) -> None:
     torch.manual_seed(5)
     Path(FOLDER).mkdir(exist_ok=True)
 
+    global opened, ends
+    if KEEPER == "compiled":  # what a script has opened before it trains
+        opened, ends = open(f"{FOLDER}/opened", "a"), socket.socketpair()  # noqa: SIM115
+
     def left() -> None:
         try:
             function()
@@ -197,6 +216,8 @@ def main(function: Callable[[], None]) -> None:
             reached("leaving")
 
     gemini_ft.run(left)
+    if KEEPER == "compiled":
+        print("received", ends[1].recv(10).decode(), file=opened, flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 

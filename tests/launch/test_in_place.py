@@ -27,10 +27,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gemini_ft
 from gemini_ft import accelerator
+from gemini_ft.agent import lifecycle
+from gemini_ft.events import read_events
 from gemini_ft.hosts import is_readable
 from gemini_ft.launch.grace import Process, Workers, await_news
 from gemini_ft.launch.in_place import LEAVES, PARKED, Attempt, Survivors
 from gemini_ft.launch.worker_start import WorkerHandler
+from gemini_ft.state.copy_plan import MappedSlot
 from gemini_ft.wire import channel
 from gemini_ft.worker import attempt, in_place
 from gemini_ft.worker.attempt import OverError, OwnAttempt, leave_if_over
@@ -96,6 +99,40 @@ def test_what_has_no_weak_references_may_be_gone_or_not(launcher: socket.socket)
     mine = np.random.default_rng(2)
     gemini_ft.Checkpointer(torch.nn.Linear(2, 2), state={"mine": mine, "again": mine})
     assert "referenced from outside of it: Generator" in in_place.leftovers(attempt.present, threading.enumerate())
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_the_agent_hears_of_an_attempts_end_only_once_no_copy_is_under_way(
+    is_stuck: bool, launcher: socket.socket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would let other snapshots have the slots that the process still writes to."""
+    events, begun, may_end, write = tmp_path / "events", threading.Event(), threading.Event(), MappedSlot.write
+
+    def slowly(*arguments: Any) -> None:
+        begun.set()
+        may_end.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(MappedSlot, "write", slowly)
+    for name, value in {"GEMINI_RUN_ID": f"over-{os.getpid()}-{is_stuck}", "GEMINI_EVENTS": str(events), "GEMINI_ON_LATE": "wait"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GEMINI_LINGER", "1")  # of the agent that waits for this process's end
+    model = torch.nn.Linear(2, 2)
+    checkpointer = gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters(), 0.1))
+    checkpointer.resume()
+    checkpointer.save(1, {})
+    assert begun.wait(60)
+    if not is_stuck:
+        may_end.set()
+    assert attempt.present is not None
+    attempt.present.close()
+    lifecycle.status(os.environ["GEMINI_RUN_ID"])  # an answer that comes after what was told before
+    assert [event["cause"] for event in read_events(events) if event["event"] == "lost"] == ([] if is_stuck else ["failed"])
+    may_end.set()
+    for thread in threading.enumerate():
+        if thread.name == "gemini-snapshot":
+            thread.join(60)
+    lifecycle.leave(os.environ["GEMINI_RUN_ID"])
 
 
 def test_a_parameter_whose_hook_holds_it_is_gone_with_the_attempt(launcher: socket.socket) -> None:
