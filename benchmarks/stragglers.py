@@ -30,7 +30,15 @@ BOUND = 30  # steps
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One job; ``named``: for each line of one host, the ranks that are slow then, and the steps after the first slow one."""
+    """One job.
+
+    Attributes:
+        how: the slow rank "sleeps" or "computes".
+        hosts: of each rank.
+        culprit: the rank that is slow.
+        since: the first step in which it is.
+        named: for each line `straggler` of one host, the ranks that it names, and how many steps after ``since`` it does.
+    """
 
     how: str
     hosts: list[str]
@@ -44,6 +52,7 @@ class Case:
 
 
 def named(folder: Path, hosts: list[str], since: int, steps: int, during: session_case.Hook | None) -> list[tuple[list[int], int]]:
+    """Runs a job, and returns `Case.named`: what the first host's lines say; 0 steps where a line names nobody new."""
     events = folder / "events"
     with World(folder, hosts=hosts, GEMINI_EVENTS=str(events)) as world:
         world.outcome(partial(session_case.loop, steps, during=during, pause=PAUSE))

@@ -550,7 +550,7 @@ class Checkpointer:
             self.close(finished=False, interrupted=True)
         elif self._recorder is not None:
             error = getattr(sys, "last_value", None)
-            if error is None or isinstance(error, SystemExit):  # a script that ends, and has not closed: its last step is to be had, too
+            if error is None or isinstance(error, SystemExit):  # it ends without `close`: its last step is kept, too
                 self._recorder.await_last(_LAST_SECONDS)
             self._recorder.halt()
             if error is None:

@@ -185,7 +185,7 @@ class GeminiConfig(_Model):
     on_late: Literal["skip", "wait"] | None = Field(None, description="What to do when the previous snapshot is still uncommitted at the next update; default: wait where interval is a number, else skip.")
     copy_when: Literal["auto", "background", "at_step"] = Field("auto", description="Copy the state beside the next forward pass (background), or at once when a step ends (at_step), for loops that write it in forward; auto: at_step from when such a write has been found.")
     verify: bool = Field(False, description="Compare each copy with the live state just before the next update.")
-    compare_every: int = Field(1000, ge=1, description="Compare what all ranks must hold alike (plain data parallelism) every this many steps, and before each upload; it takes a thread of each worker 0.1 to 0.2 s per GB, on a GPU its queue. With 1, no step is committed in which they differ.")
+    compare_every: int = Field(1000, ge=1, description="Compare what all ranks must hold alike (plain data parallelism) every this many steps, and before each upload; each time takes 0.1 to 0.2 s per GB of a thread of every worker, or of the GPU. With 1, no step is committed in which they differ.")
     ignore: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = Field((), description="Names in the census (`gemini run --explain`) that are not captured because the script sees to them; patterns as for files, separated by commas.")
     chunk_bytes: Bytes = Field(8 * 2**20, le=LARGEST_CHUNK, description="Bytes that travel to a peer at a time.")
     traffic: TrafficConfig = Field(DEFAULT_TRAFFIC, description="How replicas travel beside the training's own traffic.")
@@ -195,7 +195,7 @@ class GeminiConfig(_Model):
     leader_timeout: float = Field(LEADER_TIMEOUT, ge=0, description="Seconds without a sign of life from the host that leads the commits until the next one does; twice as many after each change, up to eight times; 0 = no other host ever leads.")
     start_timeout: float = Field(1800.0, ge=0, description="Seconds without progress until local workers are killed that join, restore or make their first three steps; 0 = never.")
     hang_timeout: float | None = Field(None, ge=0, description="Seconds without progress until local workers are killed; 0 = never; default: the greater of 300 s and 10 median steps.")
-    straggler_factor: float = Field(1.5, ge=0, description="How many times as long as the median of all ranks one must work between collectives, in each of about 30 steps, to be named as slow (logs, events, metrics); more than 1; 0 = none is.")
+    straggler_factor: float = Field(1.5, ge=0, description="A rank that works this many times as long between collectives as the median of all ranks is named as slow within 30 steps (logs, events, metrics); more than 1; 0 = none is named.")
     restart: Literal["process", "in_place"] = Field("process", description="After a failure, `gemini run` starts all workers anew (process), or keeps those inside `gemini_ft.run` that live, and has them begin anew in the same process (in_place).")
     in_place_timeout: float = Field(10.0, gt=0, description="Seconds for a surviving worker to come back from the step that is given up; then it is killed, and another one started.")
     drain_signal: Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "none"] = Field("SIGUSR1", description="Signal at which `gemini run`, or a worker, finishes its step, commits it and ends with status 85, unless the script has its own use of it.")
@@ -219,7 +219,7 @@ class GeminiConfig(_Model):
         if self.port_range and not 0 < self.port_range[0] <= self.port_range[1] < 65536:
             raise ValueError(f"port_range={self.port_range} must be (first, last) with 0 < first <= last < 65536")
         if 0 < self.straggler_factor <= 1:
-            raise ValueError(f"straggler_factor={self.straggler_factor} must be more than 1, or 0: half of all ranks are slower than the median")
+            raise ValueError(f"straggler_factor={self.straggler_factor} must be 0, or more than 1: half of all ranks are slower than the median")
         if self.chunk_bytes % 64:
             raise ValueError(f"chunk_bytes={self.chunk_bytes} must be a multiple of 64, so that no element is cut")
         if self.encrypt and self.traffic.transport == "collective":

@@ -14,6 +14,8 @@ system's clock), ``pid``, ``run``, ``host``, ``rank`` and ``stream``, and beside
     left       finished, interrupted; neither after a failure
     waited     seconds: storage could not say for so long what there is to resume
     hang       cause, ranks, text, report: why the job hangs, as this host's agent has learnt before it kills workers (docs/metrics.md)
+    straggler  ranks: those that are slow from now on, perhaps none; text: what has changed (docs/metrics.md); ``rank`` is null
+    diverged   ranks: those that differ in what all must hold alike; text: the error that all of them raise; ``rank`` is null
     lost       cause ("died", "failed" in place, "hang", "drain"), incarnation: the agent has seen the end of this rank's worker, which had
                not left
 """

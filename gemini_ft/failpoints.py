@@ -40,7 +40,7 @@ def arm(run: str, host: str) -> None:
 
 
 def disarm() -> None:
-    """Ends the faults of this process."""
+    """Lets no fault happen in this process any more, and says so in its log."""
     global armed
     armed = None
     _log.warning("fault injection: what an earlier launch has asked for is off")

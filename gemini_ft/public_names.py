@@ -28,7 +28,7 @@ def show_names(package: str) -> None:
     """
     try:
         module = importlib.import_module(package)
-    except ModuleNotFoundError:  # in a zip archive without entries of folders, as a wheel is, Python finds no namespace package
+    except ModuleNotFoundError:  # Python finds no namespace package in a zip archive without entries for folders, such as a wheel
         parent, _, name = package.rpartition(".")
         module = sys.modules[package] = ModuleType(package)
         module.__path__ = [os.path.join(folder, name) for folder in sys.modules[parent].__path__]

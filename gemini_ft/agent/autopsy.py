@@ -81,7 +81,7 @@ async def log_stacks(worker: WorkerConnection, log: Callable[[str], None]) -> No
 
 
 class Autopsy:
-    """This host's part in the autopsies of one session's job; another one begins only after workers have gone on.
+    """This host's part in the autopsies of one session's job; another one begins ``WORD_SECONDS`` after a verdict at the earliest.
 
     Args:
         context: the stream.
@@ -101,7 +101,7 @@ class Autopsy:
         self._found: list[RankFound] = []
         self._has_begun = False
         self._is_over = asyncio.Event()
-        self._quiet_until = math.inf  # what is heard until then is of the last autopsy
+        self._quiet_until = math.inf  # a hang that is seen until then is the one of the last verdict; inf: there is no verdict yet
         self._tasks = Tasks()
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class Inquest:
         self._spec, self._run = spec, run
         self._found: dict[str, list[RankFound]] = {}  # by host
         self._all = asyncio.Event()
-        self._quiet_until = math.inf
+        self._quiet_until = math.inf  # as in `Autopsy`
         self._tasks = Tasks()
 
     def hear(self, found: Examined, tell: Callable[[PeerMessage], None]) -> None:

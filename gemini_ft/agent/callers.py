@@ -26,7 +26,7 @@ class Callers:
 
     Args:
         certificate_of: calls a host back at its address, and returns the certificate that is shown there.
-        disown: forgets what was said in the name of a host by another process.
+        disown: called with a host's name when another process that used it is put out; forgets what that has said.
     """
 
     def __init__(

@@ -27,7 +27,10 @@ class Launches:
         self._known: dict[tuple[int, int], Launch] = {}  # process id and beginning of who started the workers -> launch
 
     def note(self, launch: Launch) -> None:
-        """A worker of this launch has come. Faults are for the one that has asked for them: an agent lingers for the next."""
+        """Records that a worker of this launch has come.
+
+        An agent may outlive the first launch, and linger for the next one, which has not asked for the first one's faults: they end here.
+        """
         self._first = self._first or launch
         if failpoints.armed is not None and not launch.is_same(self._first):
             failpoints.disarm()

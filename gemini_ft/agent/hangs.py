@@ -122,7 +122,7 @@ class HangWatch:
             silent = detector.hangs(now)
             if silent is not None and worker.alive and not worker.parting and not (detector.starting and self._trains(worker.pid)):
                 self._log(f"rank {worker.rank} (pid {worker.pid}) made no progress for {silent:.1f} s ({detector.reason}): killing it")
-                if doing_of(worker.pid) is Doing.STOPPED:  # the autopsy wakes it, and its progress would be no news
+                if doing_of(worker.pid) is Doing.STOPPED:  # the autopsy wakes it, so that progress would prove nothing
                     del self._detectors[worker]
                 worker.parting = "hang"
                 self._tasks.spawn(self._kill(worker))

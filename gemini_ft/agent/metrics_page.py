@@ -102,7 +102,7 @@ class MetricsPage:
         self._run.log(f"metrics are served at http://{self._run.metrics}{_PATH}")
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._readers.take(writer, "{}:{}".format(*writer.get_extra_info("peername") or ("", 0)))  # none is known if it has hung up
+        self._readers.take(writer, "{}:{}".format(*writer.get_extra_info("peername") or ("", 0)))  # no name: it has hung up
         try:
             async with asyncio.timeout(_SECONDS):
                 writer.write(self._response(await reader.readuntil(b"\r\n\r\n")))

@@ -65,7 +65,7 @@ class Requests:
     def __init__(self, run: RunContext, streams: Streams) -> None:
         self._run, self._streams = run, streams
         self._workers: set[WorkerConnection] = set()
-        self._over: set[WorkerConnection] = set()  # those connected still of which the attempt is over, though the process lives
+        self._over: set[WorkerConnection] = set()  # still connected, but have said that their attempt is over
         self._launches = Launches()
         self.hangs = HangWatch(run.log, lambda worker: self._stream(worker).examine(worker))
         self.departure = Departure(streams.by_name, self._workers, self._launches)
@@ -78,7 +78,7 @@ class Requests:
         """Handles one message from a worker, in order."""
         if not isinstance(message, Ping):  # which a thread sends that never hangs
             self.hangs.heard(worker)
-            if worker in self._over:  # a thread that the attempt has left behind must be given no slot
+            if worker in self._over:  # a thread that the attempt has left behind may ask, and must get no slot
                 for fd in fds:
                     os.close(fd)
                 raise SupersededError("this process has said that its attempt is over")

@@ -378,7 +378,7 @@ class Stream:
                 context.tell_workers(message)
             case Fatal(error=error, text=text):
                 context.log(text)
-                if error == ReplicaDivergedError.__name__ and self._divergence is None:  # which the next leader may say again
+                if error == ReplicaDivergedError.__name__ and self._divergence is None:  # the next leader may say it again
                     self._divergence = message
                     context.note_divergence(ranks=list(message.ranks), text=text)
                 context.tell_workers(Failed(error=error, text=text, fatal=True))

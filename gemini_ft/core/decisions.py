@@ -62,8 +62,8 @@ class Fatal:
     """A decision: the job must not go on; ``text`` is the error that every rank raises.
 
     Attributes:
-        ranks: those that hold what others do not, where ranks have diverged.
-        agreed: the newest version of which it is known that they had not.
+        ranks: where ranks have diverged, those that differ from most others, or all of them if no side is the largest.
+        agreed: then, the newest committed version in which they were found to agree, or with which all began; None: there is none.
     """
 
     error: str

@@ -17,7 +17,7 @@ from gemini_ft.core.versions import MOST, Incarnation, Version
 from gemini_ft.errors import printable
 
 _NAMED = 8  # ranks in an error
-_MOST_ROUNDS = 32  # an owner has no more slots than a few
+_MOST_ROUNDS = 32  # versions under way at a time; an owner has two or three slots, so that an honest job has far fewer
 _END = Version(Incarnation(MOST + 1, ""), 0)  # after all versions: an owner that has finished has gone past them
 
 
@@ -37,8 +37,8 @@ class Ledger:
         self.roots: dict[int, str] = {}  # of the committed version, where this ledger has seen it come about
         self._judged: Version | None = None  # the newest version that was committed by reports made to this ledger
         self._doubtful: set[str] = set()  # hosts with a copy that did not count then
-        self.agreed: Version | None = None  # the newest committed version in which all ranks were found to hold alike what they must
-        self._has_diverged = False  # they were found not to: nothing is committed any more
+        self.agreed: Version | None = None  # the newest committed version in which all ranks were found to agree, or with which all began
+        self._has_diverged = False  # whether they were found to differ: then nothing is committed any more
         self.epoch = 0
         self.excluded: set[Pair] = set()  # one set, which the rounds have as well
         self.uploading: Version | None = None

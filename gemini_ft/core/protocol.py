@@ -40,7 +40,7 @@ from gemini_ft.core.effects import (
 from gemini_ft.core.slots import Slot, SlotSet, SlotState
 from gemini_ft.core.versions import Incarnation, Version
 
-MOST_ABORTED = 1024  # versions that are remembered; an older one is aborted again if it is reported, as its owner has gone past it
+MOST_ABORTED = 1024  # versions remembered as aborted; one that is forgotten is aborted again if it is reported, as its owner has gone on
 NO_ROOTS: Mapping[int, str] = MappingProxyType({})
 
 
@@ -122,7 +122,7 @@ class Host:
         """Takes over a slot that was here before this host's agent was: COMPLETE with ``version``, or EMPTY.
 
         Workers hand slots back one by one, so that it may come after ``reopen``, or when a new incarnation has been opened long since.
-        ``committed``: its version is known to be, so that it stays until all hosts have opened the next incarnation.
+        ``committed``: whether its version is known to be committed; then it stays until all hosts have opened the next incarnation.
         """
         slots = self.slots(owner)
         slot = slots.adopt(index, version, root)

@@ -231,7 +231,7 @@ class FoldedRound:
         return all(self._piece(roots, owner, host, size) == root for owner, root in self._partly.get(host, {}).items())
 
     def _has_said(self, host: str, roots: _Roots) -> bool:
-        """Whether a host has said this before."""
+        """Whether a host says nothing new: it has spoken of all these copies before, with the same roots (`_fits`)."""
         return host in self._whole or (not isinstance(roots, str) and roots.keys() <= self._partly.get(host, {}).keys())
 
     def _put(self, host: str, roots: _Roots) -> None:

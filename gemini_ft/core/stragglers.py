@@ -12,11 +12,11 @@ from statistics import median, median_low
 
 from gemini_ft.core.autopsy import RANKS_NAMED
 
-WINDOW = 8  # steps of a report: three in a row, of which the first may begin with half a window of quick steps, are less than 30 steps
+WINDOW = 8  # steps of a report; the first of three slow ones may begin with up to half a window of quick steps: 28 steps at most
 _IN_A_ROW = 3  # windows after which a rank is slow, or is not any more
-_PART = 0.1  # of a step; a rank that is later by less keeps nobody waiting who would notice
-_LEAST = 0.005  # seconds, too
-_KEPT = 4  # windows of which not all ranks have reported
+_PART = 0.1  # of a step; a rank that is slower by less is not worth a word
+_LEAST = 0.005  # seconds; nor is one that is slower by less than this
+_KEPT = 4  # windows that wait for reports of some ranks; older ones are given up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,11 @@ class WorkWindow:
         self._at: int | None = None
 
     def add(self, iteration: int, step: float, alone: float) -> WorkTime | None:
-        """Takes the times of the step that ends at ``iteration``; returns the medians where a window ends, at the same one on all ranks."""
+        """Takes the times of the step that ends at ``iteration``, in seconds.
+
+        Returns:
+            The medians, if a window of more than half its steps ends here: at multiples of ``WINDOW`` where iterations follow each other.
+        """
         before, self._at = self._at, iteration
         self._steps.append(step)
         self._alone.append(alone)
@@ -51,7 +55,7 @@ class WorkWindow:
 
 
 class StragglerWatch:
-    """Compares the ranks of a job; the leader's.
+    """Compares the ranks of a job, at the leader of its commits.
 
     Args:
         hosts: of each rank.
@@ -65,10 +69,10 @@ class StragglerWatch:
         self._hosts, self._factor = hosts, factor
         self.slow: frozenset[int] = frozenset()
         self._windows: dict[int, dict[int, WorkTime]] = {}  # end of the window -> rank -> its times
-        self._streaks = dict.fromkeys(range(len(hosts)), 0)  # windows in a row in which a rank was not what it is held to be
+        self._streaks = dict.fromkeys(range(len(hosts)), 0)  # windows in a row that contradict `slow`
 
     def add(self, host: str, window: int, ranks: Mapping[int, WorkTime]) -> str | None:
-        """Takes what a host reports of its own ranks; returns a text where ``slow`` has changed."""
+        """Takes what a host reports of its own ranks for a window, named by its last iteration; returns what to say if ``slow`` changes."""
         if not self._factor or len(self._hosts) < 2:
             return None
         found = self._windows.setdefault(window, {})

@@ -190,7 +190,8 @@ class GeminiFabricMixin(Gemini, _Strategy):
     def _gemini_before_batch(self, mark: Bookmark) -> None:
         """The loop asks a loader for its next batch: everything of the step before has happened, unless that loader is a validation's.
 
-        A loop may validate in the middle of a step. Its loader is asked with gradients off, or models in another mode than at the step.
+        A loop may validate in the middle of a step. It then asks the validation's loader with gradients off, or with models in another mode
+        than when the optimizer stepped.
         """
         state = self._gemini_state
         if state is None or not any(bookmark_of(item) is mark for item in state.values()):
@@ -206,7 +207,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
             self._gemini_asked = (*self._gemini_asked, (mark, mode))
 
     def _gemini_mode_now(self) -> object:
-        """Whether gradients are on, and which models of the state train."""
+        """Whether gradients are on, and for each model of the state whether it is in training mode; to be compared only."""
         models = [item for item in (self._gemini_state or {}).values() if isinstance(item, nn.Module)]
         return torch.is_grad_enabled(), [_inner(model).training for model in models]
 

@@ -166,7 +166,7 @@ def is_torchdata(base: Any) -> bool:
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """The objects that take part in drawing indices. Lightning shows those of a script to a sampler of its own as a dataset of indices."""
+    """The objects that take part in drawing indices; also a script's sampler that Lightning has put into one of its own, as a dataset."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     candidates = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     candidates += [getattr(getattr(sampler, "dataset", None), "_sampler", None) for sampler in candidates]

@@ -240,13 +240,13 @@ def with_checksum(document: BaseModel) -> bytes:
 
 
 def document(blob: bytes) -> dict[str, Any]:
-    """The fields of a JSON document, which anyone may have written.
+    """The fields of a JSON document in storage, which anyone who can write there may have written.
 
     Raises:
-        ValueError: it is none, or unfolds into far more than a manifest of a hundred thousand ranks.
+        ValueError: it is no JSON object, or has more bytes or values than any manifest (they are counted before it is parsed).
     """
     if not blob.isascii() or len(blob) > _MOST_BYTES or sum(map(blob.count, (b",", b"[", b"{"))) > MOST_VALUES:
-        raise ValueError(f"it has more than {_MOST_BYTES:,} bytes, {MOST_VALUES:,} values, or others than ASCII")
+        raise ValueError(f"it has more than {_MOST_BYTES:,} bytes, {MOST_VALUES:,} values, or characters beyond ASCII")
     try:
         body = json.loads(blob)
     except (ValueError, RecursionError) as error:

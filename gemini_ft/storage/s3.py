@@ -205,7 +205,11 @@ class S3Storage:
     # -- writing
 
     def _call(self, operation: str, checksum: Mapping[str, str], needed: str | None = None, **arguments: Any) -> dict[str, Any]:
-        """Calls the store with a checksum, or without any once it has refused one. Its answer has the ``needed`` field."""
+        """Calls the store with a checksum, or without any once it has refused one.
+
+        Raises:
+            GarbledError: the answer lacks the field ``needed``.
+        """
         answer = self._ask(operation, checksum, arguments)
         if needed is not None and needed not in answer:
             raise GarbledError(
@@ -235,7 +239,7 @@ class S3Storage:
             key: of the object.
             size: of what it was given, in bytes.
             checksum: of that, the CRC-32.
-            tag: the store's name for what it has kept, by its answer; None: not known, and nobody else writes there.
+            tag: the store's name for what it has kept, by its answer; empty: the answer had none; None: nobody else writes there.
 
         Raises:
             StorageError: it has not, and what it has kept is deleted; or another process has written there meanwhile.

@@ -21,7 +21,7 @@ from urllib3.exceptions import ReadTimeoutError as SilentError
 from gemini_ft.config import without_passwords
 from gemini_ft.errors import ObjectGoneError, StorageError
 
-# boto3 lets some of what the library below it raises pass as it is: of a body within TLS, of a refusal's body.
+# boto3 passes some errors of the library below it on as they are: while it reads a body within TLS, or the body of a refusal.
 _BROKEN: Final = (BotoCoreError, Boto3Error, URLLib3SSLError, HTTPError, OSError)
 S3_ERRORS: Final = (ClientError, ResponseParserError, *_BROKEN)
 
@@ -65,7 +65,7 @@ _WAY_OUT = {
 
 
 class BrokenError(StorageError):
-    """An answer that began well and did not end."""
+    """An answer whose body broke off, or did not come; another connection may bring it."""
 
 
 class GarbledError(StorageError):

@@ -267,7 +267,11 @@ class StoredShard:
             self._verify_chunk(index)
 
     def _verify_chunk(self, index: int) -> None:
-        """Reads a chunk piece by piece, and compares it with its checksum: of a file with holes a chunk may be as large as it says."""
+        """Compares a chunk with its checksum, in pieces of `CHUNK_BYTES`: holes of a file may make a chunk as large as a record claims.
+
+        Raises:
+            CorruptDataError: it is damaged.
+        """
         begin, end = self._chunk(index)
         whole, buffer = xxhash.xxh3_64(), memoryview(bytearray(min(CHUNK_BYTES, end - begin)))
         for start in range(begin, end, CHUNK_BYTES):

@@ -35,7 +35,7 @@ STRANGERS = 64  # peers under way at a time that have not been accepted, beside 
 LONG_FRAMES = 256 * 2**20  # bytes of messages of more than SHORT_FRAME that may be coming at a time
 _VALUES = 2**18  # in a message of a peer that has dialled
 _CUT = 10.0  # seconds without an acknowledgement after which a network counts as cut, where there is another one
-_TRIES = 20  # of a port that is free in every network
+_TRIES = 20  # ports that the kernel chooses in the first network, until one is free in all of them
 _PAUSE = 0.5  # seconds until the next try when there is no descriptor or memory for another connection
 
 Accept = Callable[[Connection, Claims], Handler]
@@ -194,7 +194,7 @@ class Listener:
         return [str(sock.getsockname()[0]) for sock in self.sockets[1:]]
 
     def listen_at(self, sock: socket.socket) -> None:
-        """Accepts the connections that come at a socket too."""
+        """Accepts connections at one more socket, which is listening already."""
         sock.setblocking(False)
         self.sockets.append(sock)
         self._loop.add_reader(sock, self._on_connection, sock)
@@ -378,7 +378,7 @@ async def listen(
     """Listens on ``bind``, at ``preferred`` if it is free (an agent that was restarted keeps its address); on ``further`` at the same port.
 
     Raises:
-        ConfigError: no port can be listened on there.
+        ConfigError: no port can be listened on at all of these addresses.
     """
     candidates = [preferred] * bool(preferred) + (list(range(ports[0], ports[1] + 1)) if ports else [0] * (_TRIES if further else 1))
     for port in candidates:

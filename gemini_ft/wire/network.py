@@ -1,4 +1,7 @@
-"""Chooses the networks of a host that replicas travel on: the user's choice, or the route to the job's master."""
+"""Chooses the networks of a host that replicas travel on, and of a peer's those that work.
+
+A host's own networks are the user's choice, or the route to the job's master.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,11 @@ _ELSEWHERE = ("198.51.100.1", "2001:db8::1")  # for documentation only, so on no
 
 
 def bind_addresses(interfaces: Sequence[str], master: str | None = None) -> list[str]:
-    """Addresses of this host that its agent listens on, one for each of its networks.
+    """Addresses of this host that its agent listens on, one for each of ``interfaces``, in their order.
 
     Args:
-        interfaces: names of interfaces (``ib0``) or CIDRs (``10.1.0.0/16``, ``fd00::/8``); none: the route to ``master``.
-        master: a host; default: MASTER_ADDR.
+        interfaces: names of interfaces (``ib0``) or CIDRs (``10.1.0.0/16``, ``fd00::/8``); empty: the route to ``master``.
+        master: a host; default: MASTER_ADDR, or else 127.0.0.1.
 
     Raises:
         ConfigError: no such interface, or none with an address in that network, where the message lists what there is; or one address
@@ -105,7 +108,7 @@ class Addresses:
         try:
             yield
         except ssl.SSLError:
-            raise  # somebody answers
+            raise  # an agent, or another process, has answered: this network works
         except OSError:
             self._failed.add(address)
             if len(self._failed) == len(self._all):

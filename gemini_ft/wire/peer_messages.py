@@ -262,7 +262,7 @@ class ReportWork(Message):
     """Reports the times of this host's ranks in a window of steps (gemini_ft.core.stragglers)."""
 
     host: str
-    window: int
+    window: int  # the iteration at which it has ended
     ranks: dict[int, WorkTime]
 
 

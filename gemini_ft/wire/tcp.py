@@ -274,7 +274,7 @@ class Connection(asyncio.BufferedProtocol):
                 sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _LOWER_EFFORT)
 
     def expect_signs(self, seconds: float) -> None:
-        """Lets the kernel give the peer up when nothing that was sent is acknowledged for so long."""
+        """Lets the kernel close a socket of this connection when what was sent on it is not acknowledged for ``seconds``."""
         for sock in {*self.payload_sockets, self._tls_socket} if not (self._aborted or self.closed.is_set()) else ():
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 

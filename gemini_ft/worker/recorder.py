@@ -273,7 +273,10 @@ class Recorder:
         self.events.close()
 
     def say_over(self, failed: bool) -> None:
-        """Tells the agent that this worker is gone, though its process lives, unless a copy is under way: that ends with the process."""
+        """Tells the agent that this worker is gone, though its process lives.
+
+        Not while a copy is under way: the agent would grant to others the slot that this process still writes to.
+        """
         if not self._copying.slots:
             with contextlib.suppress(AgentError):
                 self.client.tell(Over(failed=failed))

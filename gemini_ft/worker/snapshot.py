@@ -380,7 +380,7 @@ class Snapshotter:
     def _bring_back(self) -> None:
         """Revives the agent; where that fails it takes its time, and training shall not wait for it at every step.
 
-        A copy that ends only after the worker has left the run brings no agent back: it would stay for nobody.
+        A copy that ends only after the worker has left the run brings no agent back, which nobody would use or end.
         """
         if self._stop or time.monotonic() < self._next_try:
             raise AgentError("this host has no agent; another try to start one follows")

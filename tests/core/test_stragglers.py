@@ -79,7 +79,7 @@ def test_what_is_no_straggler(work: Work) -> None:
     assert named(2, 400, work) == []
 
 
-def test_half_of_the_ranks_are_the_most_that_can_be_slow() -> None:
+def test_as_many_as_half_of_the_ranks_are_named() -> None:
     slow = named(4, 100, lambda rank, step: 0.3 if rank % 2 else 0.1)
     assert [ranks for _, ranks in slow] == [frozenset({1, 3})]
 

@@ -1,7 +1,7 @@
 """Combinations of traits that a seed draws end with the bits of plain DDP, whether undisturbed or killed, or are refused by name.
 
-`COMBINATIONS=100:500 make soak PART=combinations` runs those of the seeds from 100 on, below 500. What differs is shrunk to the traits
-that it needs, and a test fails with these. A combination that plain DDP cannot run shows nothing.
+`COMBINATIONS=100:500 make soak PART=combinations` runs the seeds from 100 to 499. A combination that differs is shrunk to the
+traits that it needs, which the failure names. One that plain DDP cannot run shows nothing.
 """
 
 from __future__ import annotations

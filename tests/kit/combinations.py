@@ -195,7 +195,7 @@ def run(traits: dict[str, Any], folder: Path) -> tuple[str, list[str]]:
 
 
 def _attempts(world: World, arguments: Any, ranks: Any) -> Iterator[Any]:
-    """Restarts ranks that were killed; yields None, and in the end what each has returned."""
+    """Restarts ranks that were killed; yields None while they run, and in the end what each has returned or raised."""
     for number in range(8):
         kills = len(list(arguments[0].glob("killed-*")))
         attempt = world.start(_train, *arguments, per_rank=ranks, TORCHELASTIC_RESTART_COUNT=str(number))
@@ -221,7 +221,7 @@ def killed(folder: Path) -> int:
 
 
 def shrunk(traits: dict[str, Any], folder: Path, verdict: str) -> dict[str, Any]:
-    """The combination with every trait at its plainest without which the verdict stays."""
+    """The combination after each trait that the verdict does not need was set to its plainest value, or taken away."""
     count = 0
 
     def stays(other: dict[str, Any]) -> bool:
@@ -245,5 +245,5 @@ def shrunk(traits: dict[str, Any], folder: Path, verdict: str) -> dict[str, Any]
 
 
 def shown(traits: dict[str, Any]) -> dict[str, Any]:
-    """What is not the plainest."""
+    """The traits that are not at their plainest, and the loop."""
     return {name: value for name, value in traits.items() if name not in VALUES or value != VALUES[name][0] or name == "loop"}

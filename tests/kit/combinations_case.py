@@ -51,7 +51,7 @@ class Diary(Record):
         self.reached(moment, self._counts[moment])
 
     def again(self, key: str, *values: Any) -> None:
-        """Notes values of which an optimizer may ask for several in the same step."""
+        """Notes values under a key that may come several times: an optimizer may compute the loss more than once in a step."""
         self._counts[key] += 1
         self.note(f"{key}, {self._counts[key]}", *values)
 
@@ -67,7 +67,7 @@ class SmallPrivate(Private):
 
 
 class Told(Small):
-    """Is told the epoch."""
+    """A table that is told the epoch, and has other values in each."""
 
     epoch = 0
 
@@ -676,8 +676,8 @@ def train(folder: Path, way: str, traits: Traits, kills: list[str]) -> str:
     os.dup2(output, 1)
     os.dup2(output, 2)
     warnings.simplefilter("ignore")
-    multiprocessing.set_start_method("fork", force=True)  # for loaders' workers; the one that has started this rank has set another
-    loaders_case.RANK, loaders_case.RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # this is a fork of who imported it
+    multiprocessing.set_start_method("fork", force=True)  # for loaders' workers; this rank's parent has set another
+    loaders_case.RANK, loaders_case.RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # it was imported before the fork
     record = Diary(folder, kills if way == "killed" else [])
     try:
         (train_by_trainer if traits["loop"] in ("trainer", "by hand") else train_by_loop)(folder, way, traits, record)

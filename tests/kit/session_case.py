@@ -379,7 +379,7 @@ def flip_in(place: str, at: int, iteration: int, net: nn.Module, optimizer: torc
 
 
 def drag(how: str, culprit: int, since: int, seconds: float, iteration: int, *_: Any) -> None:
-    """From a step on, one rank takes longer for each."""
+    """Lets the rank ``culprit`` take ``seconds`` longer for each step from ``since`` on; it "computes" meanwhile, or "sleeps" (``how``)."""
     if int(os.environ["RANK"]) == culprit and iteration >= since:
         end = time.monotonic() + seconds
         while how == "computes" and time.monotonic() < end:

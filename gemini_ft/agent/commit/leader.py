@@ -50,7 +50,7 @@ from gemini_ft.wire.peer_messages import (
 )
 from gemini_ft.wire.tcp import Connection
 
-_LONGEST = 128  # characters of a hash or a nonce
+_LONGEST = 128  # characters of a hash or a nonce; a report with a longer one is ignored
 _REMEMBERED = 16  # commits whose roots are kept for readers: the job has moved on when they ask
 _TICK = 0.25  # seconds between looks for late holders
 _AT_LEAST = 3.0  # seconds for which the last upload is tried, however little patience there is
@@ -65,7 +65,7 @@ _AHEAD = 8  # steps that a change of pace is announced before it counts; a rank 
 
 
 def _names(report: Completed | Copies | Gathered | Skipped | GatheredSkips) -> Iterator[str]:
-    """Names and hashes in a report, each of which is short."""
+    """The nonce and the hashes in a report: texts whose length the reporting host chooses."""
     yield report.version.incarnation.nonce
     if not isinstance(report, Skipped | GatheredSkips):
         yield from (report.layout, report.digest)
@@ -156,7 +156,7 @@ class Leader:
         return self._ways.through(port)
 
     def disown(self, host: str) -> None:
-        """Forgets in which order a host has greeted: it was another process that has."""
+        """Forgets the greetings in the name of a host, as another process has sent them: the host's own next one counts."""
         self._ways.forget(host)
 
     def leave(self, port: MemberPort) -> None:

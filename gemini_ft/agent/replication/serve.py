@@ -18,7 +18,7 @@ from gemini_ft.wire.peer_messages import Data, Describe, Description, Fetch, Get
 from gemini_ft.wire.tcp import Connection
 
 _LEAST = 5.0  # seconds
-_LONG = 60.0  # seconds after which a reader is named that keeps a slot from the job
+_LONG = 60.0  # seconds after which the log names a reader whose slot the job could use
 _LOOKS = 4  # in a lease
 
 
@@ -28,7 +28,7 @@ class Lease:
     Args:
         seconds: of silence, but never less than five.
         expired: called before the connection is closed, with the reason.
-        lasts: called at each look, with the seconds since it was dialled.
+        lasts: called at each look, with the seconds for which the lease has lasted; time in which this agent is stopped does not count.
     """
 
     def __init__(self, connection: Connection, seconds: float, expired: Callable[[str], None], lasts: Callable[[float], None]) -> None:
@@ -104,7 +104,7 @@ class Fetcher:
             self._stream.log(f"{self._reads}, {reason}: its slots are taken back")
 
     def _lasts(self, seconds: float) -> None:
-        """Names a reader that keeps a slot for long which the job could use by now."""
+        """Logs once that a reader has long kept a slot whose version is older than the committed one, so that the job could use it."""
         committed = self._stream.host.committed
         if seconds >= _LONG and not self._is_named and any(committed is not None and version < committed for _, version in self._held):
             self._is_named = True

@@ -21,7 +21,7 @@ from simulation.world import World
 
 QUIET = 400.0  # simulated seconds without faults in which the job must come up again
 _PATIENCE = 60  # processor seconds that a run may take
-_REAL = 60.0  # times as many real ones, as others may be at work on this machine
+_REAL = 60.0  # seconds by the clock for each of these, as the machine may be busy with other work
 _TOLD = 20  # violations of a run that are told
 _NEVER = (  # in agents' logs: faults of theirs, and words that only a hostile peer says
     *("Traceback", "the agent failed at", "is no collector", "is not a report", "is not a decision", "copies of another host"),

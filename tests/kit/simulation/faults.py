@@ -1,4 +1,4 @@
-"""Everything that can go wrong in a simulated job; each fault draws from the world's own generator whom it strikes."""
+"""Everything that can go wrong in a simulated job; each fault draws its victims from the world's own generator."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _lose_host(world: World) -> None:
 
 
 def _kill_leader(world: World) -> None:
-    """Kills the agent that leads, and often the next one soon."""
+    """Kills the agent that leads; each of them where two believe that they do."""
     for host in world.hosts:
         session = host.agent.streams.by_name["main"]._session if host.agent is not None and "main" in host.agent.streams.by_name else None
         if session is not None and session.leads_in is not None:

@@ -73,6 +73,8 @@ class Agent:
 
 @dataclass
 class Host:
+    """A host, and the processes that run on it at the moment."""
+
     name: str
     agent: Agent | None = None
     worker: Script | None = None

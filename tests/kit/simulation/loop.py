@@ -223,7 +223,7 @@ class _Thread:
 
     @classmethod
     def take(cls) -> _Thread:
-        """A thread that waits for work; it has ended the fiber before, as never more than one thread is awake."""
+        """An idle thread, or a new one. An idle one is through with its last fiber, as no more than one thread is awake at a time."""
         return cls.idle.pop() if cls.idle else cls()
 
     def run(self, fiber: Fiber) -> None:

@@ -127,7 +127,7 @@ def on_choice(world: World, script: Script, choice: Any) -> None:
 
 
 def slots(world: World) -> Iterator[tuple[str, int, int, int]]:
-    """(host, owner, slots there, slots that there should be)."""
+    """Yields (host, owner, slots there, slots that there should be)."""
     for host in world.hosts:
         for stream in host.agent.streams.by_name.values() if host.agent is not None and host.worker is not None else ():
             own, holders = 2 + (world.config.storage is not None), stream.context.host.holders

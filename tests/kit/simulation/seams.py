@@ -1,4 +1,4 @@
-"""What stands below the package in a simulation, in place of the machine: every seam at which a double is put in."""
+"""Every seam at which a simulation puts a double below the package, in place of the machine."""
 
 from __future__ import annotations
 

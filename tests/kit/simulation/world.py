@@ -39,7 +39,7 @@ _ENDS = 200.0  # seconds until a job that has finished is over on all hosts
 
 
 class World:
-    """One run over simulated time: a job of three ranks, each on a host of its own, and a spare. It has no end.
+    """One run over simulated time: a job of three or five ranks (or ``ranks``), each on a host of its own, and a spare.
 
     Args:
         seed: everything is drawn from it.
