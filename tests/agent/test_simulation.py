@@ -39,6 +39,12 @@ def test_many_seeds() -> None:
     assert found["simulated_hours"] > 1
 
 
+def test_an_agent_hears_that_a_rank_is_dead_which_it_has_not_welcomed_yet() -> None:
+    command = [sys.executable, "-m", "simulation.unwelcomed_case"]
+    run = subprocess.run(command, cwd=ROOT / "tests" / "kit", capture_output=True, text=True, timeout=60)
+    assert run.stdout == "rank 0 is there: True, False\n", run.stderr[-4000:]
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.breaks)
 def test_what_is_broken_on_purpose_is_still_there(mutation: Mutation) -> None:
     compile(mutation.broken(), mutation.where, "exec")
@@ -80,6 +86,13 @@ def _granted(**facts: Any) -> dict[str, Any]:
 
 def _opened(host: str, **facts: Any) -> dict[str, Any]:
     return _seen("opened", host=host, of="2-b", resumed=None, hosts=["h0", "h1"]) | facts
+
+
+def _left_behind(*after: dict[str, Any]) -> list[dict[str, Any]]:
+    """The leader on h0 commits when h1 and h2 have begun a newer incarnation, and h1 has no copy any more."""
+    begun = [_opened(host, hosts=["h1", "h2"], resumed="1-a:1") for host in ("h1", "h2")]
+    copies = [*_copies(), _commit(), *_copies("1-a:2")]
+    return [*copies, *begun, _dropped(host="h1", version="1-a:2", of="2-b"), _commit("1-a:2", copies={0: ["h0"]}), *after]
 
 
 def _led(epoch: int, agent: float = 1.0) -> dict[str, Any]:
@@ -141,6 +154,14 @@ WELL = {
     "a copy of what was aborted goes": [*_copies(), {"event": "abort", "at": 2.0, "version": "1-a:1"}, _dropped()],
     "a damaged copy goes": [*_copies(), _commit(), _dropped(sound=False, sealed=True)],
     "a copy that all hosts have left behind goes": [*_copies(), _commit(), _opened("h0"), _opened("h1"), _dropped(of="2-b")],
+    "a leader that was left behind commits, for its own hosts": _left_behind(
+        _commit("1-a:2", host="h3", leads=False, of="1-a"),
+        _seen("heard", rank=0, version="1-a:2", of="1-a"),
+        _dropped(of="1-a"),
+    ),
+    "what a leader that was left behind has committed is whole, and resumed": _left_behind(
+        _opened("h0", of="3-c", hosts=["h0"], resumed="1-a:2"), _seen("heard", rank=0, version="1-a:2", of="3-c"),
+    ),
     "a checkpoint that rots is passed over": [*STORED, _seen("rot", key="old/shard"), _chosen(None, copies={})],
     "a copy that was damaged where it lay": [*_copies("1-a:1", "h0"), _seen("flip", host="h1", owner=0, version="1-a:1"), _commit()],
     "a checkpoint that nobody reads any more goes": [
@@ -167,6 +188,14 @@ WELL = {
 WRONG = {
     "has never had": [*_copies("1-a:1", "h0"), _commit()],
     "has rank 0's shard of it no more": [*_copies(), _commit(copies={0: ["h0"]})],
+    "1-a:1 is committed, and h1 has rank 0's": [*_copies(), _opened("h1", hosts=["h1", "h2"]), _commit(copies={0: ["h0"]})],
+    "1-a:1 is committed, and h1 has never": [*_copies("1-a:1", "h0"), _opened("h1", hosts=["h1"]), _commit(copies={0: ["h0"]})],
+    "and h0 has rank 0's": [*_copies(), _opened("h1", hosts=["h1"]), _commit(copies={})],
+    "h0 has rank 0's shard of it no more": [*_copies(), _opened("h0"), _opened("h1"), _commit(copies={0: ["h1"]})],
+    "host h1 is at 2-b and hears of a commit of 1-a:2": _left_behind(_commit("1-a:2", host="h1", leads=False, of="2-b")),
+    "rank 1 is at 2-b and hears of a commit of 1-a:2": _left_behind(_seen("heard", rank=1, version="1-a:2", of="2-b")),
+    "h1 gives rank 0's shard of 1-a:1 up, and nothing newer": _left_behind(_dropped(host="h1", of="2-b")),
+    "nothing is committed any more after": _left_behind()[:-1] + _probe("kill_worker", _commit("1-a:2", copies={0: ["h0"]})),
     "without rank 0's own copy": [*_copies(), _commit(excluded=[[0, "h0"]])],
     "was aborted, and is committed": [*_copies(), {"event": "abort", "at": 2.0, "version": "1-a:1"}, _commit()],
     "was committed, and is aborted": [*_copies(), _commit(), {"event": "abort", "at": 6.0, "version": "1-a:1"}],

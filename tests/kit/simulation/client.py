@@ -78,10 +78,21 @@ class AgentEnd(WorkerConnection):
 
 
 class SimulatedClient(AgentClient):
-    """An `AgentClient` whose socket, and whose listening thread, are on the simulated loop."""
+    """An `AgentClient` whose socket, and whose listening thread, are on the simulated loop.
+
+    Args:
+        among: all clients of its process, which it joins before it says anything: the kernel tells an agent that a process is dead.
+    """
 
     def __init__(
-        self, world: World, host: Host, process: Process, hello: Hello, on_event: Callable[[ToWorker], None], timeout: float
+        self,
+        world: World,
+        host: Host,
+        process: Process,
+        hello: Hello,
+        on_event: Callable[[ToWorker], None],
+        timeout: float,
+        among: list[SimulatedClient],
     ) -> None:
         self.world, self.process = world, process
         self._run, self._host, self.on_event, self._timeout = hello.run, host.name, on_event, timeout
@@ -96,6 +107,7 @@ class SimulatedClient(AgentClient):
         assert fiber is not None
         self.end = fiber.on_loop(lambda: AgentEnd(self.agent.requests, self, world.pid_of(process)))
         self.agent.ends.append(self)
+        among.append(self)
         if not self.agent.process.alive:
             raise AgentError("the agent ended")
         self._agent_timeout = hello.agent_timeout

@@ -5,7 +5,9 @@ The events of a run, in the order in which they happened, are dicts with ``event
 
 ``commit``    every holder that counts has made a whole copy, and has it unless something has happened to it since;
               commits of an incarnation go on, whoever leads, nothing that was aborted is committed, and no host commits for another one,
-              nor in another epoch than the newest that it has heard of
+              nor in another epoch than the newest that it has heard of;
+              a leader that has no part in an incarnation that all of its hosts have begun is *left behind*: what it commits still may lack
+              the copies of those hosts, is heard in its own incarnation only, and nothing older may go for it anywhere else
 ``led``       a host obeys no older epoch than before
 ``opened``    incarnations follow each other on every host
 ``unsound``   no copy is whole with other bytes than were made, unless these were damaged while their owner wrote them
@@ -65,8 +67,10 @@ class Check(StorageRules):
         self.last_opened: dict[tuple[str, Any], tuple[int, str, int]] = {}  # (host, when its agent began) -> newest incarnation
         self.latest: str | None = None  # that was committed last
         self.safe: set[str] = set()  # committed, or resumed by an incarnation that all of its hosts have begun
+        self.late: set[str] = set()  # committed by leaders that were left behind
         self.opened: dict[str, set[str]] = {}  # incarnation -> hosts that have begun it
         self.hosts: dict[str, set[str]] = {}  # and all of its hosts
+        self.resumed: dict[str, str | None] = {}  # and what it has resumed
         self.aborted: set[str] = set()
         self.newest: dict[tuple[str, str, int], tuple[int, str, int]] = {}  # (incarnation, leader, epoch) -> its last commit
         self.last: dict[str, tuple[int, str, int]] = {}  # incarnation -> its last commit
@@ -106,6 +110,7 @@ class Check(StorageRules):
         version, host = event["version"], event["host"]
         if not event["leads"]:
             self._must(version in self.committed, event, f"host {host} hears of a commit of {version}, which no leader has decided")
+            self._hears_in_time(event, f"host {host}")
             return
         incarnation, resumed = version.rpartition(":")[0], event.get("resumed")
         self._must(
@@ -117,16 +122,20 @@ class Check(StorageRules):
         before = self.newest.setdefault(place, order(version))
         self._must(order(version) >= before, event, f"the leader on {host} commits {version} after iteration {before[2]}")
         self.newest[place] = max(before, order(version))
-        self.commits += 1
+        begun = self._left_behind(host, event.get("of") or incarnation)
+        self.commits += begun is None
         if self.commits_since_calm is not None:
-            self.commits_since_calm += 1
+            self.commits_since_calm += begun is None
         if event.get("freeze"):
             self.active.setdefault(event["folder"], self.number)
         if version in self.committed:
             return  # it is said again, by this leader or the next
         self.committed.add(version)
-        self.latest = version
-        self.safe.add(version)
+        if begun is None:
+            self.latest = version
+            self.safe.add(version)
+        else:
+            self.late.add(version)
         last = self.last.setdefault(incarnation, order(version))
         goes_on = order(version) >= last or order(version) < before
         self._must(goes_on, event, f"{version} is committed, and iteration {last[2]} was by another leader")
@@ -137,15 +146,28 @@ class Check(StorageRules):
             self._must((owner, hosts[0]) not in excluded, event, f"{version} is committed without rank {owner}'s own copy")
             for name in hosts:
                 if (owner, name) not in excluded:
-                    self._holds(event, version, owner, name)
+                    self._holds(event, version, owner, name, name in (begun or ()))
 
-    def _holds(self, event: Event, version: str, owner: int, host: str) -> None:
-        """A holder that counts has its copy when that is committed, unless something has happened to it since."""
+    def _left_behind(self, host: str, incarnation: str) -> set[str] | None:
+        """The hosts of the incarnations that have left a leader behind; None: it is not left behind."""
+        begun = [*self.opened]  # one after the other; where all who knew the last number were lost, a number comes twice
+        newer = begun[begun.index(incarnation) + 1 :] if incarnation in begun else begun
+        apart = [self.hosts[each] for each in newer if self._is_open(each) and host not in self.hosts[each]]
+        return set[str]().union(*apart) if apart else None
+
+    def _hears_in_time(self, event: Event, who: str) -> None:
+        """A commit of a leader that was left behind is heard in its own incarnation only."""
+        version = event["version"]
+        own = version not in self.late or event["of"] == version.rpartition(":")[0]
+        self._must(own, event, f"{who} is at {event.get('of')} and hears of a commit of {version} by a leader that was left behind")
+
+    def _holds(self, event: Event, version: str, owner: int, host: str, has_left: bool) -> None:
+        """A holder that counts has its copy when that is committed, unless something has happened to it since, or it has left."""
         made = self.copies.get((host, owner, version))
         if (host, owner, version) in self.flipped:
             return
         self._must(made is not None, event, f"{version} is committed, and {host} has never had rank {owner}'s shard of it")
-        if made is not None and self.harm.get(host, -1.0) < made:
+        if made is not None and not has_left and self.harm.get(host, -1.0) < made:
             has = host in event["copies"].get(owner, [])
             self._must(has, event, f"{version} is committed, and {host} has rank {owner}'s shard of it no more")
 
@@ -153,6 +175,7 @@ class Check(StorageRules):
         """A rank hears of no commit but of those that a leader has decided."""
         version = event["version"]
         self._must(version in self.committed, event, f"rank {event['rank']} hears of a commit of {version}, which no leader has decided")
+        self._hears_in_time(event, f"rank {event['rank']}")
 
     # -- slots
 
@@ -182,8 +205,9 @@ class Check(StorageRules):
         before = self.last_opened.setdefault(agent, place)
         self._must(place >= before, event, f"{event['host']} begins {incarnation} after {before[0]}-{before[1]}")
         self.last_opened[agent] = max(before, place)
-        self.hosts[incarnation] = {*event["hosts"]}
+        self.hosts[incarnation], self.resumed[incarnation] = {*event["hosts"]}, event["resumed"]
         self.opened.setdefault(incarnation, set()).add(event["host"])
+        self.late.discard(event["resumed"])  # where it was whole all the same
         if event["resumed"] is not None and self._is_open(incarnation):
             self.safe.add(event["resumed"])
         self.active.clear()  # uploads die with their incarnation
@@ -200,8 +224,9 @@ class Check(StorageRules):
         what = f"{host} gives rank {owner}'s shard of {version} up"
         self._must(not event["sealed"], event, f"{what} while ranks choose")
         at = order(version)
-        left_behind = event["of"] != version.rpartition(":")[0] and self._is_open(event["of"])
-        newer = any(order(other) > at for other in self.safe)
+        of = event["of"]
+        left_behind = of != version.rpartition(":")[0] and self._is_open(of) and version != self.resumed[of]
+        newer = any(order(other) > at for other in self.safe | {each for each in self.late if each.rpartition(":")[0] == of})
         self._must(newer or version in self.aborted or left_behind, event, f"{what}, and nothing newer is safe")
 
     def _granted(self, event: Event) -> None:

@@ -59,6 +59,7 @@ class Script:
     def __init__(self, world: World, attempt: Attempt, host: Host, rank: int, process: Process) -> None:
         self.world, self.attempt, self.host, self.rank, self.process = world, attempt, host, rank, process
         self.client: SimulatedClient | None = None
+        self.clients: list[SimulatedClient] = []  # all that it has had, also those whose agent has not answered yet
         self.fds: list[int] = []
         self.maps: dict[int, mmap.mmap] = {}
         self.inodes: dict[int, int] = {}  # of the slots
@@ -92,7 +93,7 @@ class Script:
         clients: list[AgentClient] = []
 
         def introduce() -> Any:
-            self.client = SimulatedClient(world, self.host, self.process, hello, self._on_event, config.timeout)
+            self.client = SimulatedClient(world, self.host, self.process, hello, self._on_event, config.timeout, self.clients)
             clients.append(self.client)
             return joining._introduction(config, self.client, world.run, "main", fingerprint(hello.secret), world.launch)
 
@@ -239,7 +240,7 @@ class Script:
         assert old is not None
         kept = [*self.fds, *old.custody.values()]
         hello = session.hello.model_copy(update={"secret": session.secret, "preferred_port": spec.addresses[session.host][1]})
-        client = SimulatedClient(self.world, self.host, self.process, hello, self._on_event, self.world.config.timeout)
+        client = SimulatedClient(self.world, self.host, self.process, hello, self._on_event, self.world.config.timeout, self.clients)
         try:
             client.tell(Adopt(count=len(kept), incarnation=spec.incarnation), kept)
             client.call(OpenSession(spec=spec, secret=session.secret, readopt=True, committed=self._committed, reached=self.newest), Opened)
@@ -291,5 +292,5 @@ class Script:
         for fd in self.fds:
             os.close(fd)
         self.maps, self.fds = {}, []
-        if self.client is not None:
-            self.client.died()
+        for client in self.clients:
+            client.died()
