@@ -192,7 +192,12 @@ class Source:
             pass
 
         spec: Any = SimpleNamespace(
-            resumed=self.version, holders={0: ["a", "b"]}, sources={0: ["a"]}, addresses={"a": self.listener.address}, replica_timeout=0.01
+            resumed=self.version,
+            holders={0: ["a", "b"]},
+            sources={0: ["a"]},
+            further={},
+            addresses={"a": self.listener.address},
+            replica_timeout=0.01,
         )
         inbound: Any = SimpleNamespace(make_room=make_room)
         return Rebuilding(stream, inbound, spec, Gate(TrafficConfig.model_validate({})))

@@ -16,6 +16,7 @@ import torch
 from agent_kit import Job, agent_pid, eventually
 
 from gemini_ft import failpoints
+from gemini_ft.agent import lifecycle
 from gemini_ft.core.faults import PROCESS_MOMENTS, World, parse
 from gemini_ft.errors import ConfigError
 from gemini_ft.testing import EmulatedHosts, assert_identical
@@ -120,9 +121,10 @@ def test_an_agent_that_outlives_a_drill_does_nothing_of_it_to_the_next_launch(tm
     monkeypatch.setenv("GEMINI_FAULTS", "moment=agent_opens:exit")
     known: dict[str, Any] = {"ticks": 0, "started": 1e9, "command": [], "folder": "", "script": "", "environ": {}}
     with Job(tmp_path) as job:
+        lifecycle.spawn(job.run, "a")
+        monkeypatch.delenv("GEMINI_FAULTS")
         drill = job.process("a", 0, launch=Launch(id="drill", pid=1, **known))
         agent = agent_pid(job.run, "a")
-        monkeypatch.delenv("GEMINI_FAULTS")
         drill.kill()
         eventually(lambda: not job.status("a")["workers"])
         (rank,) = job.start("a", hello={"launch": Launch(id="in earnest", pid=2, **known)})

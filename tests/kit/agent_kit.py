@@ -65,6 +65,7 @@ from gemini_ft.wire.worker_messages import (
 T = TypeVar("T")
 context = multiprocessing.get_context("forkserver")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+_GIVEN = frozenset(os.environ)  # before any test has set an option
 _PRELOAD = [*preloaded("deepspeed"), "agent_kit", "pytest", "boto3"]
 
 WAIT = 30.0  # seconds until something that must happen is given up
@@ -84,11 +85,14 @@ preload()
 def forked(function: Callable[..., object], *arguments: object) -> ForkServerProcess:
     """Returns a process, not yet started, that is forked from one which has imported what `preload` names.
 
-    The server is shown this folder: Python up to 3.13 does not hand it the path, and it passes over what it does not find.
+    The server is shown this folder: Python up to 3.13 does not hand it the path, and it passes over what it does not find. It does not see
+    options that the test which is the first to need it has set: all that follow would have them.
     """
     resource_tracker.ensure_running()  # it would be started in the same way
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        for name in {name for name in os.environ if name.startswith("GEMINI_")} - _GIVEN:
+            patch.delenv(name)
         patch.setattr(util, "spawnv_passfds", _spawn_warm)
         forkserver.ensure_running()
     return context.Process(target=function, args=arguments)
