@@ -26,7 +26,7 @@ class Callers:
 
     Args:
         certificate_of: calls a host back at its address, and returns the certificate that is shown there.
-        disown: called with a host's name when another process that used it is put out; forgets what that has said.
+        disown: called with a host's name when the connections of another process that used it are gone; forgets what that has said.
     """
 
     def __init__(
@@ -69,6 +69,8 @@ class Callers:
                 self._log(f"a process that is not at its address has called itself host {host!r}: its connections are closed")
                 for connection in impostors:
                     connection.abort(f"it is not host {host}")
+                for connection in impostors:
+                    await connection.closed.wait()
                 self._disown(host)
         finally:
             self._asked.discard(host)

@@ -120,7 +120,7 @@ class HangWatch:
         now = time.monotonic()
         for worker, detector in list(self._detectors.items()):
             silent = detector.hangs(now)
-            if silent is not None and worker.alive and not worker.parting and not (detector.starting and self._trains(worker.pid)):
+            if silent is not None and worker.alive and worker.parting != "hang" and not (detector.starting and self._trains(worker.pid)):
                 self._log(f"rank {worker.rank} (pid {worker.pid}) made no progress for {silent:.1f} s ({detector.reason}): killing it")
                 if doing_of(worker.pid) is Doing.STOPPED:  # the autopsy wakes it, so that progress would prove nothing
                     del self._detectors[worker]

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Protocol
 
+from gemini_ft import errors
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.log_limit import RateLimitedLog
 from gemini_ft.core.versions import Incarnation
@@ -91,8 +92,9 @@ class WorkerConnection:
             self._writable()
 
     def refuse(self, message: ToAgent, error: GeminiError) -> None:
-        """Answers ``message`` with an error."""
-        self.send(Failed(call=getattr(message, "call", 0), error=type(error).__name__, text=str(error), fatal=True))
+        """Answers ``message`` with an error: with its class, or the nearest base that the worker knows."""
+        kind = next(kind.__name__ for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind)
+        self.send(Failed(call=getattr(message, "call", 0), error=kind, text=str(error), fatal=True))
 
     def go_on(self, *, writes_stacks: bool) -> None:
         """Lets a stopped worker go on; ``writes_stacks``: a worker, stopped or not, also writes its threads' stacks."""

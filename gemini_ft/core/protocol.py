@@ -122,14 +122,13 @@ class Host:
         """Takes over a slot that was here before this host's agent was: COMPLETE with ``version``, or EMPTY.
 
         Workers hand slots back one by one, so that it may come after ``reopen``, or when a new incarnation has been opened long since.
-        ``committed``: whether its version is known to be committed; then it stays until all hosts have opened the next incarnation.
+        ``committed``: whether it bears the mark of a commit; the newest version that does stays until all hosts have opened the next
+        incarnation. The mark says nothing about the present one, which may have resumed something older.
         """
         slots = self.slots(owner)
-        slot = slots.adopt(index, version, root)
+        slot = slots.adopt(index, version, root, marked=committed)
         if self.incarnation is not None:
             slots.resume(self.incarnation)
-        elif committed:
-            slots.commit(version)
         slot.retired = self.is_stranger(owner)
         return slot
 

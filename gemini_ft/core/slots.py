@@ -37,11 +37,12 @@ class Slot:
     frozen: bool = False  # being uploaded; only a COMPLETE slot is frozen
     retired: bool = False  # of an earlier layout, an earlier placement, or a writer that may still live; never granted again
     past: bool = False  # COMPLETE, and to be kept until it is certain that all hosts have left it behind
+    marked: bool = False  # COMPLETE, and known to be committed by the mark of the agent before this one
     root: str = ""  # of a COMPLETE slot: the root of its bytes (gemini_ft.core.roots)
     readers: set[str] = field(default_factory=set)  # readers that may still look at the bytes, whatever has become of the version
 
     def clear(self) -> None:
-        self.state, self.version, self.frozen, self.past, self.root = SlotState.EMPTY, None, False, False, ""
+        self.state, self.version, self.frozen, self.past, self.marked, self.root = SlotState.EMPTY, None, False, False, False, ""
 
 
 class SlotSet:
@@ -59,9 +60,9 @@ class SlotSet:
         self.slots.update((slot.index, slot) for slot in fresh)
         return fresh
 
-    def adopt(self, index: int, version: Version | None, root: str = "") -> Slot:
+    def adopt(self, index: int, version: Version | None, root: str = "", marked: bool = False) -> Slot:
         """Takes over a slot found in memory: COMPLETE with ``version``, or EMPTY."""
-        slot = Slot(index=index, state=SlotState.COMPLETE if version else SlotState.EMPTY, version=version, root=root)
+        slot = Slot(index=index, state=SlotState.COMPLETE if version else SlotState.EMPTY, version=version, root=root, marked=marked)
         self.slots[index] = slot
         return slot
 
@@ -107,7 +108,7 @@ class SlotSet:
         if not free:
             return None
         slot = min(free, key=lambda s: (s.state is not SlotState.EMPTY, s.version or version))
-        slot.state, slot.version, slot.root = SlotState.WRITING, version, ""
+        slot.state, slot.version, slot.marked, slot.root = SlotState.WRITING, version, False, ""
         return slot
 
     def supersede(self, version: Version, committed: Version | None) -> None:
@@ -156,17 +157,18 @@ class SlotSet:
 
         Complete ones stay until `drop_past`, and so does what was committed before. Some host may fail before it has opened this
         incarnation, which then has never been: those that go on with the former one need not keep ``resumed``, so what they have in
-        common with this host is what was committed there.
+        common with this host is what was committed there. An agent that was restarted may know of that by the newest mark alone.
 
         Whoever wrote for the former incarnation must have been shut out: its connections closed, its workers
         dead or their slots retired before anything is granted.
         """
+        marked = max((slot.version for slot in self.slots.values() if slot.version and slot.marked), default=None)
         for slot in self.slots.values():
             slot.frozen = False
             if slot.state is not SlotState.COMPLETE:
                 slot.clear()
             elif slot.version is not None:
-                left = resumed is None or slot.version > resumed or slot.version == self.committed
+                left = resumed is None or slot.version > resumed or slot.version in (self.committed, marked)
                 slot.past = slot.version != resumed and (slot.past or left)
         self.committed = resumed
 

@@ -64,10 +64,10 @@ class Ways(Generic[W]):
         self._hosts.setdefault(way, set()).add(host)
         return True
 
-    def forget(self, host: str) -> None:
-        """Forgets a host's greetings, so that the next one counts whatever its number is."""
-        self._leave(host)
-        self._attempts.pop(host, None)
+    def forget_lost(self, host: str) -> None:
+        """Forgets the greetings of a host, unless it is reached, so that the next one counts whatever its number is."""
+        if host not in self._ways:
+            self._attempts.pop(host, None)
 
     def counts(self, host: str, way: W) -> bool:
         """Whether what this host has said on this way counts."""

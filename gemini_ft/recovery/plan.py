@@ -24,7 +24,7 @@ class RecoveryPlan:
         version: which state; None: nothing.
         sources: owner -> hosts with a complete copy (from storage: once it has been laid down there).
         age: seconds since the copy was made (from storage: once it has been laid down).
-        lost: steps that copies existed of, but not of all shards (kind: storage).
+        lost: steps that copies existed of which cannot be resumed: not of all shards, or refused (kind: storage).
         incomplete: iteration -> owners without any copy.
         world_size: ranks of the job that made it, which is the number of its owners.
         roots: owner -> root of its shard (`gemini_ft.core.roots`); none where a checkpoint in storage does not say it.
@@ -73,7 +73,7 @@ def plan_recovery(
         assert stored_world_size is not None
         if stored_world_size != world_size and not resizable:
             raise _wrong_size(stored_world_size, world_size, "the checkpoint in storage")
-        newest = max((v.iteration for v in copies), default=None)
+        newest = max((info.version.iteration for each in holdings.values() for info in each), default=None)
         lost = max(0, newest - stored.iteration) if newest is not None else None
         return RecoveryPlan(kind="storage", version=stored, lost=lost, incomplete=_incomplete(copies), world_size=stored_world_size)
     sizes = {info.world_size for each in copies.values() for _, info in each}
@@ -146,7 +146,8 @@ def describe(plan: RecoveryPlan) -> str:
     if plan.kind == "memory":
         return f"resuming at iteration {plan.version.iteration} from memory ({plan.age:.1f} s old)"
     lost = f", {plan.lost} steps lost" if plan.lost else ""
-    why = "copies in memory exist but no common iteration" if plan.incomplete else "no copies in memory"
+    refused = "no copies in memory" if plan.lost is None else "no copies in memory that can be resumed"
+    why = "copies in memory exist but no common iteration" if plan.incomplete else refused
     return f"{why}: falling back to storage, iteration {plan.version.iteration}{lost}"
 
 

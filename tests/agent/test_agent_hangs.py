@@ -317,6 +317,22 @@ class TestStart:
         asyncio.run(look())
         assert said == ["rank 2 (pid 20) made no progress for 3.0 s (start_timeout 1.0 s): killing it"]
 
+    def test_one_whose_script_has_ended_without_closing_is_killed_if_its_exit_hangs(self) -> None:
+        """It has said that its script has ended; a thread that is waited for may keep the process, and with it the job, from ending."""
+        worker = Mock(WorkerConnection, rank=0, pid=1, alive=True, parting="goodbye")
+
+        async def look() -> None:
+            watch = HangWatch(lambda _: None, AsyncMock())
+            watch.begin(worker, start_timeout=1e-9)
+            await asyncio.sleep(0.01)
+            watch.kill_hanging()
+            watch.kill_hanging()
+            await asyncio.sleep(0.01)
+            assert watch.killed == 1
+
+        asyncio.run(look())
+        assert worker.kill.call_count == 1
+
     @pytest.mark.parametrize("how", ["", "goodbye", "failed"])
     def test_one_that_has_left_while_it_was_examined_is_not_killed(self, how: str) -> None:
         worker = Mock(WorkerConnection, rank=0, pid=1, alive=True, parting="")

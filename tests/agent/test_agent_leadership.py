@@ -10,10 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from gemini_ft.agent.callers import Callers
 from gemini_ft.agent.commit import leader, member
 from gemini_ft.agent.commit.collector import Collector, CollectorPort
 from gemini_ft.agent.commit.leader import Audience, Leader, MemberPort
@@ -26,7 +27,7 @@ from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.succession import Succession, candidates
 from gemini_ft.core.tree import collectors, ways_up
 from gemini_ft.core.versions import Incarnation, Version
-from gemini_ft.errors import PeerError, StorageError
+from gemini_ft.errors import AgentError, PeerError, StorageError
 from gemini_ft.wire import handshake
 from gemini_ft.wire.handshake import Listener, dial, listen
 from gemini_ft.wire.messages import Notice, Paced, kind_of, pack
@@ -589,8 +590,8 @@ class Crowd:
                 if host not in without:
                     self.complete(host, owner, iteration)
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
+    async def until(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
+        async with asyncio.timeout(seconds):
             while not condition():
                 await asyncio.sleep(0.001)
 
@@ -827,6 +828,24 @@ class TestCollectors:
                 crowd.complete_all(1, "m0", "m1", "m2")
                 await crowd.until(lambda: all(len(crowd.heard[name]) == 2 for name in ("m3", "m4", "m5")))
                 assert [message.hosts for message in answered if isinstance(message, Relayed)] == [["m3", "m4", "m5"]]
+
+        asyncio.run(work())
+
+    def test_a_host_below_a_collector_in_whose_name_another_process_has_dialled_still_counts(self) -> None:
+        """The other process is put out when the host dials the leader for its shards; the host's reports go another way all the time."""
+
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                callers = Callers(AsyncMock(return_value=b"the host's"), print, crowd.leader.disown)
+                await crowd.dial("m1", "leader", 0, Mock(Handler))
+                callers.let_in(impostor := crowd.ports["m1"].connection, "m1")
+                with pytest.raises(AgentError, match="another process is known here as host 'm1'"):
+                    callers.let_in(Mock(Connection, certificate=b"the host's", closed=asyncio.Event()), "m1")
+                await asyncio.wait_for(impostor.closed.wait(), 5.0)
+                await asyncio.sleep(0.01)  # for what follows from that
+                crowd.complete_all(1)
+                await crowd.until(lambda: all(crowd.heard.values()), 5.0)
+                callers.close()
 
         asyncio.run(work())
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from agent_kit import CHUNK, EXTRAS, Job, Rank, content, eventually, versions
 
+from gemini_ft.agent.client import as_error
 from gemini_ft.agent.memory import staging
 from gemini_ft.agent.memory.budget import Budget
 from gemini_ft.agent.memory.slot_memory import EXTRAS_ROOM, SlotMemory, SlotShape, extras_room
 from gemini_ft.agent.memory.slot_store import SlotStore
 from gemini_ft.agent.storing import Stagings
+from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.roots import checksum, layout_digest, shard_root
@@ -24,8 +29,11 @@ from gemini_ft.errors import CorruptDataError, MemoryBudgetError, StorageError
 from gemini_ft.recovery.readers import LocalShard
 from gemini_ft.storage import shard as stored_shards
 from gemini_ft.storage.local import LocalStorage
+from gemini_ft.storage.s3errors import BrokenError, GarbledError
 from gemini_ft.storage.shard import Committed, ShardRecord, write_shard
-from gemini_ft.wire.worker_messages import Stage, Staged
+from gemini_ft.wire.frames import FrameBuffer
+from gemini_ft.wire.messages import Failed
+from gemini_ft.wire.worker_messages import Stage, Staged, to_worker
 
 NBYTES = 4 * CHUNK
 STORED = Version(Incarnation(1, "earlier"), 7)
@@ -56,6 +64,27 @@ def stage(rank: Rank, storage: LocalStorage, record: ShardRecord, owner: int = 0
     settings: dict[str, object] = {"url": storage.root.as_uri(), "every_steps": 1}
     order = Stage(owner=owner, version=STORED, record=record.model_dump_json(), storage=settings)
     rank.client.call(order, Staged)
+
+
+@pytest.mark.parametrize("error", [BrokenError("it broke off"), GarbledError("s3://b", "cannot read a", "no XML")])
+def test_an_answer_of_s3_that_is_broken_reaches_the_worker_as_an_error_of_storage(error: StorageError) -> None:
+    """Which it asks storage for again; an error that workers do not know would end the start of the job."""
+
+    async def refused() -> bytes:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            ours.setblocking(False)
+            worker = WorkerConnection(Mock(), ours, os.getpid())
+            worker.refuse(Stage(call=7, owner=0, version=STORED, record="", storage={}), error)
+            worker.close()
+            return theirs.recv(2**16)
+
+    (body,) = FrameBuffer().bodies(memoryview(asyncio.run(refused())))
+    answer = to_worker.unpack(body)
+    assert isinstance(answer, Failed)
+    assert answer.call == 7
+    assert type(as_error(answer)) is StorageError
+    assert str(as_error(answer)) == str(error)
 
 
 def test_it_is_a_copy_like_any_other(job: Job, storage: LocalStorage) -> None:

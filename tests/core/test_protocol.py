@@ -121,6 +121,41 @@ def test_what_the_agent_before_knew_to_be_committed_stays_until_all_hosts_have_o
     assert host.slots(0).complete_version(version(1)) is None
 
 
+def test_the_mark_of_a_version_that_was_given_up_does_not_count_for_a_session_that_resumed_an_older_one() -> None:
+    """Section 8: both slots bear the mark of a commit, the session went back to the older one, and its agent was restarted at once."""
+    host = Host(name="a")
+    host.adopt(0, 0, version(4), committed=True)
+    host.adopt(0, 1, version(5), committed=True)
+    host.reopen(HOLDERS, version(4), Incarnation(2, "nonce"))
+    assert host.slots(0).committed == version(4)
+    assert host.request(0, version(5, incarnation=2))[0] == Grant(owner=0, slot=1, version=version(5, incarnation=2))
+    assert host.slots(0).complete_version(version(4)) is not None
+
+
+def test_a_mark_that_no_worker_has_heard_of_yet_does_not_keep_the_copy_from_being_reported() -> None:
+    """Section 7: the agent died between the mark and the word to its workers, so that other hosts may not have heard of the commit."""
+    host = Host(name="a")
+    host.adopt(0, 0, version(8), committed=True)
+    host.adopt(0, 1, version(9), committed=True)
+    host.reopen(HOLDERS, version(8), Incarnation(1, "nonce"))
+    assert [report.version for report in host.reports()] == [version(9)]
+    assert host.request(0, version(10)) == []
+    assert host.slots(0).complete_version(version(8)) is not None
+
+
+def test_the_newest_marked_version_and_the_one_that_workers_know_to_be_committed_outlive_the_start_of_the_next_session() -> None:
+    """Section 8: some host may still go on with either, until all have opened the next incarnation."""
+    host = Host(name="a")
+    for iteration, marked in ((3, True), (4, True), (5, False)):
+        host.adopt(0, iteration, version(iteration), committed=marked)
+    host.reopen(HOLDERS, version(3), Incarnation(1, "nonce"))
+    host.open({0: ("b", "c")}, version(5), incarnation=Incarnation(2, "nonce"))
+    host.slots(0).reap()
+    assert all(host.slots(0).complete_version(version(iteration)) for iteration in (3, 4, 5))
+    host.on_commit(version(6, incarnation=2), freeze=False)
+    assert not host.slots(0).slots
+
+
 def test_the_next_iteration_waits_for_the_commit_of_the_last_but_one() -> None:
     """Section 7: "A slot with iteration i-1 is overwritten only when i is complete everywhere." """
     host = begun()

@@ -71,6 +71,17 @@ def test_nothing_counts_but_what_comes_by_the_way_of_the_newest_greeting() -> No
     assert not ways.greet("h", 1, "one"), "it was very late"
 
 
+def test_the_greetings_of_a_host_that_cannot_be_reached_can_be_forgotten_and_no_others() -> None:
+    ways = Ways[str]()
+    assert ways.greet("h", 9, "one")
+    ways.forget_lost("h")
+    assert ways.counts("h", "one")
+    assert not ways.greet("h", 1, "two")
+    ways.lose("one")
+    ways.forget_lost("h")
+    assert ways.greet("h", 1, "two")
+
+
 def test_hosts_that_must_hear_something_else_are_told_apart() -> None:
     ways = Ways[str]()
     for attempt, (host, way) in enumerate(["ax", "bx", "cx", "dy", "ez"]):

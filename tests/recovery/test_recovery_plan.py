@@ -142,6 +142,13 @@ class TestChoice:
         plan = plan_recovery(hold(a=[slot(0, Version(Incarnation(1, "a"), 1234))]), WORLD, Version(Incarnation(1, "a"), 1000), WORLD)
         assert (plan.lost, plan.incomplete) == (234, {1234: [1, 2]})
 
+    def test_steps_that_were_given_up_count_as_lost_too(self) -> None:
+        """As after a divergence, where all that is in memory is refused (docs/design.md, section 8)."""
+        version, stored = Version(Incarnation(1, "a"), 1999), Version(Incarnation(1, "a"), 1000)
+        plan = plan_recovery(everywhere(version, "a"), WORLD, stored, WORLD, refused=[version])
+        assert (plan.lost, plan.incomplete) == (999, {})
+        assert describe(plan) == "no copies in memory that can be resumed: falling back to storage, iteration 1000, 999 steps lost"
+
 
 class TestWorldSize:
     def test_another_size_in_memory_is_refused_with_both_and_the_way_out(self) -> None:

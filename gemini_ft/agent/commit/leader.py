@@ -156,8 +156,11 @@ class Leader:
         return self._ways.through(port)
 
     def disown(self, host: str) -> None:
-        """Forgets the greetings in the name of a host, as another process has sent them: the host's own next one counts."""
-        self._ways.forget(host)
+        """Forgets the greetings in the name of a host that another process has sent, once its connections are gone.
+
+        The host's own next one counts then. One that is reached by another way, through a collector, has greeted there itself.
+        """
+        self._ways.forget_lost(host)
 
     def leave(self, port: MemberPort) -> None:
         self._ports.discard(port)
