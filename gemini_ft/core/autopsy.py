@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from gemini_ft.core.words import table
+from gemini_ft.core.words import NAMED, named, table
 from gemini_ft.errors import printable
 
-RANKS_NAMED = 8  # in each list of a sentence
 GROUPS, ENTRIES, TEXT = 11, 12, 64  # groups of a rank, collectives of a group, and bytes of a text that are kept
 STACK = 16 * 2**10  # characters of one rank
 REPORT = 256 * 2**10  # characters
@@ -153,7 +152,7 @@ def judge(found: Sequence[RankFound]) -> Verdict:
     if outside:
         return _verdict(UNKNOWN, outside, f"the collectives of {_names(outside)} are not observed", found)
     if lacking:
-        text = "; ".join(f"{_name(each)} waits in {_place(each)}" for each in lacking[:RANKS_NAMED])
+        text = "; ".join(f"{_name(each)} waits in {_place(each)}" for each in lacking[:NAMED])
         return _verdict(MISMATCH, lacking, f"ranks wait for each other in different process groups: {text}", found)
     if waiting := [each for each in found if each.waits is not None]:
         text = f"all ranks have entered {_place(waiting[0])}, and the network, or a device, does not carry it out"
@@ -207,7 +206,7 @@ def _verdict(cause: str, guilty: Sequence[RankFound], text: str, found: Sequence
     ranks = tuple(sorted(each.rank for each in guilty))
     others = [each for each in found if each.waits is not None and each.rank not in ranks]
     if others:
-        names = ", ".join(str(each.rank) for each in others[:RANKS_NAMED]) + " and others" * (len(others) > RANKS_NAMED)
+        names = named([str(each.rank) for each in others])
         text += f"; rank{'s' * (len(others) > 1)} {names} wait{'s' * (len(others) == 1)} in {_place(others[0])}"
     return Verdict(cause=cause, ranks=ranks, text=printable(text))
 
@@ -217,7 +216,7 @@ def _name(each: RankFound) -> str:
 
 
 def _names(ranks: Sequence[RankFound]) -> str:
-    return ", ".join(map(_name, ranks[:RANKS_NAMED])) + " and others" * (len(ranks) > RANKS_NAMED)
+    return named([_name(each) for each in ranks])
 
 
 def _place(each: RankFound) -> str:

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from gemini_ft.core.decisions import Abort, Cadence, Commit, Decision, Fatal, Holders, Thaw, WriteManifest
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Report, Skipped
-from gemini_ft.core.protocol import MOST_ABORTED, NO_ROOTS
+from gemini_ft.core.protocol import NO_ROOTS, note_aborted
 from gemini_ft.core.rounds import FoldedRound, Pair, Round
 from gemini_ft.core.versions import MOST, Incarnation, Version
+from gemini_ft.core.words import named
 from gemini_ft.errors import printable
 
-_NAMED = 8  # ranks in an error
 _MOST_ROUNDS = 32  # versions under way at a time; an owner has two or three slots, so that an honest job has far fewer
 _END = Version(Incarnation(MOST + 1, ""), 0)  # after all versions: an owner that has finished has gone past them
 
@@ -331,8 +331,9 @@ class Ledger:
         sides = sorted(current.by_label(1).items(), key=lambda side: (-len(side[1]), side[1]))
         is_clear = len(sides[0][1]) > len(sides[1][1])
         odd = sorted(rank for _, ranks in sides[is_clear:] for rank in ranks)
-        names = ", ".join(f"rank {rank} (host {self.holders[rank][0]})" for rank in odd[:_NAMED]) + " and others" * (len(odd) > _NAMED)
-        verdict = f"what most others hold is not what {names} held" if is_clear else f"which is wrong of {names} cannot be told"
+        names = named([f"rank {rank} (host {self.holders[rank][0]})" for rank in odd])
+        others = f"the largest group of ranks holds something else than {names}"
+        verdict = others if is_clear else f"it cannot be told which of {names} is wrong"
         self._has_diverged = True
         return Fatal(
             error="ReplicaDivergedError",
@@ -378,9 +379,7 @@ class Ledger:
         self._rounds.pop(version, None)
         if version in self.aborted:
             return []
-        self.aborted[version] = reason
-        if len(self.aborted) > MOST_ABORTED:
-            del self.aborted[next(iter(self.aborted))]
+        note_aborted(self.aborted, version, reason)
         return [Abort(version, reason)]
 
     def _is_own(self, report: Completed) -> bool:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TypeVar
 
 from gemini_ft.core.effects import (
     CancelSend,
@@ -42,6 +43,14 @@ from gemini_ft.core.versions import Incarnation, Version
 
 MOST_ABORTED = 1024  # versions remembered as aborted; one that is forgotten is aborted again if it is reported, as its owner has gone on
 NO_ROOTS: Mapping[int, str] = MappingProxyType({})
+T = TypeVar("T")
+
+
+def note_aborted(aborted: dict[Version, T], version: Version, about: T) -> None:
+    """Notes that a version is aborted, and forgets the one noted first where these are more than ``MOST_ABORTED``."""
+    aborted[version] = about
+    if len(aborted) > MOST_ABORTED:
+        del aborted[next(iter(aborted))]
 
 
 @dataclass(kw_only=True)
@@ -297,9 +306,7 @@ class Host:
         """Records that ``version`` will never be complete everywhere."""
         if self.committed is not None and version <= self.committed:
             return []
-        self.aborted[version] = None
-        if len(self.aborted) > MOST_ABORTED:
-            del self.aborted[next(iter(self.aborted))]
+        note_aborted(self.aborted, version, None)
         effects: list[Effect] = []
         for owner, slots in self.shards.items():
             asked = self.waiting.get(owner) == version

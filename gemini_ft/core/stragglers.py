@@ -6,11 +6,11 @@ them is its own. Ranks report medians of a few steps, so that a validation, an u
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
 
-from gemini_ft.core.autopsy import RANKS_NAMED
+from gemini_ft.core.words import named
 
 WINDOW = 8  # steps of a report; the first of three slow ones may begin with up to half a window of quick steps: 28 steps at most
 _IN_A_ROW = 3  # windows after which a rank is slow, or is not any more
@@ -96,18 +96,14 @@ class StragglerWatch:
         said = []
         if begun:
             since = window - _IN_A_ROW * WINDOW + 1
-            times = ", ".join(f"{self._name(r)} {found[r].alone:.3g} s" for r in sorted(begun)[:RANKS_NAMED]) + _rest(begun)
+            span = dict.fromkeys(f"{of(found[rank].alone for rank in begun):.3g}" for of in (min, max))
             said.append(
-                f"stragglers: since step {since} all ranks wait for {times}: so long works each outside of collectives in a step, "
-                f"and {usual:.3g} s is usual"
+                f"stragglers: since step {since} all ranks wait for {self._names(begun)}, which work{'s' * (len(begun) == 1)} "
+                f"{' to '.join(span)} s of each step outside of collectives; {usual:.3g} s is usual"
             )
         if over := changed - begun:
-            said.append(f"no straggler any more: {', '.join(map(self._name, sorted(over)[:RANKS_NAMED]))}{_rest(over)}")
+            said.append(f"no straggler any more: {self._names(over)}")
         return "; ".join(said)
 
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} (host {self._hosts[rank]})"
-
-
-def _rest(ranks: set[int] | frozenset[int]) -> str:
-    return " and others" * (len(ranks) > RANKS_NAMED)
+    def _names(self, ranks: Collection[int]) -> str:
+        return named([f"rank {rank} (host {self._hosts[rank]})" for rank in sorted(ranks)])

@@ -1,8 +1,10 @@
-"""Times and tables as people read them."""
+"""Times, names and tables as people read them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+NAMED = 8  # ranks or hosts in a sentence
 
 
 def in_words(seconds: float) -> str:
@@ -11,6 +13,11 @@ def in_words(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.1f} {unit}"
     return f"{max(0.0, seconds):.0f} s"
+
+
+def named(names: Sequence[str]) -> str:
+    """The first names in a row, and whether there are others."""
+    return ", ".join(names[:NAMED]) + " and others" * (len(names) > NAMED)
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

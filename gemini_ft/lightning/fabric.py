@@ -98,9 +98,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
     _gemini_bound: tuple[int, ...] = ()
     _gemini_state: dict[str, Any] | None = None  # what is saved when the next batch is asked for; None once the script saves it
     _gemini_steps: int = 0  # of optimizers, since the last snapshot
-    _gemini_asked: tuple[
-        tuple[Bookmark, object], ...
-    ] = ()  # loaders that were asked for a batch since the last step, each with the mode then
+    _gemini_asked: tuple[tuple[Bookmark, object], ...] = ()  # loaders asked for a batch since the last step, each with the mode then
     _gemini_trained_on: tuple[Bookmark, ...] = ()  # loaders that were asked in the mode of the step after it
     _gemini_mode: object = None  # of the last step
     _gemini_has_warned: bool = False

@@ -279,9 +279,8 @@ class Bookmark:
         self._facts, self._between.forked = position["facts"], position["forked"]
         self._parts.data.mark()
         if self._between.forked is not None:
-            self._parts.born.give_back(
-                self._between.forked, OF_WORKERS, shared=False, new=True
-            )  # workers see at once what is written into shared memory
+            # Not shared: workers see at once what is written into shared memory.
+            self._parts.born.give_back(self._between.forked, OF_WORKERS, shared=False, new=True)
         if self._may_use_late(position):  # what the dataset then loads of its own counts more
             self._parts.put(position["before_last"] or position["now"], OF_WORKERS)
         own, self._own_begin = position["own"], position["own_begin"]

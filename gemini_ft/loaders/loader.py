@@ -67,8 +67,18 @@ def make_resumable(
     if isinstance(loader, ResumableIterable):
         loader = loader.iterable
     base = _plain_class(loader)
-    options: dict[str, Any] = {"ahead": ahead, "in_advance": in_advance, "epoch": epoch, "active": active, "remade": remade}
-    bookmark = Bookmark(loader, base, method, **options, before_next=before_next, rests=rests)
+    bookmark = Bookmark(
+        loader,
+        base,
+        method,
+        ahead=ahead,
+        in_advance=in_advance,
+        epoch=epoch,
+        active=active,
+        remade=remade,
+        before_next=before_next,
+        rests=rests,
+    )
     bookmark.lenient, bookmark.owner = lenient, owner
     if former is not None:
         former.hand_workers_to(bookmark)

@@ -175,12 +175,11 @@ class BlockingWire:
 
 def _connected(addresses: Addresses, number: int, timeout: float) -> socket.socket:
     """The socket of that number, in the first network that carries it. Raises OSError: none does."""
-    for address in addresses.for_socket(number):
-        with addresses.trying(address):
+    while True:
+        with addresses.trying(number) as address:
             sock = connect(address, addresses.patience)
             sock.settimeout(timeout)
             return sock
-    raise AssertionError("the last failure is raised")
 
 
 def connect(address: tuple[str, int], timeout: float) -> socket.socket:

@@ -103,10 +103,11 @@ class Addresses:
         return [each for each in self._all[turn:] + self._all[:turn] if each not in self._failed]
 
     @contextlib.contextmanager
-    def trying(self, address: tuple[str, int]) -> Iterator[None]:
-        """Goes on with the next address where this one does not answer in time; raises if it was the last."""
+    def trying(self, number: int) -> Iterator[tuple[str, int]]:
+        """The address to try next for a socket. An OSError says that it does not answer, and is raised if no other address is left."""
+        address = self.for_socket(number)[0]
         try:
-            yield
+            yield address
         except ssl.SSLError:
             raise  # an agent, or another process, has answered: this network works
         except OSError:
@@ -116,11 +117,10 @@ class Addresses:
 
     async def dialled(self, number: int, dial_at: Callable[[tuple[str, int]], Awaitable[T]]) -> T:
         """The socket of that number, dialled in the first network that carries it. Raises OSError: none does."""
-        for address in self.for_socket(number):
-            with self.trying(address):
+        while True:
+            with self.trying(number) as address:
                 async with asyncio.timeout(self.patience):
                     return await dial_at(address)
-        raise AssertionError("the last failure is raised")
 
 
 def processors_near(address: str) -> set[int]:

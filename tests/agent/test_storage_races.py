@@ -59,10 +59,9 @@ class Writer:
 
     def __init__(self, server: s3_server.Server, seed: str, incarnation: Incarnation, resumed: Version | None) -> None:
         self.stored: list[Version] = []
-        self.proxy, self._random = (
-            S3Proxy(server.port, seed=zlib.crc32(f"{seed} {incarnation}".encode())),
-            random.Random(f"{seed} {incarnation}"),
-        )
+        drawn_from = f"{seed} {incarnation}"
+        self.proxy = S3Proxy(server.port, seed=zlib.crc32(drawn_from.encode()))
+        self._random = random.Random(drawn_from)
         self.proxy.__enter__()
         url = f"s3://bucket/{seed}"
         lineage = [resumed] if resumed is not None else []

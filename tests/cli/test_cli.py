@@ -170,6 +170,13 @@ class TestRuns:
         assert self.shown([hung], "status") == 0
         assert "last hang: rank 1 is done; /logs/hang.txt has the report" in capsys.readouterr().out
 
+    def test_status_names_the_stragglers(self, capsys: pytest.CaptureFixture[str]) -> None:
+        for slow, lines in (([1, 3], ["stragglers: ranks [1, 3]"]), ([], [])):
+            limping = document("one")
+            limping["streams"]["main"]["stragglers"] = slow
+            assert self.shown([limping], "status") == 0
+            assert [line.strip() for line in capsys.readouterr().out.splitlines() if "straggler" in line] == lines
+
     def test_status_finds_the_only_run_and_says_ages_in_words(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert self.shown([document("one")], "status") == 0
         shown = capsys.readouterr().out

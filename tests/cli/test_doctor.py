@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from gemini_ft.cli import doctor
@@ -76,6 +77,20 @@ def test_a_host_without_a_default_route_is_told_to_name_its_network(healthy: Pat
     assert re.search(
         r"^wrong +network +no route to the master '10.1.2.3' .*; set interface \(GEMINI_INTERFACE\)", done.stdout, re.MULTILINE
     )
+
+
+def test_each_of_several_networks_is_judged(healthy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    networks = {"fast": ("10.1.0.1", 100_000), "slow": ("10.2.0.1", 1000), "lo": ("127.0.0.1", 0)}
+    cards = {name: [SimpleNamespace(family=socket.AF_INET, address=address)] for name, (address, _) in networks.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: cards)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {name: SimpleNamespace(speed=speed) for name, (_, speed) in networks.items()})
+    monkeypatch.setenv("GEMINI_INTERFACE", "fast,slow,lo")
+    assert main(["doctor", "--hosts", "2"]) == 1
+    assert re.findall(r"^(\w+) +network +(.*?)[,;]", said := capsys.readouterr().out, re.MULTILINE) == [
+        ("ok", "replicas leave by fast (10.1.0.1)"),
+        ("warn", "replicas leave by slow (10.2.0.1)"),
+        ("wrong", "127.0.0.1 reaches this machine only"),
+    ], said
 
 
 def test_pages_of_slots_are_advised_on(healthy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

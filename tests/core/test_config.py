@@ -167,6 +167,13 @@ def test_a_time_that_no_clock_can_count_is_refused(value: str) -> None:
                 load_config(None, {f"GEMINI_{name.upper()}": value})
 
 
+@pytest.mark.parametrize("factor", [0.5, 1])
+def test_a_straggler_factor_by_which_half_of_all_ranks_would_be_slow_is_refused(factor: float) -> None:
+    with pytest.raises(ConfigError, match=rf"straggler_factor={float(factor)} must be 0, or more than 1"):
+        load(straggler_factor=factor)
+    assert [load(straggler_factor=allowed).straggler_factor for allowed in (0, 1.01)] == [0, 1.01]
+
+
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
 @pytest.mark.parametrize(
     "content",

@@ -214,7 +214,7 @@ def test_replicated_state_that_differs_stops_the_job_and_the_odd_rank_is_named_o
     assert isinstance(abort, Abort)
     assert isinstance(fatal, Fatal)
     assert (fatal.error, fatal.ranks, fatal.agreed) == ("ReplicaDivergedError", (1,), version(1))
-    assert "what most others hold is not what rank 1 (host b) held" in fatal.text
+    assert "the largest group of ranks holds something else than rank 1 (host b)." in fatal.text
     assert report(book, version(4), (0, "a"), (1, "b"), (2, "c")) == []
     assert book.committed == version(2)
 
@@ -225,7 +225,16 @@ def test_of_two_ranks_that_differ_both_are_named() -> None:
     fatal = report(book, version(1), (1, "b"), digest="other")[-1]
     assert isinstance(fatal, Fatal)
     assert fatal.ranks == (0, 1)
-    assert "which is wrong of rank 0 (host a), rank 1 (host b) cannot be told" in fatal.text
+    assert "it cannot be told which of rank 0 (host a), rank 1 (host b) is wrong" in fatal.text
+
+
+def test_of_several_sides_the_largest_may_be_less_than_half_of_the_ranks() -> None:
+    book = Ledger({rank: (host,) for rank, host in enumerate("abcdefg")}, None, TIMEOUT)
+    for rank, host in enumerate("abcdefg"):
+        decisions = report(book, version(1), (rank, host), digest="xxxyyzz"[rank])
+    (fatal,) = (each for each in decisions if isinstance(each, Fatal))
+    assert fatal.ranks == (3, 4, 5, 6)
+    assert "the largest group of ranks holds something else than rank 3 (host d), rank 4 (host e), " in fatal.text
 
 
 # -- the set of holders

@@ -94,10 +94,22 @@ def test_the_text_has_the_evidence_and_no_host_speaks_for_another() -> None:
         assert one_window(watch, end, "b", {0: 0.9, 1: 0.9, 2: 0.4, 7: 0.9, -1: 0.9, -2: 0.9}) is None
         said = one_window(watch, end, "a", {0: 0.1, 1: 0.11})
     assert said == (
-        "stragglers: since step 1 all ranks wait for rank 2 (host b) 0.4 s: so long works each outside of collectives in a step, "
-        "and 0.11 s is usual"
+        "stragglers: since step 1 all ranks wait for rank 2 (host b), which works 0.4 s of each step outside of collectives; "
+        "0.11 s is usual"
     )
     assert watch.slow == {2}
+
+
+@pytest.mark.parametrize(("slowest", "span"), [(0.4, "0.4 s"), (0.55, "0.4 to 0.55 s")])
+def test_several_are_named_in_one_sentence(slowest: float, span: str) -> None:
+    watch = StragglerWatch(["a", "a", "a", "b", "b"], FACTOR)
+    for end in (8, 16, 24):
+        one_window(watch, end, "a", {0: 0.1, 1: 0.1, 2: 0.1})
+        said = one_window(watch, end, "b", {3: 0.4, 4: slowest})
+    assert said == (
+        "stragglers: since step 1 all ranks wait for rank 3 (host b), rank 4 (host b), "
+        f"which work {span} of each step outside of collectives; 0.1 s is usual"
+    )
 
 
 def test_a_window_that_a_host_never_reports_is_given_up() -> None:

@@ -20,7 +20,7 @@ def test_the_rank_that_all_wait_for_is_named(tmp_path: Path) -> None:
         assert not any(isinstance(result, Exception) for result in results), results
         told = [event for event in read_events(tmp_path / "events") if event["event"] == "straggler"]
         assert sorted((event["host"], event["ranks"]) for event in told) == [("a", [1]), ("b", [1])]
-        said = r"stragglers: since step (\d+) all ranks wait for rank 1 \(host b\) \S+ s: .* \S+ s is usual"
+        said = r"stragglers: since step (\d+) all ranks wait for rank 1 \(host b\), which works \S+ s of each step .*; \S+ s is usual"
         begin = re.fullmatch(said, told[0]["text"])
         assert begin is not None, told
         assert int(begin[1]) + 23 <= SINCE + 30

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_kit import preload
-from rank_kit import World
+from rank_kit import Failed, World
 from three_ways import WAYS, Cell, differing
 
 preload("combinations_case")
@@ -53,6 +53,7 @@ MOMENTS = ["training_step", "on_train_batch_end", "validation_step", "on_train_e
 MOMENTS += ["on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_validation_start", "on_validation_epoch_end"]
 MOMENTS += ["on_train_epoch_start", "on_train_batch_start"]
 
+REFUSALS = ("UnsupportedStateError", "StateError", "ConcurrentWriteError", "ConfigError")  # what a script may be refused with
 
 # What seeds have found, shrunk: trait -> value, beside the plainest ones.
 FOUND: dict[str, dict[str, Any]] = {
@@ -182,16 +183,34 @@ def run(traits: dict[str, Any], folder: Path) -> tuple[str, list[str]]:
                 if (found := next(steps)) is not None:
                     said[way] = found
                     del running[way]
-    if said["ddp"] != ["done"] * traits["ranks"]:
-        return "impossible", [repr(said["ddp"])[:300]]
-    others = [(way, each) for way in ("undisturbed", "killed") for each in said[way] if each != "done"]
-    if others:
-        is_refusal = all(str(each).startswith("refused") or type(each).__name__ == "Failed" for _, each in others)
-        return ("refused" if is_refusal else "failed"), [f"{way}: {type(each).__name__} {each}"[:600] for way, each in others]
+    verdict, told = judged(said)
+    if verdict != "done":
+        return verdict, told
     found = differing(folders, "cell", Cell(), traits["ranks"])
     if "nothing to resume yet" in (folders["killed"] / "cell" / "output-0").read_text().partition("nothing to resume yet")[2]:
         found = [each for each in found if ": end " not in each]  # began anew, as plain DDP would have: files of its first start are there
     return ("different" if found else "same"), found
+
+
+def judged(said: dict[str, Any]) -> tuple[str, list[str]]:
+    """Judges what the ranks of each way have returned or raised: a verdict of `run`, or "done"; and what was said.
+
+    Where a rank of a way is refused by name, the others may die without a word. Where all of them do, that is a fault.
+    """
+    if any(each != "done" for each in said["ddp"]):
+        return "impossible", [repr(said["ddp"])[:300]]
+    others = {way: [each for each in said[way] if each != "done"] for way in ("undisturbed", "killed")}
+    told = [f"{way}: {type(each).__name__} {each}"[:600] for way, each_of in others.items() for each in each_of]
+    if not told:
+        return "done", []
+    is_named = all(any(map(_is_refusal, ranks)) for ranks in others.values() if ranks)
+    is_refusal = is_named and all(_is_refusal(each) or isinstance(each, Failed) for ranks in others.values() for each in ranks)
+    return ("refused" if is_refusal else "failed"), told
+
+
+def _is_refusal(said: Any) -> bool:
+    """Whether a rank was refused by name: by an error that is about the script."""
+    return str(said).startswith(tuple(f"refused: {name}: " for name in REFUSALS))
 
 
 def _attempts(world: World, arguments: Any, ranks: Any) -> Iterator[Any]:

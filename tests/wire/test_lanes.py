@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -407,8 +407,8 @@ class Networks:
         self.ends: list[End] = []
         self.came: list[str] = []
 
-    async def dial(self, closed: str, claims: Claims) -> Connection:
-        """A connection whose sockets go by the networks that are not ``closed``."""
+    async def dial(self, closed: str, claims: Claims, further: Sequence[str] = ("127.0.0.2",)) -> Connection:
+        """A connection whose sockets go by the networks that are not ``closed``, of the first one and ``further`` ones."""
 
         def accept(connection: Connection, claims: Claims) -> End:
             self.ends.append(End())
@@ -423,7 +423,7 @@ class Networks:
             asyncio.get_running_loop().remove_reader(blocked)
             blocked.close()
         self.mine = End()
-        self.mine.connection = await dial(listener.address, claims, b"secret", self.mine, further=["127.0.0.2"])
+        self.mine.connection = await dial(listener.address, claims, b"secret", self.mine, further=further)
         return self.mine.connection
 
     async def close(self) -> None:
@@ -446,6 +446,20 @@ def test_lanes_are_spread_over_the_networks_that_work(closed: str) -> None:
             connection.send(chunk, memoryview(SOURCE)[index * NBYTES :][:NBYTES])
         await until(lambda: len(networks.ends[0].whole) == PAYLOADS)
         assert bytes(networks.ends[0].room) == SOURCE
+        await networks.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize(("further", "seconds"), [([], 60), (["127.0.0.2"], 10)])
+def test_a_network_that_is_cut_is_given_up_earlier_where_there_is_another(further: list[str], seconds: int) -> None:
+    async def work() -> None:
+        networks = Networks()
+        claims = Claims(run="r", stream="s", host="h", to="", role="replicate", incarnation=None, lanes=2)
+        connection = await networks.dial("", claims, further)
+        assert connection.transport is not None
+        sockets = [connection.transport.get_extra_info("socket"), *connection.payload_sockets]
+        assert [sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for sock in sockets] == [seconds * 1000] * 3
         await networks.close()
 
     run(work())

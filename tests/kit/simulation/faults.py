@@ -40,21 +40,15 @@ def _lose_host(world: World) -> None:
 
 def _kill_leader(world: World) -> None:
     """Kills the agent that leads; each of them where two believe that they do."""
-    for host in world.hosts:
-        session = host.agent.streams.by_name["main"]._session if host.agent is not None and "main" in host.agent.streams.by_name else None
-        if session is not None and session.leads_in is not None:
-            world.record("agent killed", host=host.name)
-            assert host.agent is not None
-            world.kill_agent(host.agent)
+    for agent in world.leading:
+        world.record("agent killed", host=agent.host.name)
+        world.kill_agent(agent)
 
 
 def _stop_leader(world: World) -> None:
     """Stops the agent that leads for so long that another one may lead."""
-    for host in world.hosts:
-        session = host.agent.streams.by_name["main"]._session if host.agent is not None and "main" in host.agent.streams.by_name else None
-        if session is not None and session.leads_in is not None:
-            assert host.agent is not None
-            stop(world, host.agent.process, world.rng.choice([5.0, 15.0]))
+    for agent in world.leading:
+        stop(world, agent.process, world.rng.choice([5.0, 15.0]))
 
 
 def _lose_all(world: World) -> None:

@@ -47,9 +47,7 @@ def on_storage(world: World, event: str, key: str, **facts: Any) -> None:
     if event == "putting":
         if not key.endswith(MANIFEST):
             return
-        agent = next((host.agent for host in world.hosts if host.agent is not None and host.agent.process is process), None)
-        sessions = [stream._session for stream in agent.streams.by_name.values()] if agent is not None else []
-        facts["leads"] = any(session is not None and session.leads_in is not None for session in sessions)
+        facts["leads"] = any(agent.process is process for agent in world.leading)
     world.record(event, by=process.name if process is not None else "", **facts)
 
 

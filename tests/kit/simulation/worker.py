@@ -44,13 +44,13 @@ from gemini_ft.wire.worker_messages import (
 from gemini_ft.worker import session as joining
 from gemini_ft.worker.introductions import introduced
 from gemini_ft.worker.rendezvous import exchange_or_raise
+from simulation.client import SimulatedClient
 from simulation.loop import Fiber, Process
+from simulation.made import EXTRAS, content, text
 
 if TYPE_CHECKING:
     from simulation.hosts import Attempt, Host
     from simulation.world import World
-from simulation.client import SimulatedClient
-from simulation.made import EXTRAS, content, text
 
 
 class Script:

@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -123,6 +123,14 @@ class World:
         return now - min(max(cuts), since, host.bereft_at if host.agent is None else now)
 
     # -- processes
+
+    @property
+    def leading(self) -> Iterator[Agent]:
+        """The agents that lead a session, or believe that they do."""
+        for host in self.hosts:
+            sessions = [stream._session for stream in host.agent.streams.by_name.values()] if host.agent is not None else []
+            if host.agent is not None and any(session is not None and session.leads_in is not None for session in sessions):
+                yield host.agent
 
     def pid_of(self, process: Process) -> int:
         return self.pid_of_process.setdefault(process, next(self.pids))
