@@ -74,7 +74,7 @@ class BlockingWire:
         claims: this side's introduction.
         secret: the run's.
         timeout: seconds to wait for each answer.
-        further: the agent's addresses in other networks, over which lanes are spread; what one of them does not carry goes by another.
+        further: the agent's addresses in other networks, over which lanes are spread; one that takes no connection in is passed over.
 
     Raises:
         PeerError: there is no answer, or the peer refuses.
@@ -82,7 +82,7 @@ class BlockingWire:
     """
 
     def __init__(self, address: tuple[str, int], claims: Claims, secret: bytes, timeout: float, *, further: Sequence[str] = ()) -> None:
-        self.peer, addresses = f"{address[0]}:{address[1]}", Addresses(address, further, timeout)
+        self.peer, addresses = f"{address[0]}:{address[1]}", Addresses(address, further)
         with contextlib.ExitStack() as on_error:
             try:
                 plain = on_error.enter_context(_connected(addresses, 0, timeout))
@@ -177,7 +177,7 @@ def _connected(addresses: Addresses, number: int, timeout: float) -> socket.sock
     """The socket of that number, in the first network that carries it. Raises OSError: none does."""
     while True:
         with addresses.trying(number) as address:
-            sock = connect(address, addresses.patience)
+            sock = connect(address, addresses.patience or timeout)
             sock.settimeout(timeout)
             return sock
 

@@ -81,8 +81,8 @@ async def dial(address: Address, claims: Claims, secret: bytes, handler: Handler
         claims: this side's introduction.
         secret: the run's.
         handler: receives the messages.
-        further: the agent's addresses in other networks. Lanes are spread over all networks, and what one of them does not carry goes by
-            another.
+        further: the agent's addresses in other networks. Lanes are spread over all networks; one that takes no connection in is passed
+            over.
 
     Raises:
         PeerError: there is no answer at ``address``, or not in time, or the peer refuses.
@@ -92,8 +92,8 @@ async def dial(address: Address, claims: Claims, secret: bytes, handler: Handler
     opening = _Dialling(claims, handler)
     try:
         async with asyncio.timeout(TIMEOUT):
-            loop, context, addresses = asyncio.get_running_loop(), tls_context(secret, server=False), Addresses(address, further, TIMEOUT)
-            await addresses.dialled(0, lambda to: loop.create_connection(lambda: opening.connection, *to, ssl=context, server_hostname=""))
+            loop, context, addresses = asyncio.get_running_loop(), tls_context(secret, server=False), Addresses(address, further)
+            await loop.create_connection(lambda: opening.connection, ssl=context, server_hostname="", **await addresses.target())
             opening.connection.send(claims)
             accepted = await opening.accepted
             for number, opens in enumerate(accepted.lanes):
@@ -118,8 +118,7 @@ async def certificate_at(address: Address, secret: bytes, *, further: Sequence[s
     try:
         async with asyncio.timeout(TIMEOUT):
             context = tls_context(secret, server=False)
-            addresses = Addresses(address, further, TIMEOUT)
-            _, writer = await addresses.dialled(0, lambda to: asyncio.open_connection(*to, ssl=context, server_hostname=""))
+            _, writer = await asyncio.open_connection(ssl=context, server_hostname="", **await Addresses(address, further).target())
     except BaseException as error:
         raise as_peer_error(error, f"the agent at {address[0]}:{address[1]}") from None
     shown: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)

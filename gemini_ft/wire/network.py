@@ -13,7 +13,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
@@ -23,7 +23,9 @@ from gemini_ft.errors import ConfigError
 T = TypeVar("T")
 _LARGEST_PORT = 2**16 - 1
 SYSTEM = Path("/sys")  # where the kernel tells of its devices
-_PATIENCE = 2.5  # seconds after which another network is tried
+# Seconds for a network to take a connection in, which the kernel does however busy the agent is; then another one is tried. All of them
+# must be tried before a silent host counts as lost.
+_PATIENCE = 0.4
 _ELSEWHERE = ("198.51.100.1", "2001:db8::1")  # for documentation only, so on no local network: the default route leads there
 
 
@@ -89,13 +91,16 @@ class Addresses:
     Args:
         address: which is tried first.
         further: its addresses in other networks, at which the same port is open.
-        timeout: seconds for all the sockets.
     """
 
-    def __init__(self, address: tuple[str, int], further: Sequence[str], timeout: float) -> None:
+    def __init__(self, address: tuple[str, int], further: Sequence[str]) -> None:
         self._all = [address, *((host, address[1]) for host in further)]
         self._failed: set[tuple[str, int]] = set()
-        self.patience = min(_PATIENCE, timeout / (2 * len(self._all))) if further else timeout  # seconds for one try
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds for the next try; None: it is the last one."""
+        return _PATIENCE if len(self._all) - len(self._failed) > 1 else None
 
     def for_socket(self, number: int) -> list[tuple[str, int]]:
         """The addresses to try for a socket: the networks in turn, beginning with another one for each number; none that has failed."""
@@ -115,12 +120,26 @@ class Addresses:
             if len(self._failed) == len(self._all):
                 raise
 
+    async def target(self) -> dict[str, Any]:
+        """Where to connect to the agent, as options of asyncio: where it has several networks, a socket that one of them has connected."""
+        return {"sock": await self.dialled(0, _connected)} if len(self._all) > 1 else dict(zip(("host", "port"), self._all[0], strict=True))
+
     async def dialled(self, number: int, dial_at: Callable[[tuple[str, int]], Awaitable[T]]) -> T:
         """The socket of that number, dialled in the first network that carries it. Raises OSError: none does."""
         while True:
             with self.trying(number) as address:
                 async with asyncio.timeout(self.patience):
                     return await dial_at(address)
+
+
+async def _connected(address: tuple[str, int]) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def processors_near(address: str) -> set[int]:
@@ -131,10 +150,10 @@ def processors_near(address: str) -> set[int]:
     name = next((name for name, addresses in _addresses().items() if address in addresses), "")
     try:
         node = int((SYSTEM / f"class/net/{name}/device/numa_node").read_text())
-        listed = (SYSTEM / f"devices/system/node/node{node}/cpulist").read_text()
+        listed = processors((SYSTEM / f"devices/system/node/node{node}/cpulist").read_text().strip())  # a node may have none
     except (OSError, ValueError):
         return set()
-    return set(processors(listed.strip()) or ()) & os.sched_getaffinity(0)
+    return set(listed or ()) & os.sched_getaffinity(0)
 
 
 def _addresses() -> dict[str, list[str]]:

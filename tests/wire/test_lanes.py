@@ -405,10 +405,13 @@ class Networks:
 
     def __init__(self) -> None:
         self.ends: list[End] = []
-        self.came: list[str] = []
+        self.waiting: list[socket.socket] = []
 
-    async def dial(self, closed: str, claims: Claims, further: Sequence[str] = ("127.0.0.2",)) -> Connection:
-        """A connection whose sockets go by the networks that are not ``closed``, of the first one and ``further`` ones."""
+    async def dial(self, closed: str, claims: Claims, further: Sequence[str] = ("127.0.0.2",), *, is_silent: bool = False) -> Connection:
+        """A connection whose sockets go by the networks that are not ``closed``, of the first one and ``further`` ones.
+
+        ``is_silent``: the closed one drops what comes, in place of refusing it.
+        """
 
         def accept(connection: Connection, claims: Claims) -> End:
             self.ends.append(End())
@@ -421,13 +424,22 @@ class Networks:
         if closed:
             (blocked,) = [sock for sock in listener.sockets if sock.getsockname()[0] == closed]
             asyncio.get_running_loop().remove_reader(blocked)
-            blocked.close()
+            if is_silent:
+                blocked.listen(0)
+                for _ in range(3):  # the kernel takes in one or two more than that, and then none
+                    self.waiting.append(socket.socket())
+                    self.waiting[-1].setblocking(False)
+                    self.waiting[-1].connect_ex(blocked.getsockname())
+            else:
+                blocked.close()
         self.mine = End()
         self.mine.connection = await dial(listener.address, claims, b"secret", self.mine, further=further)
         return self.mine.connection
 
     async def close(self) -> None:
         self._listener.close()
+        for sock in self.waiting:
+            sock.close()
         for end in (self.mine, *self.ends):
             end.connection.abort("the end")
             await until(lambda end=end: end.lost)  # type: ignore[misc]
@@ -479,9 +491,16 @@ def test_a_reader_goes_by_the_network_that_works() -> None:
     run(work())
 
 
-def test_a_lane_runs_on_the_processors_of_its_network_cards_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_processors", [True, False])
+def test_a_lane_runs_on_the_processors_of_its_network_cards_node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_processors: bool
+) -> None:
     allowed = sorted(os.sched_getaffinity(0))
-    for name, text in {"class/net/lo/device/numa_node": "1\n", "devices/system/node/node1/cpulist": f"{allowed[-1]}\n"}.items():
+    near = [allowed[-1]] if has_processors else []
+    for name, text in {
+        "class/net/lo/device/numa_node": "1\n",
+        "devices/system/node/node1/cpulist": f"{','.join(map(str, near))}\n",
+    }.items():
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(network, "SYSTEM", tmp_path)
@@ -492,7 +511,19 @@ def test_a_lane_runs_on_the_processors_of_its_network_cards_node(monkeypatch: py
             await until(lambda: len(pair.theirs.whole) == PAYLOADS)
             lanes = [thread.native_id for thread in threading.enumerate() if thread.name == "gemini-lane"]
             assert len(lanes) == 2 * LANES
-            assert all(os.sched_getaffinity(thread) == {allowed[-1]} for thread in lanes)  # type: ignore[arg-type]
+            assert all(os.sched_getaffinity(thread) == set(near or allowed) for thread in lanes)  # type: ignore[arg-type]
         assert sorted(os.sched_getaffinity(0)) == allowed
+
+    run(work())
+
+
+def test_a_network_that_drops_everything_is_passed_over_before_a_host_would_count_as_lost() -> None:
+    async def work() -> None:
+        networks = Networks()
+        claims = Claims(run="r", stream="s", host="h", to="", role="replicate", incarnation=None, lanes=2)
+        async with asyncio.timeout(2.4):  # a host is silent after 2.5 s
+            connection = await networks.dial("127.0.0.1", claims, is_silent=True)
+        assert {sock.getpeername()[0] for sock in connection.payload_sockets} == {"127.0.0.2"}
+        await networks.close()
 
     run(work())
