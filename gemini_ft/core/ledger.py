@@ -375,13 +375,15 @@ class Ledger:
         self.uploading, self._records, self._has_uploaded = version, {}, True
 
     def _abort(self, version: Version, reason: str) -> list[Decision]:
-        self._rounds.pop(version, None)
+        """Aborts a version; what its reports have shown to differ by then is told, as no further ones will count."""
+        current = self._rounds.pop(version, None)
         if version in self.aborted:
             return []
         self.aborted[version] = reason
         if len(self.aborted) > MOST_ABORTED:
             del self.aborted[next(iter(self.aborted))]
-        return [Abort(version, reason)]
+        is_news = current is not None and current.differs and not self._has_diverged
+        return [Abort(version, reason), *([self._conflict(current)] if current is not None and is_news else [])]
 
     def _is_own(self, report: Completed) -> bool:
         return self.owns(report.host, report.owner)
@@ -410,8 +412,7 @@ class Ledger:
     def _judge(self, version: Version, current: Round, now: float) -> list[Decision]:
         """Aborts, waits or commits."""
         if current.disputed:
-            is_news, conflict = not self._has_diverged, self._conflict(current)
-            return [*self._abort(version, "the ranks disagree"), *([conflict] if is_news else [])]
+            return self._abort(version, "the ranks disagree")
         return self._try_commit(version, current, now)
 
     def _close(self, version: Version) -> None:

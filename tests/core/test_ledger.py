@@ -219,6 +219,24 @@ def test_replicated_state_that_differs_stops_the_job_and_the_odd_rank_is_named_o
     assert book.committed == version(2)
 
 
+@pytest.mark.parametrize("gone", ["skips", "goes on", "has finished"])
+def test_ranks_that_differ_are_found_also_where_another_has_no_snapshot_of_that_version(gone: str) -> None:
+    """Else the next version would be committed over the difference, and the one that was compared before it overwritten."""
+    book = Ledger({rank: (host,) for rank, host in enumerate("abcd")}, None, TIMEOUT)
+    report(book, version(1), (0, "a"), (1, "b"), (2, "c"), (3, "d"), digest="same")
+    report(book, version(2), (0, "a"), (1, "b"), digest="same")
+    assert report(book, version(2), (2, "c"), digest="other") == []
+    if gone == "skips":
+        abort, fatal = book.report(Skipped(3, version(2), "late"), 0.0)
+    else:
+        abort, fatal = report(book, version(3), (3, "d")) if gone == "goes on" else book.finish(3)
+    assert isinstance(abort, Abort)
+    assert isinstance(fatal, Fatal)
+    assert (fatal.error, fatal.ranks, fatal.agreed) == ("ReplicaDivergedError", (2,), version(1))
+    report(book, version(4), (0, "a"), (1, "b"), (2, "c"), (3, "d"))
+    assert book.committed == version(1)
+
+
 def test_of_two_ranks_that_differ_both_are_named() -> None:
     book = Ledger({rank: (host,) for rank, host in enumerate("ab")}, None, TIMEOUT)
     report(book, version(1), (0, "a"), digest="one")
