@@ -171,8 +171,9 @@ class Stream:
         self._misinformed.discard(worker)
         self.context.host.seal()
         if self._divergence is not None:  # what was made since then may hold what one rank alone computed
-            versions, agreed = {slot.version for slot in self.context.slot_store.inventory()}, self._divergence.agreed
-            self.given_up |= {version for version in versions if agreed is None or version > agreed}
+            versions = {slot.version for slot in self.context.slot_store.inventory()}
+            known = [version for version in (self._divergence.agreed, self.context.host.agreed) if version is not None]
+            self.given_up |= {version for version in versions if not known or version > max(known)}
 
     def check_inventory(self, worker: WorkerConnection) -> None:
         """Refuses a choice that could not take account of all copies here.

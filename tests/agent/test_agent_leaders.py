@@ -17,7 +17,7 @@ from gemini_ft.recovery.agent_memory import remembered
 from gemini_ft.storage.checkpoints import checkpoint_folder, list_checkpoints, read_manifest, shard_key
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.retention import read_back
-from gemini_ft.wire.worker_messages import AskDrain, Draining
+from gemini_ft.wire.worker_messages import AskDrain, Draining, GetInventory, Inventory
 
 
 @pytest.fixture
@@ -68,6 +68,32 @@ def test_the_next_host_leads_when_the_leaders_agent_is_killed_and_the_next_one_a
     assert set(memory.roots_of_leader(job.version(4))) == {0, 1, 2}  # the one that leads now has all of them
     said = [(event["leader"], event["epoch"], event["host"]) for event in read_events(tmp_path / "events") if event["event"] == "leader"]
     assert said == [("b", 1, "b"), ("c", 2, "c")]
+
+
+def compare(ranks: list[Rank], iteration: int, *digests: str) -> None:
+    """Ranks take a snapshot with digests of what they must hold alike."""
+    for rank in ranks:
+        rank.request(iteration)
+    for rank, digest in zip(ranks, digests, strict=True):
+        rank.copy(iteration, digest=digest)
+
+
+def test_what_ranks_agreed_on_under_the_leader_before_is_not_given_up_when_they_differ_under_the_next_one(job: Job) -> None:
+    first, *_ = ranks = start(job)
+    for iteration in (2, 3):
+        compare(ranks, iteration, "same", "same", "same")
+        for rank in ranks:
+            rank.wait_for("commit", iteration=iteration)
+    os.kill(job.pid("a"), signal.SIGKILL)
+    leads(job, "b", "c")
+    first.reconnect(job.version(3))
+    leads(job, "b", "a", "c")
+    compare(ranks, 4, "same", "same", "other")
+    for rank in ranks:
+        rank.wait_for("failed", error="ReplicaDivergedError")
+    for inventory in [rank.client.call(GetInventory(), Inventory)[0] for rank in ranks]:
+        assert inventory.given_up == []
+        assert job.version(3) in {slot.version for slot in inventory.slots}
 
 
 def test_a_leader_that_is_stopped_and_goes_on_obeys_the_one_that_has_replaced_it(job: Job) -> None:
