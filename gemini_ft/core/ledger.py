@@ -281,11 +281,16 @@ class Ledger:
         if self.committed is None or self.committed == self.stored:
             return ""
         is_due = self._cadence is not None and self._cadence.at_end
+        if is_due and self._has_diverged:
+            return f"ranks differ in what they must hold alike, perhaps in {self.committed} already"
         return self.upload_error or (is_due and (self.obstacle or f"the upload of {self.committed} has not ended")) or ""
 
     def upload_last(self) -> list[Decision]:
-        """Uploads the committed version, as the job has finished, unless it is stored. Its ranks were not compared by digests."""
-        if self.committed is None or self.uploading is not None or not self.unstored or self.obstacle:
+        """Uploads the committed version, as the job has finished, unless it is stored. Its ranks were not compared by digests.
+
+        Not if ranks were found to differ later: it may hold what one rank alone computed.
+        """
+        if self.committed is None or self.uploading is not None or not self.unstored or self.obstacle or self._has_diverged:
             return []
         self.uploading, self._records, self._has_uploaded = self.committed, {}, True
         return [Commit(version=self.committed, freeze=True)]

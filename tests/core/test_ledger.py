@@ -460,6 +460,17 @@ def test_an_upload_that_waits_for_a_shard_of_a_lost_host_is_over() -> None:
     assert book.miss(["b"]) == [], "it is stored"
 
 
+def test_the_end_of_a_job_stores_nothing_once_ranks_were_found_to_differ() -> None:
+    """The last commit came after the last one that was compared: it may hold what one rank alone computed."""
+    book = ledger(cadence=Cadence(every_steps=10, at_end=True))
+    report(book, version(1), *PAIRS)
+    report(book, version(2), *PAIRS, digest="")
+    report(book, version(3), (0, "a"), digest="one")
+    report(book, version(3), (1, "b"), digest="other")
+    assert book.upload_last() == []
+    assert book.unstored == f"ranks differ in what they must hold alike, perhaps in {version(2)} already"
+
+
 def test_a_version_is_under_way_from_its_first_report_until_it_is_decided() -> None:
     book = ledger()
     assert not book.is_under_way

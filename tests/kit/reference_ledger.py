@@ -142,7 +142,7 @@ class ReferenceLedger:
 
     def upload_last(self) -> list[Decision]:
         """Uploads the committed version once more, as the job has finished and its last upload has failed."""
-        if self.committed is None or self.uploading is not None or not self.upload_error or self.obstacle:
+        if self.committed is None or self.uploading is not None or not self.upload_error or self.obstacle or self._has_diverged:
             return []
         self.uploading, self._records = self.committed, {}
         return [Commit(version=self.committed, freeze=True)]
