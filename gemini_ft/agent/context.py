@@ -184,7 +184,9 @@ class StreamContext:
         self.notify(f"the job hangs: {verdict['text']}; {verdict['report']} has the report")
 
     def note_stragglers(self, ranks: list[int], text: str) -> None:
-        """Records the ranks that are slow from now on."""
+        """Records the ranks that are slow from now on; a leader repeats it to a host that joins it."""
+        if ranks == self.stragglers:
+            return
         self.stragglers = ranks
         self._write_event("straggler", ranks=ranks, text=text)
         self.notify(text)

@@ -83,7 +83,7 @@ class AgentSession:
             epoch=epoch,
             may_be_committed=host.may_be_committed,
             inquest=Inquest(self._spec, self._context.run.run_id),
-            stragglers=StragglerWatch(self._spec.hosts, self._spec.straggler_factor),
+            stragglers=StragglerWatch(self._spec.hosts, self._spec.straggler_factor, self._context.stragglers),
         )
 
     async def dial(self, host: str, epoch: int, handler: Handler) -> Connection:

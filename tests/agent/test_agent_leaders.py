@@ -12,12 +12,13 @@ import pytest
 from agent_kit import Job, Rank, eventually, stopped
 
 from gemini_ft.agent import lifecycle
+from gemini_ft.core.stragglers import WorkTime
 from gemini_ft.events import read_events
 from gemini_ft.recovery.agent_memory import remembered
 from gemini_ft.storage.checkpoints import checkpoint_folder, list_checkpoints, read_manifest, shard_key
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.retention import read_back
-from gemini_ft.wire.worker_messages import AskDrain, Draining, GetInventory, Inventory
+from gemini_ft.wire.worker_messages import AskDrain, Draining, GetInventory, Inventory, Worked
 
 
 @pytest.fixture
@@ -94,6 +95,31 @@ def test_what_ranks_agreed_on_under_the_leader_before_is_not_given_up_when_they_
     for inventory in [rank.client.call(GetInventory(), Inventory)[0] for rank in ranks]:
         assert inventory.given_up == []
         assert job.version(3) in {slot.version for slot in inventory.slots}
+
+
+def work(ranks: list[Rank], window: int, slow: int | None) -> None:
+    """Ranks say for how long they worked alone in the steps of a window."""
+    for rank in ranks:
+        rank.client.tell(Worked(window=window, times=WorkTime(step=1.0, alone=0.9 if rank.rank == slow else 0.1)))
+
+
+def test_the_next_leader_and_another_agent_know_the_stragglers_and_all_hear_when_they_are_over(job: Job, tmp_path: Path) -> None:
+    first, *_ = ranks = start(job, straggler_factor=1.5)
+    for window in (8, 16, 24):
+        work(ranks, window, 1)
+    for host in "abc":
+        eventually(lambda host=host: job.stream(host)["stragglers"] == [1])  # type: ignore[misc]
+    os.kill(job.pid("a"), signal.SIGKILL)
+    leads(job, "b", "c")
+    first.reconnect(job.version(1))
+    leads(job, "b", "a", "c")
+    eventually(lambda: job.stream("a")["stragglers"] == [1])
+    for window in (32, 40, 48):
+        work(ranks, window, None)
+    for host in "abc":
+        eventually(lambda host=host: job.stream(host)["stragglers"] == [])  # type: ignore[misc]
+    told = [(event["host"], event["ranks"]) for event in read_events(tmp_path / "events") if event["event"] == "straggler"]
+    assert sorted(told) == [("a", []), ("a", [1]), ("a", [1]), ("b", []), ("b", [1]), ("c", []), ("c", [1])]
 
 
 def test_a_leader_that_is_stopped_and_goes_on_obeys_the_one_that_has_replaced_it(job: Job) -> None:
