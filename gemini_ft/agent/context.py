@@ -101,7 +101,7 @@ class StreamContext:
         spec: the present session, or the last one; None: there has been none.
         host: this host's part of the protocol.
         encrypt: whether payloads between hosts are to be; as the job that runs has it, which may not be the one that started this agent.
-        hang: the verdict on the hang of this session, as in its event; None: there has been none.
+        hang: the verdict on the hang that the job is in, or that ended this session, as in its event; None: there is none.
         stragglers: ranks that are slow now, as the leader has said.
         workers: rank -> its worker, which may be one of the past.
         slot_store: the memory of all slots.
@@ -115,6 +115,7 @@ class StreamContext:
         self.spec: SessionSpec | None = None
         self.encrypt = True
         self.hang: dict[str, Any] | None = None
+        self._hung_at: Version | None = None  # the newest version that was under way here then
         self.stragglers: list[int] = []
         self.host = Host(name=run.host)
         self.workers: dict[int, WorkerConnection] = {}
@@ -180,11 +181,20 @@ class StreamContext:
     def note_hang(self, **verdict: Any) -> None:
         """Records why the job hangs: ``cause``, ``ranks``, ``text`` and the path of the ``report``."""
         self.hang = verdict
+        versions = [slot.version for slots in self.host.shards.values() for slot in slots.slots.values() if slot.version is not None]
+        self._hung_at = max([*versions, *self.host.waiting.values()], default=None)
         self._write_event("hang", **verdict)
         self.notify(f"the job hangs: {verdict['text']}; {verdict['report']} has the report")
 
+    def note_commit(self, version: Version) -> None:
+        """Records a commit. One that was not under way when the job hung shows that this is over: no launcher may say that it ended it."""
+        if self.hang is not None and (self._hung_at is None or version > self._hung_at):
+            self.hang = None
+
     def note_stragglers(self, ranks: list[int], text: str) -> None:
-        """Records the ranks that are slow from now on."""
+        """Records the ranks that are slow from now on; a leader repeats it to a host that joins it."""
+        if ranks == self.stragglers:
+            return
         self.stragglers = ranks
         self._write_event("straggler", ranks=ranks, text=text)
         self.notify(text)

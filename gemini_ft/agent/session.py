@@ -83,7 +83,7 @@ class AgentSession:
             epoch=epoch,
             may_be_committed=host.may_be_committed,
             inquest=Inquest(self._spec, self._context.run.run_id),
-            stragglers=StragglerWatch(self._spec.hosts, self._spec.straggler_factor),
+            stragglers=StragglerWatch(self._spec.hosts, self._spec.straggler_factor, self._context.stragglers),
         )
 
     async def dial(self, host: str, epoch: int, handler: Handler) -> Connection:
@@ -178,7 +178,8 @@ def _book(context: StreamContext, spec: SessionSpec, storing: Storing | None, be
         due: dict[str, Any] = {name: spec.storage.get(name) for name in ("every_steps", "every_seconds")}
         cadence = Cadence(**due, last_iteration=start, last_time=last, at_end=storing.uploader.config.at_end)
     book = Ledger(context.host.holders, context.host.committed, spec.replica_timeout, cadence)
-    book.agreed = spec.resumed  # all ranks have begun with it
+    known = [version for version in (context.host.agreed, spec.resumed) if version is not None]  # all ranks have begun with the second
+    book.agreed = max(known, default=None)
     book.obstacle = "storage has not been looked through yet" if cadence is not None else ""
     return book
 

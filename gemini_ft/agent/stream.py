@@ -171,8 +171,9 @@ class Stream:
         self._misinformed.discard(worker)
         self.context.host.seal()
         if self._divergence is not None:  # what was made since then may hold what one rank alone computed
-            versions, agreed = {slot.version for slot in self.context.slot_store.inventory()}, self._divergence.agreed
-            self.given_up |= {version for version in versions if agreed is None or version > agreed}
+            versions = {slot.version for slot in self.context.slot_store.inventory()}
+            known = [version for version in (self._divergence.agreed, self.context.host.agreed) if version is not None]
+            self.given_up |= {version for version in versions if not known or version > max(known)}
 
     def check_inventory(self, worker: WorkerConnection) -> None:
         """Refuses a choice that could not take account of all copies here.
@@ -291,7 +292,8 @@ class Stream:
         """Returns when it is known why a worker hangs, or may not be waited for any longer."""
         if self._session is not None and self.context.is_present(worker):
             await self._session.autopsy.hold()
-            if worker.parting != "hang":  # the hang is over, and no launcher may say that it was why workers ended
+            killed = [each for each in self.context.workers.values() if self.context.is_present(each) and each.parting == "hang"]
+            if not killed:  # the hang is over, and no launcher may say that it was why workers ended
                 self.context.hang = None
         else:  # it joins, or is of the past
             await log_stacks(worker, self.context.log)
@@ -357,6 +359,7 @@ class Stream:
             case Commit(version=version, freeze=freeze, roots=roots, agreed=agreed):
                 failpoints.reached("agent_commits", version.iteration)
                 context.counters["committed"] += 1
+                context.note_commit(version)
                 if context.measures is not None:
                     context.measures.committed(version.iteration)
                 self._progressed = self._progressed or context.spec is None or version != context.spec.resumed  # which may be repeated

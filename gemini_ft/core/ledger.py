@@ -281,11 +281,16 @@ class Ledger:
         if self.committed is None or self.committed == self.stored:
             return ""
         is_due = self._cadence is not None and self._cadence.at_end
+        if is_due and self._has_diverged:
+            return f"ranks differ in what they must hold alike, perhaps in {self.committed} already"
         return self.upload_error or (is_due and (self.obstacle or f"the upload of {self.committed} has not ended")) or ""
 
     def upload_last(self) -> list[Decision]:
-        """Uploads the committed version, as the job has finished, unless it is stored. Its ranks were not compared by digests."""
-        if self.committed is None or self.uploading is not None or not self.unstored or self.obstacle:
+        """Uploads the committed version, as the job has finished, unless it is stored. Its ranks were not compared by digests.
+
+        Not if ranks were found to differ later: it may hold what one rank alone computed.
+        """
+        if self.committed is None or self.uploading is not None or not self.unstored or self.obstacle or self._has_diverged:
             return []
         self.uploading, self._records, self._has_uploaded = self.committed, {}, True
         return [Commit(version=self.committed, freeze=True)]
@@ -376,11 +381,13 @@ class Ledger:
         self.uploading, self._records, self._has_uploaded = version, {}, True
 
     def _abort(self, version: Version, reason: str) -> list[Decision]:
-        self._rounds.pop(version, None)
+        """Aborts a version; what its reports have shown to differ by then is told, as no further ones will count."""
+        current = self._rounds.pop(version, None)
         if version in self.aborted:
             return []
         note_aborted(self.aborted, version, reason)
-        return [Abort(version, reason)]
+        is_news = current is not None and current.differs and not self._has_diverged
+        return [Abort(version, reason), *([self._conflict(current)] if current is not None and is_news else [])]
 
     def _is_own(self, report: Completed) -> bool:
         return self.owns(report.host, report.owner)
@@ -409,8 +416,7 @@ class Ledger:
     def _judge(self, version: Version, current: Round, now: float) -> list[Decision]:
         """Aborts, waits or commits."""
         if current.disputed:
-            is_news, conflict = not self._has_diverged, self._conflict(current)
-            return [*self._abort(version, "the ranks disagree"), *([conflict] if is_news else [])]
+            return self._abort(version, "the ranks disagree")
         return self._try_commit(version, current, now)
 
     def _close(self, version: Version) -> None:

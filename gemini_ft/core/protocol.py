@@ -65,6 +65,7 @@ class Host:
     details: dict[tuple[int, Version], tuple[str, str]] = field(default_factory=dict)  # layout and digest as reported
     aborted: dict[Version, None] = field(default_factory=dict)  # above the committed one, the oldest first
     committed: Version | None = None  # the newest version this host knows to be complete everywhere
+    agreed: Version | None = None  # the newest of them in which, by all that is known here, all ranks agreed, or with which all began
     roots: dict[int, str] = field(default_factory=dict)  # owner -> root of its committed shard, as far as it was said with the commit
     incarnation: Incarnation | None = None  # the present one
     reopened: bool = False  # whether this agent was restarted in the middle of it, and may have lost what was here
@@ -108,6 +109,7 @@ class Host:
         self.details.clear()
         self.aborted.clear()
         self.committed, self.roots, self.incarnation, self.reopened = resumed, dict(roots), incarnation, False
+        self.agreed = resumed
         for slots in self.shards.values():
             slots.rewind(resumed)
         self._set_sealed(False)
@@ -289,6 +291,10 @@ class Host:
         if version == self.committed:
             self.roots.update(roots)
         self.aborted = {other: None for other in self.aborted if other > version}
+        digests = {owner: digest for (owner, known), (_, digest) in self.details.items() if known == version}
+        compared = {owner for owner, digest in digests.items() if digest}
+        if digests and compared >= {*digests, *filter(self.owns, self.shards)} and (self.agreed is None or version > self.agreed):
+            self.agreed = version  # it would not be committed if they differed
         self.details = {key: value for key, value in self.details.items() if key[1] > version}
         effects: list[Effect] = self._discard_damaged()
         for owner, slots in self.shards.items():

@@ -103,8 +103,12 @@ class Round:
     @property
     def disputed(self) -> bool:
         """Whether reports differ in what must be the same on all ranks; digests are judged once all owners' own are there."""
-        judged = (self._layouts, self._digests) if self.own_since is not None else (self._layouts,)
-        return any(sum(count > 0 for value, count in said.items() if value) > 1 for said in judged)
+        return self.differs if self.own_since is not None else _varies(self._layouts)
+
+    @property
+    def differs(self) -> bool:
+        """Whether reports differ in what must be the same on all ranks, as far as they are there."""
+        return _varies(self._layouts) or _varies(self._digests)
 
     def by_label(self, which: int) -> dict[str, list[int]]:
         """Hash of the layout (``which`` 0) or digest of replicated state (1) -> ranks that report it."""
@@ -130,6 +134,11 @@ class Round:
         self._layouts[layout] += sign
         self._digests[digest] += sign
         self._own_digests += sign if is_own and digest else 0
+
+
+def _varies(said: Counter[str]) -> bool:
+    """Whether more than one value is said, not counting the empty one."""
+    return sum(count > 0 for value, count in said.items() if value) > 1
 
 
 class FoldedRound:

@@ -6,7 +6,7 @@ them is its own. Ranks report medians of a few steps, so that a validation, an u
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
 
@@ -60,14 +60,15 @@ class StragglerWatch:
     Args:
         hosts: of each rank.
         factor: how many times as long as the median of all ranks a slow one works alone; 0: none is ever slow.
+        slow: the ranks that were slow when the leader before this one was lost, as far as is known.
 
     Attributes:
         slow: the ranks that are slow now.
     """
 
-    def __init__(self, hosts: Sequence[str], factor: float) -> None:
+    def __init__(self, hosts: Sequence[str], factor: float, slow: Iterable[int] = ()) -> None:
         self._hosts, self._factor = hosts, factor
-        self.slow: frozenset[int] = frozenset()
+        self.slow: frozenset[int] = frozenset(slow) & frozenset(range(len(hosts)))
         self._windows: dict[int, dict[int, WorkTime]] = {}  # end of the window -> rank -> its times
         self._streaks = dict.fromkeys(range(len(hosts)), 0)  # windows in a row that contradict `slow`
 
@@ -104,6 +105,11 @@ class StragglerWatch:
         if over := changed - begun:
             said.append(f"no straggler any more: {self._names(over)}")
         return "; ".join(said)
+
+    @property
+    def text(self) -> str:
+        """Which ranks are slow now, in words."""
+        return f"stragglers: {self._names(self.slow)}" if self.slow else "no rank is a straggler"
 
     def _names(self, ranks: Collection[int]) -> str:
         return named([f"rank {rank} (host {self._hosts[rank]})" for rank in sorted(ranks)])

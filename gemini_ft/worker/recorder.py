@@ -78,6 +78,7 @@ class Recorder:
     def __init__(self, config: GeminiConfig, name: str, stats: Stats, resizable: bool) -> None:
         self._config, self._stats = config, stats
         self._fatal: GeminiError | None = None
+        self._has_left = False
         self._at = 0  # iteration that ended last
         self._recorded = 0  # iteration of the last snapshot, committed or not
         self._paces = [(0, config.fixed_interval or 1)]  # (from iteration, steps between snapshots)
@@ -255,11 +256,27 @@ class Recorder:
             self.drain.leave(iteration)
 
     def close(self, finished: bool, interrupted: bool) -> None:
-        """Leaves the run; the agent hears why, unless this is a failure."""
+        """Leaves the run; the agent hears why, unless this is a failure.
+
+        Raises:
+            GeminiError: something that must stop the job was found by the last snapshot.
+        """
         self.drain.forget()
         if finished:
             self.settle()
             self.await_last(self._config.timeout)
+            if self._fatal is not None:
+                try:
+                    raise self._fatal
+                except GeminiError:
+                    self._leave(finished=False, interrupted=False)
+                    raise
+        self._leave(finished, interrupted)
+
+    def _leave(self, finished: bool, interrupted: bool) -> None:
+        if self._has_left:  # a script may close again what has raised an error when it was closed
+            return
+        self._has_left = True
         self.halt()
         if finished or interrupted:
             with contextlib.suppress(AgentError):

@@ -12,12 +12,13 @@ import pytest
 from agent_kit import Job, Rank, eventually, stopped
 
 from gemini_ft.agent import lifecycle
+from gemini_ft.core.stragglers import WorkTime
 from gemini_ft.events import read_events
 from gemini_ft.recovery.agent_memory import remembered
 from gemini_ft.storage.checkpoints import checkpoint_folder, list_checkpoints, read_manifest, shard_key
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.retention import read_back
-from gemini_ft.wire.worker_messages import AskDrain, Draining
+from gemini_ft.wire.worker_messages import AskDrain, Draining, GetInventory, Inventory, Worked
 
 
 @pytest.fixture
@@ -68,6 +69,57 @@ def test_the_next_host_leads_when_the_leaders_agent_is_killed_and_the_next_one_a
     assert set(memory.roots_of_leader(job.version(4))) == {0, 1, 2}  # the one that leads now has all of them
     said = [(event["leader"], event["epoch"], event["host"]) for event in read_events(tmp_path / "events") if event["event"] == "leader"]
     assert said == [("b", 1, "b"), ("c", 2, "c")]
+
+
+def compare(ranks: list[Rank], iteration: int, *digests: str) -> None:
+    """Ranks take a snapshot with digests of what they must hold alike."""
+    for rank in ranks:
+        rank.request(iteration)
+    for rank, digest in zip(ranks, digests, strict=True):
+        rank.copy(iteration, digest=digest)
+
+
+def test_what_ranks_agreed_on_under_the_leader_before_is_not_given_up_when_they_differ_under_the_next_one(job: Job) -> None:
+    first, *_ = ranks = start(job)
+    for iteration in (2, 3):
+        compare(ranks, iteration, "same", "same", "same")
+        for rank in ranks:
+            rank.wait_for("commit", iteration=iteration)
+    os.kill(job.pid("a"), signal.SIGKILL)
+    leads(job, "b", "c")
+    first.reconnect(job.version(3))
+    leads(job, "b", "a", "c")
+    compare(ranks, 4, "same", "same", "other")
+    for rank in ranks:
+        rank.wait_for("failed", error="ReplicaDivergedError")
+    for inventory in [rank.client.call(GetInventory(), Inventory)[0] for rank in ranks]:
+        assert inventory.given_up == []
+        assert job.version(3) in {slot.version for slot in inventory.slots}
+
+
+def work(ranks: list[Rank], window: int, slow: int | None) -> None:
+    """Ranks say for how long they worked alone in the steps of a window."""
+    for rank in ranks:
+        rank.client.tell(Worked(window=window, times=WorkTime(step=1.0, alone=0.9 if rank.rank == slow else 0.1)))
+
+
+def test_the_next_leader_and_another_agent_know_the_stragglers_and_all_hear_when_they_are_over(job: Job, tmp_path: Path) -> None:
+    first, *_ = ranks = start(job, straggler_factor=1.5)
+    for window in (8, 16, 24):
+        work(ranks, window, 1)
+    for host in "abc":
+        eventually(lambda host=host: job.stream(host)["stragglers"] == [1])  # type: ignore[misc]
+    os.kill(job.pid("a"), signal.SIGKILL)
+    leads(job, "b", "c")
+    first.reconnect(job.version(1))
+    leads(job, "b", "a", "c")
+    eventually(lambda: job.stream("a")["stragglers"] == [1])
+    for window in (32, 40, 48):
+        work(ranks, window, None)
+    for host in "abc":
+        eventually(lambda host=host: job.stream(host)["stragglers"] == [])  # type: ignore[misc]
+    told = [(event["host"], event["ranks"]) for event in read_events(tmp_path / "events") if event["event"] == "straggler"]
+    assert sorted(told) == [("a", []), ("a", [1]), ("a", [1]), ("b", []), ("b", [1]), ("c", []), ("c", [1])]
 
 
 def test_a_leader_that_is_stopped_and_goes_on_obeys_the_one_that_has_replaced_it(job: Job) -> None:

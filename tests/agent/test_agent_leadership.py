@@ -24,6 +24,7 @@ from gemini_ft.core.decisions import Abort, Cadence, Commit, Holders, Thaw
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Skipped
 from gemini_ft.core.gathering import Bundles, Gathering
 from gemini_ft.core.ledger import Ledger
+from gemini_ft.core.stragglers import WorkTime
 from gemini_ft.core.succession import Succession, candidates
 from gemini_ft.core.tree import collectors, ways_up
 from gemini_ft.core.versions import Incarnation, Version
@@ -42,6 +43,7 @@ from gemini_ft.wire.peer_messages import (
     ReportFinished,
     ReportNeed,
     ReportUploaded,
+    ReportWork,
     peers,
 )
 from gemini_ft.wire.tcp import Connection, Handler
@@ -1012,6 +1014,31 @@ class TestCollectors:
                 assert crowd.heard["m2"] == [DrainHost(host="m4"), DrainHost(host="m5")]
 
         asyncio.run(work())
+
+
+def test_times_of_steps_go_up_at_once_and_copies_wait_for_those_of_other_hosts_nevertheless() -> None:
+    """Else the leader would hear each host's copies in a message of their own at every few steps."""
+
+    async def work() -> None:
+        holders, sent = {1: ("m1",), 2: ("m2",)}, list[PeerMessage]()
+        collector = Collector("m0", Gathering("m0", holders))
+        collector.open(sent.append)
+        collector.gather(Copies(host="m0", version=version(1), layout="l", digest="d", roots={}))
+        ports = {host: collector.join(Mock(Connection), host) for host in ("m1", "m2")}
+        for port in ports.values():
+            collector.hear(Rejoin(committed=None, uploading=None), port)
+        sent.clear()
+        for owner, (host, port) in enumerate(ports.items(), 1):
+            collector.hear(Copies(host=host, version=version(1), layout="l", digest="d", roots={owner: "root"}), port)
+            times = ReportWork(host=host, window=8, ranks={owner: WorkTime(step=1.0, alone=0.5)})
+            collector.hear(times, port)
+            assert sent.count(Relayed.of([host], times)) == 1
+        assert [message for message in sent if not isinstance(message, Relayed)] == [
+            Gathered(version=version(1), layout="l", digest="d", roots={"m1": "root", "m2": "root"})
+        ]
+        collector.close()
+
+    asyncio.run(work())
 
 
 def test_a_link_that_is_closed_at_the_moment_at_which_its_connection_is_lost_does_not_dial_again() -> None:

@@ -52,6 +52,31 @@ def test_a_leader_that_is_silent_costs_its_ranks_in_the_report_and_no_worker_its
     assert job.stream("b")["hang"] is None  # a launcher would say it again
 
 
+def test_a_hang_that_is_over_is_forgotten_by_all_hosts_at_the_next_commit(job: Job) -> None:
+    """Else a launcher would say that it was why workers ended later. A host whose own worker was judged forgets it at once."""
+    ranks = [job.process("a", 0), job.process("b", 1)]
+    job.open(ranks, hang_timeout=1.0)
+    job.commit(ranks, 1, 2, 3, 4)
+    ranks[0].progress(4, suspended=True)
+    eventually(lambda: "made no progress" in job.log("b"))
+    ranks[1].progress(4, suspended=True)
+    assert eventually(lambda: job.stream("a")["hang"])
+    eventually(lambda: "makes progress again" in job.log("b") and job.stream("b")["hang"] is None)
+    assert job.stream("a")["hang"] is not None
+    job.commit(ranks, 5)
+    assert [job.stream(host)["hang"] for host in "ab"] == [None, None]
+
+
+def test_a_hang_for_which_a_worker_is_killed_stays_where_another_one_goes_on(job: Job) -> None:
+    ranks = [job.process("a", 0), job.process("a", 1)]
+    job.open(ranks, hang_timeout=1.0)
+    job.commit(ranks, 1, 2, 3, 4)
+    eventually(lambda: job.log("a").count("made no progress") == 2)
+    ranks[1].progress(4, suspended=True)
+    eventually(lambda: "makes progress again" in job.log("a") and job.status("a")["hangs"] == 1)
+    assert of_host(job, "a")["ranks"]
+
+
 SPEC = SessionSpec(
     stream="s", incarnation=Incarnation(3, "n"), world_size=3, hosts=["a", "b", "b"], addresses={}, holders={}, leader="a", resumed=None
 )

@@ -219,6 +219,24 @@ def test_replicated_state_that_differs_stops_the_job_and_the_odd_rank_is_named_o
     assert book.committed == version(2)
 
 
+@pytest.mark.parametrize("gone", ["skips", "goes on", "has finished"])
+def test_ranks_that_differ_are_found_also_where_another_has_no_snapshot_of_that_version(gone: str) -> None:
+    """Else the next version would be committed over the difference, and the one that was compared before it overwritten."""
+    book = Ledger({rank: (host,) for rank, host in enumerate("abcd")}, None, TIMEOUT)
+    report(book, version(1), (0, "a"), (1, "b"), (2, "c"), (3, "d"), digest="same")
+    report(book, version(2), (0, "a"), (1, "b"), digest="same")
+    assert report(book, version(2), (2, "c"), digest="other") == []
+    if gone == "skips":
+        abort, fatal = book.report(Skipped(3, version(2), "late"), 0.0)
+    else:
+        abort, fatal = report(book, version(3), (3, "d")) if gone == "goes on" else book.finish(3)
+    assert isinstance(abort, Abort)
+    assert isinstance(fatal, Fatal)
+    assert (fatal.error, fatal.ranks, fatal.agreed) == ("ReplicaDivergedError", (2,), version(1))
+    report(book, version(4), (0, "a"), (1, "b"), (2, "c"), (3, "d"))
+    assert book.committed == version(1)
+
+
 def test_of_two_ranks_that_differ_both_are_named() -> None:
     book = Ledger({rank: (host,) for rank, host in enumerate("ab")}, None, TIMEOUT)
     report(book, version(1), (0, "a"), digest="one")
@@ -449,6 +467,17 @@ def test_an_upload_that_waits_for_a_shard_of_a_lost_host_is_over() -> None:
     assert uploads(book, version(2))
     book.uploaded(1, version(2), "record 1")
     assert book.miss(["b"]) == [], "it is stored"
+
+
+def test_the_end_of_a_job_stores_nothing_once_ranks_were_found_to_differ() -> None:
+    """The last commit came after the last one that was compared: it may hold what one rank alone computed."""
+    book = ledger(cadence=Cadence(every_steps=10, at_end=True))
+    report(book, version(1), *PAIRS)
+    report(book, version(2), *PAIRS, digest="")
+    report(book, version(3), (0, "a"), digest="one")
+    report(book, version(3), (1, "b"), digest="other")
+    assert book.upload_last() == []
+    assert book.unstored == f"ranks differ in what they must hold alike, perhaps in {version(2)} already"
 
 
 def test_a_version_is_under_way_from_its_first_report_until_it_is_decided() -> None:

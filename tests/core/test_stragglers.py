@@ -112,6 +112,16 @@ def test_several_are_named_in_one_sentence(slowest: float, span: str) -> None:
     )
 
 
+def test_a_watch_that_goes_on_for_another_one_says_it_when_a_rank_is_no_straggler_any_more() -> None:
+    watch = StragglerWatch(["a", "b"], FACTOR, [1, 7, -1])
+    assert (watch.slow, watch.text) == ({1}, "stragglers: rank 1 (host b)")
+    for end in (8, 16, 24):
+        assert one_window(watch, end, "a", {0: 0.1}) is None
+        said = one_window(watch, end, "b", {1: 0.1})
+    assert said == "no straggler any more: rank 1 (host b)"
+    assert (watch.slow, watch.text) == (set(), "no rank is a straggler")
+
+
 def test_a_window_that_a_host_never_reports_is_given_up() -> None:
     watch = StragglerWatch(["a", "b"], FACTOR)
     for end in range(8, 800, 8):

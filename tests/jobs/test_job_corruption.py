@@ -12,6 +12,8 @@ from session_case import flip_in, loop, wait_for_upload
 
 from gemini_ft.errors import ReplicaDivergedError
 from gemini_ft.events import read_events
+from gemini_ft.storage.checkpoints import list_checkpoints
+from gemini_ft.storage.opening import open_storage
 
 AT = 5
 
@@ -41,6 +43,16 @@ def test_is_found_within_the_promised_steps_and_storage_has_what_was_before_it(t
         assert [result["start"] for result in again] == [4, 4, 4], again
     told = [event for event in read_events(events) if event["event"] == "diverged"]
     assert sorted((event["host"], event["ranks"]) for event in told) == [("a", [1]), ("b", [1]), ("c", [1])]
+
+
+def test_at_the_last_step_is_found_as_well_and_the_end_of_the_job_stores_nothing_of_it(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    storage = {"url": url, "every_steps": 4}
+    with World(tmp_path, hosts=["a", "b", "c"]) as world:
+        during = partial(_during, "weight")
+        results = world.outcome(partial(loop, 8, during=during, interval=1, storage=storage, compare_every=4, close=True))
+        assert any("what most others hold is not what rank 1 (host b) held" in str(result) for result in results), results
+    assert [each.version.iteration for each in list_checkpoints(open_storage(url))] == [4]
 
 
 def test_where_each_step_is_compared_memory_has_what_was_before_it(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ class ReferenceLedger:
 
     def upload_last(self) -> list[Decision]:
         """Uploads the committed version once more, as the job has finished and its last upload has failed."""
-        if self.committed is None or self.uploading is not None or not self.upload_error or self.obstacle:
+        if self.committed is None or self.uploading is not None or not self.upload_error or self.obstacle or self._has_diverged:
             return []
         self.uploading, self._records = self.committed, {}
         return [Commit(version=self.committed, freeze=True)]
@@ -169,14 +169,15 @@ class ReferenceLedger:
         self.epoch += 1
         return Holders(epoch=self.epoch, excluded=frozenset(self.excluded), newly=newly)
 
-    def _conflict(self, current: _Round) -> Fatal | None:
+    def _conflict(self, current: _Round, is_over: bool = False) -> Fatal | None:
+        """What the reports of a round show to differ; ``is_over``: no further ones count."""
         by_layout = _by_value((ack.layout, ack.owner) for ack in current.acks.values() if ack.layout)
         if len(by_layout) > 1:
             text = "; ".join(f"ranks {ranks} have layout {layout}" for layout, ranks in by_layout.items())
             problem = f"ranks disagree on names, dtypes, shapes or frozenness of the state: {text}; build the same model on every rank"
             return Fatal(error="LayoutMismatchError", text=problem)
         by_digest = _by_value((ack.digest, ack.owner) for ack in current.acks.values() if ack.digest)
-        if len(by_digest) > 1 and current.own_copies_since is not None:
+        if len(by_digest) > 1 and (is_over or current.own_copies_since is not None):
             most = max(map(len, by_digest.values()))
             usual = [ranks for ranks in by_digest.values() if len(ranks) == most]
             odd = sorted(rank for ranks in by_digest.values() for rank in ranks if ranks not in usual or len(usual) > 1)
@@ -220,11 +221,13 @@ class ReferenceLedger:
         self.uploading, self._records = version, {}
 
     def _abort(self, version: Version, reason: str) -> list[Decision]:
-        self._rounds.pop(version, None)
+        current = self._rounds.pop(version, None)
         if version in self.aborted:
             return []
         self.aborted[version] = reason
-        return [Abort(version, reason)]
+        conflict = self._conflict(current, is_over=True) if current is not None and not self._has_diverged else None
+        self._has_diverged = self._has_diverged or (conflict is not None and conflict.error == "ReplicaDivergedError")
+        return [Abort(version, reason), *([conflict] if conflict is not None else [])]
 
     def _is_own(self, report: Completed) -> bool:
         return report.host == self.holders[report.owner][0]
@@ -248,9 +251,8 @@ class ReferenceLedger:
             return gone
         if current.own_copies_since is None and all((o, hosts[0]) in current.acks for o, hosts in self.holders.items()):
             current.own_copies_since = now
-        if conflict := self._conflict(current):
-            is_news, self._has_diverged = not self._has_diverged, self._has_diverged or conflict.error == "ReplicaDivergedError"
-            return [*self._abort(version, "the ranks disagree"), *([conflict] if is_news else [])]
+        if self._conflict(current):
+            return self._abort(version, "the ranks disagree")
         return self._try_commit(version, now)
 
     def _close(self, version: Version) -> None:

@@ -107,6 +107,8 @@ class Collector:
     def hear(self, message: PeerMessage, port: CollectorPort) -> None:
         """Takes what a host says: its copies wait for those of others, all else goes up at once, and what it said before goes before.
 
+        The times of its steps, which come every few steps from each host, go up without that.
+
         Raises:
             PeerError: it speaks for another one, or that is no report.
         """
@@ -123,7 +125,8 @@ class Collector:
         if isinstance(message, Skipped) and self._gathering.skip(port.host, message):
             self._wait()
             return
-        self.flush()
+        if not isinstance(message, ReportWork):
+            self.flush()
         if isinstance(message, Rejoin):
             self._gathering.greet(port.host, message.attempt)
             self._gone.discard(port.host)

@@ -294,6 +294,8 @@ class Leader:
             self._tell(Holders(epoch=self.book.epoch, excluded=frozenset(self.book.excluded), newly=frozenset()), member)
         if self._paced is not None:
             self._tell(self._paced, member)
+        if member is not None and self._stragglers is not None:  # one that knows it already says nothing of it
+            self._tell(Stragglers(ranks=sorted(self._stragglers.slow), text=self._stragglers.text), member)
         if member is not None and host in self._drained:
             self._tell(DrainHost(host=host), member)
         if member is not None and self._ended:
