@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import sys
 import warnings
 from collections import Counter
@@ -536,9 +537,11 @@ def train_by_trainer(folder: Path, way: str, traits: Traits, record: Diary) -> N
     record.note("final random", torch.rand(()), random.random(), np.random.rand())
     for index, callback in enumerate(callbacks):
         values = {name: value for name, value in vars(callback).items() if isinstance(value, (int, float, str, list, dict, torch.Tensor))}
-        for shown in ("_last_time_checked", "lrs", "last_momentum_values"):  # a time, and what is only shown
-            values.pop(shown, None)
-        record.state(f"final callback {index}", json.loads(json.dumps(values, default=repr, skipkeys=True).replace(str(folder), "")))
+        shown, loaded = ("_last_time_checked", "lrs", "last_momentum_values"), ("_init_n_averaged", "_scheduler_state")
+        for name in (*shown, *loaded):  # a time and what is only shown; what SWA has loaded, and reads only where it begins
+            values.pop(name, None)
+        text = json.dumps(values, default=repr, skipkeys=True).replace(str(folder), "")
+        record.state(f"final callback {index}", json.loads(re.sub(" at 0x[0-9a-f]+", "", text)))  # where functions lie in memory
     if os.environ["RANK"] == "0":
         files = [path for path in folder.rglob("*") if path.suffix in (".ckpt", ".csv")]
         record.note("end files", sorted(str(path.relative_to(folder)) for path in files))
