@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loader_kit import BATCH, SAMPLES, Job, Noisy, Stream, check_going_on, shuffled
+from loader_kit import BATCH, EPOCHS, SAMPLES, Job, Noisy, OwnEpochs, Stream, check_going_on, shuffled
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
 
 from gemini_ft.errors import StateError
 from gemini_ft.loaders.loader import ResumableIterable, make_resumable
+from gemini_ft.loaders.parts import LoaderParts
 
 # Three workers are what the arithmetic of rounds needs, whatever the machine has.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
@@ -247,6 +248,61 @@ def test_what_a_restarted_script_gives_its_data_stays_while_workers_are_started_
     else:
         assert len(list(again)) == len(again) - 1
     assert {name: id(value) for name, value in vars(data).items()} == {name: id(value) for name, value in given.items()}
+
+
+class Toldable(OwnEpochs):
+    """Counts its epochs, and can be told one."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def set_epoch(self, epoch: int) -> None:
+        self.rounds = 10 * epoch
+
+
+class HoldsSampler(Dataset[int]):
+    """A dataset over a sampler, such as Lightning puts into torch's own sampler."""
+
+    def __init__(self, sampler: Toldable) -> None:
+        self._sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+class Forwards(Sampler[int]):
+    """A sampler over such a dataset, which tells nothing to what is in it."""
+
+    def __init__(self, inner: Toldable) -> None:
+        self.dataset = HoldsSampler(inner)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.dataset._sampler)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def test_a_sampler_inside_of_another_is_told_no_epoch() -> None:
+    """Lightning's own does not tell it either, and without gemini-ft nothing would."""
+
+    def orders(is_resumable: bool) -> list[list[int]]:
+        loader = DataLoader(range(SAMPLES), None, sampler=Forwards(Toldable()))  # type: ignore[arg-type]
+        watched = make_resumable(loader) if is_resumable else loader
+        return [[int(index) for index in watched] for _ in range(EPOCHS)]
+
+    assert orders(is_resumable=True) == orders(is_resumable=False)
+
+
+def test_a_generator_of_a_sampler_inside_of_another_is_kept_where_snapshots_have_it() -> None:
+    """Older ones too: generators are put back by their paths."""
+    sampler = Forwards(Toldable(torch.Generator().manual_seed(3)))
+    loader = DataLoader(range(SAMPLES), None, sampler=sampler)  # type: ignore[arg-type]
+    parts = LoaderParts(loader, DataLoader, None)
+    assert [*parts.generators] == ["sampler.0.dataset._sampler.generator"]
+    sampler.dataset._sampler.rounds = 7
+    assert parts.present()["attributes"] == {"sampler.0.dataset._sampler": {"rounds": 7}}
 
 
 @pytest.mark.parametrize("seed", range(3))
