@@ -649,7 +649,7 @@ class Loop:
     """A loop of Fabric with two models, which are in other modes, or gradients, when it asks for batches than when it steps."""
 
     def __init__(self, **loaders: Any) -> None:
-        self.fabric = Fabric(strategy="gemini", accelerator="cpu", devices=1)
+        self.fabric: Any = Fabric(strategy="gemini", accelerator="cpu", devices=1)
         self.fabric.launch()
         nets = [nn.Linear(4, 4), nn.Linear(4, 4)]
         both = [self.fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1)) for net in nets]

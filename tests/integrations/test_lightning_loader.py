@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import Value
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -239,7 +239,8 @@ def test_what_a_restarted_script_gives_its_data_stays_while_workers_are_started_
     again: Any = make_resumable(told(), epoch=int)
     again.load_state_dict(first.state_dict())
     data = again.dataset
-    data.flag, data.resumed_at, data.table = Value("i", 1), [3], torch.zeros(2).share_memory_()
+    data.flag, data.resumed_at, data.table = Value("i", 1), [3], torch.zeros(2)
+    data.table.share_memory_()
     given = {**vars(data)}
     again.sampler.is_broken = is_broken
     if is_broken:
@@ -288,7 +289,7 @@ def test_a_sampler_inside_of_another_is_told_no_epoch() -> None:
     """Lightning's own does not tell it either, and without gemini-ft nothing would."""
 
     def orders(is_resumable: bool) -> list[list[int]]:
-        loader = DataLoader(range(SAMPLES), None, sampler=Forwards(Toldable()))  # type: ignore[arg-type]
+        loader: Any = DataLoader(cast(Any, range(SAMPLES)), None, sampler=Forwards(Toldable()))
         watched = make_resumable(loader) if is_resumable else loader
         return [[int(index) for index in watched] for _ in range(EPOCHS)]
 
@@ -298,7 +299,7 @@ def test_a_sampler_inside_of_another_is_told_no_epoch() -> None:
 def test_a_generator_of_a_sampler_inside_of_another_is_kept_where_snapshots_have_it() -> None:
     """Older ones too: generators are put back by their paths."""
     sampler = Forwards(Toldable(torch.Generator().manual_seed(3)))
-    loader = DataLoader(range(SAMPLES), None, sampler=sampler)  # type: ignore[arg-type]
+    loader: Any = DataLoader(cast(Any, range(SAMPLES)), None, sampler=sampler)
     parts = LoaderParts(loader, DataLoader, None)
     assert [*parts.generators] == ["sampler.0.dataset._sampler.generator"]
     sampler.dataset._sampler.rounds = 7
