@@ -22,6 +22,7 @@ Random states are saved and loaded with the rest. Other paths than ``gemini://la
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -98,8 +99,9 @@ class GeminiFabricMixin(Gemini, _Strategy):
     _gemini_bound: tuple[int, ...] = ()
     _gemini_state: dict[str, Any] | None = None  # what is saved when the next batch is asked for; None once the script saves it
     _gemini_steps: int = 0  # of optimizers, since the last snapshot
-    _gemini_asked: tuple[tuple[Bookmark, object], ...] = ()  # loaders asked for a batch since the last step, each with the mode then
-    _gemini_trained_on: tuple[Bookmark, ...] = ()  # loaders that were asked in the mode of the step after it
+    # Loaders that were asked for a batch since the last step, each with the mode then; and those that optimizers have stepped on.
+    _gemini_asked: tuple[tuple[weakref.ref[Bookmark], object], ...] = ()
+    _gemini_trained_on: tuple[weakref.ref[Bookmark], ...] = ()
     _gemini_mode: object = None  # of the last step
     _gemini_has_warned: bool = False
     _gemini_watch: LoopWatch | None = None
@@ -167,8 +169,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
         """Count the optimizer's step, and warn once of steps that no snapshot will ever have."""
         self._gemini_steps += 1
         self._gemini_mode = mode = self._gemini_mode_now()
-        found = [mark for mark, asked in self._gemini_asked if asked == mode and mark not in self._gemini_trained_on]
-        self._gemini_trained_on, self._gemini_asked = (*self._gemini_trained_on, *found), ()
+        self._gemini_trained_on, self._gemini_asked = self._gemini_trained_on_by(mode), ()
         if self._gemini_has_warned or not self.is_global_zero or (self._gemini_checkpointer is not None and self._gemini_steps < _PATIENCE):
             return
         self._gemini_has_warned = True
@@ -179,11 +180,28 @@ class GeminiFabricMixin(Gemini, _Strategy):
             )
         else:
             log.warning(
-                "no snapshot was taken in %d steps: no loader in the state that was given to fabric.strategy.protect(state) is iterated "
-                "now. Put it there, or call fabric.save(%r, state) as the last statement of the loop",
+                "no snapshot was taken in %d steps: no loader in the state that was given to fabric.strategy.protect(state) was under way "
+                "in them, or asked in the mode (gradients, train or eval) in which they were made. Put it there, or call "
+                "fabric.save(%r, state) as the last statement of the loop",
                 self._gemini_steps,
                 LATEST,
             )
+
+    def _gemini_trained_on_by(self, mode: object) -> tuple[weakref.ref[Bookmark], ...]:
+        """The loaders that optimizers have stepped on, with those of a step that was made in this mode.
+
+        They were asked in the same mode. A loop that asks for its batches in another one, always (it evaluates after each step, say), steps
+        on what it asked last: a validation in the middle of a step has come to its end by then.
+        """
+        known = tuple(there for there in self._gemini_trained_on if (mark := there()) is not None and self._gemini_has(mark))
+        found = [there for there, then in self._gemini_asked if then == mode and there not in known]
+        if not found and not any(_is_under_way(there) for there in known):
+            found = [there for there, _ in self._gemini_asked if _is_under_way(there)][-1:]
+        return (*known, *found)
+
+    def _gemini_has(self, mark: Bookmark) -> bool:
+        """Whether a loader belongs to the state that is saved."""
+        return any(bookmark_of(item) is mark for item in (self._gemini_state or {}).values())
 
     def _gemini_before_batch(self, mark: Bookmark) -> None:
         """The loop asks a loader for its next batch: everything of the step before has happened, unless that loader is a validation's.
@@ -192,17 +210,17 @@ class GeminiFabricMixin(Gemini, _Strategy):
         than when the optimizer stepped.
         """
         state = self._gemini_state
-        if state is None or not any(bookmark_of(item) is mark for item in state.values()):
+        if state is None or not self._gemini_has(mark):
             return
-        mode = self._gemini_mode_now()
-        if self._gemini_steps and (mark in self._gemini_trained_on or mode == self._gemini_mode):
+        mode, there = self._gemini_mode_now(), weakref.ref(mark)
+        if self._gemini_steps and (there in self._gemini_trained_on or mode == self._gemini_mode):
             inner = compat.unwrapped(self._gemini_package, state)
             if self.is_global_zero and self._gemini_watch is not None:
                 self._gemini_watch.named = self.checkpointer.named
                 self._gemini_watch.look_beside(state, inner, self._gemini_saves + 1)
             self._gemini_save(self.checkpointer, inner)
-        if not any(mark is other for other, _ in self._gemini_asked):
-            self._gemini_asked = (*self._gemini_asked, (mark, mode))
+        if not any(there == other for other, _ in self._gemini_asked):
+            self._gemini_asked = (*self._gemini_asked, (there, mode))
 
     def _gemini_mode_now(self) -> object:
         """Whether gradients are on, and for each model of the state whether it is in training mode; to be compared only."""
@@ -314,6 +332,11 @@ class GeminiFabricShardedMixin(GeminiFabricMixin):
     def setup_environment(self) -> None:
         compat.fill_mesh(self)
         super().setup_environment()
+
+
+def _is_under_way(there: weakref.ref[Bookmark]) -> bool:
+    mark = there()
+    return mark is not None and mark.is_under_way
 
 
 def _is_ours(path: Any) -> bool:

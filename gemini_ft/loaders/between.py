@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from gemini_ft.loaders.parts import LoaderParts
 from gemini_ft.loaders.workers import WorkerStates
-from gemini_ft.state.remembered import Values
+from gemini_ft.state.remembered import Exchange, Values
 from gemini_ft.state.rng import generator_states, set_generator_states
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Between:
         self._workers = getattr(loader, "num_workers", 0) if persistent or not rests else 0
         self.workers = self._new_workers()
         self.forked: Values | None = None
+        self._exchange: Exchange | None = None  # of attributes, while workers see those that they were started with first
         self._named: set[str] = set()
 
     @property
@@ -84,15 +86,43 @@ class Between:
             self.workers.revive(state["workers"], state["seeded_from"])
             self.forked = state["forked"]
 
-    def start(self, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def start(self, start: Callable[[], Iterator[Any]], *, new: bool) -> Iterator[Any]:
         """The iterator that ``start`` gives; workers in the place of those at rest see the dataset that those saw."""
-        if not self.workers or not self.workers.revived or self.forked is None:
+        if not self.workers or not self.workers.revived:
             return start()
-        now = self._parts.born.changes().kept
-        self._parts.born.give_back(self.forked, OF_WORKERS, shared=False, new=True)
-        inner = start()
-        self._parts.born.give_back(now, OF_WORKERS, shared=False)
-        return inner
+        with self.as_forked(new):
+            return start()
+
+    @contextmanager
+    def as_forked(self, new: bool) -> Iterator[None]:
+        """Shows the dataset as persistent workers were started with it, but for what they share, to those that are started now.
+
+        Args:
+            new: whether that is without attributes that it did not have then.
+        """
+        if self.forked is None:
+            yield
+            return
+        self._exchange = exchange = self._parts.born.exchange(self.forked, OF_WORKERS, new=new)
+        try:
+            yield
+        finally:
+            self._exchange = None
+            exchange.end()
+
+    def as_here(self) -> AbstractContextManager[None]:
+        """Shows the dataset as it is in this process, in which the sampler is asked while workers are started."""
+        return nullcontext() if self._exchange is None else self._exchange.undone()
+
+    def drawn_here(self, indices: Iterator[Any]) -> Iterator[Any]:
+        """The same indices, each drawn with the dataset as it is in this process."""
+        while True:
+            with self.as_here():
+                try:
+                    index = next(indices)
+                except StopIteration:
+                    return
+            yield index
 
     def seed_source(self) -> bytes:
         """The state of the generator that the seed of new workers is drawn from."""

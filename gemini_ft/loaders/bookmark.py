@@ -278,15 +278,13 @@ class Bookmark:
         self._check(position)
         self._facts, self._between.forked = position["facts"], position["forked"]
         self._parts.data.mark()
-        if self._between.forked is not None:
-            # Not shared: workers see at once what is written into shared memory.
-            self._parts.born.give_back(self._between.forked, OF_WORKERS, shared=False, new=True)
-        if self._may_use_late(position):  # what the dataset then loads of its own counts more
-            self._parts.put(position["before_last"] or position["now"], OF_WORKERS)
-        own, self._own_begin = position["own"], position["own_begin"]
-        if (own := self._own_begin if own is None else own) is not None and self._way == "own":
-            self._base.load_state_dict(self._loader, copy.deepcopy(own))
-        inner = self._started(start, position)
+        with self._between.as_forked(self._way != "own"):  # workers see at once what is written into shared memory
+            if self._may_use_late(position):  # what the dataset then loads of its own counts more
+                self._parts.put(position["before_last"] or position["now"], OF_WORKERS)
+            own, self._own_begin = position["own"], position["own_begin"]
+            if (own := self._own_begin if own is None else own) is not None and self._way == "own":
+                self._base.load_state_dict(self._loader, copy.deepcopy(own))
+            inner = self._started(start, position)
         if self._between.forked is not None:
             self._parts.born.give_back(self._begin["attributes"])
         self._drew = self._way == "own" and self._taken < position["batches"]
@@ -301,7 +299,7 @@ class Bookmark:
             self._workers.start(self._taken, known["workers"] if known else {}, position["lost"] if position else ())
         self.starting = True
         try:
-            inner = self._between.start(start)
+            inner = self._between.start(start, new=self._way != "own")
             if self._workers:
                 self._workers.started()
             return inner
@@ -411,15 +409,16 @@ class Bookmark:
         if self._asks_in_vain:
             self._asks_in_vain = 0
             return iter(())
-        if self._position is None or self._asks <= self._position["asks"]:
-            indices = self._indices(iter(sampler))
-        else:
-            with unchanged_randomness():
-                self._parts.go_back_to(self._begin, samplers_only=True)
+        with self._between.as_here():
+            if self._position is None or self._asks <= self._position["asks"]:
                 indices = self._indices(iter(sampler))
+            else:
+                with unchanged_randomness():
+                    self._parts.go_back_to(self._begin, samplers_only=True)
+                    indices = self._indices(iter(sampler))
         if self._workers and self._workers.seeded_from is None:
             self._workers.seeded_from = self._between.seed_source()
-        return indices
+        return self._between.drawn_here(indices)
 
     def _indices(self, inner: Iterator[Any]) -> Iterator[Any]:
         """The sampler's indices from the position on; remembers from which moment they can be drawn again."""

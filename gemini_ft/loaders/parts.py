@@ -42,7 +42,7 @@ class LoaderParts:
             "generator": getattr(loader, "generator", None),
         }
         self.generators = private_generators(**parts, sampler=_samplers(loader))
-        self.born = Attributes({**parts, "sampler": _samplers(loader)}, lambda _: OF_LOADERS)
+        self.born = Attributes({**parts, "sampler": _with_inner(_samplers(loader))}, lambda _: OF_LOADERS)
         self.data = Attributes(parts, lambda _: OF_LOADERS)
         for other in self._made:
             self.born.count_from(other.born)
@@ -166,11 +166,19 @@ def is_torchdata(base: Any) -> bool:
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """The objects that take part in drawing indices; also a script's sampler that Lightning has put into one of its own, as a dataset."""
+    """The objects that take part in drawing indices."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    candidates = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
-    candidates += [getattr(getattr(sampler, "dataset", None), "_sampler", None) for sampler in candidates]
+    candidates = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     return [sampler for sampler in candidates if sampler is not None]
+
+
+def _with_inner(samplers: list[Any]) -> list[Any]:
+    """The same, with a script's sampler that Lightning has put into one of its own, as a dataset, whose attributes are not searched.
+
+    It lies so deep that one which is found by a search of the parts has its path from there, as in older snapshots.
+    """
+    inner = (getattr(getattr(sampler, "dataset", None), "_sampler", None) for sampler in samplers)
+    return [*samplers, *([[sampler]] for sampler in inner if sampler is not None)]
 
 
 def _sampler_epoch(loader: Any) -> int | None:

@@ -12,6 +12,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
@@ -197,7 +198,7 @@ class Attributes:
             shared: whether values in memory that processes share are set too.
             lost: whether those are set too that have become what cannot be kept. Functions stay: the script, or Lightning, gives them in
                 every process (``worker_init_fn``), and no snapshot says that they were there.
-            new: whether plain attributes that have come since the mark are deleted, unless ``values`` has them.
+            new: whether plain attributes that have come since the mark are deleted, unless ``values`` has them, or ``shared`` keeps them.
             but: objects to leave as they are.
         """
         left = set(map(id, but))
@@ -208,7 +209,8 @@ class Attributes:
             for name in values.get(_GONE, {}).get(path, ()):
                 _delete(now, name)
             for name, value in list(self._of(path, item)) if new else ():
-                if name not in self._marked[path] and name not in given and type(snapshot(value)) is not Opaque:
+                is_new = name not in self._marked[path] and name not in given and (shared or not is_shared(value))
+                if is_new and type(snapshot(value)) is not Opaque:
                     _delete(now, name)
             for name, then in (self._marked[path] | given).items():
                 current = now.get(name, _ABSENT)
@@ -221,6 +223,19 @@ class Attributes:
                     continue
                 if not (is_shared(current) and wrote(current, then)):
                     _set(now, name, copy_of(then))
+
+    def exchange(self, values: Values, below: tuple[str, ...], *, new: bool) -> Exchange:
+        """Gives ``values`` back, but not in shared memory, until the result says otherwise; see `give_back`."""
+        before = [(now, {**now}) for now in map(self._fields, self.objects(below))]
+        self.give_back(values, below, shared=False, new=new)
+        return Exchange(
+            [
+                (now, name, here, there)
+                for now, then in before
+                for name in {**then, **now}
+                if (here := then.get(name, _ABSENT)) is not (there := now.get(name, _ABSENT))
+            ]
+        )
 
     def _find(self, roots: Mapping[str, Any]) -> dict[str, Any]:
         """Objects with attributes of their own, by the path that leads to them."""
@@ -346,6 +361,40 @@ def _delete(fields: Fields, name: str) -> None:
         dict.pop(fields, name, None)
     else:
         fields.pop(name, None)
+
+
+class Exchange:
+    """Attributes that have other values for a while; those that they had are kept as the very objects."""
+
+    def __init__(self, differing: list[tuple[Fields, str, Any, Any]]) -> None:
+        self._differing = differing  # fields, name, value before, value for the while
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Shows the values before, for a while in that while; what is set then is kept in their place."""
+        for now, name, here, _ in self._differing:
+            _put(now, name, here)
+        try:
+            yield
+        finally:
+            self._differing = [(now, name, now.get(name, _ABSENT), there) for now, name, _, there in self._differing]
+            for now, name, _, there in self._differing:
+                _put(now, name, there)
+
+    def end(self) -> None:
+        """Puts the values before back, but not in the place of what somebody else has set since."""
+        for now, name, here, there in self._differing:
+            if now.get(name, _ABSENT) is there:
+                _put(now, name, here)
+        self._differing = []
+
+
+def _put(fields: Fields, name: str, value: Any) -> None:
+    """Sets an attribute to what was found there, or deletes it where there was none."""
+    if value is _ABSENT:
+        _delete(fields, name)
+    else:
+        _set(fields, name, value)
 
 
 def _has_fields(item: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -630,6 +631,102 @@ def test_a_fabric_without_a_loader_in_its_state_is_told_so(is_loaded: bool, fit:
     (text,) = [text for record in caplog.records if "fabric.strategy.protect(state)" in (text := record.getMessage())]
     assert ("no snapshot was taken in 8 steps" if is_loaded else "NOTHING IS PROTECTED") in text
     fabric.strategy.close()
+
+
+class Saves:
+    """Counts the snapshots that it is asked for its state by."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.count += 1
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Loop:
+    """A loop of Fabric with two models, which are in other modes, or gradients, when it asks for batches than when it steps."""
+
+    def __init__(self, **loaders: Any) -> None:
+        self.fabric: Any = Fabric(strategy="gemini", accelerator="cpu", devices=1)
+        self.fabric.launch()
+        nets = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        both = [self.fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1)) for net in nets]
+        self.models, self.optimizers = [model for model, _ in both], [optimizer for _, optimizer in both]
+        self.saves = Saves()
+        self.state: dict[str, Any] = {name: self.fabric.setup_dataloaders(loader) for name, loader in loaders.items()}
+        for number in range(2):
+            self.state |= {f"model{number}": self.models[number], f"optimizer{number}": self.optimizers[number]}
+        self.state["saves"] = self.saves
+        self.fabric.strategy.protect(self.state)
+
+    def train(self, mode: bool) -> None:
+        for model in self.models:
+            model.train(mode)
+
+    def step(self, number: int, batch: torch.Tensor) -> None:
+        self.fabric.backward(self.models[number](batch.float()).sum())
+        self.optimizers[number].step()
+
+    def evaluate(self, name: str) -> None:
+        self.train(False)
+        with torch.no_grad():
+            for batch in self.state[name]:
+                self.models[0](batch.float())
+
+    def usual(self, batch: torch.Tensor) -> None:
+        self.step(0, batch)
+
+    def evaluated(self, batch: torch.Tensor) -> None:
+        self.train(True)
+        self.step(0, batch)
+        self.evaluate("other")
+
+    def evaluated_first(self, batch: torch.Tensor) -> None:
+        self.evaluate("other")
+        self.train(True)
+        self.step(0, batch)
+        self.train(False)
+
+    def without_gradients(self, batch: torch.Tensor) -> None:
+        with torch.enable_grad():
+            self.step(0, batch)
+
+    def adversarial(self, batch: torch.Tensor) -> None:
+        for number in range(2):
+            self.models[number].eval()
+            self.step(1 - number, batch)
+            self.models[number].train()
+
+
+@pytest.mark.parametrize("step", [Loop.usual, Loop.evaluated, Loop.evaluated_first, Loop.without_gradients, Loop.adversarial])
+def test_a_loop_of_fabric_in_any_mode_gets_a_snapshot_of_each_step(step: Any, fit: Any, caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(loader=table(), other=table(), later=table(8))
+    loop.train(step not in (Loop.evaluated, Loop.evaluated_first))
+    with torch.set_grad_enabled(step is not Loop.without_gradients):
+        for epoch in range(2):
+            for batch in loop.state["loader"]:
+                step(loop, batch)
+            assert loop.saves.count == 6 * (epoch + 1)
+        for batch in loop.state["later"]:
+            step(loop, batch)
+    loop.fabric.strategy.close()
+    assert loop.saves.count == 12 + 3
+    assert not any("no snapshot was taken" in text for text in caplog.messages)
+
+
+def test_fabric_keeps_no_loader_that_the_script_has_left(fit: Any) -> None:
+    loop, data = Loop(), []
+    for _ in range(3):
+        loop.state["loader"] = loop.fabric.setup_dataloaders(table())
+        data.append(weakref.ref(loop.state["loader"].dataset))
+        for batch in loop.state["loader"]:
+            loop.usual(batch)
+    gc.collect()
+    loop.fabric.strategy.close()
+    assert loop.saves.count == 18
+    assert [there() is not None for there in data] == [False, False, True]
 
 
 @pytest.mark.parametrize("is_given", [False, True])

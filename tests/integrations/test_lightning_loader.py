@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from multiprocessing import Value
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from loader_kit import BATCH, SAMPLES, Job, Noisy, Stream, check_going_on, shuffled
+from loader_kit import BATCH, EPOCHS, SAMPLES, Job, Noisy, OwnEpochs, Stream, check_going_on, shuffled
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
 
 from gemini_ft.errors import StateError
 from gemini_ft.loaders.loader import ResumableIterable, make_resumable
+from gemini_ft.loaders.parts import LoaderParts
 
 # Three workers are what the arithmetic of rounds needs, whatever the machine has.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
@@ -174,6 +176,134 @@ def test_workers_see_what_another_loader_had_left_in_the_dataset_before_theirs_w
     for one, state in zip(resumed := loaders(is_resumed=True), states, strict=True):
         one.load_state_dict(state)
     assert rest(resumed[1]) == expected
+
+
+class Told(Dataset[torch.Tensor]):
+    """Is told the epoch, which workers that live on do not hear of."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch:
+            self.epoch = epoch
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), float(self.epoch)])
+
+
+class ToldByData(Sampler[int]):
+    """An order that depends on the epoch which the dataset was told; it may be drawn as late as index by index."""
+
+    is_broken = False
+
+    def __init__(self, data: Told) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[int]:
+        if self.is_broken:
+            raise ValueError("no order")
+        yield from ((index * 5 + self.data.epoch) % SAMPLES for index in range(SAMPLES))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class ToldAtOnce(ToldByData):
+    """The same, drawn when it is asked."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([*super().__iter__()])
+
+
+def told(kind: type[ToldByData] = ToldByData) -> DataLoader[torch.Tensor]:
+    data = Told()
+    return DataLoader(data, BATCH, sampler=kind(data), num_workers=2, persistent_workers=True)
+
+
+@pytest.mark.parametrize("kind", [ToldByData, ToldAtOnce])
+@pytest.mark.parametrize("stop", [(0, 3), (1, 0), (1, 3)])
+def test_a_sampler_sees_the_dataset_of_its_own_process_while_workers_are_started_anew(kind: Any, stop: tuple[int, int]) -> None:
+    check_going_on(lambda: told(kind), stop)
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_what_a_restarted_script_gives_its_data_stays_while_workers_are_started_anew(is_broken: bool) -> None:
+    first: Any = make_resumable(told(), epoch=int)
+    assert len(list(first)) == len(first)
+    first.dataset.flag = Value("i", 1)
+    batches = iter(first)
+    next(batches)
+    again: Any = make_resumable(told(), epoch=int)
+    again.load_state_dict(first.state_dict())
+    data = again.dataset
+    data.flag, data.resumed_at, data.table = Value("i", 1), [3], torch.zeros(2)
+    data.table.share_memory_()
+    given = {**vars(data)}
+    again.sampler.is_broken = is_broken
+    if is_broken:
+        with pytest.raises(ValueError, match="no order"):
+            iter(again)
+    else:
+        assert len(list(again)) == len(again) - 1
+    assert {name: id(value) for name, value in vars(data).items()} == {name: id(value) for name, value in given.items()}
+
+
+class Toldable(OwnEpochs):
+    """Counts its epochs, and can be told one."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def set_epoch(self, epoch: int) -> None:
+        self.rounds = 10 * epoch
+
+
+class HoldsSampler(Dataset[int]):
+    """A dataset over a sampler, such as Lightning puts into torch's own sampler."""
+
+    def __init__(self, sampler: Toldable) -> None:
+        self._sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+class Forwards(Sampler[int]):
+    """A sampler over such a dataset, which tells nothing to what is in it."""
+
+    def __init__(self, inner: Toldable) -> None:
+        self.dataset = HoldsSampler(inner)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.dataset._sampler)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def test_a_sampler_inside_of_another_is_told_no_epoch() -> None:
+    """Lightning's own does not tell it either, and without gemini-ft nothing would."""
+
+    def orders(is_resumable: bool) -> list[list[int]]:
+        loader: Any = DataLoader(cast(Any, range(SAMPLES)), None, sampler=Forwards(Toldable()))
+        watched = make_resumable(loader) if is_resumable else loader
+        return [[int(index) for index in watched] for _ in range(EPOCHS)]
+
+    assert orders(is_resumable=True) == orders(is_resumable=False)
+
+
+def test_a_generator_of_a_sampler_inside_of_another_is_kept_where_snapshots_have_it() -> None:
+    """Older ones too: generators are put back by their paths."""
+    sampler = Forwards(Toldable(torch.Generator().manual_seed(3)))
+    loader: Any = DataLoader(cast(Any, range(SAMPLES)), None, sampler=sampler)
+    parts = LoaderParts(loader, DataLoader, None)
+    assert [*parts.generators] == ["sampler.0.dataset._sampler.generator"]
+    sampler.dataset._sampler.rounds = 7
+    assert parts.present()["attributes"] == {"sampler.0.dataset._sampler": {"rounds": 7}}
 
 
 @pytest.mark.parametrize("seed", range(3))
