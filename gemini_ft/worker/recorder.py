@@ -373,7 +373,12 @@ class Recorder:
         is_judged = self._config.hang_timeout != 0 or self._config.straggler_factor > 0
         if is_profiled or (self.session.world_size > 1 and is_judged):
             try:
-                observation = Observation(lambda message, fds: self.client.tell(message, fds), traffic.profile_steps, is_profiled)
+                observation = Observation(
+                    lambda message, fds: self.client.tell(message, fds),
+                    traffic.profile_steps,
+                    is_profiled,
+                    is_timed=self.session.world_size > 1 and self._config.straggler_factor > 0,
+                )
             except Exception:  # of another torch: it must never cost the training
                 _log.warning(UNSEEN, exc_info=True)
                 return
