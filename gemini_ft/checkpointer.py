@@ -47,7 +47,7 @@ from gemini_ft.state.rng import GivenGenerator, rng_state, set_rng_state
 from gemini_ft.state.tensors import every_optimizer
 from gemini_ft.storage.base import WORD
 from gemini_ft.torch_versions import buffers_are_broadcast
-from gemini_ft.worker.attempt import close_with, watch
+from gemini_ft.worker.attempt import close_with, keep_groups, watch
 from gemini_ft.worker.outcomes import Stats
 from gemini_ft.worker.recorder import Recorder
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise, on_all_ranks
@@ -250,6 +250,7 @@ class Checkpointer:
         self._hyperparameters.note(self._bound.hyperparameters)
         atexit.register(self._end_with_process)
         notes.say(notes.PROTECTED)
+        keep_groups()
         self._recorder = recorder = Recorder(self.config, self.name, self.stats, self._resizable)
         if not self._resizable:
             notes.say(notes.FIXED)
