@@ -128,7 +128,9 @@ def test_an_exception_costs_no_process_and_a_kill_one(plain: Outcome, tmp_path: 
 
 def test_a_script_may_destroy_the_process_group_while_its_model_lives(plain: Outcome, tmp_path: Path) -> None:
     """In a ``finally`` of its own: DDP had the last reference to the group then, and waited for the group's thread without end."""
-    outcome = job(tmp_path / "job", "0:0:4:behind", "0:1:4:ahead", "0:1:4:raise", "0:0:leaving:destroy", "0:1:leaving:destroy", timeout="15")
+    outcome = job(
+        tmp_path / "job", "0:0:4:behind", "0:1:4:ahead", "0:1:4:raise", "0:0:leaving:destroy", "0:1:leaving:destroy", timeout="15"
+    )
     assert outcome.status == 0, outcome.output
     assert outcome.bits == plain.bits
     assert [len({*rank.pids}) for rank in outcome.ranks] == [1, 1], outcome.output
