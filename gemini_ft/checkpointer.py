@@ -32,7 +32,7 @@ from gemini_ft.config import GeminiConfig, load_config
 from gemini_ft.core.census import Census, Fate, Finding, declare, table
 from gemini_ft.errors import ConfigError, RecoveryError, StateError
 from gemini_ft.faults import inject as faults
-from gemini_ft.launch import notes
+from gemini_ft.launch import notes, script
 from gemini_ft.recovery.restore import putting_back, read_extras
 from gemini_ft.state import ddp, iterators
 from gemini_ft.state.base import PlainState, TrainingState
@@ -47,7 +47,7 @@ from gemini_ft.state.rng import GivenGenerator, rng_state, set_rng_state
 from gemini_ft.state.tensors import every_optimizer
 from gemini_ft.storage.base import WORD
 from gemini_ft.torch_versions import buffers_are_broadcast
-from gemini_ft.worker.attempt import close_with, watch
+from gemini_ft.worker.attempt import close_with, keep_groups, watch
 from gemini_ft.worker.outcomes import Stats
 from gemini_ft.worker.recorder import Recorder
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise, on_all_ranks
@@ -250,6 +250,7 @@ class Checkpointer:
         self._hyperparameters.note(self._bound.hyperparameters)
         atexit.register(self._end_with_process)
         notes.say(notes.PROTECTED)
+        keep_groups()
         self._recorder = recorder = Recorder(self.config, self.name, self.stats, self._resizable)
         if not self._resizable:
             notes.say(notes.FIXED)
@@ -549,11 +550,10 @@ class Checkpointer:
         if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
             self.close(finished=False, interrupted=True)
         elif self._recorder is not None:
-            error = getattr(sys, "last_value", None)
-            if error is None or isinstance(error, SystemExit):  # it ends without `close`: its last step is kept, too
+            if getattr(sys, "last_value", None) is None:  # a script that ends without `close`, by `sys.exit` perhaps: its last step is kept
                 self._recorder.await_last(_LAST_SECONDS)
             self._recorder.halt()
-            if error is None:
+            if script.has_ended_well:
                 self._recorder.say_over(failed=False)
 
     @contextlib.contextmanager

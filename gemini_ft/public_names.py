@@ -28,7 +28,9 @@ def show_names(package: str) -> None:
     """
     try:
         module = importlib.import_module(package)
-    except ModuleNotFoundError:  # Python finds no namespace package in a zip archive without entries for folders, such as a wheel
+    except ModuleNotFoundError as error:  # Python finds no namespace package in a zip archive without entries for folders, such as a wheel
+        if error.name != package:  # it is a package, and lacks something else
+            raise
         parent, _, name = package.rpartition(".")
         module = sys.modules[package] = ModuleType(package)
         module.__path__ = [os.path.join(folder, name) for folder in sys.modules[parent].__path__]

@@ -54,6 +54,9 @@ _OF_PEERS = re.compile(
 _REPORTED = 4000  # characters of an exception that the launcher's report repeats; the worker's own stderr has all
 
 
+has_ended_well = False  # whether the script of `run` has come to its end with status 0; elsewhere nobody knows the status at the exit
+
+
 def starter(module: str) -> tuple[str, str]:
     """Arguments with which Python calls ``module.main()``.
 
@@ -117,6 +120,7 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
         program: script and arguments, or ``-m``, module name and arguments; the script ``-`` came through standard input.
         copy: file with the text of a script that came through a pipe.
     """
+    global has_ended_well
     autoprotect.install()
     build_locks.install()
     sys.orig_argv = [sys.executable, "-u", *program]
@@ -137,8 +141,7 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
             record(end)
         if refused:
             notes.say(notes.REFUSED)
-        if end.code:
-            sys.last_value = end
+        has_ended_well = not end.code
         if end.code or not autoprotect.at_end:
             raise
     except (Exception, KeyboardInterrupt) as error:
@@ -149,9 +152,10 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
             notes.say(notes.REFUSED)  # ahead of the end, at which the other workers fail, too
         if status == 1 or not isinstance(status, int):
             raise
-        sys.last_value = error  # for exit handlers, as Python leaves the errors that it shows
+        sys.last_value = error  # as Python leaves it for exit handlers
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(status) from None
+    has_ended_well = True
     if autoprotect.at_end:
         _leave()
 

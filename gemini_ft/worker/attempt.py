@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini_ft import accelerator
@@ -39,6 +40,8 @@ class OwnAttempt:
         held: those of its objects that take no weak references. One is gone if nothing else refers to it.
         changing: finalizers of loaders; each watches the datasets, samplers and functions that have changed during the attempt.
         closing: objects that it has made and that are closed at its end -> arguments of their ``close``.
+        defaults: default process groups that it has made.
+        groups: process groups that it has made, kept until its end, although the script may destroy them before.
         is_sharded: whether some of it is sharded over a mesh.
         is_of_others: whether it has ended by an error that follows from what another rank has met.
         refusal: the reason why this process cannot stay after it; empty: none is known.
@@ -53,6 +56,8 @@ class OwnAttempt:
         self.held: list[Any] = []
         self.changing: list[weakref.finalize[..., Any]] = []
         self.closing: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self.defaults: list[Any] = []
+        self.groups: list[Any] = []
         self.is_sharded = False
         self.is_of_others = False
         self.refusal = ""
@@ -113,6 +118,12 @@ class OwnAttempt:
             each.close(**options)
         kept.clear()
 
+    def keep_groups(self) -> None:
+        """Keeps the process groups that there are."""
+        if dist.is_initialized():
+            self.defaults.append(dist.group.WORLD)
+            self.groups += dist.distributed_c10d._world.pg_map
+
     def left_behind(self) -> list[Any]:
         """The objects that should be gone, and are still referenced from elsewhere."""
         while self.changing:
@@ -156,6 +167,12 @@ def has_failed() -> bool | None:
         present.look()
     present.blame(sys.exception())
     return not present.is_over and not present.is_of_others
+
+
+def keep_groups() -> None:
+    """Keeps the process groups that there are until the attempt is over: objects of theirs may live longer than they do."""
+    if present is not None:
+        present.keep_groups()
 
 
 def watch(captured: Iterable[Any]) -> None:

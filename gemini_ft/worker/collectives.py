@@ -458,11 +458,12 @@ class Observation:
         tell: sends a message, and descriptors beside it, to the agent; raises AgentError when it is gone.
         window: steps that make a profile.
         is_profiled: whether the agent is told of profiles, for the replicas' sake.
+        is_timed: whether it is told of this rank's own time in a step, to find stragglers.
     """
 
-    def __init__(self, tell: Callable[[ToAgent, Sequence[int]], None], window: int, is_profiled: bool) -> None:
+    def __init__(self, tell: Callable[[ToAgent, Sequence[int]], None], window: int, is_profiled: bool, *, is_timed: bool = True) -> None:
         self._tell, self._is_profiled = tell, is_profiled
-        self._profiler, self._window = Profiler(window), WorkWindow()
+        self._profiler, self._window = Profiler(window), WorkWindow() if is_timed else None
         self._stack = contextlib.ExitStack()
         self._observer = self._stack.enter_context(observe())
 
@@ -479,7 +480,10 @@ class Observation:
             return
         if self._observer.look(lambda: self._profiler.add(step)):
             self._report()
-        if (times := self._window.add(iteration, step.seconds, sum(seconds for _, seconds in step.idle()))) is not None:
+        if (window := self._window) is None:
+            return
+        times = self._observer.look(lambda: window.add(iteration, step.seconds, sum(seconds for _, seconds in step.idle())))
+        if times is not None:
             self._tell(Worked(window=iteration, times=times), ())
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:

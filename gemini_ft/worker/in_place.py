@@ -178,9 +178,14 @@ def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
     present.close()
     # DDP's Reducer holds the interpreter's lock when it is freed. Were its reference to the group the last one, it would wait for the
     # group's threads with that lock held, and one of them may be about to call Python: neither would ever go on.
-    groups = list(dist.distributed_c10d._world.pg_map)
+    # The script may have destroyed it by itself, and so they are also kept when its Checkpointer joins.
+    present.keep_groups()
+    while present.defaults:
+        group = present.defaults.pop()
+        if group not in present.defaults:
+            forget_defaults(group)
+    group = None
     if dist.is_initialized():
-        forget_defaults(dist.group.WORLD)
         dist.destroy_process_group()
     number_groups_anew()
     if (accelerate := sys.modules.get("accelerate.state")) is not None:  # it keeps devices and process group for the whole process
@@ -196,7 +201,7 @@ def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
         forget_meshes()
     # The first look frees garbage of torch's graphs; objects that only this garbage has held are gone at the second one.
     alive = Counter(type(each).__qualname__ for each in present.left_behind() and present.left_behind())
-    groups.clear()  # which closes their connections, for which other ranks may wait
+    present.groups.clear()  # which closes their connections, for which other ranks may wait
     if alive:
         return f"what train() has trained is still referenced from outside of it: {', '.join(sorted(alive))}"
     if hooks := [getattr(hook, "__qualname__", repr(hook)) for hook in _hooks_of_all() if hook not in known]:

@@ -92,24 +92,35 @@ class Recorder:
         self.drain = Drain(config)
         self._outcomes = Outcomes(stats, lambda event, **facts: self.events.write(event, **facts))
         self._copy_when = CopyWhen(config.copy_when, lambda reason: self._outcomes.discarded(self._outcomes.newest, reason))
-        self.session: WorkerSession = join(config, name, self._on_event, resizable)
+        on_event = weakref.WeakMethod(self._on_event)  # weak: injected faults keep the client for longer than this object may live
+
+        def hear(message: ToWorker) -> None:
+            if (alive := on_event()) is not None:
+                alive(message)
+
+        self._hear = hear
+        self.session: WorkerSession = join(config, name, self._hear, resizable)
         drain.attend(self.session.run, self.session.host)
         self._supervision = Supervision(lambda: self.client, config.agent_timeout)
-        self._copying = Snapshotter(
-            self.session.rank,
-            root=lambda job: self._reservation.root(job),
-            tell=lambda message: self.client.tell(message),
-            lost=lambda: self.client.lost,
-            recover=self._reconnect,
-            on_discard=self._outcomes.discarded,
-            verify=config.verify,
-            waits=config.waits,
-            timeout=config.timeout,
-            grant_timeout=config.agent_timeout + config.replica_timeout if config.agent_timeout else None,
-            supervision=self._supervision,
-        )
+        try:
+            self.events = EventLog(self.session.run, stream=name, rank=self.session.rank, host=self.session.host)
+            self._copying = Snapshotter(
+                self.session.rank,
+                root=lambda job: self._reservation.root(job),
+                tell=lambda message: self.client.tell(message),
+                lost=lambda: self.client.lost,
+                recover=self._reconnect,
+                on_discard=self._outcomes.discarded,
+                verify=config.verify,
+                waits=config.waits,
+                timeout=config.timeout,
+                grant_timeout=config.agent_timeout + config.replica_timeout if config.agent_timeout else None,
+                supervision=self._supervision,
+            )
+        except BaseException:
+            self.client.close()
+            raise
         self._reservation = Reservation(self.session, self._copying, self._room, self._reconnect)
-        self.events = EventLog(self.session.run, stream=name, rank=self.session.rank, host=self.session.host)
         self._digest_at = _first_digest(self.session)
         self._recorded = self.session.plan.version.iteration if self.session.plan.version is not None else 0
         try:
@@ -364,14 +375,13 @@ class Recorder:
         if session.orders.text:
             world = World(session.spec.hosts, session.spec.holders)
             url = self._config.storage.url if self._config.storage is not None else None
-            this = weakref.proxy(self)  # the faults outlive it
             scene = faults.Scene(
                 run=session.run,
                 has_past=self.has_past,
                 rank=session.rank,
                 world=world,
                 storage=url,
-                client=lambda: this.client,
+                client=lambda: session.client,  # not this object's, which the faults outlive
                 events=self.events,
             )
             exchange_or_raise(lambda: faults.arm(session.orders, scene), self._config.timeout)
@@ -390,7 +400,12 @@ class Recorder:
         is_judged = self._config.hang_timeout != 0 or self._config.straggler_factor > 0
         if is_profiled or (self.session.world_size > 1 and is_judged):
             try:
-                observation = Observation(lambda message, fds: self.client.tell(message, fds), traffic.profile_steps, is_profiled)
+                observation = Observation(
+                    lambda message, fds: self.client.tell(message, fds),
+                    traffic.profile_steps,
+                    is_profiled,
+                    is_timed=self.session.world_size > 1 and self._config.straggler_factor > 0,
+                )
             except Exception:  # of another torch: it must never cost the training
                 _log.warning(UNSEEN, exc_info=True)
                 return
@@ -482,7 +497,7 @@ class Recorder:
         old = session.client
         fds = [slot.fd for slot in self._copying.slots.values()] + list(old.custody.values())
         hello = session.hello.model_copy(update={"secret": session.secret, "preferred_port": spec.addresses[session.host][1]})
-        client = AgentClient(session.run, session.host, hello, self._on_event, self._config.timeout)
+        client = AgentClient(session.run, session.host, hello, self._hear, self._config.timeout)
         try:
             for start in range(0, len(fds), 100):
                 part = fds[start : start + 100]

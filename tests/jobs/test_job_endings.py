@@ -182,6 +182,26 @@ def test_a_finished_job_leaves_nothing_behind(command: Command) -> None:
         assert not command.events("resumed")
 
 
+def test_a_child_that_fails_is_lost(tmp_path: Path) -> None:
+    """Torch ends it by `sys.exit(1)`, of which Python leaves nothing to what runs at the exit: it was taken for a good end."""
+    command = Command(tmp_path, "python")
+    try:
+        (tmp_path / "train.py").write_text(
+            "import torch\n"
+            f"SCRIPT = {SCRIPT.replace('checkpointer.close()', '1 / 0')!r}\n"
+            "def train(_):\n"
+            "    exec(SCRIPT, {'__name__': 'child'})\n"
+            "if __name__ == '__main__':\n"
+            "    torch.multiprocessing.spawn(train)\n"
+        )
+        assert command.status(command.start(3)) == 1
+        assert "ZeroDivisionError" in command.output
+        eventually(lambda: command.events("lost"), "the loss")
+        assert [event["cause"] for event in command.events("lost")] == ["died"]
+    finally:
+        command.end()
+
+
 def test_memory_stays_after_a_crash_and_a_signal_and_after_ctrl_c_what_is_stored(tmp_path: Path) -> None:
     options = {"STORAGE__URL": (tmp_path / "store").as_uri(), "STORAGE__EVERY_STEPS": "4", "STATE_DIR": str(tmp_path / "state")}
     environ = {f"GEMINI_{name}": value for name, value in options.items()} | {"PET_MAX_RESTARTS": "0"}

@@ -126,6 +126,16 @@ def test_an_exception_costs_no_process_and_a_kill_one(plain: Outcome, tmp_path: 
     assert outcome.failures[1][1] <= 2  # the last step's snapshot may have been on its way when the worker was killed
 
 
+def test_a_script_may_destroy_the_process_group_while_its_model_lives(plain: Outcome, tmp_path: Path) -> None:
+    """In a ``finally`` of its own: DDP had the last reference to the group then, and waited for the group's thread without end."""
+    outcome = job(
+        tmp_path / "job", "0:0:4:behind", "0:1:4:ahead", "0:1:4:raise", "0:0:leaving:destroy", "0:1:leaving:destroy", timeout="15"
+    )
+    assert outcome.status == 0, outcome.output
+    assert outcome.bits == plain.bits
+    assert [len({*rank.pids}) for rank in outcome.ranks] == [1, 1], outcome.output
+
+
 def test_lightnings_trainer_begins_anew_in_the_same_process(tmp_path: Path) -> None:
     """Callbacks, loggers and their files as after any restart."""
     whole = job(tmp_path / "whole", keeper="trainer-ddp", restart="process")

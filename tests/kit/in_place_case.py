@@ -85,6 +85,8 @@ def reached(moment: object, model: Any = None) -> None:
                 future = dist.all_reduce(torch.ones(()), async_op=True).get_future()
                 future.add_done_callback(lambda _: time.sleep(2))
                 future.wait()
+            case "destroy":
+                dist.destroy_process_group()
             case "behind":
                 time.sleep(0.5)
                 dist.all_reduce(torch.ones(()))

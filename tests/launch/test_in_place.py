@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from agent_kit import eventually
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,13 +30,17 @@ from torch.utils.data import DataLoader, TensorDataset
 import gemini_ft
 from gemini_ft import accelerator
 from gemini_ft.agent import lifecycle
+from gemini_ft.agent.client import AgentClient
+from gemini_ft.errors import ConfigError
 from gemini_ft.events import read_events
+from gemini_ft.faults import inject
 from gemini_ft.hosts import is_readable
 from gemini_ft.launch.grace import Process, Workers, await_news
 from gemini_ft.launch.in_place import LEAVES, PARKED, Attempt, Survivors
 from gemini_ft.launch.worker_start import WorkerHandler
 from gemini_ft.state.copy_plan import MappedSlot
 from gemini_ft.wire import channel
+from gemini_ft.wire.worker_messages import Over
 from gemini_ft.worker import attempt, in_place
 from gemini_ft.worker.attempt import OverError, OwnAttempt, leave_if_over
 
@@ -113,6 +119,12 @@ def test_the_agent_hears_of_an_attempts_end_only_once_no_copy_is_under_way(
         may_end.wait(60)
         write(*arguments)
 
+    def noted(client: AgentClient, message: Any, *fds: Any) -> None:
+        told.append(type(message))
+        tell(client, message, *fds)
+
+    told, tell = list[Any](), AgentClient.tell
+    monkeypatch.setattr(AgentClient, "tell", noted)
     monkeypatch.setattr(MappedSlot, "write", slowly)
     for name, value in {"GEMINI_RUN_ID": f"over-{os.getpid()}-{is_stuck}", "GEMINI_EVENTS": str(events), "GEMINI_ON_LATE": "wait"}.items():
         monkeypatch.setenv(name, value)
@@ -126,13 +138,52 @@ def test_the_agent_hears_of_an_attempts_end_only_once_no_copy_is_under_way(
         may_end.set()
     assert attempt.present is not None
     attempt.present.close()
-    lifecycle.status(os.environ["GEMINI_RUN_ID"])  # an answer that comes after what was told before
-    assert [event["cause"] for event in read_events(events) if event["event"] == "lost"] == ([] if is_stuck else ["failed"])
+    if not is_stuck:
+        eventually(lambda: any(event["event"] == "lost" and event["cause"] == "failed" for event in read_events(events)), "the loss")
     may_end.set()
     for thread in threading.enumerate():
         if thread.name == "gemini-snapshot":
             thread.join(60)
+    assert told.count(Over) == (not is_stuck)
     lifecycle.leave(os.environ["GEMINI_RUN_ID"])
+
+
+def test_a_worker_that_cannot_join_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GEMINI_RUN_ID", f"unwritable-{os.getpid()}")
+    monkeypatch.setenv("GEMINI_LINGER", "1")
+    monkeypatch.setenv("GEMINI_EVENTS", str(tmp_path / "nowhere" / "events"))
+    known = threading.enumerate()
+    checkpointer = gemini_ft.Checkpointer(torch.nn.Linear(2, 2))
+    try:
+        with pytest.raises(ConfigError, match="GEMINI_EVENTS"):
+            checkpointer.resume()
+        for thread in threading.enumerate():
+            if thread not in known:
+                thread.join(5)
+        assert [thread.name for thread in threading.enumerate() if thread not in known] == []
+    finally:
+        checkpointer.close(finished=False)
+        lifecycle.leave(os.environ["GEMINI_RUN_ID"])
+
+
+def test_a_fault_outlives_the_checkpointer_that_was_the_last_to_join(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(inject, "drill", None)
+    environ = {"RUN_ID": f"drill-{os.getpid()}", "FAULTS": "step=2:rank=0:corrupt", "FAULTS_DIR": str(tmp_path / "faults"), "LINGER": "1"}
+    for name, value in environ.items():
+        monkeypatch.setenv(f"GEMINI_{name}", value)
+    checkpointers = [gemini_ft.Checkpointer(torch.nn.Linear(2, 2), name=name) for name in ("first", "second")]
+    for each in checkpointers:
+        each.resume()
+    second = weakref.ref(checkpointers[1])
+    checkpointers.pop().close()
+    del each
+    gc.collect()
+    assert second() is None
+    for _ in range(3):
+        checkpointers[0].step()
+    assert inject.drill is not None
+    assert inject.drill.rest() == []
+    checkpointers[0].close()
 
 
 def test_a_parameter_whose_hook_holds_it_is_gone_with_the_attempt(launcher: socket.socket) -> None:

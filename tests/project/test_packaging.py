@@ -17,6 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import gemini_ft.sync
+from gemini_ft.public_names import show_names
 
 ROOT = Path(__file__).parents[2]
 BESIDE = ("compression", "sync")  # packages of gemini_ft that lie beside its folder
@@ -142,3 +143,13 @@ def test_names_that_packages_show_are_found_in_a_zip_archive(tmp_path: Path, fol
     command = [sys.executable, "-c", code]
     said = subprocess.run(command, env={**os.environ, "PYTHONPATH": archive}, cwd=tmp_path, check=True, capture_output=True, text=True)
     assert said.stdout.splitlines() == [f"{archive}/gemini_ft/__init__.py", str(gemini_ft.sync.__all__), f"run {gemini_ft.sync.Zen}"]
+
+
+def test_a_package_that_lacks_a_module_is_no_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "outer" / "inner").mkdir(parents=True)
+    (tmp_path / "outer" / "__init__.py").touch()
+    (tmp_path / "outer" / "inner" / "__init__.py").write_text("import nowhere_to_be_found\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
+        show_names("outer.inner")
+    assert "outer.inner" not in sys.modules

@@ -146,12 +146,13 @@ def test_an_observer_that_fails_says_so_once_and_stops(
         backend(lambda: (_ for _ in ()).throw(ValueError("the training's own")))
 
 
+@pytest.mark.parametrize("what", [collectives.Profiler, collectives.WorkWindow])
 def test_a_profile_that_fails_ends_observing_and_not_the_training(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    what: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(CollectiveTraffic, "listen", lambda _: SimpleNamespace(_destroy=lambda: None))
     observation = collectives.Observation(lambda *_: None, 4, True)
-    monkeypatch.setattr(collectives.Profiler, "add", lambda *_: 1 / 0)
+    monkeypatch.setattr(what, "add", lambda *_: 1 / 0)
     with caplog.at_level(logging.WARNING, "gemini_ft"):
         for iteration in (1, 2):
             observation.step_over(iteration)
@@ -166,3 +167,15 @@ def test_a_page_that_cannot_be_written_ends_observing_and_no_wait_of_the_trainin
     with caplog.at_level(logging.WARNING, "gemini_ft"), observer.waiting(), observer.waiting():
         assert backend(lambda: 7) == 7
     assert len([record for record in caplog.records if "cannot be observed" in record.message]) == 1
+
+
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_nobody_is_told_of_times_that_nobody_compares(is_timed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `straggler_factor=0`."""
+    monkeypatch.setattr(CollectiveTraffic, "listen", lambda _: SimpleNamespace(_destroy=lambda: None))
+    told: list[Any] = []
+    observation = collectives.Observation(lambda message, _: told.append(message), 4, False, is_timed=is_timed)
+    for iteration in range(20):
+        observation.step_over(iteration)
+    observation.close()
+    assert len(told) == (2 if is_timed else 0)
