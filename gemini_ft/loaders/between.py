@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from gemini_ft.loaders.parts import LoaderParts
 from gemini_ft.loaders.workers import WorkerStates
-from gemini_ft.state.remembered import Exchange, Values
+from gemini_ft.state.remembered import AttributeSwap, Values
 from gemini_ft.state.rng import generator_states, set_generator_states
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Between:
         self._workers = getattr(loader, "num_workers", 0) if persistent or not rests else 0
         self.workers = self._new_workers()
         self.forked: Values | None = None
-        self._exchange: Exchange | None = None  # of attributes, while workers see those that they were started with first
+        self._exchange: AttributeSwap | None = None  # of attributes, while workers see those that they were started with first
         self._named: set[str] = set()
 
     @property

@@ -224,11 +224,11 @@ class Attributes:
                 if not (is_shared(current) and wrote(current, then)):
                     _set(now, name, copy_of(then))
 
-    def exchange(self, values: Values, below: tuple[str, ...], *, new: bool) -> Exchange:
+    def exchange(self, values: Values, below: tuple[str, ...], *, new: bool) -> AttributeSwap:
         """Gives ``values`` back, but not in shared memory, until the result says otherwise; see `give_back`."""
         before = [(now, {**now}) for now in map(self._fields, self.objects(below))]
         self.give_back(values, below, shared=False, new=new)
-        return Exchange(
+        return AttributeSwap(
             [
                 (now, name, here, there)
                 for now, then in before
@@ -363,7 +363,7 @@ def _delete(fields: Fields, name: str) -> None:
         fields.pop(name, None)
 
 
-class Exchange:
+class AttributeSwap:
     """Attributes that have other values for a while; those that they had are kept as the very objects."""
 
     def __init__(self, differing: list[tuple[Fields, str, Any, Any]]) -> None:

@@ -9,7 +9,13 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[2]
-VENDORS = {"_parameters", "_rendezvous", "_settings", "_timeout"}  # private names of torch's that the package has, too
+VENDORS = {
+    "_parameters",
+    "_rendezvous",
+    "_sampler",
+    "_settings",
+    "_timeout",
+}  # private names of torch and Lightning that the package has, too
 
 
 def is_private(name: str) -> bool:
