@@ -554,7 +554,9 @@ class Checkpointer:
                 self._recorder.await_last(_LAST_SECONDS)
             self._recorder.halt()
             if script.has_ended_well:
-                self._recorder.say_over(failed=False)
+                if (fatal := self._recorder.fatal) is not None:
+                    _log.error("%s", fatal)
+                self._recorder.say_over(failed=fatal is not None)
 
     @contextlib.contextmanager
     def _script_to_blame(self) -> Iterator[None]:

@@ -356,14 +356,14 @@ class Stream:
         """Carries out a decision of the leader."""
         context, host = self.context, self.context.host
         match message:
-            case Commit(version=version, freeze=freeze, roots=roots, agreed=agreed):
+            case Commit(version=version, freeze=freeze, roots=roots, agreed=agreed, compared=compared):
                 failpoints.reached("agent_commits", version.iteration)
                 context.counters["committed"] += 1
                 context.note_commit(version)
                 if context.measures is not None:
                     context.measures.committed(version.iteration)
                 self._progressed = self._progressed or context.spec is None or version != context.spec.resumed  # which may be repeated
-                self.perform(host.on_commit(version, freeze, roots, agreed))
+                self.perform(host.on_commit(version, freeze, roots, agreed, compared=compared))
                 context.tell_workers(message)
             case Abort(version):
                 context.counters["aborted"] += version not in host.aborted  # it is repeated for workers that may not have heard it

@@ -18,6 +18,7 @@ class Commit:
     digest_at: int | None = None  # iteration from which ranks must add digests of their replicated state
     roots: dict[int, str] = field(default_factory=dict)  # owner -> root of its shard: of its own copy, and of every other that counts
     agreed: bool = False  # to one host: the roots of what it holds are those that it reported, and are not repeated
+    compared: bool = field(default=False, compare=False)  # all ranks were found to hold alike what they must; no part of the decision
 
 
 @dataclass(frozen=True)

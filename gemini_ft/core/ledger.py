@@ -38,7 +38,7 @@ class Ledger:
         self._judged: Version | None = None  # the newest version that was committed by reports made to this ledger
         self._doubtful: set[str] = set()  # hosts with a copy that did not count then
         self.agreed: Version | None = None  # the newest committed version in which all ranks were found to agree, or with which all began
-        self._has_diverged = False  # whether they were found to differ: then nothing is committed any more
+        self.has_diverged = False  # whether they were found to differ: then nothing is committed any more
         self.epoch = 0
         self.excluded: set[Pair] = set()  # one set, which the rounds have as well
         self.uploading: Version | None = None
@@ -281,7 +281,7 @@ class Ledger:
         if self.committed is None or self.committed == self.stored:
             return ""
         is_due = self._cadence is not None and self._cadence.at_end
-        if is_due and self._has_diverged:
+        if is_due and self.has_diverged:
             return f"ranks differ in what they must hold alike, perhaps in {self.committed} already"
         return self.upload_error or (is_due and (self.obstacle or f"the upload of {self.committed} has not ended")) or ""
 
@@ -290,7 +290,7 @@ class Ledger:
 
         Not if ranks were found to differ later: it may hold what one rank alone computed.
         """
-        if self.committed is None or self.uploading is not None or not self.unstored or self.obstacle or self._has_diverged:
+        if self.committed is None or self.uploading is not None or not self.unstored or self.obstacle or self.has_diverged:
             return []
         self.uploading, self._records, self._has_uploaded = self.committed, {}, True
         return [Commit(version=self.committed, freeze=True)]
@@ -339,7 +339,7 @@ class Ledger:
         names = named([f"rank {rank} (host {self.holders[rank][0]})" for rank in odd])
         others = f"the largest group of ranks holds something else than {names}"
         verdict = others if is_clear else f"it cannot be told which of {names} is wrong"
-        self._has_diverged = True
+        self.has_diverged = True
         return Fatal(
             error="ReplicaDivergedError",
             text="state that must be the same on all ranks differs: "
@@ -351,7 +351,7 @@ class Ledger:
         )
 
     def _try_commit(self, version: Version, current: Round | FoldedRound, now: float) -> list[Decision]:
-        if not current.complete or self._has_diverged:
+        if not current.complete or self.has_diverged:
             return []
         roots, compared = current.roots, current.compared
         self._close(version)
@@ -359,7 +359,8 @@ class Ledger:
         self._joined_at = {host: newest for host, newest in self._joined_at.items() if newest >= version}
         self.roots = roots
         self.agreed = version if compared else self.agreed
-        return [Commit(version=version, freeze=self._freeze(version, compared, now), digest_at=self._digest_at(version, now), roots=roots)]
+        freeze, digest_at = self._freeze(version, compared, now), self._digest_at(version, now)
+        return [Commit(version=version, freeze=freeze, digest_at=digest_at, roots=roots, compared=compared)]
 
     def _digest_at(self, version: Version, now: float) -> int | None:
         return self._cadence.next_iteration(version.iteration, now) if self._cadence else None
@@ -386,7 +387,7 @@ class Ledger:
         if version in self.aborted:
             return []
         note_aborted(self.aborted, version, reason)
-        is_news = current is not None and current.differs and not self._has_diverged
+        is_news = current is not None and current.differs and not self.has_diverged
         return [Abort(version, reason), *([self._conflict(current)] if current is not None and is_news else [])]
 
     def _is_own(self, report: Completed) -> bool:

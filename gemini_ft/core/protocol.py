@@ -65,7 +65,7 @@ class Host:
     details: dict[tuple[int, Version], tuple[str, str]] = field(default_factory=dict)  # layout and digest as reported
     aborted: dict[Version, None] = field(default_factory=dict)  # above the committed one, the oldest first
     committed: Version | None = None  # the newest version this host knows to be complete everywhere
-    agreed: Version | None = None  # the newest of them in which, by all that is known here, all ranks agreed, or with which all began
+    agreed: Version | None = None  # the newest of them in which all ranks were found to agree, or with which all began
     roots: dict[int, str] = field(default_factory=dict)  # owner -> root of its committed shard, as far as it was said with the commit
     incarnation: Incarnation | None = None  # the present one
     reopened: bool = False  # whether this agent was restarted in the middle of it, and may have lost what was here
@@ -276,12 +276,14 @@ class Host:
 
     # -- decisions of the ledger
 
-    def on_commit(self, version: Version, freeze: bool, roots: Mapping[int, str] = NO_ROOTS, agreed: bool = False) -> list[Effect]:
+    def on_commit(
+        self, version: Version, freeze: bool, roots: Mapping[int, str] = NO_ROOTS, agreed: bool = False, *, compared: bool = False
+    ) -> list[Effect]:
         """Records that ``version`` is complete everywhere. ``freeze``: it is also the one to upload, on all hosts alike.
 
         A send of an older version is of no more use to anybody; a peer that has hung must not keep its slot. ``roots``: of the shards
         that are held here; a copy that has another one was left out of this commit, and is damaged. ``agreed``: they are those of
-        the copies here, as this host has reported them.
+        the copies here, as this host has reported them. ``compared``: all ranks were found to hold alike what they must.
         """
         if agreed:
             copies = {owner: slots.complete_version(version) for owner, slots in self.shards.items() if not self.is_stranger(owner)}
@@ -291,10 +293,8 @@ class Host:
         if version == self.committed:
             self.roots.update(roots)
         self.aborted = {other: None for other in self.aborted if other > version}
-        digests = {owner: digest for (owner, known), (_, digest) in self.details.items() if known == version}
-        compared = {owner for owner, digest in digests.items() if digest}
-        if digests and compared >= {*digests, *filter(self.owns, self.shards)} and (self.agreed is None or version > self.agreed):
-            self.agreed = version  # it would not be committed if they differed
+        if compared and (self.agreed is None or version > self.agreed):
+            self.agreed = version
         self.details = {key: value for key, value in self.details.items() if key[1] > version}
         effects: list[Effect] = self._discard_damaged()
         for owner, slots in self.shards.items():

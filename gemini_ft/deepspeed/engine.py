@@ -26,7 +26,7 @@ from gemini_ft.deepspeed.data import EngineData, initialize_protected
 from gemini_ft.deepspeed.gradients import EngineGradients, install
 from gemini_ft.deepspeed.partitions import base_optimizer
 from gemini_ft.deepspeed.state import EngineState
-from gemini_ft.errors import ConfigError
+from gemini_ft.errors import ConfigError, GeminiError
 from gemini_ft.launch import autoprotect
 from gemini_ft.state.gradients import GradientState
 from gemini_ft.state.iterators import unkept
@@ -216,9 +216,15 @@ class Protection:
 
 
 def finish() -> None:
-    """Ends, with the script that has ended well, the training of every engine that was not destroyed."""
+    """Ends, with the script that has ended well, the training of every engine that was not destroyed; then raises the first error."""
+    errors: list[GeminiError] = []
     for protection in list(_open):
-        protection.close()
+        try:
+            protection.close()
+        except GeminiError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def bound_collectives(engine: Any, hang_timeout: float | None) -> None:

@@ -141,8 +141,8 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
             record(end)
         if refused:
             notes.say(notes.REFUSED)
-        has_ended_well = not end.code
         if end.code or not autoprotect.at_end:
+            has_ended_well = not end.code
             raise
     except (Exception, KeyboardInterrupt) as error:
         record(error)
@@ -166,9 +166,15 @@ def _leave() -> None:
     With DeepSpeed's process groups that ends in ``terminate called without an active exception`` now and then, and torch's
     launcher takes it for a failure of the job.
     """
+    global has_ended_well
     threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's own threads
-    for end in autoprotect.at_end:
-        end()
+    try:
+        for end in autoprotect.at_end:
+            end()
+    except Exception as error:
+        record(error)
+        raise
+    has_ended_well = True
     atexit._run_exitfuncs()
     status = 0
     for stream in [item for item in gc.get_objects() if isinstance(item, io.IOBase) and not item.closed]:

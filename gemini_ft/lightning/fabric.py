@@ -190,14 +190,14 @@ class GeminiFabricMixin(Gemini, _Strategy):
     def _gemini_trained_on_by(self, mode: object) -> tuple[weakref.ref[Bookmark], ...]:
         """The loaders that optimizers have stepped on, with those of a step that was made in this mode.
 
-        They were asked in the same mode. A loop that asks for its batches in another one, always (it evaluates after each step, say), steps
-        on what it asked last: a validation in the middle of a step has come to its end by then.
+        They were asked in the same mode. A loop that asks for its batches in another one (it evaluates after each step, say) steps on what
+        it asked first and is under way: a validation after the step is over by then, one in its middle comes later.
         """
         known = tuple(there for there in self._gemini_trained_on if (mark := there()) is not None and self._gemini_has(mark))
         found = [there for there, then in self._gemini_asked if then == mode and there not in known]
-        if not found and not any(_is_under_way(there) for there in known):
-            found = [there for there, _ in self._gemini_asked if _is_under_way(there)][-1:]
-        return (*known, *found)
+        if not any(_is_under_way(there) for there in known):
+            found = [*[there for there, _ in self._gemini_asked if _is_under_way(there)][:1], *found]
+        return tuple(dict.fromkeys((*known, *found)))
 
     def _gemini_has(self, mark: Bookmark) -> bool:
         """Whether a loader belongs to the state that is saved."""

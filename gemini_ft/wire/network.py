@@ -23,8 +23,8 @@ from gemini_ft.errors import ConfigError
 T = TypeVar("T")
 _LARGEST_PORT = 2**16 - 1
 SYSTEM = Path("/sys")  # where the kernel tells of its devices
-# Seconds for a network to take a connection in, which the kernel does however busy the agent is; then another one is tried. All of them
-# must be tried before a silent host counts as lost.
+# Seconds for a network to take a connection in, which the peer's kernel does however busy the agent is; then another one is tried, and this
+# one carries nothing of the connection. Two must be tried before a host counts as silent.
 _PATIENCE = 0.4
 _ELSEWHERE = ("198.51.100.1", "2001:db8::1")  # for documentation only, so on no local network: the default route leads there
 

@@ -77,7 +77,7 @@ class Recorder:
 
     def __init__(self, config: GeminiConfig, name: str, stats: Stats, resizable: bool) -> None:
         self._config, self._stats = config, stats
-        self._fatal: GeminiError | None = None
+        self.fatal: GeminiError | None = None  # found by the agents in the background; it must stop the job
         self._has_left = False
         self._at = 0  # iteration that ended last
         self._recorded = 0  # iteration of the last snapshot, committed or not
@@ -276,9 +276,9 @@ class Recorder:
         if finished:
             self.settle()
             self.await_last(self._config.timeout)
-            if self._fatal is not None:
+            if self.fatal is not None:
                 try:
-                    raise self._fatal
+                    raise self.fatal
                 except GeminiError:
                     self._leave(finished=False, interrupted=False)
                     raise
@@ -361,8 +361,8 @@ class Recorder:
     def raise_fatal(self) -> None:
         """Raises an error that the agents found in the background, if it must stop the job; ends an attempt that is over."""
         leave_if_over()
-        if self._fatal is not None:
-            raise self._fatal
+        if self.fatal is not None:
+            raise self.fatal
 
     def _announce(self) -> None:
         """Notes that this rank has joined, and prepares for the faults that were asked for."""
@@ -476,7 +476,7 @@ class Recorder:
                 self._outcomes.given_up(iteration)
                 self._copying.aborted(iteration)
             case Failed():
-                self._fatal = as_error(message)
+                self.fatal = as_error(message)
             case WriteRecord(path=path):
                 write_record(f"{path}-rank_{self.session.rank}")
             case Notice(text=text):

@@ -636,10 +636,13 @@ def test_a_fabric_without_a_loader_in_its_state_is_told_so(is_loaded: bool, fit:
 class Saves:
     """Counts the snapshots that it is asked for its state by."""
 
-    count = 0
+    def __init__(self) -> None:
+        self.count = 0
+        self.at: Callable[[], object] = lambda: None  # called at each
 
     def state_dict(self) -> dict[str, Any]:
         self.count += 1
+        self.at()
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -714,6 +717,29 @@ def test_a_loop_of_fabric_in_any_mode_gets_a_snapshot_of_each_step(step: Any, fi
     loop.fabric.strategy.close()
     assert loop.saves.count == 12 + 3
     assert not any("no snapshot was taken" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize("is_zipped", [False, True])
+def test_a_loop_of_fabric_over_two_loaders_has_both_where_its_step_has_ended(is_zipped: bool, fit: Any) -> None:
+    loop = Loop(one=table(), two=table(), other=table())
+    taken, found = Counter[str](), list[tuple[int, int]]()
+
+    def counted(name: str) -> Iterator[torch.Tensor]:
+        for batch in loop.state[name]:
+            taken[name] += 1
+            yield batch
+
+    loop.saves.at = lambda: found.append((taken["one"], taken["two"]))
+    loop.evaluate("other")
+    two = counted("two")
+    for batch, _ in zip(counted("one"), two, strict=False) if is_zipped else ((batch, None) for batch in counted("one")):
+        loop.train(True)
+        if not is_zipped:
+            next(two)
+        loop.step(0, batch)
+        loop.evaluate("other")
+    loop.fabric.strategy.close()
+    assert found[:5] == [(step, step) for step in range(1, 6)]
 
 
 def test_fabric_keeps_no_loader_that_the_script_has_left(fit: Any) -> None:

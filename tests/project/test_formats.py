@@ -70,7 +70,7 @@ KEPT = {
     "wire.messages.PROTOCOL_VERSION": Kept(
         messages.PROTOCOL_VERSION,
         [peer_messages.Claims, peer_messages.PeerMessage, worker_messages.ToAgent, worker_messages.ToWorker],
-        "578e87a4470360f1",
+        "ce1c591df6aa973f",
     ),
 }
 

@@ -294,7 +294,7 @@ class Leader:
             self._tell(Holders(epoch=self.book.epoch, excluded=frozenset(self.book.excluded), newly=frozenset()), member)
         if self._paced is not None:
             self._tell(self._paced, member)
-        if member is not None and self._stragglers is not None:  # one that knows it already says nothing of it
+        if member is not None and self._stragglers is not None and self._stragglers.slow:  # one that knows it already says nothing of it
             self._tell(Stragglers(ranks=sorted(self._stragglers.slow), text=self._stragglers.text), member)
         if member is not None and host in self._drained:
             self._tell(DrainHost(host=host), member)
@@ -315,7 +315,7 @@ class Leader:
             return
         if self._epoch and not self.book.upload_error and self.book.is_overdue(now):
             self.book.note_unstored("the host that led the commits was lost before it was stored")
-        if not self.book.unstored or now >= self._ends_by:
+        if not self.book.unstored or self.book.has_diverged or now >= self._ends_by:
             self._ended = True
             self._tell(AllFinished(unstored=self.book.unstored))
         elif now >= self._again_at and not self.book.obstacle:
