@@ -206,7 +206,9 @@ def test_replicated_state_that_differs_stops_the_job_and_the_odd_rank_is_named_o
     """Section 3: "if they differ, the restored state would be one that no rank ever had". Nothing is committed after it."""
     book = Ledger({rank: (host,) for rank, host in enumerate("abc")}, None, TIMEOUT)
     for iteration, digest in ((1, "same"), (2, "")):  # they are not compared at each
-        report(book, version(iteration), (0, "a"), (1, "b"), (2, "c"), digest=digest)
+        (commit,) = report(book, version(iteration), (0, "a"), (1, "b"), (2, "c"), digest=digest)
+        assert isinstance(commit, Commit)
+        assert commit.compared == bool(digest)
     assert (book.committed, book.agreed) == (version(2), version(1))
     assert report(book, version(3), (1, "b"), digest="other") == []
     assert report(book, version(3), (0, "a"), digest="same") == []  # which of two it is cannot be told

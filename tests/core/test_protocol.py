@@ -68,6 +68,15 @@ def test_a_commit_that_found_all_copies_alike_has_their_roots_without_saying_the
     assert host.committed_roots(version(1)) == {0: "root 0", 1: "root 1"}
 
 
+def test_what_ranks_agree_on_is_what_the_leader_has_compared() -> None:
+    """Whatever digests this host has seen: those of the others may have come later, or not at all."""
+    host = begun()
+    for iteration, compared in ((1, True), (2, False)):
+        committed(host, version(iteration))
+        host.on_commit(version(iteration), freeze=False, compared=compared)
+    assert (host.committed, host.agreed) == (version(2), version(1))
+
+
 def test_a_replica_is_reported_by_the_host_that_holds_it() -> None:
     """Section 7: "when all holders have reported, iteration i is committed"."""
     host = begun()
