@@ -301,7 +301,8 @@ def test_the_lower_rungs_of_a_recovery_cost_no_process_either(plain: Outcome, tm
         assert [hosts.status(host) for host in ("host0", "host1")] == [0, 0], logs
     ranks = read(tmp_path / "job")
     assert [(rank.steps, rank.end) for rank in ranks] == plain.bits
-    assert [(len(rank.pids), len({*rank.pids})) for rank in ranks] == [(5, 1), (5, 1)], logs
+    assert [len({*rank.pids}) for rank in ranks] == [1, 1], logs
+    assert all(len(rank.pids) >= 5 for rank in ranks), logs  # one more failure costs another attempt, and no process
     assert all(f"bytes from {place}" in logs[0] for place in ("peer host1", "storage"))
 
 
