@@ -25,7 +25,7 @@ from gemini_ft.wire.fair_share import FairShare
 from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES, MARK, BlockingLane, lanes_of
 from gemini_ft.wire.lane_thread import LaneThread
 from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, kind_of
-from gemini_ft.wire.network import Addresses, bound
+from gemini_ft.wire.network import Addresses, bound, connected
 from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage
 from gemini_ft.wire.tcp import SHORT_FRAME, Address, Connection, Handler, prepare
 from gemini_ft.wire.trust import tls_context
@@ -141,13 +141,10 @@ def as_peer_error(error: BaseException, where: str) -> BaseException:
 
 async def open_lane(address: Address, opens: bytes, *, encrypt: bool, peer: str) -> LaneThread:
     """Dials a lane of a connection; ``opens`` is its entry in `Accepted`."""
-    loop = asyncio.get_running_loop()
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    sock = await connected(address)
     try:
         prepare(sock)
-        await loop.sock_connect(sock, address)
-        await loop.sock_sendall(sock, MARK + opens[:ID_BYTES])
+        await asyncio.get_running_loop().sock_sendall(sock, MARK + opens[:ID_BYTES])
     except BaseException:
         sock.close()
         raise

@@ -122,7 +122,7 @@ class Addresses:
 
     async def target(self) -> dict[str, Any]:
         """Where to connect to the agent, as options of asyncio: where it has several networks, a socket that one of them has connected."""
-        return {"sock": await self.dialled(0, _connected)} if len(self._all) > 1 else dict(zip(("host", "port"), self._all[0], strict=True))
+        return {"sock": await self.dialled(0, connected)} if len(self._all) > 1 else dict(zip(("host", "port"), self._all[0], strict=True))
 
     async def dialled(self, number: int, dial_at: Callable[[tuple[str, int]], Awaitable[T]]) -> T:
         """The socket of that number, dialled in the first network that carries it. Raises OSError: none does."""
@@ -132,7 +132,8 @@ class Addresses:
                     return await dial_at(address)
 
 
-async def _connected(address: tuple[str, int]) -> socket.socket:
+async def connected(address: tuple[str, int]) -> socket.socket:
+    """A socket for streams that does not block, connected to an address. Raises OSError: nobody answers there."""
     sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         await asyncio.get_running_loop().sock_connect(sock, address)

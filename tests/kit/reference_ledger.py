@@ -170,7 +170,7 @@ class ReferenceLedger:
         return Holders(epoch=self.epoch, excluded=frozenset(self.excluded), newly=newly)
 
     def _conflict(self, current: _Round, is_over: bool = False) -> Fatal | None:
-        """What the reports of a round show to differ; ``is_over``: no further ones count."""
+        """The ranks that differ by the reports of a round, as a decision. ``is_over``: no further reports count."""
         by_layout = _by_value((ack.layout, ack.owner) for ack in current.acks.values() if ack.layout)
         if len(by_layout) > 1:
             text = "; ".join(f"ranks {ranks} have layout {layout}" for layout, ranks in by_layout.items())

@@ -178,7 +178,7 @@ def test_errors_without_number_are_one(storage: LocalStorage, field: str) -> Non
 
 @pytest.mark.parametrize("body", [b"[]," * 2**25, b'{"' + b"a" * 2**27 + '":"😀"}'.encode()], ids=["values", "text"])
 def test_a_document_that_unfolds_is_refused_in_little_time_and_memory(storage: LocalStorage, little_memory: None, body: bytes) -> None:
-    """Of a hundred megabytes gigabytes would come: 64 bytes for each empty list, four for each letter beside one of another alphabet."""
+    """A hundred megabytes would become gigabytes: an empty list takes 64 bytes, and beside an emoji each letter takes four."""
     manifest, note = save(storage, 7), "run/main.reading-abc"
     storage.put(f"{manifest.folder}/{MANIFEST}", [b'{"lineage":[', body, b"0]}"] if body[:1] == b"[" else [body])
     with pytest.raises(CorruptDataError, match="is damaged: it has more than"):

@@ -27,6 +27,7 @@ from gemini_ft.core.stragglers import StragglerWatch
 from gemini_ft.core.traffic import Pace
 from gemini_ft.core.tree import Ways
 from gemini_ft.core.versions import Version
+from gemini_ft.core.words import named
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.messages import Notice, Paced, kind_of, pack
 from gemini_ft.wire.peer_messages import (
@@ -392,8 +393,8 @@ class Leader:
             self._committed = (self.book.committed, now)
         elif now - self._committed[1] > WITHHELD and (hosts := self.book.withholding):
             self._committed = (self.book.committed, math.inf)
-            text = f"nothing has been committed for {WITHHELD:g} s, as hosts have not reported their own shards: {', '.join(hosts[:8])}"
-            self._tell(Notice(text=f"{text}{' and others' * (len(hosts) > 8)}. If that goes on, start the job again without them"))
+            text = f"nothing has been committed for {WITHHELD:g} s, as hosts have not reported their own shards: {named(hosts)}"
+            self._tell(Notice(text=f"{text}. If that goes on, start the job again without them"))
 
     def _apply(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:

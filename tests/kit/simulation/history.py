@@ -101,7 +101,7 @@ class Check(StorageRules):
         self.copies.setdefault((event["host"], event["owner"], event["version"]), event["at"])
 
     def _abort(self, event: Event) -> None:
-        """What is committed stays so."""
+        """A version that is committed is never taken back."""
         self._must(event["version"] not in self.committed, event, f"{event['version']} was committed, and is aborted")
         self.aborted.add(event["version"])
 
@@ -288,7 +288,7 @@ class Check(StorageRules):
         self._must(not (where.startswith("peer") and has_own), event, f"{what}, and its own host has it")
 
     def _visited(self, event: Event) -> None:
-        """What is exported was committed; and is the newest, where nothing fails."""
+        """Only committed versions are exported, and where nothing fails the newest."""
         version, newest = event["version"], event["committed"]
         self._must(version in self.safe, event, f"{version} is exported, which was never committed")
         current = newest is None or order(version) >= order(newest)
@@ -303,7 +303,7 @@ class Check(StorageRules):
         self._must(not self._is_of_probe(event), event, f"nothing fails, and nothing can be exported: {event.get('error')}")
 
     def _wrong_bytes(self, event: Event) -> None:
-        """What is read has the bytes that were made."""
+        """A reader gets the bytes that were written."""
         self._must(False, event, f"rank {event['rank']} reads other bytes of {event['version']} from {event['where']} than were made")
 
     # -- the end

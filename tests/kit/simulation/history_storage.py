@@ -17,7 +17,7 @@ def order(version: str) -> tuple[int, str, int]:
 
 
 class StorageRules:
-    """What is known of storage, and the rules for it."""
+    """The checkpoints in storage, as the history tells of them, and the rules for them."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
