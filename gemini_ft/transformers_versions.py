@@ -17,7 +17,7 @@ from transformers import Trainer
 
 from gemini_ft.errors import ConfigError
 
-SUPPORTED = "transformers>=5.3,<5.24"
+SUPPORTED = "transformers>=5.3,<5.25"
 # Methods of the Trainer that are extended, and the arguments they are known by.
 SEAMS = {
     "_prepare_for_training": ["max_steps", "train_dataloader", "resume_from_checkpoint"],
