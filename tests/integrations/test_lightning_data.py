@@ -146,7 +146,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, s
     @functools.cache
     def folder_of_part(job: str, way: str, number: int) -> Path:
         folder = tmp_path_factory.mktemp(f"{job}-{way}-{number}")
-        run(CASE, way, folder=folder, cells=parts(job, way)[number], timeout=500)
+        run(CASE, way, folder=folder, cells=parts(job, way)[number], timeout=240)
         return folder
 
     def folder_of(job: str, way: str, name: str) -> Path:

@@ -6,12 +6,14 @@ The script trains one cell after the other, each in a folder of its own, and wri
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
+STACKS = signal.SIGUSR2  # on which a rank, and each process of a loader that it has forked, prints the stacks of all its threads
 WAYS = {  # way -> (launcher, the Trainer's strategy, whether ranks are killed)
     "ddp": ("torch.distributed.run", "ddp", False),
     "undisturbed": ("gemini_ft.cli.main", "gemini", False),
@@ -41,6 +45,7 @@ class Record:
 
     def __init__(self, folder: Path, kills: list[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        faulthandler.register(STACKS)
         self._rank, self._folder, self._kills = os.environ["RANK"], folder, kills
         self._life = len(list(folder.glob(f"life-{self._rank}-*")))
         (folder / f"life-{self._rank}-{self._life}").touch()
@@ -82,16 +87,31 @@ def run(script: Path, way: str, *, folder: Path, cells: Mapping[str, Cell], rank
     # Steps take milliseconds, less than a commit does; and fits that are over begin anew after each kill of a later one.
     environment |= {"GEMINI_ON_LATE": "wait", "GEMINI_MAX_RETRIES": "50"}
     with open(folder / "output", "w") as output:
-        status = subprocess.run(
-            [*command, str(folder), strategy, json.dumps(jobs)],
-            env=environment,
-            cwd=folder,
-            stdout=output,
-            stderr=output,
-            timeout=timeout,
-            check=False,
-        ).returncode
-    assert status == 0, f"{way}:\n" + (folder / "output").read_text()[-6000:]
+        arguments = [str(folder), strategy, json.dumps(jobs)]
+        with subprocess.Popen([*command, *arguments], env=environment, cwd=folder, stdout=output, stderr=output) as job:
+            try:
+                status: object = job.wait(timeout)
+            except subprocess.TimeoutExpired:
+                status = f"no end within {timeout:g} s; {_shown_stacks(job.pid)}"
+                job.kill()
+    assert status == 0, f"{way}: {status}\n" + (folder / "output").read_text()[-12000:]
+
+
+def _shown_stacks(pid: int) -> str:
+    """Has all processes of a job that hangs print their stacks; returns which processes there are."""
+    there = [each for each in psutil.Process(pid).children(recursive=True) if each.is_running()]
+    listening = [each for each in there if _handles(each.pid, STACKS)]
+    for each in listening:
+        each.send_signal(STACKS)
+        time.sleep(0.5)  # so that their texts do not mix
+    return ", ".join(f"{each.pid} {each.status()} {' '.join(each.cmdline())[:60]}" for each in there)
+
+
+def _handles(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal, which would end it otherwise."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16)
+    return bool(caught >> (number - 1) & 1)
 
 
 def run_side_by_side(script: Path, folder: Path, cells: Mapping[str, Cell], ranks: int = 2) -> dict[str, Path]:
