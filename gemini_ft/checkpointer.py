@@ -32,7 +32,7 @@ from gemini_ft.config import GeminiConfig, load_config
 from gemini_ft.core.census import Census, Fate, Finding, declare, table
 from gemini_ft.errors import ConfigError, RecoveryError, StateError
 from gemini_ft.faults import inject as faults
-from gemini_ft.launch import notes, script
+from gemini_ft.launch import hooks, notes
 from gemini_ft.recovery.restore import putting_back, read_extras
 from gemini_ft.state import ddp, iterators
 from gemini_ft.state.base import PlainState, TrainingState
@@ -553,7 +553,7 @@ class Checkpointer:
             if getattr(sys, "last_value", None) is None:  # a script that ends without `close`, by `sys.exit` perhaps: its last step is kept
                 self._recorder.await_last(_LAST_SECONDS)
             self._recorder.halt()
-            if script.has_ended_well:
+            if hooks.has_ended_well:
                 if (fatal := self._recorder.fatal) is not None:
                     _log.error("%s", fatal)
                 self._recorder.say_over(failed=fatal is not None)

@@ -27,7 +27,7 @@ from gemini_ft.deepspeed.gradients import EngineGradients, install
 from gemini_ft.deepspeed.partitions import base_optimizer
 from gemini_ft.deepspeed.state import EngineState
 from gemini_ft.errors import ConfigError, GeminiError
-from gemini_ft.launch import autoprotect
+from gemini_ft.launch import hooks
 from gemini_ft.state.gradients import GradientState
 from gemini_ft.state.iterators import unkept
 from gemini_ft.state.left_out import left_out
@@ -365,7 +365,7 @@ def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
             loader.data_iter = iter(engine.gemini.follow(loader.loader, begun=True))
     elif isinstance(loader, DeepSpeedDataLoader):
         engine.gemini.follow(loader)
-    autoprotect.at_end[finish] = None
+    hooks.at_end[finish] = None
     return engine
 
 
@@ -379,7 +379,7 @@ def initialize(*arguments: Any, **named: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _attach_or_warn(engine: Any) -> None:
-    if isinstance(engine.config, dict) and not engine.config.keys().isdisjoint(autoprotect.DEEPSPEED_SECTIONS):
+    if isinstance(engine.config, dict) and not engine.config.keys().isdisjoint(hooks.DEEPSPEED_SECTIONS):
         attach(engine)
     else:
         _log.warning('the DeepSpeed configuration has no "gemini" section: nothing is protected')

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gemini_ft.hosts import began, machine_id
-from gemini_ft.launch.autoprotect import extend
+from gemini_ft.launch.hooks import extend
 
 _log = logging.getLogger("gemini_ft")
 _OLD_SECONDS = 60.0  # most builds have ended by then

@@ -39,9 +39,9 @@ from gemini_ft.core.words import in_words
 from gemini_ft.errors import FINAL, AgentTimeoutError, ConfigError, GeminiError, RunAliveError, StorageUnclearError
 from gemini_ft.hosts import began, host_id
 from gemini_ft.launch import grace
+from gemini_ft.launch.failures import may_go_away
 from gemini_ft.launch.notes import DRAINED, DRAINED_STATUS, PROTECTED, REFUSED, Notes
 from gemini_ft.launch.replaced import replaced
-from gemini_ft.launch.script import may_go_away
 from gemini_ft.wire.private import newest_first, runtime_folder
 from gemini_ft.wire.worker_messages import AskDrain, Draining, GetStatus, Status, ToWorker
 

@@ -40,7 +40,8 @@ from functools import partial
 from typing import Any
 
 from gemini_ft.hosts import began, is_readable
-from gemini_ft.launch.script import die_with, import_root, run, take_rank
+from gemini_ft.launch.replaced import take_rank
+from gemini_ft.launch.script import die_with, import_root, run
 from gemini_ft.wire import channel as messages
 
 OPTIONAL = "?"  # ends the name of a module that may be missing, or fail

@@ -1,8 +1,9 @@
-"""Replaces what torch's launcher has no settings for. Standard library only."""
+"""Replaces what other packages have no settings for. Standard library only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,3 +19,10 @@ def replaced(owner: Any, **changes: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
+
+
+def take_rank(environ: Mapping[str, str]) -> None:
+    """Corrects the rank in modules that have read it while they were imported, for the sake of another process or attempt."""
+    for module, variable in (("lightning_utilities.core.rank_zero", "RANK"), ("torchmetrics.utilities.prints", "LOCAL_RANK")):
+        if module in sys.modules and variable in environ:
+            sys.modules[module].rank_zero_only.rank = int(environ[variable])

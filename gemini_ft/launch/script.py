@@ -9,52 +9,28 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import contextlib
 import ctypes
 import gc
 import importlib.machinery
 import io
-import json
 import os
-import re
 import runpy
 import signal
 import sys
 import threading
-import time
-import traceback
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import gemini_ft
 from gemini_ft.errors import is_refusal
-from gemini_ft.launch import autoprotect, build_locks, notes
+from gemini_ft.launch import autoprotect, build_locks, hooks, notes
+from gemini_ft.launch.failures import frames_of_script, record
 
-_STARTERS = (
-    __file__,
-    os.path.join(os.path.dirname(__file__), "forkserver.py"),
-    runpy.__file__,
-    "<frozen runpy>",
-    "<string>",  # of `starter`
-)
 _COPY = "--copy="
 _PR_SET_PDEATHSIG = 1
 _USAGE = 2  # status with which argparse, and all that is built on it, refuse what they are given
-# Bases of exceptions that come from outside of the script, and go away as they have come.
-_PASSING = {"OSError", "DistError", "AgentError", "PeerError", "StorageError", "CorruptDataError", "BotoCoreError", "ClientError"}
-_PASSING |= {"AcceleratorError", "KeyboardInterrupt"}
-_LASTING = {"FileNotFoundError", "NotADirectoryError", "IsADirectoryError", "PermissionError"}  # of the OSErrors
-_OF_PEERS = re.compile(
-    # Data loaders' processes may be told to end before the rank that is stopped with them, because another has failed.
-    r"nccl|gloo|connection|timed? ?out|socket|broken pipe|cuda error|another rank|killed by signal: (terminated|killed)",
-    re.IGNORECASE,
-)
-_REPORTED = 4000  # characters of an exception that the launcher's report repeats; the worker's own stderr has all
-
-
-has_ended_well = False  # whether the script of `run` has come to its end with status 0; elsewhere nobody knows the status at the exit
 
 
 def starter(module: str) -> tuple[str, str]:
@@ -106,13 +82,6 @@ def die_with(launcher: int) -> None:
         os._exit(1)  # it has died before
 
 
-def take_rank(environ: Mapping[str, str]) -> None:
-    """Corrects the rank in modules that have read it while they were imported, for the sake of another process or attempt."""
-    for module, variable in (("lightning_utilities.core.rank_zero", "RANK"), ("torchmetrics.utilities.prints", "LOCAL_RANK")):
-        if module in sys.modules and variable in environ:
-            sys.modules[module].rank_zero_only.rank = int(environ[variable])
-
-
 def run(program: Sequence[str], copy: str | None = None) -> None:
     """Runs ``[-m] name arguments...`` as Python itself does, in a new ``__main__``; plus the hooks for DeepSpeed and transformers.
 
@@ -120,7 +89,6 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
         program: script and arguments, or ``-m``, module name and arguments; the script ``-`` came through standard input.
         copy: file with the text of a script that came through a pipe.
     """
-    global has_ended_well
     autoprotect.install()
     build_locks.install()
     sys.orig_argv = [sys.executable, "-u", *program]
@@ -141,8 +109,8 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
             record(end)
         if refused:
             notes.say(notes.REFUSED)
-        if end.code or not autoprotect.at_end:
-            has_ended_well = not end.code
+        if end.code or not hooks.at_end:
+            hooks.has_ended_well = not end.code
             raise
     except (Exception, KeyboardInterrupt) as error:
         record(error)
@@ -155,8 +123,8 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
         sys.last_value = error  # as Python leaves it for exit handlers
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(status) from None
-    has_ended_well = True
-    if autoprotect.at_end:
+    hooks.has_ended_well = True
+    if hooks.at_end:
         _leave()
 
 
@@ -166,15 +134,14 @@ def _leave() -> None:
     With DeepSpeed's process groups that ends in ``terminate called without an active exception`` now and then, and torch's
     launcher takes it for a failure of the job.
     """
-    global has_ended_well
     threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's own threads
     try:
-        for end in autoprotect.at_end:
+        for end in hooks.at_end:
             end()
     except Exception as error:
         record(error)
         raise
-    has_ended_well = True
+    hooks.has_ended_well = True
     atexit._run_exitfuncs()
     status = 0
     for stream in [item for item in gc.get_objects() if isinstance(item, io.IOBase) and not item.closed]:
@@ -200,56 +167,6 @@ def _run_script(script: str, copy: str | None, main: types.ModuleType) -> None:
     exec(code, main.__dict__)
 
 
-def record(error: BaseException) -> None:
-    """Writes the exception where torch's launcher looks for its report, in the form it expects.
-
-    Whole or not at all: the launcher itself fails on a file whose writer it has killed half-way. Torch's own
-    ``record`` writes such files.
-    """
-    error.__traceback__ = _frames_of_script(error.__traceback__)
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or isinstance(error, KeyboardInterrupt):
-        return
-    is_exit = isinstance(error, SystemExit)
-    errors = [error, error.__context__] if is_exit and error.__context__ is not None else [error]  # why the script has ended itself
-    message = _shortened(", after ".join("".join(traceback.format_exception_only(each)).rstrip("\n") for each in errors))
-    *_, innermost = [("?", 0), *((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))]
-    if isinstance(error, SyntaxError):  # of a file that no frame is in
-        innermost = (error.filename or "?", error.lineno or 0)
-    extra = {
-        "py_callstack": message if is_exit else _shortened("".join(traceback.format_exception(error))),
-        "timestamp": str(int(time.time())),
-        # The entries below are read by `gemini_ft.launch.endings`, not by torch.
-        "kinds": [kind.__name__ for each in errors for kind in type(each).__mro__],
-        "place": "{}:{}".format(*innermost),
-        "step": notes.step,
-    }
-    with contextlib.suppress(OSError), open(f"{path}.part", "w") as file:  # a full disk must not hide the exception
-        json.dump({"message": {"message": message, "extraInfo": extra}}, file)
-        file.close()
-        os.replace(f"{path}.part", path)
-
-
-def may_go_away(kinds: Collection[str], text: str) -> bool:
-    """Whether an exception, by the names of its bases and its text, comes from a host, network, store or another rank."""
-    return bool(_PASSING & {*kinds} and not _LASTING & {*kinds}) or _OF_PEERS.search(text) is not None
-
-
-def _shortened(text: str) -> str:
-    """The text for a report, without its middle if it is long."""
-    left_out = len(text) - _REPORTED
-    if left_out <= 0:
-        return text
-    return f"{text[: _REPORTED // 2]}\n... {left_out} characters, which the worker has written to its stderr ...\n{text[-_REPORTED // 2 :]}"
-
-
 def _show(show: Callable[..., object], kind: type[BaseException], error: BaseException, frames: types.TracebackType | None) -> None:
-    frames = _frames_of_script(frames)
+    frames = frames_of_script(frames)
     show(kind, error.with_traceback(frames), frames)
-
-
-def _frames_of_script(frames: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback without the frames between the interpreter and the script."""
-    while frames is not None and frames.tb_frame.f_code.co_filename in _STARTERS:
-        frames = frames.tb_next
-    return frames

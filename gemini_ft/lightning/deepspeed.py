@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gemini_ft.errors import ConfigError
-from gemini_ft.launch import autoprotect
+from gemini_ft.launch import hooks
 from gemini_ft.lightning import compat
 from gemini_ft.lightning.fit import Fit
 from gemini_ft.lightning.options import section_of
@@ -49,7 +49,7 @@ class EngineFit(Fit):
         if not manages_accumulation(self._engine):
             raise ConfigError("managed_gradient_accumulation=false is not supported under Lightning, which does the accumulation itself")
         never_stay(ONLY_ANEW)
-        autoprotect.at_end[finish] = None
+        hooks.at_end[finish] = None
         self.checkpointer.bind_state(EngineState(self._engine, modes=False))
         bound_collectives(self._engine, self.checkpointer.config.hang_timeout)
 
@@ -108,7 +108,7 @@ class GeminiDeepSpeedMixin(GeminiMixin, EnginesOnCpu):
         if config is not None:
             options = {"gradient_pipeline": config.get("gradient_pipeline")} | section_of(type(self).__name__, config) | options
             # Without the sections, so that the engine is not protected a second time.
-            options["config"] = {name: value for name, value in config.items() if name not in autoprotect.DEEPSPEED_SECTIONS}
+            options["config"] = {name: value for name, value in config.items() if name not in hooks.DEEPSPEED_SECTIONS}
         super().__init__(**options)
 
     def _setup_model_and_optimizer(self, *arguments: Any, **named: Any) -> Any:

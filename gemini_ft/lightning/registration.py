@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from gemini_ft.errors import ConfigError
-from gemini_ft.launch.autoprotect import after_import
+from gemini_ft.launch.hooks import after_import
 
 # Module whose import creates a registry -> (the registry's name in it, the package its strategies belong to).
 _REGISTRIES = {

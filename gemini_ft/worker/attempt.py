@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini_ft import accelerator
+from gemini_ft.launch.failures import may_go_away
 from gemini_ft.launch.in_place import NEVER
-from gemini_ft.launch.script import may_go_away
 from gemini_ft.wire import channel
 
 

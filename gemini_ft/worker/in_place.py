@@ -26,8 +26,9 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from gemini_ft import accelerator
 from gemini_ft.launch import notes
+from gemini_ft.launch.failures import record
 from gemini_ft.launch.in_place import FAILED, IN_PLACE, LEAVES, PARKED
-from gemini_ft.launch.script import record, take_rank
+from gemini_ft.launch.replaced import take_rank
 from gemini_ft.state.left_out import instances
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.torch_versions import forget_defaults, forget_meshes, number_groups_anew

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gemini_ft.launch import autoprotect
+from gemini_ft.launch import hooks
 from gemini_ft.launch.script import starter
 
 pytestmark = pytest.mark.started_anew
@@ -106,8 +106,8 @@ def test_under_the_launcher(launcher: list[str], folder: Path) -> None:
 
 
 def test_an_installed_finder_stays_out_of_other_imports() -> None:
-    finder = autoprotect.Finder(("deepspeed",), pytest.fail)
+    finder = hooks.Finder(("deepspeed",), pytest.fail)
     assert finder.find_spec("deepspeed.comm", None) is None
     assert finder.find_spec("json", None) is None
-    spec = autoprotect.Finder(("wave",), pytest.fail).find_spec("wave", None)
+    spec = hooks.Finder(("wave",), pytest.fail).find_spec("wave", None)
     assert "class Wave_read" in spec.loader.get_source("wave")  # as debuggers ask for it

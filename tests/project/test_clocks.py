@@ -22,7 +22,7 @@ SHOWN = {
     "cli/commands.py:_in_storage",
     "events.py:write",
     "launch/build_locks.py:_warn_of",
-    "launch/script.py:record",
+    "launch/failures.py:record",
     "launch/trainjob.py:_status",
     "state/carried.py:",
     "storage/checkpoints.py:",

@@ -1,0 +1,82 @@
+"""The exception that ends a worker: its report for the launcher, and whether it may go away as it has come. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import runpy
+import time
+import traceback
+import types
+from collections.abc import Collection
+
+from gemini_ft.launch import notes
+
+_STARTERS = (
+    *(os.path.join(os.path.dirname(__file__), name) for name in ("script.py", "forkserver.py")),
+    runpy.__file__,
+    "<frozen runpy>",
+    "<string>",  # of `gemini_ft.launch.script.starter`
+)
+# Bases of exceptions that come from outside of the script, and go away as they have come.
+_PASSING = {"OSError", "DistError", "AgentError", "PeerError", "StorageError", "CorruptDataError", "BotoCoreError", "ClientError"}
+_PASSING |= {"AcceleratorError", "KeyboardInterrupt"}
+_LASTING = {"FileNotFoundError", "NotADirectoryError", "IsADirectoryError", "PermissionError"}  # of the OSErrors
+_OF_PEERS = re.compile(
+    # Data loaders' processes may be told to end before the rank that is stopped with them, because another has failed.
+    r"nccl|gloo|connection|timed? ?out|socket|broken pipe|cuda error|another rank|killed by signal: (terminated|killed)",
+    re.IGNORECASE,
+)
+_REPORTED = 4000  # characters of an exception that the launcher's report repeats; the worker's own stderr has all
+
+
+def record(error: BaseException) -> None:
+    """Writes the exception where torch's launcher looks for its report, in the form it expects.
+
+    Whole or not at all: the launcher itself fails on a file whose writer it has killed half-way. Torch's own
+    ``record`` writes such files.
+    """
+    error.__traceback__ = frames_of_script(error.__traceback__)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or isinstance(error, KeyboardInterrupt):
+        return
+    is_exit = isinstance(error, SystemExit)
+    errors = [error, error.__context__] if is_exit and error.__context__ is not None else [error]  # why the script has ended itself
+    message = _shortened(", after ".join("".join(traceback.format_exception_only(each)).rstrip("\n") for each in errors))
+    *_, innermost = [("?", 0), *((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))]
+    if isinstance(error, SyntaxError):  # of a file that no frame is in
+        innermost = (error.filename or "?", error.lineno or 0)
+    extra = {
+        "py_callstack": message if is_exit else _shortened("".join(traceback.format_exception(error))),
+        "timestamp": str(int(time.time())),
+        # The entries below are read by `gemini_ft.launch.endings`, not by torch.
+        "kinds": [kind.__name__ for each in errors for kind in type(each).__mro__],
+        "place": "{}:{}".format(*innermost),
+        "step": notes.step,
+    }
+    with contextlib.suppress(OSError), open(f"{path}.part", "w") as file:  # a full disk must not hide the exception
+        json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+        file.close()
+        os.replace(f"{path}.part", path)
+
+
+def may_go_away(kinds: Collection[str], text: str) -> bool:
+    """Whether an exception, by the names of its bases and its text, comes from a host, network, store or another rank."""
+    return bool(_PASSING & {*kinds} and not _LASTING & {*kinds}) or _OF_PEERS.search(text) is not None
+
+
+def _shortened(text: str) -> str:
+    """The text for a report, without its middle if it is long."""
+    left_out = len(text) - _REPORTED
+    if left_out <= 0:
+        return text
+    return f"{text[: _REPORTED // 2]}\n... {left_out} characters, which the worker has written to its stderr ...\n{text[-_REPORTED // 2 :]}"
+
+
+def frames_of_script(frames: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback without the frames between the interpreter and the script."""
+    while frames is not None and frames.tb_frame.f_code.co_filename in _STARTERS:
+        frames = frames.tb_next
+    return frames
