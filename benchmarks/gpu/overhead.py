@@ -168,7 +168,7 @@ class Copies(Nothing):
     def close(self) -> None:
         if self._pairs:
             torch.cuda.synchronize()
-            accelerator.unpin(self._memory.data_ptr())
+            accelerator.unpin(self._pairs[0][1].device, self._memory.data_ptr())
 
 
 class Gemini(Nothing):
