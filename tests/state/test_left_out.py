@@ -49,12 +49,12 @@ def test_schedulers_scalers_and_averages_are_found_unless_they_are_given_somewhe
     chain = lr_scheduler.SequentialLR(optimizer, schedulers, milestones=[3])
     unrelated = lr_scheduler.ExponentialLR(other, 0.9)
     average = AveragedModel(model)
-    scaler, unused = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu")
+    scaler, unused, disabled = (torch.amp.GradScaler("cpu", enabled=enabled) for enabled in (True, True, False))
     scaler.scale(torch.ones(()))
     assert left_out([model], [optimizer]) == ["AveragedModel", "GradScaler", "LinearLR", "SequentialLR", "StepLR"]
     assert left_out([model, nn.ModuleList([average]), Holder(chain), scaler], [optimizer]) == []
     assert left_out([average, scaler, chain], [optimizer, other]) == ["ExponentialLR"]
-    del unrelated, unused
+    del unrelated, unused, disabled
 
 
 def test_only_an_epoch_that_was_gone_through_is_one_that_is_repeated() -> None:
