@@ -298,6 +298,17 @@ def test_a_look_asks_lazy_objects_for_nothing(caplog: pytest.LogCaptureFixture) 
     assert ["changes lazy.count, rows while" in text for text in caplog.messages] == [True]
 
 
+def test_a_look_makes_no_text_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device would be waited for many times for each parameter in an optimizer's state."""
+    optimizer, watched = torch.optim.Adam([torch.zeros(2, requires_grad=True)]), LoopWatch()
+    held = {torch.zeros(1): random.Random(0)}
+    optimizer.state[optimizer.param_groups[0]["params"][0]] = {"step": 1}
+    monkeypatch.setattr(torch._tensor_str, "_str", lambda *_, **__: pytest.fail("text of a tensor"))
+    for _ in range(2):
+        watched.look([], {"data": loader()}, [], {})
+    assert [*private_generators(optimizer=optimizer, held=held)] == ["held.0"]
+
+
 def test_what_cannot_be_looked_at_is_named_once_and_the_rest_is_looked_at(caplog: pytest.LogCaptureFixture) -> None:
     odd, given, watched, hidden = Odd(), Odd(), LoopWatch(), torch.zeros(1)
     for _ in range(2):
