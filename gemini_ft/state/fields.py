@@ -102,8 +102,8 @@ class _SlotFields(Fields):
 def parts_of(item: Any, most: int = FEW) -> list[tuple[Any, Any]]:
     """Returns (name, key or index; value) for each part of an object: its attributes, and the first entries of a collection.
 
-    In place of a key that is a tensor, as in an optimizer's state, there is an index. Mappings that are not dicts have no entries here: they
-    may read a file for each.
+    In place of a key that is a tensor, as in an optimizer's state, there is an index. Mappings that are not dicts have no entries here:
+    they may read a file for each.
     """
     if is_a(item, functools.partial):
         return [*enumerate(item.args), *item.keywords.items(), ("func", item.func)]
