@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self
 import torch
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: only this thread's own captures count
 
 
 class Event(Protocol):
@@ -74,9 +75,20 @@ def _module(device: torch.device) -> DeviceModule:
     return module
 
 
-def own_stream(device: torch.device) -> DeviceStream:
-    """A queue for a new thread, which begins on device 0, whatever the rank's is."""
+def enter(device: torch.device) -> None:
+    """Lets a new thread use a device. It begins on device 0, whatever the rank's is, where its first call would take memory.
+
+    CUDA refuses a thread questions about events while another one captures a graph, whose capture ends with that; not after this.
+    """
     _module(device).set_device(device)
+    if device.type == "cuda":
+        with contextlib.suppress(OSError, AttributeError):  # ROCm
+            ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+
+
+def own_stream(device: torch.device) -> DeviceStream:
+    """A queue for a new thread."""
+    enter(device)
     return _module(device).Stream()
 
 
@@ -109,7 +121,7 @@ def give_way(stream: DeviceStream, device: torch.device) -> None:
 @cache
 def _stream_writer() -> Any:
     """A function that queues the write of a word of host memory, which lets the engine serve other queues; None: there is none (ROCm)."""
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError, RuntimeError):
         function, word = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2, torch.zeros(1, dtype=torch.int32, pin_memory=True)
         return lambda stream: function(stream, ctypes.c_void_p(word.data_ptr()), ctypes.c_uint32(0), ctypes.c_uint(0))
     return None
@@ -156,13 +168,15 @@ def pin(device: torch.device | None, address: int, nbytes: int) -> bool:
     """
     if device is None or device.type != "cuda":
         return False
-    torch.cuda.check_error(_cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+    with torch.cuda.device(device):  # the caller may be a thread that has not used one
+        torch.cuda.check_error(_cudart().cudaHostRegister(address, nbytes, _PORTABLE))
     return True
 
 
-def unpin(address: int) -> None:
+def unpin(device: torch.device, address: int) -> None:
     """Undoes `pin`."""
-    _cudart().cudaHostUnregister(address)
+    with torch.cuda.device(device):
+        _cudart().cudaHostUnregister(address)
 
 
 def _cudart() -> Any:

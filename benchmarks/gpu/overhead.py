@@ -6,7 +6,8 @@
 
 Cells: state of 1, 4 and 16 GB (fp32 weights and AdamW's, bf16 autocast), one rank with one copy, two ranks that are two hosts with two, and
 a loop that reads its loss at every step or never, so that the host runs ahead of the device. Rows, in random order: nothing; the same bytes
-copied to pinned memory beside each step by the loop's own thread, without checksums or commits; gemini-ft with default options; torch's
+copied to pinned memory beside each step by the loop's own thread, without checksums or commits; gemini-ft with default options, and where
+it is asked for (`gemini_profiled`) with a profile of what the training thread does in it; torch's
 `async_save` with pinned, asynchronous staging into memory (a new one begins when the last is over); lm-resiliency and nvidia-resiliency-ext
 where they are installed. A step's time is the device's own; `host_ms` in the results is where the training thread's time goes: median and
 worst of each phase. The physical limit of a copy is the rate to pinned memory, measured with nothing else running.
@@ -16,9 +17,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import cProfile
 import gc
 import json
 import os
+import pstats
 import random
 import shutil
 import statistics
@@ -76,8 +79,7 @@ class Cell:
 ONE: dict[str, Any] = {"gigabytes": 1, "width": 768, "layers": 8, "batch": 32}
 FOUR: dict[str, Any] = {"gigabytes": 4, "width": 1024, "layers": 24, "batch": 16}
 SIXTEEN: dict[str, Any] = {"gigabytes": 16, "width": 2048, "layers": 24, "batch": 8, "warm_up": 30}
-QUICK = [Cell(**FOUR), Cell(**FOUR, reads=False), Cell(**FOUR, ranks=2, warm_up=60), Cell(**ONE), Cell(**SIXTEEN)]
-CELLS = [*QUICK, Cell(**ONE, reads=False)]
+CELLS = [Cell(**FOUR), Cell(**FOUR, reads=False), Cell(**SIXTEEN), Cell(**FOUR, ranks=2, warm_up=60), Cell(**ONE), Cell(**ONE, reads=False)]
 TINY = [Cell(gigabytes=0.01, width=64, layers=2, batch=1), Cell(gigabytes=0.01, width=64, layers=2, batch=1, ranks=2)]
 
 
@@ -168,7 +170,7 @@ class Copies(Nothing):
     def close(self) -> None:
         if self._pairs:
             torch.cuda.synchronize()
-            accelerator.unpin(self._memory.data_ptr())
+            accelerator.unpin(self._pairs[0][1].device, self._memory.data_ptr())
 
 
 class Gemini(Nothing):
@@ -200,6 +202,21 @@ class Gemini(Nothing):
 
     def close(self) -> None:
         self._checkpointer.close()
+
+
+class ProfiledGemini(Gemini):
+    """The same, with a profile of what the training thread does in it; its times are those of Python under a profiler."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(model, optimizer)
+        self._profile = cProfile.Profile()
+
+    def step(self) -> None:
+        self._profile.runcall(super().step)
+
+    def close(self) -> None:
+        super().close()
+        pstats.Stats(self._profile, stream=sys.stderr).strip_dirs().sort_stats("tottime").print_stats(25)
 
 
 def _brief(travelled: Any) -> dict[str, Any]:
@@ -353,11 +370,12 @@ ROWS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Nothing]] = {
     "none": Nothing,
     "copies": Copies,
     "gemini": Gemini,
+    "gemini_profiled": ProfiledGemini,
     "async_save": AsyncSave,
     "lm_resiliency": LmResiliency,
     "nvrx": Nvrx,
 }
-WITH_PEERS = ("none", "copies", "gemini", "lm_resiliency")  # that keep copies on another host
+WITH_PEERS = ("none", "copies", "gemini", "gemini_profiled", "lm_resiliency")  # that keep copies on another host
 _blocks: Iterator[int] = iter(range(1000))
 
 
@@ -461,6 +479,8 @@ def rank(number: int, cell: Cell, rows: list[str], rounds: int, steps: int, fold
                 if name in ("none", "gemini"):
                     raise
                 found[name].append({"error": traceback.format_exc()[-600:]})
+            if number == 0:  # at once: the rest may be cut off
+                print(f"{cell.name}, {name}: {json.dumps(found[name][-1])}", file=sys.stderr, flush=True)
     Path(folder, f"found-{number}").write_text(json.dumps({"rows": found, "pinned": pinned_rate(device)}))
 
 
@@ -504,7 +524,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round: no report")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU too: no report")
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=[name for name in ROWS if name != "gemini_profiled"])
     parser.add_argument("--cells", nargs="+", help="names of cells, for example 4GB_1rank_reads_loss")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
@@ -512,24 +532,30 @@ def main() -> None:
     if not torch.cuda.is_available() and not arguments.tiny:
         sys.exit("needs a CUDA device; --tiny runs on a CPU")
     brief = arguments.quick or arguments.tiny
-    cells = [each for each in (TINY if arguments.tiny else QUICK if arguments.quick else CELLS) if not arguments.cells]
-    cells = cells or [each for each in CELLS if each.name in arguments.cells]
+    cells = [each for each in (TINY if arguments.tiny else CELLS) if each.name in (arguments.cells or [each.name])]
     rounds, steps = (1, 3) if arguments.tiny else (1, arguments.steps) if arguments.quick else (arguments.rounds, arguments.steps)
-    results, ratios = {}, {}
+    results, ratios, broken = {}, {}, list[str]()
     for cell in cells:
         rows = [name for name in arguments.rows if cell.ranks == 1 or name in WITH_PEERS]
-        results[cell.name] = found = measure(cell, rows, rounds, steps) | {"cell": asdict(cell)}
+        try:
+            found = measure(cell, rows, rounds, steps) | {"cell": asdict(cell)}
+        except Exception:  # the other cells may do
+            traceback.print_exc()
+            broken.append(cell.name)
+            continue
+        results[cell.name] = found
         for name in rows[1:]:
             if "error" not in found[name]:
                 ratios[f"step_{name}_vs_none_{cell.name}"] = common.ratio(found[name]["step_s"], found["none"]["step_s"])
-        print(f"{cell.name}: {json.dumps(found)}", file=sys.stderr, flush=True)
+        print(_table({cell.name: found}), file=sys.stderr, flush=True)
     table = _table(results)
-    print(table, file=sys.stderr)
     if not brief:
         body = f"Device: {torch.cuda.get_device_name()}. {rounds} rounds of {steps} steps.\n\n{table}"
         path = common.write_report("gpu-overhead", "Snapshots of a GPT on a GPU", body, common.versions(PACKAGES))
         print(f"report: benchmarks/results/{path.name}", file=sys.stderr)
     common.print_result("gpu_overhead", results, ratios)
+    if broken:
+        sys.exit(f"failed: {', '.join(broken)}")
 
 
 def _table(results: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import importlib.metadata
 import itertools
+import lzma
 import os
 import platform
 import signal
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 FAKE = os.environ.get("GEMINI_FAKE_GPU") == "1"
 PACKAGES = ("torch", "triton", "lightning", "deepspeed")
 CORES = 5  # for each of the parts that run side by side
+TAIL = 6000  # characters of a part's output that the report has
 _running: set[int] = set()  # sessions of the parts under way
 
 
@@ -53,30 +55,47 @@ def _here(script: str, *arguments: str) -> list[str]:
     return [f"benchmarks/gpu/{script}.py", *arguments]
 
 
+OURS, THEIRS = "none gemini", "none gemini copies lm_resiliency async_save nvrx"
+READS = "4GB_1rank_reads_loss"
+
+
+def _overhead(name: str, what: str, seconds: int, rows: str, cells: str) -> Part:
+    size = ["--tiny"] if FAKE else ["--quick", "--cells", *cells.split()]
+    return Part(name, what, seconds, _here("overhead", *size, "--rows", *rows.split()), measures=True)
+
+
 PARTS = [
-    Part("order", "streams, pinned slots, GradScaler, torch.compile, fused and foreach optimizers", 150, _tests("gpu")),
-    Part("lightning", "a Lightning job is killed and ends with the bits of an undisturbed one", 90, _here("drill", "lightning")),
-    Part("deepspeed", "the same of a DeepSpeed job, ZeRO 2", 120, _here("drill", "deepspeed")),
+    Part("order", "streams, pinned slots, GradScaler, torch.compile, fused and foreach optimizers", 120, _tests("gpu")),
+    Part("lightning", "a Lightning job is killed and ends with the bits of an undisturbed one", 75, _here("drill", "lightning")),
+    Part("deepspeed", "the same of a DeepSpeed job, ZeRO 2", 90, _here("drill", "deepspeed")),
     Part("fsdp2", "the same of FSDP2 with 2 ranks on one device", 75, _here("drill", "fsdp2")),
-    Part("courier", "workers carry replicas over NCCL, two ranks on one device; a host is lost", 90, _here("drill", "courier")),
-    Part(
-        "kernels",
-        "Zen's hashing, bit packing, top-k, thresholds and rounding against their references",
-        90,
-        _tests("sync_hashing", "compression_kernels"),
-    ),
-    Part("collectives", "pipelines and sparse schemes: NCCL alone, gloo with 2 ranks on one device", 90, _here("collectives")),
+    Part("courier", "workers carry replicas over NCCL, two ranks on one device; a host is lost", 75, _here("drill", "courier")),
+    Part("collectives", "pipelines and sparse schemes: NCCL alone, gloo with 2 ranks on one device", 60, _here("collectives")),
     Part(
         "state",
         "optimizer state, generators, codec and the fork server",
-        90,
+        75,
         _tests("state", "codec", "modes", "gradients", "forkserver", "espresso_executor"),
     ),
-    Part("overhead", "what a snapshot of every step costs a GPT", 240, _here("overhead", "--tiny" if FAKE else "--quick"), True),
+    Part(
+        "kernels",
+        "Zen's hashing, bit packing, top-k, thresholds and rounding against their references",
+        75,
+        _tests("sync_hashing", "compression_kernels"),
+    ),
+    _overhead(
+        "overhead",
+        "what a snapshot of every step costs a GPT",
+        180,
+        f"{OURS} gemini_profiled",
+        f"{READS} 4GB_1rank_runs_ahead 16GB_1rank_reads_loss",
+    ),
+    _overhead("hosts", "the same with two ranks that are two hosts, with two copies", 90, OURS, "4GB_2ranks_reads_loss"),
+    _overhead("peers", "the same at 4 and 1 GB, beside other packages", 110, THEIRS, f"{READS} 1GB_1rank_reads_loss"),
+    Part("lanes", "GB/s and seconds per GB between two agents, 1 to 16 lanes", 75, ["benchmarks/lanes.py", "--quick"], measures=True),
     Part(
         "deeds", "seconds per GB of copy, hash, tag, and of both ends of a lane", 60, ["benchmarks/byte_costs.py", "--quick"], measures=True
     ),
-    Part("lanes", "GB/s and seconds per GB between two agents, 1 to 16 lanes", 75, ["benchmarks/lanes.py", "--quick"], measures=True),
     Part(
         "hashing", "how long grouping the indices of a gradient takes", 60, _here("hashing", *(["--quick"] if FAKE else [])), measures=True
     ),
@@ -101,6 +120,7 @@ def main() -> int:
     until, out = time.monotonic() + arguments.budget, arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     environment = _environment(_install(arguments.kit.resolve()), out)
+    nccl = _nccl(arguments.kit.resolve())
     head, is_usable = _describe(environment)
     if not is_usable and not FAKE:
         sys.exit("there is no accelerator; GEMINI_FAKE_GPU=1 runs this on the CPU")
@@ -110,7 +130,8 @@ def main() -> int:
     lock = threading.Lock()  # of log and report
 
     def run(result: Result) -> None:
-        _run(result, until - time.monotonic(), environment, out / f"{result.part.name}.txt")
+        own = environment | ({"LD_PRELOAD": nccl} if nccl and result.part.name == "courier" else {})
+        _run(result, until - time.monotonic(), own, out / f"{result.part.name}.txt")
         with lock:
             with log.open("a") as whole:
                 whole.write(f"\n=== {result.part.name}\n{result.output}")
@@ -145,6 +166,14 @@ def _install(kit: Path) -> Path | None:
     ]
     subprocess.run(command, check=True)
     return target
+
+
+def _nccl(kit: Path) -> str:
+    """The NCCL of the kit, which takes several ranks on one device where torch's own does not; empty: the kit has none."""
+    packed, library = kit / "libnccl.so.2.xz", kit / "libnccl.so.2"
+    if packed.exists():
+        library.write_bytes(lzma.decompress(packed.read_bytes()))
+    return str(library) if packed.exists() else ""
 
 
 def _environment(installed: Path | None, out: Path) -> dict[str, str]:
@@ -230,7 +259,7 @@ def _interrupted(*_: object) -> None:
 def _report(path: Path, head: str, results: list[Result]) -> None:
     lines = [head, "| part | what | result | seconds | at most |", "|---|---|---|---|---|"]
     lines += [f"| {r.part.name} | {r.part.what} | {r.verdict} | {r.seconds:.0f} | {r.part.seconds} |" for r in results]
-    lines += [f"\n## {r.part.name}{' (fake)' if FAKE else ''}\n\n```\n{r.output[-3000:].strip()}\n```" for r in results if r.output]
+    lines += [f"\n## {r.part.name}{' (fake)' if FAKE else ''}\n\n```\n{r.output[-TAIL:].strip()}\n```" for r in results if r.output]
     fresh = path.with_suffix(".part")
     fresh.write_text("\n".join(lines) + "\n")
     fresh.replace(path)

@@ -51,7 +51,7 @@ class MappedSlot:
         self.address = self.tensor.data_ptr()
         self._closed = False
         self._targets: dict[int, list[torch.Tensor]] = {}  # number of a batch -> where its small tensors go
-        self._pinned = bool(capacity) and accelerator.pin(device, self.address, capacity)
+        self._pinned_for = device if capacity and accelerator.pin(device, self.address, capacity) else None
 
     def prefault(self) -> None:
         """Touches all pages, from this process: they come from its own NUMA node, and not during the first copy."""
@@ -78,8 +78,8 @@ class MappedSlot:
 
     def close(self) -> None:
         self._closed = True
-        if self._pinned:
-            accelerator.unpin(self.address)
+        if self._pinned_for is not None:
+            accelerator.unpin(self._pinned_for, self.address)
         os.close(self.fd)  # it alone would keep the memory; the mapping goes when the last tensor view of it does
 
 

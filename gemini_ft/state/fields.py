@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from types import GetSetDescriptorType, MappingProxyType, MemberDescriptorType, MethodType
 from typing import Any, TypeVar
 
+import torch
+
 T = TypeVar("T")
 Fields = MutableMapping[str, Any]
 NO_FIELDS: Any = MappingProxyType({})
@@ -100,7 +102,8 @@ class _SlotFields(Fields):
 def parts_of(item: Any, most: int = FEW) -> list[tuple[Any, Any]]:
     """Returns (name, key or index; value) for each part of an object: its attributes, and the first entries of a collection.
 
-    Mappings that are not dicts have no entries here: they may read a file for each.
+    In place of a key that is a tensor, as in an optimizer's state, there is an index. Mappings that are not dicts have no entries here:
+    they may read a file for each.
     """
     if is_a(item, functools.partial):
         return [*enumerate(item.args), *item.keywords.items(), ("func", item.func)]
@@ -108,7 +111,9 @@ def parts_of(item: Any, most: int = FEW) -> list[tuple[Any, Any]]:
         return [("self", item.__self__)]
     entries: list[tuple[Any, Any]] = []
     if is_a(item, dict):
-        entries = list(itertools.islice(dict.items(item), most))
+        pairs = enumerate(itertools.islice(dict.items(item), most))
+        # Whoever makes a text of a tensor waits for its device, again and again.
+        entries = [(place if is_a(key, torch.Tensor) else key, value) for place, (key, value) in pairs]
     elif is_a(item, (list, tuple)):
         values = list.__iter__(item) if is_a(item, list) else tuple.__iter__(item)
         entries = list(enumerate(itertools.islice(values, most)))

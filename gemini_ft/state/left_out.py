@@ -38,7 +38,7 @@ def left_out(given: Iterable[Any], optimizers: Collection[Any]) -> list[str]:
         for item in instances(LRScheduler, torch.amp.GradScaler, AveragedModel)
         if id(item) not in known
         and (not isinstance(item, LRScheduler) or id(item.optimizer) in ours)
-        and (not isinstance(item, torch.amp.GradScaler) or item._scale is not None)  # it has scaled a loss
+        and (not isinstance(item, torch.amp.GradScaler) or getattr(item, "_scale", None) is not None)  # it scaled a loss
     )
     return sorted({type(item).__qualname__ for item in found})
 

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -394,19 +394,34 @@ class _Poller:
 
     def _run(self) -> None:
         yield_to_training()
+        has_entered = False
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self.works or self._stop)
                 if self._stop:
                     return
                 works = list(self.works)
-            done = [each for each in works if each[0].end is not None or self._is_over(each[1])]  # or the observer has forgotten it
+            if not has_entered and (devices := [flight.device for flight, _ in works if flight.device is not None]):
+                has_entered = True
+                with contextlib.suppress(Exception):  # of a device of another kind
+                    accelerator.enter(devices[0])
+            done = list(self._over_among(works))
             with self._condition:
                 self.works = [each for each in self.works if each not in done]
             for flight, _ in done:
                 self._over(flight)
             if len(done) < len(works):
                 time.sleep(_POLL)
+
+    def _over_among(self, works: Iterable[tuple[Flight, Callable[[], bool]]]) -> Iterator[tuple[Flight, Callable[[], bool]]]:
+        """Those that are over, or forgotten. A device carries out a group's in order: behind the first that is not over none is asked."""
+        waiting = set[int]()
+        for flight, ask in works:
+            line = id(flight.group) if flight.device is not None and flight.name not in _TRANSFERS else id(flight)
+            if flight.end is not None or (line not in waiting and self._is_over(ask)):
+                yield flight, ask
+            elif flight.group is not None:
+                waiting.add(line)
 
     @staticmethod
     def _is_over(ask: Callable[[], bool]) -> bool:

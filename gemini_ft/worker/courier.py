@@ -55,7 +55,7 @@ class Courier:
     ) -> None:
         self._tell, self._slots, self._custody = tell, slots, custody
         self._timeout = timedelta(seconds=timeout)
-        on_device = "nccl" in dist.get_backend()
+        on_device = "nccl" in dist.get_backend_config()
         self._device = accelerator.current_device() if on_device else torch.device("cpu")
         # NCCL has no tags, and what two ranks send each other at a time must not wait for each other: a group for either direction.
         self._groups = [dist.new_group(backend="nccl" if on_device else "gloo", timeout=self._timeout) for _ in range(1 + on_device)]
@@ -167,8 +167,8 @@ class Courier:
         one for a piece.
         """
         yield_to_training()
-        module = accelerator.module_of(self._device)
-        with unobserved(), contextlib.nullcontext() if module is None else module.stream(module.Stream(self._device)):
+        is_host = accelerator.module_of(device := self._device) is None
+        with unobserved(), contextlib.nullcontext() if is_host else accelerator.on_stream(accelerator.own_stream(device), device):
             yield
 
     def _replica(self, key: str) -> MappedSlot:

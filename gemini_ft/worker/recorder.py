@@ -344,6 +344,7 @@ class Recorder:
             self.client.call(GetStatus(), Status, seconds)
         if self.client.lost and self._copying.slots:
             try:
+                self.settle()  # a device may still be copying into the slots, which go
                 self._reconnect()
             except GeminiError as error:
                 _log.warning("what was trained is lost, but for what is stored: this host's agent has ended, and %s", error)

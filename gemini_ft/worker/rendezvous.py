@@ -90,7 +90,7 @@ def _leave() -> None:
     if not dist.is_initialized():
         return
     # After an exception the peers may be gone, and NCCL would wait for them: let the process end instead.
-    if hasattr(sys, "last_value") and "nccl" in dist.get_backend():
+    if hasattr(sys, "last_value") and "nccl" in dist.get_backend_config():
         return
     dist.destroy_process_group()
 

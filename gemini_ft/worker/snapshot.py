@@ -449,9 +449,11 @@ class Snapshotter:
 
     def _give_up_if_late(self, job: PendingSnapshot) -> None:
         """Gives up a snapshot whose copy, begun now, would make the update wait, by what the last ones took (`CopyWindow`)."""
-        if job.ready is None or self._waits or job.is_awaited or job.cancelled or not job.ready.query():
+        if job.ready is None or self._waits or job.is_awaited or job.cancelled:
             return
         device, stream = self._queue()
+        if not job.ready.query():
+            return
         now = accelerator.event_on(stream, device, timed=True)
         now.synchronize()
         if self._window.is_too_late(job.ready.elapsed_time(now)):

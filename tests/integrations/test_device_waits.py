@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from agent_kit import preload
-from device_case import OPTIMIZERS, SAVED, Case, Missing, train, undisturbed
+from device_case import OPTIMIZERS, SAVED, Case, Missing, end_without_close, train, undisturbed
 from device_waits import WAITS
 from rank_kit import World
 
@@ -73,6 +73,13 @@ def check(folder: Path, expected: Callable[[str], list[str]], job: str, missing:
 @pytest.mark.parametrize("job", JOBS)
 def test_snapshots_have_the_state_of_their_steps(tmp_path: Path, expected: Callable[[str], list[str]], job: str) -> None:
     check(tmp_path, expected, job)
+
+
+def test_the_slots_of_copies_that_are_under_way_stay_until_they_are_over_at_the_end_of_a_script_too(tmp_path: Path) -> None:
+    with World(tmp_path, 1) as ranks:
+        (found,) = ranks.outcome(end_without_close, 2.0)
+    assert found
+    assert not any(found)
 
 
 @pytest.mark.soak

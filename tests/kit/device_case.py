@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import lagging_device
 import torch
+from agent_kit import end_agent, eventually
 from device_waits import take_away
 from eight_bits import Blockwise
 from lagging_device import delay_training, install
@@ -19,7 +21,8 @@ from gemini_ft.agent.client import AgentClient
 from gemini_ft.state.copy_plan import MappedSlot
 from gemini_ft.testing import digest
 from gemini_ft.wire.worker_messages import Copied, Landed
-from gemini_ft.worker.snapshot import Snapshotter
+from gemini_ft.worker.recorder import Recorder
+from gemini_ft.worker.snapshot import SnapshotState, Snapshotter
 
 SAVED = 4  # iterations whose state is saved; one more is trained, and lost
 
@@ -146,3 +149,32 @@ def train(case: Case) -> dict[str, Any]:
     stats = checkpointer.stats
     checkpointer.close(finished=False)
     return {"start": start, "state": state, "committed": stats.committed, "skipped": stats.skipped}
+
+
+def end_without_close(lag: float) -> list[bool]:
+    """Ends as a script does that leaves its Checkpointer open, when its agent has died and copies are under way; returns whether they still
+    are, each time that other slots are asked for.
+    """
+    reconnect, found = Recorder._reconnect, list[bool]()
+
+    def note(self: Recorder) -> None:
+        found.append(bool(lagging_device._pending))
+        reconnect(self)
+
+    Recorder._reconnect = note  # type: ignore[method-assign]
+    install(accelerator, 0.0)
+    loop = Loop("momentum")
+    checkpointer = gemini_ft.Checkpointer(loop.model, loop.optimizer, replicas=1, on_late="wait")
+    checkpointer.resume()
+    loop.train(0)
+    checkpointer.step()
+    checkpointer.flush()
+    loop.train(2)
+    copying: Any = checkpointer._joined._copying
+    copying._stream._lag = lag
+    checkpointer.step()
+    eventually(lambda: copying._job.state is SnapshotState.ISSUED)
+    end_agent(checkpointer.run, checkpointer._joined.session.host)
+    eventually(lambda: checkpointer._joined.client.lost)
+    checkpointer._end_with_process()
+    return found

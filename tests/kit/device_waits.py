@@ -37,7 +37,7 @@ WAITS: list[tuple[str, str, str]] = [
     ("turns", "with module.stream(stream):", "if True:"),
     ("measuring", "module.synchronize(device)", "pass"),
     ("courier", "module.current_stream(self._device).synchronize()", "pass"),
-    ("courier", "module.stream(module.Stream(self._device))", "contextlib.nullcontext()"),
+    ("courier", "accelerator.on_stream(accelerator.own_stream(device), device)", "contextlib.nullcontext()"),
 ]
 
 

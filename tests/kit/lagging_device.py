@@ -218,7 +218,7 @@ def install(accelerator: Any, lag: float) -> None:
         sizes[address] = nbytes
         return True
 
-    def unpin(address: int) -> None:
+    def unpin(_device: Any, address: int) -> None:
         end = address + sizes.pop(address)
         if any(address <= place < end for place in list(_pending)):
             _die("memory is taken away while copies into it are under way")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ensurepip
+import lzma
 import re
 import shutil
 import sys
@@ -18,17 +19,22 @@ ROOT = Path(__file__).parents[2]
 PROBE = "gemini_kit_probe"
 
 
-@pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The script as a module, as it is with GEMINI_FAKE_GPU=1."""
-    monkeypatch.setenv("GEMINI_FAKE_GPU", "1")
-    loader = SourceFileLoader("gpu_runner", str(ROOT / "benchmarks" / "gpu" / "run.py"))
+def script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One of benchmarks/gpu as a module."""
+    loader = SourceFileLoader(f"gpu_{name}", str(ROOT / "benchmarks" / "gpu" / f"{name}.py"))
     spec = spec_from_loader(loader.name, loader)
     assert spec is not None
     module = module_from_spec(spec)
     monkeypatch.setitem(sys.modules, loader.name, module)
     loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script as a module, as it is with GEMINI_FAKE_GPU=1."""
+    monkeypatch.setenv("GEMINI_FAKE_GPU", "1")
+    return script("run", monkeypatch)
 
 
 @pytest.fixture
@@ -60,6 +66,28 @@ def test_every_benchmark_and_drill_is_in_one_part(runner: Any) -> None:
     run = {word for part in runner.PARTS for word in part.command if word.startswith("benchmarks/")}
     own = {str(file.relative_to(ROOT)) for file in ROOT.glob("benchmarks/gpu/*.py") if file.name != "run.py"}
     assert run == own | {"benchmarks/byte_costs.py", "benchmarks/lanes.py"}
+
+
+def test_cells_and_rows_of_parts_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GEMINI_FAKE_GPU", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    overhead = script("overhead", monkeypatch)
+    parts = [part.command for part in script("run", monkeypatch).PARTS if part.command[0].endswith("overhead.py")]
+    words = [" ".join(command).partition("--cells ")[2].partition(" --rows ") for command in parts]
+    cells, rows = ({word for each in words for word in each[index].split()} for index in (0, 2))
+    assert cells == {cell.name for cell in overhead.CELLS} - {"1GB_1rank_runs_ahead"}
+    assert rows == overhead.ROWS.keys()
+
+
+def test_the_courier_has_the_kits_nccl(runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "libnccl.so.2.xz").write_bytes(lzma.compress(b"no library"))
+    tell = ["-c", "import os; print(os.environ.get('LD_PRELOAD'))"]
+    monkeypatch.setattr(runner, "PARTS", [runner.Part(name, "tells", 60, tell) for name in ("courier", "another")])
+    monkeypatch.setattr(sys, "argv", ["run.py", "--out", str(tmp_path / "out"), "--kit", str(tmp_path)])
+    assert runner.main() == 0
+    assert (tmp_path / "out" / "courier.txt").read_text().splitlines()[-1] == str(tmp_path / "libnccl.so.2")
+    assert (tmp_path / "out" / "another.txt").read_text() == "None\n"
+    assert (tmp_path / "libnccl.so.2").read_bytes() == b"no library"
 
 
 def test_each_part_has_its_own_end_and_the_report_says_what_came_of_it_and_that_it_is_fake(

@@ -6,7 +6,9 @@ NCCL is stood for by what it returns, and the device by its double.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +115,30 @@ def test_what_is_captured_into_a_graph_is_left_alone(backend: Backend, observer:
     assert in_flight(observer) == 0
     assert len(backend.fake.current_stream().queue) == queued
     assert observer.polled == 0
+
+
+def test_those_of_a_group_are_asked_in_order_on_their_device(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that runs ahead has hundreds under way: each question takes the interpreter lock from the training."""
+    entered, asked, over, is_free = list[str](), list[int](), list[int](), threading.Event()
+    monkeypatch.setattr(backend.fake, "set_device", lambda _: entered.append(threading.current_thread().name))
+    poller = collectives._Poller(lambda flight: over.append(flight.number))
+    groups = [collectives._NumberedGroup(head=(2, name)) for name in (b"one", b"another")]
+
+    def ask(number: int) -> bool:
+        asked.append(number)
+        return is_free.is_set()
+
+    for number in range(100):
+        flight = collectives.Flight("allreduce_", ([backend.fake.tensor(torch.ones(4))],), 0.0)
+        flight.group, flight.number = groups[number % 2], number
+        poller.add(flight, partial(ask, number))
+    eventually(lambda: len(asked) >= 20)
+    assert {*asked} == {0, 1}
+    is_free.set()
+    eventually(lambda: len(over) == 100)
+    assert over == [*range(100)]
+    poller.close()
+    assert entered == ["gemini-collectives"]
 
 
 def test_one_that_fails_on_the_device_is_over(backend: Backend, observer: Observer) -> None:

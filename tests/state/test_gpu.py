@@ -10,9 +10,11 @@ import itertools
 import json
 import os
 import signal
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gemini_ft import Checkpointer
+from gemini_ft import Checkpointer, accelerator
 from gemini_ft.agent import lifecycle
 from gemini_ft.config import TrafficConfig
 from gemini_ft.state.copy_plan import MappedSlot, map_slots
@@ -188,6 +190,37 @@ def test_a_whole_step_that_is_captured(run_id: str) -> None:
     undisturbed = run(STEPS, False)
     run(FAILURE, True)
     assert run(STEPS, True) == undisturbed
+
+
+def test_a_thread_of_ours_asks_events_while_a_graph_is_captured() -> None:
+    """In CUDA's strictest mode, which is torch's default: the capture goes on, and the thread is answered."""
+    device, side, graph = torch.device("cuda", torch.cuda.current_device()), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    tensor, asked = torch.ones(4, device="cuda"), itertools.count()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9)  # cycles
+    event = accelerator.event_on(accelerator.stream_of(device), device)
+    begun = threading.Event()
+
+    def ask() -> int:
+        accelerator.enter(device)
+        while not event.query():
+            next(asked)
+            begun.set()
+            time.sleep(0.001)
+        return next(asked)
+
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask)
+        assert begun.wait(60)
+        with torch.cuda.stream(side):
+            graph.capture_begin(capture_error_mode="global")
+            tensor.mul_(2)
+            time.sleep(0.05)
+            graph.capture_end()
+        assert answer.result(60) > 10
+    graph.replay()
+    torch.cuda.synchronize()
+    assert tensor.tolist() == [2.0] * 4
 
 
 def test_cuda_random_state_is_restored() -> None:

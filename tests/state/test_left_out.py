@@ -49,12 +49,12 @@ def test_schedulers_scalers_and_averages_are_found_unless_they_are_given_somewhe
     chain = lr_scheduler.SequentialLR(optimizer, schedulers, milestones=[3])
     unrelated = lr_scheduler.ExponentialLR(other, 0.9)
     average = AveragedModel(model)
-    scaler, unused = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu")
+    scaler, unused, disabled = (torch.amp.GradScaler("cpu", enabled=enabled) for enabled in (True, True, False))
     scaler.scale(torch.ones(()))
     assert left_out([model], [optimizer]) == ["AveragedModel", "GradScaler", "LinearLR", "SequentialLR", "StepLR"]
     assert left_out([model, nn.ModuleList([average]), Holder(chain), scaler], [optimizer]) == []
     assert left_out([average, scaler, chain], [optimizer, other]) == ["ExponentialLR"]
-    del unrelated, unused
+    del unrelated, unused, disabled
 
 
 def test_only_an_epoch_that_was_gone_through_is_one_that_is_repeated() -> None:
@@ -296,6 +296,17 @@ def test_a_look_asks_lazy_objects_for_nothing(caplog: pytest.LogCaptureFixture) 
     private_generators(lazy=lazy, lazier=lazier, rows=rows)
     assert Lazy.asked == []
     assert ["changes lazy.count, rows while" in text for text in caplog.messages] == [True]
+
+
+def test_a_look_makes_no_text_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device would be waited for many times for each parameter in an optimizer's state."""
+    optimizer, watched = torch.optim.Adam([torch.zeros(2, requires_grad=True)]), LoopWatch()
+    held = {torch.zeros(1): random.Random(0)}
+    optimizer.state[optimizer.param_groups[0]["params"][0]] = {"step": 1}
+    monkeypatch.setattr(torch._tensor_str, "_str", lambda *_, **__: pytest.fail("text of a tensor"))
+    for _ in range(2):
+        watched.look([], {"data": loader()}, [], {})
+    assert [*private_generators(optimizer=optimizer, held=held)] == ["held.0"]
 
 
 def test_what_cannot_be_looked_at_is_named_once_and_the_rest_is_looked_at(caplog: pytest.LogCaptureFixture) -> None:

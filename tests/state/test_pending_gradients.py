@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from capture_kit import Taken, give, take
+from fake_accelerator import installed
 from torch import nn
 
 from gemini_ft.state import codec
@@ -123,3 +125,17 @@ def test_a_gradient_of_inference_mode_stops_nothing() -> None:
     assert pending.collect({"weight": model.weight})["waiting"] == {}
     for handle in handles:
         handle.remove()
+
+
+def test_a_device_is_waited_for_once_for_all_gradients_that_may_be_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `zero_grad(set_to_none=False)`."""
+    waits: list[int] = []
+    with installed(0) as fake:
+        params: Any = {str(number): SimpleNamespace(grad=fake.tensor(torch.zeros(5))) for number in range(20)}
+        params["7"].grad.fill_(-0.0)
+        run_until = fake.run_until
+        monkeypatch.setattr(fake, "run_until", lambda is_over: (waits.append(1), run_until(is_over)))
+        found = PendingGradients().collect(params)
+    assert [*found["waiting"]] == ["7"]
+    assert found["present"] == [str(number) for number in range(20) if number != 7]
+    assert len(waits) == 1
