@@ -219,6 +219,7 @@ WRONG = {
     "and a worker writes it": [_granted(written=True)],
     "complete on h0 while ranks choose": [_seen("whole", host="h0", owner=0, version="1-a:1", sealed=True)],
     "and it is not whole": [_seen("report", host="h0", owner=0, version="1-a:1", whole=False)],
+    "h0 promises copies": [_seen("promised", host="h0", lost=["0 of 1-a:1"])],
     "and h0 goes on": [_seen("sealing", host="h0", held=False)],
     "nothing is heard of its owner's host": [_seen("left out", pairs=[[0, "h1"]], owners={0: "h0"}, silent=["h0"])],
     "and 1 newer than 1-a:1 is stored": [_seen("settings", keep_last=2), *STORED, *_newer(), GONE],

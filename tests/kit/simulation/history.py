@@ -26,6 +26,7 @@ The events of a run, in the order in which they happened, are dicts with ``event
 ``granted``   nobody reads, uploads or writes a slot that is given to a writer
 ``whole``     nothing becomes complete while ranks choose
 ``report``    a host reports only whole copies
+``promised``  a host promises to ranks that choose only copies that it keeps
 ``left out``  no copy is left out while nothing is heard, or can be, of its owner's own host, nor after one payload that arrived damaged
 ``end``       when nothing fails any more, the job comes up, all holders count, something is stored, and memory is counted as it is;
               and after each single fault then it commits again, with no more attempts than the fault explains, and nothing lost
@@ -42,7 +43,7 @@ from simulation.history_storage import Event, StorageRules, order
 
 _HARM = frozenset({"host lost", "agent killed", "replaced", "left", "flip", "killed"})  # events after which a host may lack what it had
 _ATTEMPTS = {  # that follow a single fault: two without hosts that may know more, and others while hosts boot
-    **dict.fromkeys(("restart_all", "stop", "stop_leader", "kill_worker"), 3),
+    **dict.fromkeys(("restart_all", "stop", "stop_leader", "kill_worker", "damage"), 3),
     "lose_crew": 10,
 }
 
@@ -246,6 +247,10 @@ class Check(StorageRules):
         self._must(
             event["whole"], event, f"{event['host']} reports rank {event['owner']}'s shard of {event['version']}, and it is not whole"
         )
+
+    def _promised(self, event: Event) -> None:
+        """A host promises to ranks that choose only copies that it keeps."""
+        self._must(False, event, f"{event['host']} promises copies that it does not keep: {', '.join(event['lost'])}")
 
     def _sealing(self, event: Event) -> None:
         """Nothing changes on a host from which ranks choose."""

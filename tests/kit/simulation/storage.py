@@ -29,6 +29,7 @@ class Bucket:
         late: seconds for which it may lack it.
         slowness: seconds that an operation takes in the mean.
         halving: probability with which it says yes to an object, and keeps half of it.
+        deleting: seconds that a deletion takes besides.
     """
 
     def __init__(self, rng: Random, record: Callable[..., None]) -> None:
@@ -37,7 +38,7 @@ class Bucket:
         self._written: dict[str, float] = {}
         self._sound: dict[str, bytes] = {}  # what was in objects that rot
         self.failing, self.lagging, self.late, self.slowness = 0.0, 0.0, 5.0, 0.02
-        self.halving = 0.0
+        self.halving = self.deleting = 0.0
         self.away: set[str] = set()  # hosts that do not reach it
         self.down = False
 
@@ -146,6 +147,9 @@ class SimulatedStorage:
                 self._bucket.record("delete", key=key)
                 del self._bucket.objects[key]
 
+        fiber = Fiber.here()
+        assert fiber is not None
+        fiber.sleep(self._bucket.deleting * self._bucket.rng.random())
         if self._deletes:
             self._operate(f"delete {key}", effect)
 
