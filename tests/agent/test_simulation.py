@@ -162,6 +162,7 @@ WELL = {
     "what a leader that was left behind has committed is whole, and resumed": _left_behind(
         _opened("h0", of="3-c", hosts=["h0"], resumed="1-a:2"), _seen("heard", rank=0, version="1-a:2", of="3-c"),
     ),
+    "a checkpoint that no list has yet, and that was not reported, is passed over": [*UPLOADED, _chosen(None, copies={}, hidden=["old"])],
     "a checkpoint that rots is passed over": [*STORED, _seen("rot", key="old/shard"), _chosen(None, copies={})],
     "a copy that was damaged where it lay": [*_copies("1-a:1", "h0"), _seen("flip", host="h1", owner=0, version="1-a:1"), _commit()],
     "a checkpoint that nobody reads any more goes": [
@@ -205,6 +206,7 @@ WRONG = {
     "was chosen": [*_copies(), _commit(), _chosen("1-a:1"), {"event": "read", "at": 9.5, "rank": 0, "version": "1-a:0"}],
     "other bytes": [{"event": "wrong bytes", "at": 9.5, "rank": 0, "version": "1-a:1", "where": "own memory"}],
     "is whole in storage": [*STORED, _chosen(None, copies={})],
+    "is whole in storage, and None is": [*STORED, _chosen(None, copies={}, hidden=["old"])],
     "which is not committed": [_put("old/shard"), _put("old/manifest.json", "1-a:1")],
     "shards of it are not there": [*_copies(), _commit(), _put("old/manifest.json", "1-a:1")],
     "nothing newer": [*STORED, GONE],

@@ -31,8 +31,9 @@ def _kill_agent(world: World) -> None:
 
 
 def _kill_all_agents(world: World) -> None:
+    share = world.rng.choice([0.7, 1.0])
     for host in world.hosts:
-        if host.agent is not None and world.rng.random() < 0.7:
+        if host.agent is not None and world.rng.random() < share:
             world.record("agent killed", host=host.name)
             world.kill_agent(host.agent)
 
@@ -98,12 +99,15 @@ def _damage(world: World) -> None:
         _restart_all(world)
 
 
-def _bypass(world: World) -> None:
-    """A host is cut off when copies are on their way, and comes back when others choose what to resume without it."""
+def _bypass(world: World, tries: int = 20) -> None:
+    """A host is cut off when copies are on their way from it, and comes back when others choose what to resume without it."""
     crew, later = [host for host in world.hosts if host.worker is not None], len(world.attempts)
-    if len(crew) < 2:
+    writing = [host for host in crew if host.worker is not None and host.worker.writing >= 0]
+    if not writing or len(crew) < 2:
+        if tries and not world.is_quiet:
+            asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + 0.13 * world.step, _bypass, world, tries - 1)
         return
-    apart, seconds = world.rng.choice(crew), world.rng.uniform(2.0, 9.0)
+    apart, seconds = world.rng.choice(writing), world.rng.uniform(2.0, 9.0)
     cut_off(world, apart, seconds)
     for host in crew:
         if host is not apart:
@@ -195,7 +199,7 @@ def strike(world: World, process: Process, deed: str = "") -> bool:
         case "stops":
             stop(world, process, 10.0)
         case "is cut off":
-            cut_off(world, next(host for host in world.hosts if host.name == process.host), 5.0 if deed else 0.0)
+            cut_off(world, next(host for host in world.hosts if host.name == process.host), 10.0 if deed else 0.0)
         case "flips":
             flip_one(world, process.host)
         case _:
@@ -343,9 +347,9 @@ THEMES = (  # one seed after the other has each
     Theme(faults=("half_cut",)),
     Theme(faults=("lose_crew", "lose_all"), stores=True),
     Theme(faults=("split_leader",)),
-    Theme(moment="agent_uploads", deed="flips", stores=True),
+    Theme(faults=("damage",), moment="agent_uploads", deed="flips", stores=True),
     Theme(faults=("orphan",)),
     Theme(moment="agent_manifest", deed="is cut off", stores=True, of_storage={"slowness": 3.0}, settings={"leader_timeout": 3.0}),
-    Theme(faults=("read_stored", "kill_agent"), stores=True),
+    Theme(faults=("read_stored", "kill_all_agents"), stores=True),
     Theme(stores=True, of_storage={"failing": 0.4, "deleting": 20.0}),
 )

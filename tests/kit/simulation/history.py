@@ -13,7 +13,7 @@ The events of a run, in the order in which they happened, are dicts with ``event
 ``unsound``   no copy is whole with other bytes than were made, unless these were damaged while their owner wrote them
 ``heard``     a rank is told of no commit but one that a leader has decided
 ``chosen``    nothing that was committed is passed over while memory of the hosts that choose has a sound copy of every shard, and nothing
-              that is stored while storage has all of it
+              that is stored while storage has all of it, unless no list has it yet, and it was never reported as stored
 ``read``      what is resumed has the bytes that were made, and is what was chosen; a host that has a copy asks no other one
 ``visited``   what another process reads in the agents' memory was committed
 ``putting``   only a host that leads, as far as it has heard, begins to write a manifest
@@ -279,7 +279,8 @@ class Check(StorageRules):
             whole = all(held.get(owner) for owner in ranks)
             self._must(not whole, event, f"{other} is committed and whole on {event['hosts']}, and {version} is resumed")
         for folder, (stored, _) in self.manifests.items():
-            if order(stored) > at and stored not in event["given_up"]:
+            is_known = stored in self.stored or folder not in event.get("hidden", ())  # else its leader was lost before it could say so
+            if order(stored) > at and stored not in event["given_up"] and is_known:
                 self._must(not self._is_whole(folder), event, f"{stored} is whole in storage, and {version} is resumed")
 
     def _read(self, event: Event) -> None:

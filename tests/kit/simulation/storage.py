@@ -42,6 +42,10 @@ class Bucket:
         self.away: set[str] = set()  # hosts that do not reach it
         self.down = False
 
+    def hidden(self, now: float) -> list[str]:
+        """The keys of objects that lists may lack now."""
+        return [key for key, at in self._written.items() if self.lagging and now - at < self.late]
+
     def rot(self) -> None:
         """A bit of an object flips."""
         if keys := sorted(filter(is_of_checkpoint, self.objects)):
@@ -131,8 +135,7 @@ class SimulatedStorage:
         def effect() -> list[str]:
             bucket, fiber = self._bucket, Fiber.here()
             assert fiber is not None
-            late = [key for key, at in bucket._written.items() if fiber.loop.time() - at < bucket.late]
-            hidden = {key for key in late if bucket.lagging and bucket.rng.random() < bucket.lagging}
+            hidden = {key for key in bucket.hidden(fiber.loop.time()) if bucket.rng.random() < bucket.lagging}
             seen = sorted(key for key in bucket.objects if key.startswith(prefix) and key not in hidden)
             if READING in prefix:
                 bucket.record("looked", key=prefix, seen=seen)

@@ -366,7 +366,8 @@ class World:
                     crew = {f"{host.name}:" for host in self.hosts if host.worker is not None}  # a leader of the past may complain
                     lines = [line for line in self.lines[said:] if line.split()[1] in crew and not any(text in line for text in _USUAL)]
                     self.record("cruise end", lines=lines, slots=[] if self.growth else [*recorded.slots(self)])
-                    for name in (*self.rng.choices(PROBES, k=_PROBES), *(["lose_crew"] if self.config.storage is not None else [])):
+                    drawn = [name for name in self.theme.faults if name in PROBES] + self.rng.choices(PROBES, k=_PROBES)
+                    for name in (*drawn[:_PROBES], *(["lose_crew"] if self.config.storage is not None else [])):
                         self.record("probe", fault=name)
                         FAULTS[name](self)
                         await self._until(_COMES_UP, self.commits + _COMMITS)
