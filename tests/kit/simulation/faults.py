@@ -75,8 +75,8 @@ def _lose_crew(world: World) -> None:
 def _hide(world: World) -> None:
     """Lists may lack for a while what was stored just now, when they are needed."""
     if world.rng.random() < 0.5:
-        world.bucket.lagging, world.bucket.late = 1.0, 30.0
-        asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + 60.0, setattr, world.bucket, "lagging", 0.0)
+        world.bucket.lagging, world.bucket.late = 1.0, 100.0
+        asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + 110.0, setattr, world.bucket, "lagging", 0.0)
 
 
 def _orphan(world: World) -> None:
@@ -107,7 +107,8 @@ def _bypass(world: World, tries: int = 20) -> None:
         if tries and not world.is_quiet:
             asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + 0.13 * world.step, _bypass, world, tries - 1)
         return
-    apart, seconds = world.rng.choice(writing), world.rng.uniform(2.0, 9.0)
+    leads = [agent.host for agent in world.leading if agent.host in writing]  # whatever is undecided stays so
+    apart, seconds = world.rng.choice(leads or writing), world.rng.uniform(2.0, 9.0)
     cut_off(world, apart, seconds)
     for host in crew:
         if host is not apart:
@@ -200,6 +201,9 @@ def strike(world: World, process: Process, deed: str = "") -> bool:
             stop(world, process, 10.0)
         case "is cut off":
             cut_off(world, next(host for host in world.hosts if host.name == process.host), 10.0 if deed else 0.0)
+            if deed:  # others come before it then
+                world.bucket.slowness = 3.0
+                asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + 30.0, setattr, world.bucket, "slowness", 0.02)
         case "flips":
             flip_one(world, process.host)
         case _:
@@ -330,6 +334,7 @@ class Theme(NamedTuple):
         deed: the thing that happens then; empty: any.
         stores: whether there is a storage to which much is uploaded.
         of_storage: how that behaves (attributes of `Bucket`), whatever else happens.
+        of_world: attributes of `World`.
         settings: of the job.
     """
 
@@ -338,18 +343,20 @@ class Theme(NamedTuple):
     deed: str = ""
     stores: bool = False
     of_storage: Mapping[str, float] = MappingProxyType({})
+    of_world: Mapping[str, float] = MappingProxyType({})
     settings: Mapping[str, float] = MappingProxyType({})
 
 
+_SELDOM = {"fault_seconds": 60.0, "suddenness": 0.0}  # so that uploads are not broken off
 THEMES = (  # one seed after the other has each
     Theme(),
-    Theme(faults=("bypass",)),
+    Theme(faults=("bypass",), of_world={"step": 5.0, "copying": 1.0, "nbytes": 1536, "fault_seconds": 20.0}),
     Theme(faults=("half_cut",)),
-    Theme(faults=("lose_crew", "lose_all"), stores=True),
+    Theme(faults=("lose_crew", "lose_all"), stores=True, of_world={"fault_seconds": 20.0}),
     Theme(faults=("split_leader",)),
     Theme(faults=("damage",), moment="agent_uploads", deed="flips", stores=True),
-    Theme(faults=("orphan",)),
-    Theme(moment="agent_manifest", deed="is cut off", stores=True, of_storage={"slowness": 3.0}, settings={"leader_timeout": 3.0}),
+    Theme(faults=("orphan",), of_world={"fault_seconds": 20.0, "step": 5.0}),
+    Theme(moment="agent_manifest", deed="is cut off", stores=True, of_world=_SELDOM, settings={"leader_timeout": 3.0}),
     Theme(faults=("read_stored", "kill_all_agents"), stores=True),
-    Theme(stores=True, of_storage={"failing": 0.4, "deleting": 20.0}),
+    Theme(stores=True, of_storage={"failing": 0.2, "deleting": 20.0}, of_world=_SELDOM),
 )

@@ -93,9 +93,10 @@ class World:
         self.weights = {name: rng.choice([0.0, 1.0, 1.0, 3.0]) * SHARES.get(name, 1.0) for name in FAULTS}
         self.weights["kill_worker"] = max(1.0, self.weights["kill_worker"])
         self.weights |= dict.fromkeys(self.theme.faults, 0.7 * sum(self.weights.values()) / max(1, len(self.theme.faults)))
-        if self.theme.of_storage:
-            self.weights["storage"] = 0.0
-            vars(self.bucket).update(self.theme.of_storage)
+        vars(self).update(self.theme.of_world)
+        vars(self.bucket).update(self.theme.of_storage)
+        if self.theme.stores and not self.theme.faults:
+            self.weights["storage"], self.bucket.slowness = 0.0, 0.02
         self.folder = Path()
         self.suddenness = rng.choice([0.0, 0.003, 0.02])  # probability that something happens to a process at one of `PROCESS_MOMENTS`
         self.full: set[str] = set()  # hosts without free memory
