@@ -75,8 +75,9 @@ def _lose_crew(world: World) -> None:
 def _hide(world: World) -> None:
     """Lists may lack for a while what was stored just now, when they are needed."""
     if world.rng.random() < 0.5:
-        world.bucket.lagging, world.bucket.late = 1.0, 100.0
-        asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + 110.0, setattr, world.bucket, "lagging", 0.0)
+        seconds = 20.0 if world.is_quiet else 100.0
+        world.bucket.lagging, world.bucket.late = 1.0, seconds
+        asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + seconds + 10.0, setattr, world.bucket, "lagging", 0.0)
 
 
 def _orphan(world: World) -> None:

@@ -268,7 +268,7 @@ class Check(StorageRules):
     def _chosen(self, event: Event) -> None:
         """The newest version that was committed and is whole, in memory or in storage, is resumed; a single fault loses nothing."""
         self.chosen = version = event["version"]
-        loses = not self.probed or self.probed == "lose_crew"
+        loses = not self.probed or self.probed in ("lose_crew", "damage")  # with a checkpoint in storage nobody waits for absent hosts
         self._must(loses or version == self.latest, event, f"{self.latest} is lost by a single fault ({self.probed})")
         self.chosen_at, self.held = event["at"], event["copies"].get(version, {})
         at = order(version) if version is not None else (0, "", 0)
