@@ -73,9 +73,9 @@ def _lose_crew(world: World) -> None:
 
 
 def _hide(world: World) -> None:
-    """Lists may lack for a while what was stored just now, when they are needed."""
-    if world.rng.random() < 0.5:
-        seconds = 20.0 if world.is_quiet else 100.0
+    """Lists may lack for a while what was stored just now, when they are needed; nobody can know of it where nothing was reported yet."""
+    if world.rng.random() < 0.5 and any(key.endswith(".stored.json") for key in world.bucket.objects):
+        seconds = 20.0 if world.is_quiet else 200.0
         world.bucket.lagging, world.bucket.late = 1.0, seconds
         asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + seconds + 10.0, setattr, world.bucket, "lagging", 0.0)
 
@@ -352,8 +352,8 @@ _SELDOM = {"fault_seconds": 60.0, "suddenness": 0.0}  # so that uploads are not 
 THEMES = (  # one seed after the other has each
     Theme(),
     Theme(faults=("bypass",), of_world={"step": 5.0, "copying": 1.0, "nbytes": 1536, "fault_seconds": 20.0}),
-    Theme(faults=("half_cut",)),
-    Theme(faults=("lose_crew", "lose_all"), stores=True, of_world={"fault_seconds": 20.0}),
+    Theme(faults=("half_cut",), of_world={"fan_in": 1, "fault_seconds": 30.0}, settings={"replica_timeout": 14.0}),
+    Theme(faults=("lose_crew",), stores=True, of_world={"fault_seconds": 40.0, "step": 2.0}),
     Theme(faults=("split_leader",)),
     Theme(faults=("damage",), moment="agent_uploads", deed="flips", stores=True),
     Theme(faults=("orphan",), of_world={"fault_seconds": 20.0, "step": 5.0}),

@@ -36,7 +36,7 @@ class Bucket:
         self.rng, self.record = rng, record
         self.objects: dict[str, bytes] = {}
         self._written: dict[str, float] = {}
-        self._sound: dict[str, bytes] = {}  # what was in objects that rot
+        self._sound: dict[str, bytes] = {}  # what was in objects that are damaged
         self.failing, self.lagging, self.late, self.slowness = 0.0, 0.0, 5.0, 0.02
         self.halving = self.deleting = 0.0
         self.away: set[str] = set()  # hosts that do not reach it
@@ -57,7 +57,7 @@ class Bucket:
             self.record("rot", key=key)
 
     def mend(self) -> None:
-        """Makes good what rots: without memory, a job does not go on while no checkpoint is sound."""
+        """Makes good what is damaged: without memory, a job does not go on while no checkpoint is sound."""
         for key, body in self._sound.items():
             if key in self.objects:
                 self.objects[key] = body
@@ -107,7 +107,7 @@ class SimulatedStorage:
             self._bucket._written[key] = fiber.loop.time()
             self._bucket.record("put", key=key)
             if is_of_checkpoint(key) and self._bucket.rng.random() < self._bucket.halving:
-                self._bucket.objects[key] = bytes(body[: len(body) // 2])
+                self._bucket.objects[key], self._bucket._sound[key] = bytes(body[: len(body) // 2]), bytes(body)
                 self._bucket.record("halved", key=key)
             sent(len(body))
 
