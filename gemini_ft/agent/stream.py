@@ -364,6 +364,7 @@ class Stream:
                     context.measures.committed(version.iteration)
                 self._progressed = self._progressed or context.spec is None or version != context.spec.resumed  # which may be repeated
                 self.perform(host.on_commit(version, freeze, roots, agreed, compared=compared))
+                self._use_room()  # which other processes may have left
                 context.tell_workers(message)
             case Abort(version):
                 context.counters["aborted"] += version not in host.aborted  # it is repeated for workers that may not have heard it

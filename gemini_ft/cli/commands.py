@@ -241,8 +241,8 @@ def _in_memory(memory: Remembered) -> Iterator[Row]:
 def _state_in_memory(memory: Remembered, version: Version) -> str:
     if missing := memory.missing(version):
         return f"incomplete: no copy of ranks {missing} on this machine"
-    if memory.committed is not None and version > memory.committed:
-        return "whole, not committed yet"
+    if not memory.is_committed(version):
+        return "whole, not committed"
     return "whole, newest" if version == memory.committed else "whole"
 
 

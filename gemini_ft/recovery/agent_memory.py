@@ -96,9 +96,13 @@ class Remembered:
     @property
     def versions(self) -> list[Version]:
         """The versions that can be asked for, newest first: committed, and whole here or perhaps with other hosts' help."""
-        committed = self.committed
-        known = [version for version in self.copies if committed is None or version <= committed]
-        return [version for version in known if version == committed or not self.missing(version)]
+        known = filter(self.is_committed, self.copies)
+        return [version for version in known if version == self.committed or not self.missing(version)]
+
+    def is_committed(self, version: Version) -> bool:
+        """Whether some agent knows it, or a copy bears the mark of it. A version that is whole may still be taken back."""
+        slots = (slot for part in self.parts.values() for slot in part.slots)
+        return version == self.committed or any(slot.committed for slot in slots if slot.version == version)
 
 
 def remembered(run: str | None = None) -> list[Remembered]:

@@ -105,7 +105,7 @@ class Lookout:
             listed[info].add(MANIFEST)
         known: dict[Incarnation, Descent] = {}
         newest_first = sorted(listed, key=lambda info: info.version, reverse=True)
-        sightings = [self._sight(storage, info, listed[info], known, passed) for info in newest_first]
+        sightings = [self._sight(storage, info, listed[info], known, passed, info.folder == unlisted) for info in newest_first]
         marks = tuple(version for version in (mark, *self._remembered) if version is not None)
         left_out = next((one.folder for one in sightings if one.folder == unlisted and one.condition != "gone"), "")
         return Look(sightings=tuple(sightings), marks=marks, damaged_mark=damaged_mark, left_out=left_out)
@@ -123,14 +123,22 @@ class Lookout:
             return None, True
 
     def _sight(
-        self, storage: Storage, info: CheckpointInfo, files: set[str], known: dict[Incarnation, Descent], passed: Collection[str]
+        self,
+        storage: Storage,
+        info: CheckpointInfo,
+        files: set[str],
+        known: dict[Incarnation, Descent],
+        passed: Collection[str],
+        is_unlisted: bool,
     ) -> Sighting:
         incarnation = info.version.incarnation
         if MANIFEST not in files:
             return Sighting(info.folder, info.version, "torn")
         if info.folder in passed:
             return Sighting(info.folder, info.version, "damaged")
-        if incarnation in known:
+        if (
+            incarnation in known and not is_unlisted
+        ):  # which may be gone: the mark is older where a leader was lost before it wrote the next
             return Sighting(info.folder, info.version, "listed", known[incarnation])
         try:
             manifest = self._twice(storage, lambda at: read_manifest(at, info.folder))

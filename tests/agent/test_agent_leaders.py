@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_kit import Job, Rank, eventually, stopped
+from agent_kit import Job, Rank, agent_pid, eventually, stopped
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.core.stragglers import WorkTime
+from gemini_ft.errors import RecoveryError
 from gemini_ft.events import read_events
-from gemini_ft.recovery.agent_memory import remembered
+from gemini_ft.recovery.agent_memory import open_newest, remembered
 from gemini_ft.storage.checkpoints import checkpoint_folder, list_checkpoints, read_manifest, shard_key
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.retention import read_back
@@ -69,6 +70,23 @@ def test_the_next_host_leads_when_the_leaders_agent_is_killed_and_the_next_one_a
     assert set(memory.roots_of_leader(job.version(4))) == {0, 1, 2}  # the one that leads now has all of them
     said = [(event["leader"], event["epoch"], event["host"]) for event in read_events(tmp_path / "events") if event["event"] == "leader"]
     assert said == [("b", 1, "b"), ("c", 2, "c")]
+
+
+def test_what_is_whole_in_memory_is_not_read_from_outside_before_any_agent_knows_that_it_was_committed(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GEMINI_FAULTS_DIR", str(tmp_path / "faults"))
+    monkeypatch.setenv("GEMINI_FAULTS", "step=1:moment=agent_decides:sigkill")
+    holders = {owner: ["abc"[owner], "abc"[owner - 1]] for owner in range(3)}
+    ranks = job.start(*"abc", hello={"agent_timeout": 0.0}, holders=holders, leader_timeout=0.0)  # so that nobody leads after it
+    leader = job.pid("a")
+    for rank in ranks:
+        rank.snapshot(1)
+    eventually(lambda: not Path(f"/proc/{leader}").exists() or agent_pid(job.run, "a") is None, "the death of the agent that leads")
+    [memory] = remembered(job.run)
+    assert (memory.committed, memory.missing(job.version(1))) == (None, [])
+    with pytest.raises(RecoveryError, match="hold no committed step yet"):
+        open_newest(memory, None)
 
 
 def compare(ranks: list[Rank], iteration: int, *digests: str) -> None:

@@ -102,6 +102,17 @@ class TestMemory:
         used = job.status("a")["memory"]["used"]
         assert used == 2 * os.fstat(rank.fds[0]).st_size
 
+    def test_a_slot_for_which_there_was_no_room_is_made_at_the_next_commit_for_which_there_is(self, job: Job, tmp_path: Path) -> None:
+        storage = {"url": (tmp_path / "storage").as_uri(), "every_steps": 1000}
+        (rank,) = job.start("a", hello={"memory_limit": 5 * 2**20}, storage=storage)
+        job.commit([rank], 1)
+        assert (len(rank.fds), rank.heard("room")) == (2, False)  # three are due where there is a storage
+        job.rank("a", 0, memory_limit=2**30)
+        job.commit([rank], 2)
+        rank.wait_for("room")
+        rank.reserve()
+        assert len(rank.fds) == 3
+
     def test_what_would_never_fit_is_refused_with_numbers(self, job: Job) -> None:
         (rank,) = job.start("a", hello={"memory_limit": 2 * 2**22})
         job.commit([rank], 1)

@@ -162,6 +162,7 @@ WELL = {
     "what a leader that was left behind has committed is whole, and resumed": _left_behind(
         _opened("h0", of="3-c", hosts=["h0"], resumed="1-a:2"), _seen("heard", rank=0, version="1-a:2", of="3-c"),
     ),
+    "a checkpoint that no list has yet, and that was not reported, is passed over": [*UPLOADED, _chosen(None, copies={}, hidden=["old"])],
     "a checkpoint that rots is passed over": [*STORED, _seen("rot", key="old/shard"), _chosen(None, copies={})],
     "a copy that was damaged where it lay": [*_copies("1-a:1", "h0"), _seen("flip", host="h1", owner=0, version="1-a:1"), _commit()],
     "a checkpoint that nobody reads any more goes": [
@@ -205,6 +206,7 @@ WRONG = {
     "was chosen": [*_copies(), _commit(), _chosen("1-a:1"), {"event": "read", "at": 9.5, "rank": 0, "version": "1-a:0"}],
     "other bytes": [{"event": "wrong bytes", "at": 9.5, "rank": 0, "version": "1-a:1", "where": "own memory"}],
     "is whole in storage": [*STORED, _chosen(None, copies={})],
+    "is whole in storage, and None is": [*STORED, _chosen(None, copies={}, hidden=["old"])],
     "which is not committed": [_put("old/shard"), _put("old/manifest.json", "1-a:1")],
     "shards of it are not there": [*_copies(), _commit(), _put("old/manifest.json", "1-a:1")],
     "nothing newer": [*STORED, GONE],
@@ -219,6 +221,7 @@ WRONG = {
     "and a worker writes it": [_granted(written=True)],
     "complete on h0 while ranks choose": [_seen("whole", host="h0", owner=0, version="1-a:1", sealed=True)],
     "and it is not whole": [_seen("report", host="h0", owner=0, version="1-a:1", whole=False)],
+    "h0 promises copies": [_seen("promised", host="h0", lost=["0 of 1-a:1"])],
     "and h0 goes on": [_seen("sealing", host="h0", held=False)],
     "nothing is heard of its owner's host": [_seen("left out", pairs=[[0, "h1"]], owners={0: "h0"}, silent=["h0"])],
     "and 1 newer than 1-a:1 is stored": [_seen("settings", keep_last=2), *STORED, *_newer(), GONE],

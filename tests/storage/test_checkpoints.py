@@ -488,6 +488,17 @@ def test_a_listing_that_stays_old_is_told_by_the_mark() -> None:
     assert newest_whole(storage, "run", "main") == newer
 
 
+def test_a_mark_of_what_is_deleted_keeps_nothing_from_being_deleted_or_stored() -> None:
+    """A leader that is lost after the manifest has not written the mark, and the next one deletes what the mark names."""
+    now = InMemory()
+    oldest, marked = save(now, version(10)), save(now, version(20))
+    write_mark(now, "run", "main", marked.version)
+    newest = save(now, version(30))
+    assert retain(now, keep_last=1) == [oldest.folder, marked.folder]
+    retain(now, keep_last=1)  # raised an error, after which nothing more was stored
+    assert newest_whole(now, "run", "main") == newest
+
+
 @pytest.mark.parametrize("how", ["manifest", "shards"])
 def test_a_listing_that_stays_old_does_not_tell_which_comes_before_a_damaged_one(how: str) -> None:
     now = InMemory()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from gemini_ft.agent.context import StreamContext
+from gemini_ft.agent.memory.slot_store import SlotStore
 from gemini_ft.agent.stream import Stream
 from gemini_ft.core.effects import Completed
 from gemini_ft.core.ledger import Ledger
@@ -31,6 +32,7 @@ class Audit:
     ``dropped``   a complete copy is given up, with whether its bytes were sound
     ``report``    a host says that its copy is complete
     ``opened``    a host has begun an incarnation
+    ``promised``  a host says that it has copies, of which its slots know nothing
     ``sealing``   a worker has asked for what a host holds
     ``left out``  a ledger goes on without holders, with the hosts of which nobody can have heard for a while
     ``led``       a host hears of an epoch
@@ -48,6 +50,7 @@ class Audit:
             (Stream, "report", self._reports(Stream.report)),
             (Holder, "reports", self._repeats(Holder.reports)),
             (Stream, "seal", self._seals(Stream.seal)),
+            (SlotStore, "inventory", self._promises(SlotStore.inventory)),
             (Ledger, "tick", self._ticks(Ledger.tick)),
             (StreamContext, "led", self._leads(StreamContext.led)),
         ]
@@ -99,8 +102,7 @@ class Audit:
                 self._world.record("dropped", **facts, version=text(version), sound=sound, of=str(context.host.incarnation))
             if granted and slot.version is not None and memory is not None:
                 assert agent is not None
-                script = agent.host.worker
-                written = script is not None and script.writing == memory.inode
+                written = any(script.writing == memory.inode for script in self._world.scripts_on(agent.host))
                 self._world.record(
                     "granted", **facts, version=text(slot.version), readers=sorted(slot.readers), frozen=frozen, written=written
                 )
@@ -152,6 +154,16 @@ class Audit:
             held = all(slots.sealed for slots in stream.context.host.shards.values())
             self._world.record("sealing", host=stream.context.host.name, held=held)
             return result
+
+        return call
+
+    def _promises(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(store: SlotStore) -> Any:
+            said = method(store)
+            kept = store._host.shards
+            if lost := [f"{of.owner} of {text(of.version)}" for of in said if not kept[of.owner].complete_version(of.version)]:
+                self._world.record("promised", host=store._host.name, lost=lost)
+            return said
 
         return call
 

@@ -13,7 +13,7 @@ The events of a run, in the order in which they happened, are dicts with ``event
 ``unsound``   no copy is whole with other bytes than were made, unless these were damaged while their owner wrote them
 ``heard``     a rank is told of no commit but one that a leader has decided
 ``chosen``    nothing that was committed is passed over while memory of the hosts that choose has a sound copy of every shard, and nothing
-              that is stored while storage has all of it
+              that is stored while storage has all of it, unless no list has it yet, and it was never reported as stored
 ``read``      what is resumed has the bytes that were made, and is what was chosen; a host that has a copy asks no other one
 ``visited``   what another process reads in the agents' memory was committed
 ``putting``   only a host that leads, as far as it has heard, begins to write a manifest
@@ -26,6 +26,7 @@ The events of a run, in the order in which they happened, are dicts with ``event
 ``granted``   nobody reads, uploads or writes a slot that is given to a writer
 ``whole``     nothing becomes complete while ranks choose
 ``report``    a host reports only whole copies
+``promised``  a host promises to ranks that choose only copies that it keeps
 ``left out``  no copy is left out while nothing is heard, or can be, of its owner's own host, nor after one payload that arrived damaged
 ``end``       when nothing fails any more, the job comes up, all holders count, something is stored, and memory is counted as it is;
               and after each single fault then it commits again, with no more attempts than the fault explains, and nothing lost
@@ -42,7 +43,7 @@ from simulation.history_storage import Event, StorageRules, order
 
 _HARM = frozenset({"host lost", "agent killed", "replaced", "left", "flip", "killed"})  # events after which a host may lack what it had
 _ATTEMPTS = {  # that follow a single fault: two without hosts that may know more, and others while hosts boot
-    **dict.fromkeys(("restart_all", "stop", "stop_leader", "kill_worker"), 3),
+    **dict.fromkeys(("restart_all", "stop", "stop_leader", "kill_worker", "damage"), 3),
     "lose_crew": 10,
 }
 
@@ -247,6 +248,10 @@ class Check(StorageRules):
             event["whole"], event, f"{event['host']} reports rank {event['owner']}'s shard of {event['version']}, and it is not whole"
         )
 
+    def _promised(self, event: Event) -> None:
+        """A host promises to ranks that choose only copies that it keeps."""
+        self._must(False, event, f"{event['host']} promises copies that it does not keep: {', '.join(event['lost'])}")
+
     def _sealing(self, event: Event) -> None:
         """Nothing changes on a host from which ranks choose."""
         self._must(event["held"], event, f"ranks choose, and {event['host']} goes on")
@@ -263,7 +268,7 @@ class Check(StorageRules):
     def _chosen(self, event: Event) -> None:
         """The newest version that was committed and is whole, in memory or in storage, is resumed; a single fault loses nothing."""
         self.chosen = version = event["version"]
-        loses = not self.probed or self.probed == "lose_crew"
+        loses = not self.probed or self.probed in ("lose_crew", "damage")  # with a checkpoint in storage nobody waits for absent hosts
         self._must(loses or version == self.latest, event, f"{self.latest} is lost by a single fault ({self.probed})")
         self.chosen_at, self.held = event["at"], event["copies"].get(version, {})
         at = order(version) if version is not None else (0, "", 0)
@@ -274,7 +279,8 @@ class Check(StorageRules):
             whole = all(held.get(owner) for owner in ranks)
             self._must(not whole, event, f"{other} is committed and whole on {event['hosts']}, and {version} is resumed")
         for folder, (stored, _) in self.manifests.items():
-            if order(stored) > at and stored not in event["given_up"]:
+            is_known = stored in self.stored or folder not in event.get("hidden", ())  # else its leader was lost before it could say so
+            if order(stored) > at and stored not in event["given_up"] and is_known:
                 self._must(not self._is_whole(folder), event, f"{stored} is whole in storage, and {version} is resumed")
 
     def _read(self, event: Event) -> None:

@@ -56,6 +56,7 @@ class StorageRules:
     def _mended(self, event: Event) -> None:
         """Remembers a stored object that was made good."""
         self.rotten.discard(event["key"])
+        self.halved.discard(event["key"])
 
     def _settings(self, event: Event) -> None:
         """Remembers how many checkpoints are to be kept."""

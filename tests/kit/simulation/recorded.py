@@ -121,6 +121,7 @@ def on_choice(world: World, script: Script, choice: Any) -> None:
             ranks=world.ranks,
             copies=copies(world, script.attempt.hosts),
             lineage=[text(each) for each in choice.descent.lineage or ()],
+            hidden=sorted({key.rpartition("/")[0] for key in world.bucket.hidden(world.loop.time())}),
         )
 
 

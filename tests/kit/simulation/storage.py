@@ -29,17 +29,22 @@ class Bucket:
         late: seconds for which it may lack it.
         slowness: seconds that an operation takes in the mean.
         halving: probability with which it says yes to an object, and keeps half of it.
+        deleting: seconds that a deletion takes besides.
     """
 
     def __init__(self, rng: Random, record: Callable[..., None]) -> None:
         self.rng, self.record = rng, record
         self.objects: dict[str, bytes] = {}
         self._written: dict[str, float] = {}
-        self._sound: dict[str, bytes] = {}  # what was in objects that rot
+        self._sound: dict[str, bytes] = {}  # what was in objects that are damaged
         self.failing, self.lagging, self.late, self.slowness = 0.0, 0.0, 5.0, 0.02
-        self.halving = 0.0
+        self.halving = self.deleting = 0.0
         self.away: set[str] = set()  # hosts that do not reach it
         self.down = False
+
+    def hidden(self, now: float) -> list[str]:
+        """The keys of objects that lists may lack now."""
+        return [key for key, at in self._written.items() if self.lagging and now - at < self.late]
 
     def rot(self) -> None:
         """A bit of an object flips."""
@@ -52,7 +57,7 @@ class Bucket:
             self.record("rot", key=key)
 
     def mend(self) -> None:
-        """Makes good what rots: without memory, a job does not go on while no checkpoint is sound."""
+        """Makes good what is damaged: without memory, a job does not go on while no checkpoint is sound."""
         for key, body in self._sound.items():
             if key in self.objects:
                 self.objects[key] = body
@@ -102,7 +107,7 @@ class SimulatedStorage:
             self._bucket._written[key] = fiber.loop.time()
             self._bucket.record("put", key=key)
             if is_of_checkpoint(key) and self._bucket.rng.random() < self._bucket.halving:
-                self._bucket.objects[key] = bytes(body[: len(body) // 2])
+                self._bucket.objects[key], self._bucket._sound[key] = bytes(body[: len(body) // 2]), bytes(body)
                 self._bucket.record("halved", key=key)
             sent(len(body))
 
@@ -130,8 +135,7 @@ class SimulatedStorage:
         def effect() -> list[str]:
             bucket, fiber = self._bucket, Fiber.here()
             assert fiber is not None
-            late = [key for key, at in bucket._written.items() if fiber.loop.time() - at < bucket.late]
-            hidden = {key for key in late if bucket.lagging and bucket.rng.random() < bucket.lagging}
+            hidden = {key for key in bucket.hidden(fiber.loop.time()) if bucket.rng.random() < bucket.lagging}
             seen = sorted(key for key in bucket.objects if key.startswith(prefix) and key not in hidden)
             if READING in prefix:
                 bucket.record("looked", key=prefix, seen=seen)
@@ -146,6 +150,9 @@ class SimulatedStorage:
                 self._bucket.record("delete", key=key)
                 del self._bucket.objects[key]
 
+        fiber = Fiber.here()
+        assert fiber is not None
+        fiber.sleep(self._bucket.deleting * self._bucket.rng.random())
         if self._deletes:
             self._operate(f"delete {key}", effect)
 

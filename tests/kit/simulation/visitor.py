@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from gemini_ft.errors import GeminiError
 from gemini_ft.recovery import agent_memory
+from gemini_ft.storage.lookout import newest_whole
+from gemini_ft.storage.retention import reading
+from gemini_ft.storage.shard import StoredShard
 from gemini_ft.wire.worker_messages import Visit
 from simulation.loop import PROCESS, Fiber, Process, sleep
 from simulation.made import EXTRAS, content, text
+from simulation.storage import SimulatedStorage
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -42,9 +46,30 @@ def visit(world: World, host: str, pause: float) -> None:
             begun=begun,
         )
 
+    _begin(world, process, work, lambda error: world.record("visit failed", host=host, error=str(error), begun=begun))
+
+
+def read_stored(world: World, host: str, pause: float) -> None:
+    """Begins to read the newest checkpoint in storage; ``pause``: seconds before each shard."""
+    process = Process(world.loop, f"visitor of storage on {host}", host)
+
+    def work() -> None:
+        storage = SimulatedStorage(world.bucket, True)
+        if (manifest := newest_whole(storage, world.run, "main")) is not None:
+            with reading(storage, world.run, "main", manifest.version):
+                for owner, record in manifest.shards.items():
+                    sleep(pause)
+                    found = StoredShard(storage, record).extras
+                    if found != EXTRAS:
+                        world.record("wrong bytes", rank=owner, host=host, version=text(manifest.version), where="storage")
+
+    _begin(world, process, work, lambda error: None)
+
+
+def _begin(world: World, process: Process, work: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
     def over(_: Any, error: BaseException | None) -> None:
         if error is not None:
-            world.record("visit failed", host=host, error=str(error), begun=begun)
+            failed(error)
         if error is not None and not isinstance(error, GeminiError):
             world.loop.errors.append(f"a visitor fails: {error!r}")
         asyncio.BaseEventLoop.call_soon(world.loop, end)

@@ -14,13 +14,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from gemini_ft.agent.stream import Stream
 from gemini_ft.config import GeminiConfig
 from gemini_ft.errors import AgentError, GeminiError
 from gemini_ft.hosts import began
 from gemini_ft.wire.worker_messages import Launch
 from simulation import network as networking
 from simulation import recorded, visitor
-from simulation.faults import FAULTS, PROBES, SHARES, strike
+from simulation.faults import FAULTS, PROBES, SHARES, THEMES, strike
 from simulation.history import Check
 from simulation.hosts import Agent, Attempt, Host
 from simulation.loop import PROCESS, Fiber, Killed, Process, SimulatedLoop
@@ -69,15 +70,18 @@ class World:
         self.hosts = [Host(f"h{number}") for number in range(self.ranks + 1)]
         self.fault_seconds = rng.choice([4.0, 8.0, 20.0])
         self.grace = rng.choice([4.0, 4.0, 20.0])  # seconds for which a worker may outlive its attempt
-        storage = {"url": URL, "every_steps": rng.choice([3, 10, 30]), "keep_last": rng.choice([1, 2]), "patience": 60.0}
+        self.theme = THEMES[seed % len(THEMES)]
+        every = rng.choice([3, 10, 30])
+        storage = {"url": URL, "every_steps": 3 if self.theme.stores else every, "keep_last": rng.choice([1, 2]), "patience": 60.0}
         settings = {
             "run_id": self.run,
             "replicas": rng.choice([2, 2, 3]),
             "chunk_bytes": 512,
-            "replica_timeout": rng.choice([5.0, 20.0]),
+            "replica_timeout": rng.choice([5.0, 14.0, 20.0]),
             "leader_timeout": rng.choice([3.0, 10.0]),
             "timeout": 30.0,
-            "storage": storage if rng.random() < 0.8 else None,
+            "storage": storage if rng.random() < 0.8 or self.theme.stores else None,
+            **self.theme.settings,
         }
         self.config = GeminiConfig.model_validate(settings)
         self.launch = Launch(
@@ -88,6 +92,11 @@ class World:
         self.pid_of_process: dict[Process, int] = {}
         self.weights = {name: rng.choice([0.0, 1.0, 1.0, 3.0]) * SHARES.get(name, 1.0) for name in FAULTS}
         self.weights["kill_worker"] = max(1.0, self.weights["kill_worker"])
+        self.weights |= dict.fromkeys(self.theme.faults, 0.7 * sum(self.weights.values()) / max(1, len(self.theme.faults)))
+        vars(self).update(self.theme.of_world)
+        vars(self.bucket).update(self.theme.of_storage)
+        if self.theme.stores and not self.theme.faults:
+            self.weights["storage"], self.bucket.slowness = 0.0, 0.02
         self.folder = Path()
         self.suddenness = rng.choice([0.0, 0.003, 0.02])  # probability that something happens to a process at one of `PROCESS_MOMENTS`
         self.full: set[str] = set()  # hosts without free memory
@@ -132,6 +141,13 @@ class World:
             if host.agent is not None and any(session is not None and session.leads_in is not None for session in sessions):
                 yield host.agent
 
+    @property
+    def streams(self) -> Iterator[tuple[Host, Stream]]:
+        """The streams of all agents."""
+        for host in self.hosts:
+            for stream in host.agent.streams.by_name.values() if host.agent is not None else ():
+                yield host, stream
+
     def pid_of(self, process: Process) -> int:
         return self.pid_of_process.setdefault(process, next(self.pids))
 
@@ -168,7 +184,7 @@ class World:
         if not agent.process.alive:
             return
         host = agent.host
-        held = {os.fstat(fd).st_ino for fd in host.worker.fds} if host.worker is not None else set()
+        held = {os.fstat(fd).st_ino for script in self.scripts_on(host) for fd in script.fds}
         fds = [os.dup(memory.fd) for memory in agent.memory]
         identity = os.dup(agent.streams._identity._fd)
         slots = ",".join(f"{fd}{'!' * (os.fstat(fd).st_ino in held)}" for fd in fds)
@@ -179,10 +195,11 @@ class World:
     def reached(self, moment: str, *_: Any) -> None:
         """Stands in for `gemini_ft.failpoints.Failpoints`: something happens to the process that comes to this moment, or nothing."""
         process = PROCESS.get()
-        if self.is_quiet or process is None or not process.alive or self.rng.random() >= self.suddenness:
+        is_themes = moment == self.theme.moment
+        if self.is_quiet or process is None or not process.alive or self.rng.random() >= (0.3 if is_themes else self.suddenness):
             return
         self.record("sudden", process=process.name, moment=moment)
-        if not strike(self, process):
+        if not strike(self, process, self.theme.deed if is_themes else ""):
             return
         for host in self.hosts:
             if host.agent is not None and host.agent.process is process:
@@ -195,11 +212,17 @@ class World:
         asyncio.BaseEventLoop.call_soon(self.loop, self._kill_process, process, why)
 
     def _kill_process(self, process: Process, why: str) -> None:
-        for host in self.hosts:
-            if host.worker is not None and host.worker.process is process:
-                self.kill_worker(host, why)
+        if (script := SCRIPTS.get(process)) is not None and script.host.worker is script:
+            self.kill_worker(script.host, why)
+        elif script is not None:
+            self._bury(script)
 
-    def kill_worker(self, host: Host, why: str) -> None:
+    def scripts_on(self, host: Host) -> list[Script]:
+        """All workers of a host that live, also those whose launcher is lost."""
+        return [script for process, script in SCRIPTS.items() if script.host is host and process.alive]
+
+    def kill_worker(self, host: Host, why: str, lives: float = 0.0) -> None:
+        """Ends a worker, after that many more seconds in which its launcher knows nothing of it."""
         script = host.worker
         if script is None:
             return
@@ -208,9 +231,16 @@ class World:
         host.worker = None
         host.ready_at = self.loop.time() + self.rng.uniform(0.2, 3.0) + 15.0 * script.lacks  # it gives way to others
         script.attempt.broken |= not script.has_finished
-        script.process.kill()
-        self.network.lose_process(script.process)
-        script.lose_memory()
+        if lives:
+            asyncio.BaseEventLoop.call_at(self.loop, self.loop.time() + lives, self._bury, script)
+        else:
+            self._bury(script)
+
+    def _bury(self, script: Script) -> None:
+        if script.process.alive:
+            script.process.kill()
+            self.network.lose_process(script.process)
+            script.lose_memory()
 
     def _end_soon(self, script: Script, error: BaseException | None) -> None:
         asyncio.BaseEventLoop.call_soon(self.loop, self._ended, script, error)
@@ -221,6 +251,8 @@ class World:
         self.say(script.host.name, f"rank {script.rank} ends: {error}")
         if script.host.worker is script:
             self.kill_worker(script.host, "error" if error is not None else "end")
+        else:
+            self._bury(script)
 
     # -- launchers
 
@@ -297,6 +329,8 @@ class World:
         self.network.dark.add(host.name)
         self.network.lose_host(host.name)
         self.kill_worker(host, "its host")
+        for script in self.scripts_on(host):
+            self._bury(script)
         if host.agent is not None:
             self.kill_agent(host.agent)
         host.notes.clear()
@@ -333,7 +367,8 @@ class World:
                     crew = {f"{host.name}:" for host in self.hosts if host.worker is not None}  # a leader of the past may complain
                     lines = [line for line in self.lines[said:] if line.split()[1] in crew and not any(text in line for text in _USUAL)]
                     self.record("cruise end", lines=lines, slots=[] if self.growth else [*recorded.slots(self)])
-                    for name in (*self.rng.choices(PROBES, k=_PROBES), *(["lose_crew"] if self.config.storage is not None else [])):
+                    drawn = [name for name in self.theme.faults if name in PROBES] + self.rng.choices(PROBES, k=_PROBES)
+                    for name in (*drawn[:_PROBES], *(["lose_crew"] if self.config.storage is not None else [])):
                         self.record("probe", fault=name)
                         FAULTS[name](self)
                         await self._until(_COMES_UP, self.commits + _COMMITS)
@@ -381,7 +416,7 @@ class World:
         self.is_quiet = True
         self.record("calm")
         self.bucket.failing, self.bucket.lagging, self.bucket.slowness, self.bucket.down = 0.0, 0.0, 0.02, False
-        self.bucket.halving = 0.0
+        self.bucket.halving = self.bucket.deleting = 0.0
         self.bucket.away.clear()
         self.bucket.mend()
         self.network.garbling, self.network.descheduling = 0, 0.0
@@ -397,6 +432,8 @@ class World:
         for host in self.hosts:
             host.is_up = False
             self.kill_worker(host, "the end")
+            for script in self.scripts_on(host):
+                self._bury(script)
             if host.agent is not None:
                 self.kill_agent(host.agent)
         SCRIPTS.clear()
