@@ -73,11 +73,7 @@ class AgentClient:
         _clients.add(self)
 
     def tell(self, message: ToAgent | Call, fds: Sequence[int] = ()) -> None:
-        """Sends a message without waiting for an answer.
-
-        Raises:
-            AgentError: the agent is gone.
-        """
+        """Sends a message without waiting for an answer. Raises AgentError: the agent is gone."""
         frame = pack(message)
         if self.lost:
             raise self._gone("its connection is closed")

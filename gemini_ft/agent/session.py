@@ -41,8 +41,6 @@ class AgentSession:
     """The connections that this host opens for one incarnation.
 
     Args:
-        spec: the incarnation, as its workers have agreed on it.
-        on_decision: carries out the leader's decisions on this host.
         goes_on: whether it has begun with an agent before this one.
     """
 

@@ -62,7 +62,6 @@ class Controls:
         """Records this rank's figures of a step.
 
         Args:
-            groups: that have been averaged.
             computing: seconds of the step in which training waited for no average; 0: unknown.
         """
         for number, each in self._steered.items():

@@ -128,7 +128,6 @@ class LaneThread:
 
         Args:
             target: where it goes; None: it is thrown away.
-            nbytes: length of the payload.
             done: called with the payload's checksum when it is whole and is what the other end sent, or with the error.
         """
         self._order(partial(self._lane.receive, None if target is None else [target], nbytes), done)

@@ -147,8 +147,6 @@ class Recorder:
 
         Args:
             iteration: how often the optimizers have stepped.
-            state: the state to capture.
-            extras: the caller's own.
             given: hyperparameters as the script gave them.
 
         Raises:
@@ -197,11 +195,7 @@ class Recorder:
             self._fit(state, {"extras": extras, "given": given})
 
     def compare(self, state: TrainingState) -> None:
-        """Compares what all ranks must hold alike, now. Collective.
-
-        Raises:
-            ReplicaDivergedError: it differs.
-        """
+        """Compares what all ranks must hold alike, now. Collective. Raises ReplicaDivergedError: it differs."""
         self._reservation.compare(state, state.survey())
 
     def _is_compared(self, iteration: int) -> bool:

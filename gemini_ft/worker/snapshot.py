@@ -94,15 +94,12 @@ class Snapshotter:
     the update between the two and the next copies stand behind them.
 
     Args:
-        owner: this rank.
         root: forms the root of a copy that is whole.
         tell: sends a message to the agent; raises AgentError when it is gone.
-        lost: whether the agent is gone.
         recover: called on the thread when the agent is gone; brings a new one up, or raises GeminiError.
         on_discard: called with iteration and reason when a snapshot is given up.
         verify: compare each copy with the live state before the update, and declare it copied only then.
         waits: whether an update waits for a snapshot that is late; else the snapshot is given up.
-        timeout: seconds a wait may take.
         grant_timeout: seconds an update waits for a slot.
         supervision: judges the agent by its answers; None: nobody does.
     """
@@ -431,11 +428,7 @@ class Snapshotter:
             self._declare(job)
 
     def _look(self, job: PendingSnapshot) -> None:
-        """Looks whether the agent lives, and works.
-
-        Raises:
-            AgentError: it does not.
-        """
+        """Looks whether the agent lives, and works. Raises AgentError: it does not."""
         if self._supervision is not None:
             self._supervision.look()
         if self._lost():

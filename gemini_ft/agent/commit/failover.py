@@ -38,10 +38,8 @@ class Failover:
     """Either a `Leader` or a `MemberLink`, one after the other, as often as the leader changes.
 
     Args:
-        succession: who leads.
         ways: of each host, those by way of which it may report while the first one leads (`gemini_ft.core.tree.ways_up`).
         holders: owner -> hosts, the owner's own first.
-        party: this host.
     """
 
     def __init__(

@@ -80,17 +80,12 @@ class Leader:
     """Keeps the ledger, and the connections of the other hosts.
 
     Args:
-        host: the leader's own.
-        book: the ledger.
-        world_size: ranks of the job.
         storing: writes manifests and deletes old checkpoints; None: nothing is stored.
         on_decision: carries decisions out on this host.
         patience: seconds for which the last upload is tried again.
         ways: of each other host, those by way of which it may report (`gemini_ft.core.tree.ways_up`).
         epoch: the one that it leads (`gemini_ft.core.succession`).
         may_be_committed: whether another host is believed when it says that a version was committed.
-        inquest: judges hangs.
-        stragglers: names ranks that are slow.
     """
 
     def __init__(

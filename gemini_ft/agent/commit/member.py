@@ -57,9 +57,7 @@ class MemberLink:
 
     Args:
         ways: the collectors that may take the reports, the preferred one first; after them comes the leader.
-        succession: says who leads.
         bundles: gathers the complete copies of this host into one message per step.
-        party: the host for which it reports.
         collector: takes the reports of other hosts; None: none come here.
     """
 

@@ -91,10 +91,7 @@ class Pacing:
     """The pacing of one stream on one host, for one session.
 
     Args:
-        traffic: the user's wishes.
         fixed: steps between snapshots, where the user says so.
-        report: sends a message to the leader.
-        tell: sends a message to the workers of this host.
     """
 
     def __init__(
