@@ -39,11 +39,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class StagingFolder:
-    """A folder to write into.
-
-    Attributes:
-        folder: it is empty at first.
-    """
+    """A folder to write into. ``folder``: it is empty at first."""
 
     def __init__(self, lock: Path, fd: int) -> None:
         self.folder, self._old = folders_of(lock)

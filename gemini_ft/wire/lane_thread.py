@@ -72,11 +72,7 @@ class BusyTime:
 
 
 class LaneThread:
-    """One end of a lane, on the event loop.
-
-    Args:
-        lane: of which this thread has the only use from now on.
-    """
+    """One end of a lane, on the event loop. ``lane``: of which this thread has the only use from now on."""
 
     def __init__(self, lane: BlockingLane) -> None:
         self._lane = lane

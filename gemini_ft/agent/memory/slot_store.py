@@ -27,11 +27,7 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True)
 class SlotDonor:
-    """A worker that has handed a slot back to this agent.
-
-    Attributes:
-        incarnation: the one it works for.
-    """
+    """A worker that has handed a slot back to this agent. ``incarnation``: the one it works for."""
 
     worker: WorkerConnection
     incarnation: Incarnation | None

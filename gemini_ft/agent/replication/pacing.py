@@ -88,11 +88,7 @@ _TELLING = 8 * 2**20  # bytes after which a transfer that is still on its way sa
 
 
 class Pacing:
-    """The pacing of one stream on one host, for one session.
-
-    Args:
-        fixed: steps between snapshots, where the user says so.
-    """
+    """The pacing of one stream on one host, for one session. ``fixed``: steps between snapshots, where the user says so."""
 
     def __init__(
         self,
