@@ -70,7 +70,7 @@ class Row:
     def run(self) -> torch.Tensor:
         """One call, with losses."""
         for link in self.links():
-            for part in link._connected.parts if link.ready else ():
+            for part in link.client.parts if link.ready else ():
                 if self.point.loss and not isinstance(part.socket, Lossy):
                     part.socket = Lossy(part.socket.socket, self.point.loss, self.seed)
         return self.call()
@@ -199,7 +199,7 @@ def _one(row: Row) -> list[float]:
 
 
 def _again(row: Row) -> int:
-    return sum(link.sent_again for link in row.links() if link.ready)
+    return sum(link.client.sent_again for link in row.links() if link.ready)
 
 
 def _on_processor(pids: Sequence[int]) -> float:

@@ -27,7 +27,7 @@ from gemini_ft.wire.lane_thread import LaneThread
 from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, kind_of
 from gemini_ft.wire.network import Addresses, as_peer_error, bound, connected
 from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage
-from gemini_ft.wire.tcp import SHORT_FRAME, Address, Connection, Handler, prepare
+from gemini_ft.wire.tcp import SHORT_FRAME, Address, Connection, Handler, MessagesOnly, prepare
 from gemini_ft.wire.trust import tls_context
 
 TIMEOUT = 10.0  # seconds that an unknown peer may take
@@ -42,7 +42,7 @@ Accept = Callable[[Connection, Claims], Handler]
 Encrypt = Callable[[str], bool]  # given a stream, whether this side wants its payloads encrypted; asked for each connection
 
 
-class _Dialling:
+class _Dialling(MessagesOnly):
     """The dialling side. The real handler takes over at once: its first message may come in the same packet."""
 
     def __init__(self, claims: Claims, handler: Handler) -> None:
@@ -62,9 +62,6 @@ class _Dialling:
         else:
             self._fail(PeerError(f"it sent {kind_of(message)!r} in place of a handshake; another gemini-ft listens there"))
         return None
-
-    def on_bytes(self, message: PeerMessage, digest: int) -> None:
-        raise PeerError("raw bytes during the handshake")
 
     def on_lost(self, reason: str) -> None:
         self._fail(PeerError(reason))
@@ -309,7 +306,7 @@ class Listener:
             waiting.connection.abort("its lane did not come in time")
 
 
-class _Greeting:
+class _Greeting(MessagesOnly):
     """The listening side until a connection is admitted."""
 
     def __init__(self, admit: Callable[[Connection, Claims], None]) -> None:
@@ -324,9 +321,6 @@ class _Greeting:
         self.over.set_result(None)
         self._admit(self.connection, message)
         return None
-
-    def on_bytes(self, message: PeerMessage, digest: int) -> None:
-        raise PeerError("raw bytes during the handshake")
 
     def on_lost(self, reason: str) -> None:
         _fail(self.over, PeerError(reason) if self.connection.refused else _HungUpError(reason))
