@@ -244,7 +244,7 @@ def _alone(link: SwitchLink) -> float:
         stream = SwitchMLStream(packets, 1, dist.get_world_size())
         dist.barrier()
         begin = time.perf_counter()
-        link._connected.run(stream)
+        link.client.run(stream)
         times.append((time.perf_counter() - begin) / (ALONE_PACKETS + 1))
     return statistics.median(times)
 
