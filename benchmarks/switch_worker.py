@@ -70,7 +70,7 @@ class Row:
     def run(self) -> torch.Tensor:
         """One call, with losses."""
         for link in self.links():
-            for part in link._connected.parts if link.ready else ():
+            for part in link.client.parts if link.ready else ():
                 if self.point.loss and not isinstance(part.socket, Lossy):
                     part.socket = Lossy(part.socket.socket, self.point.loss, self.seed)
         return self.call()
@@ -199,7 +199,7 @@ def _one(row: Row) -> list[float]:
 
 
 def _again(row: Row) -> int:
-    return sum(link.sent_again for link in row.links() if link.ready)
+    return sum(link.client.sent_again for link in row.links() if link.ready)
 
 
 def _on_processor(pids: Sequence[int]) -> float:
@@ -244,7 +244,7 @@ def _alone(link: SwitchLink) -> float:
         stream = SwitchMLStream(packets, 1, dist.get_world_size())
         dist.barrier()
         begin = time.perf_counter()
-        link._connected.run(stream)
+        link.client.run(stream)
         times.append((time.perf_counter() - begin) / (ALONE_PACKETS + 1))
     return statistics.median(times)
 

@@ -144,11 +144,7 @@ def _group_of(scope: Scope, group: Among) -> ProcessGroup | None:
 
 
 def check_members(request: CollectiveRequest, world: int) -> None:
-    """Refuses a request for another number of members.
-
-    Raises:
-        ValueError: there are more or fewer than ``world``.
-    """
+    """Refuses a request for another number of members. Raises ValueError: there are more or fewer than ``world``."""
     asked = request.members or (len(request.lengths) if request.kind == "all_to_all" else world)
     if asked != world:
         flat, scoped = "make its Turn with turn(step, group)", "make ScopedGroups of as many ranks per machine as its topology has"

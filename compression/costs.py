@@ -26,11 +26,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Affine:
-    """``alpha`` seconds, and ``beta`` seconds per byte.
-
-    Raises:
-        ValueError: either is negative or not finite.
-    """
+    """``alpha`` seconds, and ``beta`` seconds per byte. Raises ValueError: either is negative or not finite."""
 
     alpha: float
     beta: float

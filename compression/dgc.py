@@ -33,8 +33,6 @@ class SampledThreshold(RatioSparsifier):
     The estimate is corrected until between 0.8 and 1.3 of the target pass; of more, exactly the largest are taken.
 
     Args:
-        ratio: the target, 0.001 in the paper.
-        sample: part of a tensor that is looked at.
         warmup_steps: steps in which the ratio falls to the target, in four stages of one length: 0.25, 0.063, 0.016 and 0.004 for 0.001.
     """
 
@@ -77,8 +75,6 @@ class MomentumCorrection(Reducer):
     ordinary momentum.
 
     Args:
-        inner: picks what is sent.
-        momentum: m.
         nesterov: ``u = m (u + g)``, ``v = v + u + g``.
         clip_norm: each tensor's gradient is scaled to at most this L2 norm divided by sqrt(ranks) first; None: not at all.
 

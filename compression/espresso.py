@@ -257,7 +257,6 @@ def choose(exchange: TrialStrategy, nbytes: Sequence[int], *, skip: bool = True)
 
     Args:
         exchange: the strategy, which is changed; nothing is compressed at first.
-        nbytes: of each tensor.
         skip: leave out tensors that are exchanged before a bubble, as the paper does; the result is the same without.
     """
     seconds, done_before = exchange.seconds(), exchange.last_bubble() if skip else 0

@@ -140,8 +140,6 @@ class OptionExecutor(Reducer):
         inner: a compressor with payloads of one length (`Primitive.ALL_GATHER`), or one whose payloads could be added up
             (`Primitive.ALL_REDUCE`); they are gathered as well.
         options: one for all tensors, or by tensor name. Tensors of one bundle that have the same travel together.
-        topology: the machines and ranks that take part.
-        error_feedback: keep what compressions leave out.
     """
 
     primitive = Primitive.SCOPED

@@ -118,7 +118,6 @@ def options(processors: Sequence[Processor] = (Processor.GPU,), *, flat_only: bo
     """Every option of the decision tree whose codecs run on ``processors``; the first is `UNCOMPRESSED`.
 
     Args:
-        processors: a tuple.
         flat_only: leave hierarchical options out: there is one machine, or one rank in each.
 
     Raises:
@@ -214,7 +213,6 @@ def alpha_beta(topology: Topology, intra: Affine, inter: Affine) -> dict[tuple[R
     all-to-all and gather, which in a flat exchange share the link of their machine.
 
     Args:
-        topology: the machines and ranks.
         intra: a message between two ranks of a machine: seconds, and seconds per byte.
         inter: a message between two machines, over the link that all ranks of a machine share.
 
@@ -267,11 +265,7 @@ class TensorCosts:
             raise ValueError(f"compress on {set(self.compress)}, decompress on {set(self.decompress)}: give both for the same processors")
 
     def seconds(self, load: Load, elements: int) -> float:
-        """Seconds that one operation takes for a tensor of ``elements`` elements.
-
-        Raises:
-            ValueError: there is no cost for it.
-        """
+        """Seconds that one operation takes for a tensor of ``elements`` elements. Raises ValueError: there is no cost for it."""
         held = -(-elements // load.splits)
         operation = load.operation
         if isinstance(operation, Codec):

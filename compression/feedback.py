@@ -95,9 +95,7 @@ def compress_parts(
     Args:
         memory: has what earlier steps left out, and gets what this one does, by the tensors of the whole bundle; None: no error feedback.
             A tensor with a NaN or an infinity leaves its residual alone, in all parts.
-        bundle: what is compressed.
         worlds: how it is divided; (): not at all.
-        turn: the step, and the rank by which random numbers are drawn.
         suffix: of names, to tell this compression of a tensor from others: each needs its own residual and random numbers.
 
     Returns:

@@ -156,7 +156,6 @@ def look_up(codes: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
     Args:
         codes: uint8.
         table: float32 (codes there are, width), contiguous.
-        out: where to.
     """
     rows, width = table.shape
     flat = BUFFERS.empty(codes.numel() * width, device=table.device) if out is None else out
@@ -221,7 +220,6 @@ def stochastic_round(flat: Tensor, layout: FlatLayout, scales: Tensor, limit: in
     """``scale x`` rounded to one of the integers around it, at random so that the expectation is ``scale x``: int8 (total,).
 
     Args:
-        flat: what to round.
         layout: whose names seed the random numbers.
         scales: one per tensor, or per bucket, float32; what is not finite there or in ``flat`` becomes 0.
         limit: the largest magnitude of a result, at most 127.

@@ -42,8 +42,6 @@ class PowerSGD(Reducer):
 
     Args:
         rank: r; the paper's best are 2 for convolutional networks and 4 for LSTMs.
-        least_rate: how many times fewer elements than a matrix its factors must have.
-        error_feedback: keep E; without it accuracy suffers.
         seed: of the first Q; must be equal on all ranks.
     """
 
@@ -255,9 +253,6 @@ class Atomo(Compressor):
 
     Exactly that many are drawn (systematic sampling keeps the probabilities), so that payloads have one length. The decomposition
     costs O(m n min(m, n)) per step. Payload: of each matrix the left vectors divided by p, then the right ones (float32).
-
-    Args:
-        seed: of the draws.
     """
 
     primitive = Primitive.ALL_GATHER

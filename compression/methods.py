@@ -82,10 +82,8 @@ def create(name: str, *, feedback: float | None = None, two_phase: bool = False,
     """A method ready for use.
 
     Args:
-        name: one of `METHODS`.
         feedback: beta of the residual; None: 1.0 for a method that needs error feedback, else none; 0: none.
         two_phase: aggregate by owners of parts, see `TwoPhase`; its two residuals take the place of one, and do not leak.
-        options: the method's own.
 
     Raises:
         ValueError: no such method or option, a value that is not allowed, or a combination that makes no sense.

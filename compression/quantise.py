@@ -49,11 +49,6 @@ class QSGD(Compressor):
 
     The variance is at most min(b / s^2, sqrt(b) / s) times the squared norm, for buckets of b elements and s levels. Finite values whose
     norm overflows float32 come out as NaN. Payload: norms (float32), then codes of 4 bits (up to 7 levels) or 8 (up to 127).
-
-    Args:
-        levels: s.
-        bucket: elements that share a norm, a multiple of 8; tensors begin with a bucket of their own.
-        seed: of the rounding.
     """
 
     primitive = Primitive.ALL_GATHER
@@ -95,7 +90,6 @@ class TernGrad(Compressor):
         clip: magnitudes above this many standard deviations of the tensor are clipped to it, which bounds the variance and is
             a bias. They are taken about zero: about the mean, elements that are nearly alike would all be clipped to nearly nothing.
             None: unbiased.
-        seed: of the rounding.
     """
 
     primitive = Primitive.ALL_GATHER
@@ -129,10 +123,6 @@ class GlobalInt8(Reducer):
     A first all-reduce (max) agrees on the scales, a second (sum) adds the integers: exactly, in any order. With p ranks an element of
     the mean is off by less than 1 / (127 // p) of the largest magnitude that any rank has in its bucket, and as a root mean square
     by 0.5 / sqrt(p) of that at most.
-
-    Args:
-        bucket: elements that share a scale, a multiple of 8; tensors begin with a bucket of their own.
-        seed: of the rounding.
     """
 
     primitive = Primitive.TWO_ALL_REDUCES
@@ -286,9 +276,6 @@ class ThreeLC(Compressor):
     """Sends the nearest of -M, 0 and M; M is ``sparsity`` times each tensor's largest magnitude. Needs error feedback.
 
     Payload: M of each tensor (float32), then bytes: five digits each, or a run of zeros.
-
-    Args:
-        sparsity: from 1 (most exact) to 2, excluded (sparsest).
     """
 
     primitive = Primitive.ALL_GATHER_V

@@ -93,11 +93,7 @@ def layer_wise(tensors: int) -> Grouping:
 
 
 def even(tensors: int, groups: int) -> Grouping:
-    """Groups whose numbers of tensors differ by at most one.
-
-    Raises:
-        ValueError: ``groups`` is below 1 or above the number of tensors.
-    """
+    """Groups whose numbers of tensors differ by at most one. Raises ValueError: ``groups`` is below 1 or above the number of tensors."""
     if not 1 <= groups <= tensors:
         raise ValueError(f"{groups} groups of {tensors} tensors: must be between 1 and the number of tensors")
     return Grouping(tuple(tensors * group // groups for group in range(1, groups + 1)))
@@ -143,11 +139,7 @@ class Timeline:
 
 
 def simulate(backward: Backward, costs: GroupCosts, grouping: Grouping) -> Timeline:
-    """Predicts one iteration.
-
-    Raises:
-        ValueError: ``grouping`` is one of another number of tensors.
-    """
+    """Predicts one iteration. Raises ValueError: ``grouping`` is one of another number of tensors."""
     if grouping.ends[-1] != len(backward):
         raise ValueError(f"groups that end at {grouping.ends} for {len(backward)} tensors: the last must end with the last tensor")
     ready = [0.0, *accumulate(backward.seconds)]

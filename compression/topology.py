@@ -33,11 +33,7 @@ class Topology:
 
     @classmethod
     def of(cls, world: int, ranks_per_machine: int) -> Topology:
-        """The topology of ``world`` ranks, ``ranks_per_machine`` on each machine.
-
-        Raises:
-            ValueError: they do not fill machines.
-        """
+        """The topology of ``world`` ranks, ``ranks_per_machine`` on each machine. Raises ValueError: they do not fill machines."""
         if ranks_per_machine < 1 or world % ranks_per_machine:
             raise ValueError(f"ranks_per_machine={ranks_per_machine}: must divide the number of ranks, {world}")
         return cls(machines=world // ranks_per_machine, ranks=ranks_per_machine)

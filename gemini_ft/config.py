@@ -227,8 +227,8 @@ class GeminiConfig(_Model):
         return self
 
 
-def _from_file(path: str) -> dict[str, Any]:
-    said = f"GEMINI_CONFIG={_shown(path if path.isprintable() else repr(path))}"
+def read_options(path: str, said: str) -> Any:
+    """The content of a JSON or YAML file. Raises ConfigError, which begins with ``said``: it cannot be read, or is neither."""
     try:
         text = Path(path).read_text()
     except (OSError, ValueError) as error:
@@ -237,11 +237,15 @@ def _from_file(path: str) -> dict[str, Any]:
         if path.endswith((".yaml", ".yml")):
             import yaml
 
-            loaded = yaml.safe_load(text)
-        else:
-            loaded = json.loads(text)
+            return yaml.safe_load(text)
+        return json.loads(text)
     except Exception as error:
         raise ConfigError(f"{said}: not valid {Path(path).suffix or 'JSON'}: {_why(error)}") from None
+
+
+def _from_file(path: str) -> dict[str, Any]:
+    said = f"GEMINI_CONFIG={_shown(path if path.isprintable() else repr(path))}"
+    loaded = read_options(path, said)
     section = loaded.get("gemini", loaded) if isinstance(loaded, dict) else loaded
     if not isinstance(section, dict) or not all(isinstance(name, str) for name in section):
         raise ConfigError(f"{said}: must hold a mapping of options, by itself or under the name gemini, got {type(section).__name__}")

@@ -21,11 +21,7 @@ from typing import Any
 
 
 def show_names(package: str) -> None:
-    """Makes a package show the names of its ``__init__.pyi``.
-
-    Args:
-        package: its full name; it is imported, which loads no module of it.
-    """
+    """Makes a package show the names of its ``__init__.pyi``. ``package``: its full name; it is imported, which loads no module of it."""
     try:
         module = importlib.import_module(package)
     except ModuleNotFoundError as error:  # Python finds no namespace package in a zip archive without entries for folders, such as a wheel

@@ -228,11 +228,7 @@ def switched(ranks: int, elements: int, link: Link) -> dict[str, float]:
 
 
 def seconds(scheme: str, traffic: Traffic, link: Link) -> float:
-    """Time that a scheme takes by its formula, transfers only.
-
-    Raises:
-        ValueError: there is no formula of that name.
-    """
+    """Time that a scheme takes by its formula, transfers only. Raises ValueError: there is no formula of that name."""
     if scheme not in FORMULAS:
         raise ValueError(f"scheme {scheme!r}: there are formulas for {', '.join(FORMULAS)}")
     messages, nbytes = FORMULAS[scheme](traffic)

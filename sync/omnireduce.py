@@ -106,7 +106,7 @@ class OmniReduceStreaming(SwitchScheme[SparseRows]):
         if not blocks.rows:
             return gradient
         values = blocks.values.contiguous().view(torch.uint8).numpy()
-        stream = OmniReduceStream(blocks.rows, blocks.indices.numpy(), values, link.slots)
+        stream = OmniReduceStream(blocks.rows, blocks.indices.numpy(), values, link.client.slots)
         if not link.run(stream, exchange):
             return None
         indices, sums = stream.sums()

@@ -127,8 +127,6 @@ class DSARSplitAllgather(SparseScheme):
     Args:
         bits: null, or 2, 4 or 8: of each value of the sums in the second phase, which are then rounded as in QSGD, by chance and without
             bias (section 6 of the paper). Every rank has the same values, but they are no longer the exact sum.
-        bucket: values that share a norm, a multiple of 8.
-        seed: of the chances.
     """
 
     name = "dsar-split-allgather"

@@ -59,17 +59,8 @@ class SwitchLink:
         self._not_before = 0.0  # time of the next attempt
 
     @property
-    def slots(self) -> int:
-        """Slots of all switches together, while it is up."""
-        return self._connected.slots
-
-    @property
-    def sent_again(self) -> int:
-        """Packets that this rank sent more than once since it has been up."""
-        return self._connected.sent_again
-
-    @property
-    def _connected(self) -> Client:
+    def client(self) -> Client:
+        """This rank's side of the job, while it is up."""
         if self._client is None:
             raise RuntimeError(f"the link to switch {self._name} is down")
         return self._client
@@ -79,7 +70,7 @@ class SwitchLink:
 
         Raises as `Exchange.share`.
         """
-        if self.ready and self._connected.spent:
+        if self.ready and self.client.spent:
             self.close()
             self._said = None  # as at the first call: it waits for the switch
         problem = "" if self.ready else self._look()
@@ -96,7 +87,7 @@ class SwitchLink:
         """Takes one tensor through the switch; whether all ranks have its sum, else it is down. Collective."""
         problem = ""
         try:
-            self._connected.run(stream)
+            self.client.run(stream)
         except SwitchSilentError as error:
             problem = str(error)
         return not self._failed(share(exchange, problem.encode()), drop=True)
@@ -121,7 +112,7 @@ class SwitchLink:
 
     def _join(self, job: str) -> str:
         try:
-            self._connected.join(job, self._patience)
+            self.client.join(job, self._patience)
         except (SwitchSilentError, SwitchRefusedError) as error:
             return str(error)
         return ""
@@ -280,7 +271,7 @@ class DenseSwitchScheme(SwitchScheme[torch.Tensor]):
         if missing := -flat.numel() % elements:
             flat = torch.cat([flat, flat.new_zeros(missing)])
         packets = flat.view(-1, elements)
-        stream = self._stream(packets, link.slots, exchange.size)
+        stream = self._stream(packets, link.client.slots, exchange.size)
         if not link.run(stream, exchange):
             return None
         sums, special = torch.from_numpy(stream.sums).view(dtype), torch.from_numpy(stream.special)

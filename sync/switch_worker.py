@@ -19,11 +19,7 @@ _MANY = 4  # late are all, if they are more than the columns divided by this
 
 
 class TensorStream(ABC):
-    """One tensor on its way: gives values for each round, and takes their sums.
-
-    Attributes:
-        columns: slots that it uses.
-    """
+    """One tensor on its way: gives values for each round, and takes their sums. ``columns``: slots that it uses."""
 
     columns: int
 

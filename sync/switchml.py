@@ -70,11 +70,7 @@ def to_floats(sums: Array, factor: Array, out: Array, places: Array | slice) -> 
 
 
 class SwitchMLStream(PacketStream):
-    """One tensor.
-
-    Args:
-        packets: float32 [k, elements].
-    """
+    """One tensor. ``packets``: float32 [k, elements]."""
 
     def __init__(self, packets: Array, slots: int, world: int) -> None:
         super().__init__(packets, slots)

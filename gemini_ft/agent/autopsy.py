@@ -84,8 +84,6 @@ class Autopsy:
     """This host's part in the autopsies of one session's job; another one begins ``WORD_SECONDS`` after a verdict at the earliest.
 
     Args:
-        context: the stream.
-        spec: the session.
         send: tells the leader, on whichever host that is.
         trails: the collectives that a rank of this host has entered; None: they are not observed.
     """
@@ -162,12 +160,7 @@ class Autopsy:
 
 
 class Inquest:
-    """The leader's part: it gathers what all hosts have found, and tells them the verdict; once in each autopsy.
-
-    Args:
-        spec: the session.
-        run: id of the run.
-    """
+    """The leader's part: it gathers what all hosts have found, and tells them the verdict; once in each autopsy."""
 
     def __init__(self, spec: SessionSpec, run: str) -> None:
         self._spec, self._run = spec, run

@@ -10,12 +10,14 @@ import queue
 import select
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from gemini_ft import errors
 from gemini_ft.agent import lifecycle, watchdog
+from gemini_ft.core.diligence import Diligence
 from gemini_ft.errors import AgentError, AgentTimeoutError, GeminiError, PeerError
 from gemini_ft.hosts import is_readable
 from gemini_ft.wire.frames import FrameBuffer, receive_fds
@@ -73,11 +75,7 @@ class AgentClient:
         _clients.add(self)
 
     def tell(self, message: ToAgent | Call, fds: Sequence[int] = ()) -> None:
-        """Sends a message without waiting for an answer.
-
-        Raises:
-            AgentError: the agent is gone.
-        """
+        """Sends a message without waiting for an answer. Raises AgentError: the agent is gone."""
         frame = pack(message)
         if self.lost:
             raise self._gone("its connection is closed")
@@ -176,18 +174,12 @@ class AgentClient:
     def _gone(self, why: str) -> AgentError:
         return AgentError(f"the agent of run {self._run!r} on host {self._host!r} is gone ({why}); see {self.log}")
 
-    @property
-    def has_unread(self) -> bool:
-        """Whether something has come that the listening thread has not read yet; also where the connection is closed."""
-        return self.lost or is_readable(self.sock.fileno(), 0.0)
-
-    def agent_work(self) -> float | None:
-        """Seconds for which the agent has been at work (`lifecycle.AgentProcess.work`)."""
-        return self._agent.work()
-
-    def replace_agent(self, why: str) -> None:
-        """Has an agent that is of no use killed and another started with its memory; this connection is lost then."""
-        if watchdog.replace(self._run, self._host, self._agent, why):
+    def judge(self, diligence: Diligence) -> None:
+        """Looks at the agent while an answer is waited for; one that is too slow is replaced, and this connection is lost then."""
+        if self.lost or is_readable(self.sock.fileno(), 0.0):
+            return  # the answer may be there, and it is this process that is slow
+        why = f"nothing was committed for {diligence.patience:g} s, and most of the time it owed answers and did not work on them"
+        if diligence.look(time.monotonic(), self._agent.work) and watchdog.replace(self._run, self._host, self._agent, why):
             self._hang_up()
 
     def _hang_up(self) -> None:

@@ -28,11 +28,7 @@ from gemini_ft.wire.worker_messages import Custody, SessionSpec, ToWorker
 
 
 class Custodians:
-    """The custodians of one stream on one host.
-
-    Args:
-        workers: of the present incarnation, by rank.
-    """
+    """The custodians of one stream on one host. ``workers``: of the present incarnation, by rank."""
 
     def __init__(self, workers: Callable[[], Iterable[WorkerConnection]]) -> None:
         self._workers = workers

@@ -112,10 +112,6 @@ class Departure:
             # Askers ask again and again: the first one counts, or a stream that nobody ends would keep them for ever.
             self._waits_until = self._waits_until or time.monotonic() + self._patience
 
-    def follow(self) -> None:
-        """Has the agent leave once its workers, which are told to end after their step, have done so."""
-        self.follows = True
-
     def finish(self, worker: WorkerConnection) -> None:
         """Records that a worker has finished; its script may still fail, unless it was reported as ended before."""
         if worker.pid not in self._ended:

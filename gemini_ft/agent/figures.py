@@ -87,7 +87,6 @@ class Measures:
         """Records that a worker has ended an iteration.
 
         Args:
-            iteration: the newest one that it has ended.
             held: of its last iterations the seconds for which each was held up, and the part of these at the update.
         """
         if self.step is None or iteration > self.step:
@@ -213,7 +212,6 @@ def families(account: Account, measures: Mapping[str, Measures | None], began: f
     """Yields all figures, in the types of prometheus-client.
 
     Args:
-        account: the agent's account of itself.
         measures: by stream.
         began: time at which the agent began, in seconds of the system's clock.
     """

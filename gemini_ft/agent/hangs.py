@@ -80,7 +80,6 @@ class HangWatch:
     """Judges all workers of this host, and kills those that hang.
 
     Args:
-        log: takes a line.
         examine: looks, in bounded time, at why a worker hangs, before it is killed.
     """
 

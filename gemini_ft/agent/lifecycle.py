@@ -263,11 +263,7 @@ def yield_to_training() -> None:
 
 
 def keep_to(processors: Sequence[int]) -> None:
-    """Keeps this thread, and those it starts, to some processors.
-
-    Raises:
-        ConfigError: this process may not use all of them.
-    """
+    """Keeps this thread, and those it starts, to some processors. Raises ConfigError: this process may not use all of them."""
     before = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):  # none of them: what follows says so
         os.sched_setaffinity(0, processors)

@@ -51,7 +51,7 @@ async def _serve(run: RunContext, streams: Streams, listener: socket.socket) -> 
     def told_to_end() -> None:
         """A scheduler that drains by SIGTERM sends it to all processes of a host: workers may need this one for their last commit."""
         if drains_by_sigterm and requests.drain():
-            requests.departure.follow()
+            requests.departure.follows = True  # once they have ended after their step
         else:
             leaving.set()
 

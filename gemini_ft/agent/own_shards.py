@@ -36,7 +36,6 @@ class Hashing:
     """One shard on its way from a device into its slot.
 
     Args:
-        version: the version that the device writes there.
         on_chunk: called with number, offset, bytes and checksum of each chunk, on the event loop, in any order.
     """
 

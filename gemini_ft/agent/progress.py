@@ -65,10 +65,7 @@ class Outage:
     _told: set[str] = field(default_factory=set, init=False)  # reasons of which the user has heard
 
     def again(self, error: str) -> bool:
-        """Records an error; returns whether to report it to the user.
-
-        One reason may hide behind another, but numbers and ids make none.
-        """
+        """Records an error; returns whether to report it to the user. One reason may hide behind another, but numbers and ids make none."""
         self.error = error
         reason = re.sub(r"\S*\d\S*", "", error)
         if reason in self._told or len(self._told) == _REASONS:

@@ -38,13 +38,7 @@ READERS = 512  # connections of all readers of a stream at a time, where a job i
 
 
 class AgentSession:
-    """The connections that this host opens for one incarnation.
-
-    Args:
-        spec: the incarnation, as its workers have agreed on it.
-        on_decision: carries out the leader's decisions on this host.
-        goes_on: whether it has begun with an agent before this one.
-    """
+    """The connections that this host opens for one incarnation. ``goes_on``: whether it has begun with an agent before this one."""
 
     def __init__(
         self, context: StreamContext, spec: SessionSpec, on_decision: Callable[[PeerMessage], None], goes_on: bool = False

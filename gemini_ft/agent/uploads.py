@@ -147,8 +147,6 @@ class Uploader:
         """Records that the upload has ended on all hosts.
 
         Args:
-            version: what was uploaded.
-            error: what went wrong on one of them.
             unclear: whether its manifest may exist, or come to exist, all the same.
 
         Returns:

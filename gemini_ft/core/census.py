@@ -97,7 +97,6 @@ class Census:
         """Adds a part of the state, or replaces it.
 
         Args:
-            part: its name.
             walk: gives one finding for each thing in it; called at the first snapshot and after a change.
             fingerprint: cheap enough for every snapshot; the census is taken again when its value is another.
         """

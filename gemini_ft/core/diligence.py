@@ -88,7 +88,6 @@ class Diligence:
         """Looks at the agent; returns whether it is slow and must be replaced.
 
         Args:
-            now: seconds of a monotonic clock.
             work: returns the seconds for which the agent has been at work, or has waited for a processor; None: unknown.
         """
         asked, trial = self._asked, self._trial

@@ -196,9 +196,6 @@ def in_memory(cluster: Cluster, failures: Sequence[Failure], until: float, holde
     """A run with copies in memory, and checkpoints that go from there to storage beside the training.
 
     Args:
-        cluster: the job.
-        failures: in the order of time.
-        until: seconds.
         holders: for each host, the sets of hosts that hold a shard together and that it is in.
     """
     out = RunOutcome()

@@ -25,7 +25,6 @@ class Bundles:
     from the slots (`gemini_ft.core.protocol.Host.reports`). How long to wait for copies that are late is for the caller to say.
 
     Args:
-        host: whose reports.
         holders: owner -> hosts, the owner's own first.
     """
 
@@ -76,7 +75,6 @@ class Gathering:
     """Gathers what a collector's hosts, its own among them, have to report until it is all there; the caller says how long to wait.
 
     Args:
-        name: the collector's own host.
         holders: owner -> hosts, the owner's own first.
     """
 

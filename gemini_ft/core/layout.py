@@ -239,7 +239,6 @@ def plan_reads(specs: Sequence[TensorSpec], rank: int, layouts: Mapping[int, Lay
     """Plans the reads that fill all tensors of ``rank``, ordered by owner and offset.
 
     Args:
-        specs: the tensors of this rank now.
         rank: this rank; it must have had the same rank when the snapshot was taken.
         layouts: owner -> layout of its shard in the snapshot, at least for `owners_needed`.
 

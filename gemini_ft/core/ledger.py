@@ -167,7 +167,6 @@ class Ledger:
         """Leaves out holders that keep the others waiting; the owner's own copy always counts.
 
         Args:
-            now: seconds of a monotonic clock.
             absent: hosts of which nothing is heard. An owner's own copy there may be lost: then its replicas are still waited for, and
                 what was committed before stays where it is.
         """

@@ -42,8 +42,6 @@ def shard_root(owner: int, version: Version, layout: bytes, sizes: tuple[int, in
     """The root of one copy, in 32 hex digits.
 
     Args:
-        owner: whose shard.
-        version: which state of it.
         layout: the `layout_digest` of what lies where in it.
         sizes: bytes of tensors, of extras, and of a chunk at most: they say where chunks begin.
         checksums: of all chunks, the tensors' first.

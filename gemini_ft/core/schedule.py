@@ -102,8 +102,6 @@ def schedule(spans: Sequence[float], transfer: Transfer, link: LinkCost) -> Sche
 
     Args:
         spans: seconds of each idle span, in the order of the step.
-        transfer: what travels.
-        link: what a message costs.
 
     Returns:
         Every byte exactly once per copy; no span holds more than ``gamma`` of its seconds.
@@ -159,8 +157,6 @@ def arrival(begins: Sequence[float], spans: Sequence[float], period: float, tran
         begins: of each span, in seconds since its step began.
         spans: seconds of each.
         period: seconds of a step; the next ones have the same spans.
-        transfer: what travels.
-        link: the cost of a message.
 
     Returns:
         None: the spans of many steps cannot carry it.

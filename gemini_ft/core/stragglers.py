@@ -58,7 +58,6 @@ class StragglerWatch:
     """Compares the ranks of a job, at the leader of its commits.
 
     Args:
-        hosts: of each rank.
         factor: how many times as long as the median of all ranks a slow one works alone; 0: none is ever slow.
         slow: the ranks that were slow when the leader before this one was lost, as far as is known.
 

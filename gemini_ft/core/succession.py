@@ -34,8 +34,6 @@ class Succession:
 
     Args:
         order: the candidates; the same on all hosts.
-        size: hosts of the session.
-        now: seconds of a monotonic clock.
         timeout: seconds without a sign of life after which the first leader counts as lost; 0: never.
         goes_on: whether the session has begun long ago, and this host's agent is another one.
 

@@ -110,11 +110,7 @@ class Profile:
 
 
 class Profiler:
-    """Watches one rank's steps.
-
-    Args:
-        window: steps of the same order that make a profile.
-    """
+    """Watches one rank's steps. ``window``: steps of the same order that make a profile."""
 
     def __init__(self, window: int) -> None:
         self.profile: Profile | None = None
@@ -194,7 +190,6 @@ def room(
     Args:
         moments: of the host's ranks.
         gaps: of those that have been profiled (``Profile.gaps``).
-        now: seconds of the clock of ``Moment.since``.
         outstanding: bytes that have been let out and are not acknowledged; never more than twice ``most``.
         link: what sending costs; None: not known yet.
         gamma: part of a span that is used.

@@ -20,7 +20,6 @@ def ways_up(hosts: Iterable[str], leader: str, fan_in: int) -> dict[str, tuple[s
 
     Args:
         hosts: all of the session, perhaps several times, in an order that all hosts know.
-        leader: one of them.
         fan_in: the most that report to the leader, while all of these are in order.
     """
     others = [host for host in dict.fromkeys(hosts) if host != leader]

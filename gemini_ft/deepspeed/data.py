@@ -37,8 +37,6 @@ class EngineData:
         """Makes a loader of DeepSpeed go on where it was.
 
         Args:
-            loader: the loader.
-            name: of its state.
             begun: an iteration of it has begun, and the caller begins it again.
 
         Raises:
@@ -51,11 +49,7 @@ class EngineData:
         self._add(name, loader.dataloader)
 
     def add(self, name: str, item: Any) -> None:
-        """Takes an object in, and loads its state if there is one.
-
-        Raises:
-            ConfigError: it has no state, or its name is taken.
-        """
+        """Takes an object in, and loads its state if there is one. Raises ConfigError: it has no state, or its name is taken."""
         if name in self.objects:
             raise ConfigError(f"keep({name}=...): there is a {type(self.objects[name]).__qualname__} of this name already")
         if isinstance(item, DeepSpeedDataLoader):

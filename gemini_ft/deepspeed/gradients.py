@@ -212,11 +212,7 @@ class EngineGradients(Body):
 
 
 def install(engine: Any, pipeline: Any) -> EngineGradients:
-    """Gives an engine a gradient pipeline, unless it has one; returns it. Collective.
-
-    Raises:
-        ConfigError: see `EngineGradients`.
-    """
+    """Gives an engine a gradient pipeline, unless it has one; returns it. Collective. Raises ConfigError: see `EngineGradients`."""
     if "gradients" not in vars(engine):
         vars(engine)["gradients"] = EngineGradients(engine, pipeline)
     found: EngineGradients = vars(engine)["gradients"]

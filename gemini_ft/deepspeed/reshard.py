@@ -110,11 +110,7 @@ class OldShards:
         return of_shape, {key: _spec(found[0].piece) for key, found in self._scalars.get(param, {}).items()}
 
     def dtype(self, param: str, key: str) -> str:
-        """The dtype of a parameter (empty key) or of state of its shape.
-
-        Raises:
-            LayoutMismatchError: no rank had it.
-        """
+        """The dtype of a parameter (empty key) or of state of its shape. Raises LayoutMismatchError: no rank had it."""
         found = self._found.get(param, {}).get(key)
         if not found:
             raise LayoutMismatchError(f"no rank has {key or 'any part'} of {param}")
@@ -131,7 +127,6 @@ class OldShards:
         """The reads that fill a new fragment.
 
         Args:
-            fragment: of this rank.
             key: of the optimizer's state; empty: the parameter itself.
             name: of the tensor that the fragment lies in.
 

@@ -23,11 +23,7 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "
 
 
 def check_version() -> None:
-    """Refuses a DeepSpeed whose optimizers are not known.
-
-    Raises:
-        UnsupportedStateError: another version.
-    """
+    """Refuses a DeepSpeed whose optimizers are not known. Raises UnsupportedStateError: another version."""
     if not Version(_OLDEST) <= Version(Version(deepspeed.__version__).base_version) < Version(_FIRST_UNKNOWN):
         raise UnsupportedStateError(f"deepspeed {deepspeed.__version__} is not supported; install deepspeed>={_OLDEST},<{_FIRST_UNKNOWN}")
 

@@ -105,9 +105,6 @@ def from_memory(
     """The checkpoint of ``step`` (None: the newest committed one) in the agents of this machine; None: there are none.
 
     Args:
-        step: which.
-        run: of this run only.
-        stream: of this stream only.
         trust_pickle: whether pickles that are not signed with the run's secret may be loaded: they may come from storage.
         required: whether it is an error that the agents do not have this step.
 

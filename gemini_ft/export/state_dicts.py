@@ -41,7 +41,6 @@ def read_whole(shards: Sequence[ShardReader], wanted: Callable[[str], bool]) -> 
 
     Args:
         shards: of all ranks, by owner. Every byte is compared with its checksum as it is read.
-        wanted: tells by its name whether a tensor is to be read.
 
     Raises:
         CorruptDataError: a checksum does not match, or something is missing from the shards.
@@ -191,7 +190,6 @@ class State:
 
     Args:
         checkpoint: where to read; it is closed then.
-        optimizers: whether to read these too.
 
     Raises:
         StateError: it was made by a gemini-ft that did not keep the names, or holds a pickle that is not trusted.
@@ -285,11 +283,7 @@ _MOST_ALIASES = 2**14  # of all tensors; a format may write a tensor under each 
 
 
 def checked_aliases(names: Mapping[str, str]) -> Mapping[str, str]:
-    """Key -> name of its tensor, as given.
-
-    Raises:
-        CorruptDataError: there are far more keys than tensors.
-    """
+    """Key -> name of its tensor, as given. Raises CorruptDataError: there are far more keys than tensors."""
     if (more := len(names) - len(set(names.values()))) > _MOST_ALIASES:
         raise CorruptDataError(f"{more:,} further names of tensors, more than the {_MOST_ALIASES:,} of any model; use another checkpoint")
     return names
@@ -330,11 +324,7 @@ def on_cpu(value: Any) -> Any:
 
 
 def save_file(path: Path, content: object) -> None:
-    """Writes a file of ``torch.save``.
-
-    Raises:
-        StorageError: torch cannot write it.
-    """
+    """Writes a file of ``torch.save``. Raises StorageError: torch cannot write it."""
     try:
         torch.save(content, path)
     except RuntimeError as error:  # its writer's error for a full disk

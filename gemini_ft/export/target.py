@@ -39,11 +39,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class StagingFolder:
-    """A folder to write into.
-
-    Attributes:
-        folder: it is empty at first.
-    """
+    """A folder to write into. ``folder``: it is empty at first."""
 
     def __init__(self, lock: Path, fd: int) -> None:
         self.folder, self._old = folders_of(lock)
@@ -169,9 +165,7 @@ def staged(to: str, target: Target, overwrite: bool = False, endpoint_url: str |
     Args:
         to: local folder, ``file:///folder`` or ``s3://bucket/prefix``. For the latter the files lie in the temporary directory first.
             Until everything is there, what was there before stays as it was.
-        target: what will be written.
         overwrite: replace what exists: that file, or that folder if there is nothing else in it.
-        endpoint_url: of an S3-compatible store.
 
     Raises:
         ConfigError: the target exists already.
@@ -223,11 +217,7 @@ def _local(folder: Path, target: Target, overwrite: bool) -> Iterator[Path]:
 
 
 def _existing(found: Sequence[str], target: Target, to: str, overwrite: bool) -> Sequence[str]:
-    """The files that will be replaced.
-
-    Raises:
-        ConfigError: it must not be.
-    """
+    """The files that will be replaced. Raises ConfigError: it must not be."""
     name = target.name
     old = [path for path in found if name in (None, path)]
     if old and not overwrite:

@@ -54,11 +54,7 @@ _FILLER = ".gemini-fault-filler"
 
 
 def from_environment() -> tuple[Fault, ...]:
-    """The faults that GEMINI_FAULTS asks for.
-
-    Raises:
-        ConfigError: an entry cannot be understood; it says what is allowed.
-    """
+    """The faults that GEMINI_FAULTS asks for. Raises ConfigError: an entry cannot be understood; it says what is allowed."""
     return parse(os.environ.get("GEMINI_FAULTS", ""))
 
 
@@ -66,7 +62,6 @@ def at_step(iteration: int, moment: str = "end_of_step") -> None:
     """Carries out the faults that are due at this moment of this iteration. Without GEMINI_FAULTS this is one comparison.
 
     Args:
-        iteration: iterations done.
         moment: a key of ``gemini_ft.core.faults.MOMENTS``.
 
     Raises:
@@ -89,11 +84,7 @@ class Orders:
 
     @classmethod
     def read(cls, run: str) -> Orders:
-        """Reads the orders from this process's environment and this host's disk.
-
-        Raises:
-            ConfigError: GEMINI_FAULTS cannot be understood.
-        """
+        """Reads the orders from this process's environment and this host's disk. Raises ConfigError: GEMINI_FAULTS cannot be understood."""
         if not from_environment():
             return cls("")
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
@@ -101,11 +92,7 @@ class Orders:
 
     @classmethod
     def agree(cls, everyone: Sequence[Orders]) -> Orders:
-        """Combines all that the ranks know.
-
-        Raises:
-            ConfigError: they were not given the same faults.
-        """
+        """Combines all that the ranks know. Raises ConfigError: they were not given the same faults."""
         for rank, orders in enumerate(everyone):
             if orders.text != everyone[0].text:
                 raise ConfigError(
@@ -307,11 +294,7 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
 
 
 def _storage_folder(url: str | None) -> Path:
-    """The local folder that holds the checkpoints.
-
-    Raises:
-        ConfigError: there is no storage, or not a local one.
-    """
+    """The local folder that holds the checkpoints. Raises ConfigError: there is no storage, or not a local one."""
     if url is None or not url.startswith("file://"):
         raise ConfigError(f"storage_full: storage.url={url!r}; only a local folder (file:///...) can be filled")
     return Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path))

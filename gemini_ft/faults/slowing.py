@@ -21,10 +21,7 @@ def slow_down(pid: int, share: float, seconds: float, period: float = PERIOD) ->
     """Makes a process slow, until the one that is returned ends: after that time, with the slow one, or at SIGTERM.
 
     Args:
-        pid: the process.
         share: of each period, in which it may run.
-        seconds: for which it is slow.
-        period: seconds.
 
     Raises:
         ProcessLookupError: there is no such process.

@@ -65,7 +65,6 @@ class HostDrain:
     """The drain of this host, which a signal to the launcher begins.
 
     Args:
-        seconds: that it may take.
         signum: the signal; None: only workers, and the host's agent, can be told.
         have_joined: whether workers of this launcher have joined the run: if there are none now, they are being restarted.
     """
@@ -293,9 +292,6 @@ def final_endings(notes: Notes, run: str, drain: HostDrain, *, interval: float) 
     """Inside, torch's launcher restarts no workers whose failure is final, and none of a host that is drained.
 
     Args:
-        notes: of this host's workers.
-        run: of which they are.
-        drain: of this host.
         interval: seconds after which torch's launcher looks at the workers though there is no news of them.
     """
     original, endings = LocalElasticAgent._monitor_workers, Endings(notes, run)

@@ -124,7 +124,6 @@ class Survivors:
     """The workers of this host that may outlive a failure. For use by the main thread.
 
     Args:
-        workers: all of this host.
         seconds: for a worker to come back from an attempt that is over.
     """
 

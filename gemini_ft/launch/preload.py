@@ -248,7 +248,6 @@ def modules_to_preload(program: Sequence[str], extra: Sequence[str] = (), copy: 
 
     Args:
         program: script and arguments, or ``-m``, module name and arguments.
-        extra: names of further modules.
         copy: of the script, which has come through a pipe.
         follow: read the modules beside the script that it imports as well.
 

@@ -316,11 +316,7 @@ def _progress(state: bytes) -> tuple[bool, int, bool]:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """The call's result.
-
-    Raises:
-        RendezvousConnectionError: it has failed, or takes longer; its thread is given up.
-    """
+    """The call's result. Raises RendezvousConnectionError: it has failed, or takes longer; its thread is given up."""
     outcome = on_thread(call, _THREAD)
     cause = outcome.exception() if wait([outcome], seconds).done else TimeoutError(f"no answer within {seconds:g} s")
     if cause is not None:

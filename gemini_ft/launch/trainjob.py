@@ -106,7 +106,6 @@ class Reports(threading.Thread):
     """Reports the progress of a job.
 
     Args:
-        endpoint: where to.
         total: tells the number of optimizer steps of the whole job once it is known; nothing is reported before.
     """
 

@@ -10,8 +10,6 @@ class Around:
     """A function in place of a method of one object. What is copied or pickled with the object has the method itself.
 
     Args:
-        holder: the object.
-        name: of the method.
         function: is called in its place, with the method before the arguments.
     """
 

@@ -89,9 +89,6 @@ def make_class(name: str, mixin: type, base: str, package: str, public: str, doc
     """Makes a strategy class.
 
     Args:
-        name: its name.
-        mixin: the part that is gemini's.
-        base: name of Lightning's class.
         package: the package of Lightning's class.
         public: the module where users find ours; pickle looks there too.
         doc: docstring.

@@ -25,7 +25,6 @@ def capture(trainer: Any, live: Tensors) -> dict[str, Any]:
     """The extras of a snapshot. They refer to live objects, so encode them at once.
 
     Args:
-        trainer: the Trainer, about to fetch its next batch.
         live: the state dict that the strategy hands out while the checkpoint is made.
     """
     checkpoint = trainer_checkpoints.without_hyper_parameters(trainer, trainer_checkpoints.dump_checkpoint(trainer))

@@ -46,9 +46,6 @@ class Fit:
     """The snapshots of one call of ``trainer.fit``.
 
     Args:
-        trainer: the Trainer.
-        package: the Lightning package it belongs to.
-        config: options.
         replicated: whether all ranks hold the same parameters.
         epoch_hooks: whether a resumed epoch is given what its hooks had set ("restore"), or calls them again before that ("rerun").
     """
@@ -146,7 +143,6 @@ class Fit:
         """The checkpoint at the user's ``ckpt_path`` or the snapshot that was found, whichever has more steps.
 
         Args:
-            path: the path.
             load: reads it. Not called if the run began with this very path: then it has got further since.
         """
         assert self._found is not None

@@ -17,7 +17,6 @@ def synchronizer_of(model: Any, rules: Rules, precision: Any, hook: tuple[Any, A
 
     Args:
         model: in DistributedDataParallel.
-        rules: of the pipeline.
         precision: Lightning's plugin, which may have a scaler.
         hook: state and communication hook of the user's own, for the parameters that no rule matches.
 
@@ -38,7 +37,6 @@ class FiguresLog:
     They do not pass through Lightning's own results, which are part of what is resumed.
 
     Args:
-        trainer: the Trainer.
         gradients: the source of figures; those of the step as a whole are under "step", with its number.
     """
 

@@ -127,9 +127,6 @@ class Files:
 
     What they had written after the resumed step is written again. The files of the first time count as not being there, so that they are
     written over and none is called "-v1". They are known by a note on the host of rank 0; all others may be another run's, and stay.
-
-    Args:
-        trainer: the Trainer.
     """
 
     def __init__(self, trainer: Any) -> None:

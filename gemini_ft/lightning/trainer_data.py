@@ -24,7 +24,6 @@ class Loading:
     numbers, counters of the loops (``current_epoch``, ``global_step``), logged values, and attributes that hooks had set.
 
     Args:
-        trainer: the Trainer.
         loop: its ``fit_loop``, or the loop of its validation.
         present: what hooks have set; None before there is a module to look at.
         restore: puts that back.

@@ -18,12 +18,7 @@ _MOST_ROWS = 100  # that a snapshot holds because the logger has not written the
 
 
 class Logs:
-    """The CSVLogger and TensorBoardLogger objects of one Trainer.
-
-    Args:
-        trainer: the Trainer, whose process group exists.
-        package: the Lightning package it belongs to.
-    """
+    """The CSVLogger and TensorBoardLogger objects of one Trainer. ``trainer``: the Trainer, whose process group exists."""
 
     def __init__(self, trainer: Any, package: str) -> None:
         self._trainer, self._package = trainer, package

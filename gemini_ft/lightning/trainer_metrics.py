@@ -16,7 +16,6 @@ def logging_state(trainer: Any, metrics: Mapping[int, str]) -> dict[str, Any]:
     """The values that ``self.log`` has gathered since the epoch began, and those that were logged last.
 
     Args:
-        trainer: the Trainer.
         metrics: id -> name of the module's torchmetrics; logged ones are stored as names.
     """
     connector = trainer._logger_connector
@@ -31,14 +30,7 @@ def logging_state(trainer: Any, metrics: Mapping[int, str]) -> dict[str, Any]:
 
 
 def set_logging_state(trainer: Any, package: str, state: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-    """Puts back the result of :func:`logging_state`.
-
-    Args:
-        trainer: the Trainer.
-        package: the Lightning package it belongs to.
-        state: the state.
-        metrics: name -> torchmetrics of the module.
-    """
+    """Puts back the result of :func:`logging_state`. ``metrics``: name -> torchmetrics of the module."""
     connector, results = trainer._logger_connector, trainer.fit_loop.epoch_loop._results
     module = importlib.import_module(f"{package}.trainer.connectors.logger_connector.result")
     results.clear()

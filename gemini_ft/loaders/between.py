@@ -27,7 +27,6 @@ class Between:
     """A loader between two iterations.
 
     Args:
-        parts: the loader's parts.
         rests: whether it is a validation's: its iterations are over whenever its state is asked for.
         insists: whether the user has declared that changes beside the generators do not matter.
 

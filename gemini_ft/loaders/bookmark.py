@@ -38,8 +38,6 @@ class Bookmark:
     """The position of one loader, and the way in which its next iteration gets there.
 
     Args:
-        loader: the loader.
-        base: its class as the user made it.
         method: as of `gemini_ft.loaders.loader.make_resumable`; so are the others.
 
     Attributes:

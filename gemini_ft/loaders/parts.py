@@ -21,8 +21,6 @@ class LoaderParts:
     """Dataset, collate function, generator and samplers of a loader, with the state that the next batches depend on.
 
     Args:
-        loader: the loader.
-        base: its class as the user made it.
         epoch: the epoch, for samplers that do not tell theirs.
 
     Attributes:
@@ -83,7 +81,6 @@ class LoaderParts:
         """Puts the result of `present` back, beside what loading batches again has made of attributes that cannot be kept.
 
         Args:
-            then: the result.
             below: the parts, as beginnings of paths.
         """
         set_generator_states({path: one for path, one in self.generators.items() if path.startswith(below)}, then["generators"])

@@ -296,11 +296,7 @@ class Averager:
         return group, job
 
     def _agree(self) -> None:
-        """Compares the options of all ranks.
-
-        Raises:
-            ConfigError: they differ; the first difference is named. On all ranks.
-        """
+        """Compares the options of all ranks. Raises ConfigError: they differ; the first difference is named. On all ranks."""
         own = [repr(rule) for rule in self.rules], [(t.name, t.shape, t.itemsize, t.sparse) for t in self.tensors]
         everybody = of_all_ranks(own, self.group)
         for rank, (rules, tensors) in enumerate(everybody):

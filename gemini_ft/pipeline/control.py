@@ -59,12 +59,7 @@ class Controls:
         return [1.0 if each.delay.dense else each.delay.ratio for each in self._steered.values()]
 
     def note(self, groups: Sequence[tuple[Group, GroupCost]], computing: float) -> None:
-        """Records this rank's figures of a step.
-
-        Args:
-            groups: that have been averaged.
-            computing: seconds of the step in which training waited for no average; 0: unknown.
-        """
+        """Records this rank's figures of a step. ``computing``: seconds of the step in which training waited for no average; 0: unknown."""
         for number, each in self._steered.items():
             mine = [figures for group, figures in groups if group.rule == number and group.way == "rule"]
             received = each.delay.received(sum(figures.nbytes for figures in mine))

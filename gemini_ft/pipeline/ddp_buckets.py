@@ -115,11 +115,7 @@ class DdpBuckets:
 
 
 def _queue_callback(call: Callable[[], None]) -> None:
-    """Queues a call for the end of the current backward pass, after all that was queued before.
-
-    Raises:
-        RuntimeError: none is.
-    """
+    """Queues a call for the end of the current backward pass, after all that was queued before. Raises RuntimeError: none is."""
     Variable._execution_engine.queue_callback(call)
 
 

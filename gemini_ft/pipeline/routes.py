@@ -41,11 +41,7 @@ def of_all_ranks(own: T, group: Any) -> list[T]:
 
 
 class Route(ABC):
-    """Averages groups of gradients, and keeps what the next step needs.
-
-    Attributes:
-        single: whether every group needs exactly one collective.
-    """
+    """Averages groups of gradients, and keeps what the next step needs. ``single``: whether every group needs exactly one collective."""
 
     single: bool = True
 

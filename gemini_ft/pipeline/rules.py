@@ -8,7 +8,6 @@ gradient_pipeline:
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -32,7 +31,7 @@ from gemini_ft.compression.dgc import MomentumCorrection
 from gemini_ft.compression.feedback import ErrorFeedback
 from gemini_ft.compression.methods import COMPRESSORS, METHOD_OPTIONS, METHODS, create
 from gemini_ft.compression.sparse import Sparsifier, WithRatio
-from gemini_ft.config import Bytes, load_config
+from gemini_ft.config import Bytes, load_config, read_options
 from gemini_ft.errors import ConfigError
 from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.base import Scheme
@@ -276,7 +275,7 @@ def load_rules(source: str | Path | Sequence[Any] | Mapping[str, Any] | None) ->
     """
     where, found = "gradient_pipeline", source
     if isinstance(source, str | Path):
-        where, found = str(source), _read(Path(source))
+        where, found = str(source), read_options(str(source), str(source))
     if isinstance(found, Mapping):
         if "gradient_pipeline" not in found:
             there = f", only {', '.join(map(str, found))}" if found else ""
@@ -326,23 +325,6 @@ def payload_of_one_length(reducer: Reducer) -> Compressor | None:
     """The compressor inside a method, if any rank can make, send and add its payloads, of parts too: what Espresso's options need."""
     inner = getattr(reducer, "inner", reducer)
     return inner if isinstance(inner, Compressor) and inner.has_parts_of_one_length else None
-
-
-def _read(path: Path) -> Any:
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give a JSON or YAML file with a gradient_pipeline") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: is no text; give a JSON or YAML file with a gradient_pipeline") from None
-    try:
-        if path.suffix in (".yaml", ".yml"):
-            import yaml
-
-            return yaml.safe_load(text)
-        return json.loads(text)
-    except Exception as error:
-        raise ConfigError(f"{path}: not valid {path.suffix or 'JSON'}: {error}") from None
 
 
 def _explain(where: str, error: ValidationError) -> str:

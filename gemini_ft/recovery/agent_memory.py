@@ -31,11 +31,7 @@ _PATIENCE = 30.0  # seconds for which a job is followed that replaces its slots 
 
 @dataclass(frozen=True, kw_only=True)
 class Remembered:
-    """A stream of one run, as the agents of this machine have it.
-
-    Attributes:
-        hosts: host id -> what its agent said; at least one.
-    """
+    """A stream of one run, as the agents of this machine have it. ``hosts``: host id -> what its agent said; at least one."""
 
     run: str
     stream: str

@@ -152,10 +152,6 @@ def describe(plan: RecoveryPlan) -> str:
 
 
 def require(plan: RecoveryPlan) -> None:
-    """Enforces ``resume="require"``.
-
-    Raises:
-        RecoveryError: there is nothing to resume.
-    """
+    """Enforces ``resume="require"``. Raises RecoveryError: there is nothing to resume."""
     if plan.version is None:
         raise RecoveryError(f"resume='require', but {describe(plan)}. Set resume='auto' to allow that, or check run_id and storage.url.")

@@ -65,11 +65,7 @@ class StateRestore:
     size every rank needs parts of several. `TrainingState.apply_extras` is due when all ranks have read everything.
 
     Args:
-        sources: where the shards are.
-        state: what to fill.
         extras: rank of the job that made the snapshot -> what it gave as extras; at least those this rank needs.
-        rank: this rank.
-        world_size: ranks of this job.
         layouts: owner -> layout of its shard, as far as it is known already.
 
     Attributes:
@@ -154,7 +150,6 @@ def scatter(shard: ShardReader, reads: Sequence[Read], tensors: Mapping[str, tor
     Args:
         shard: where to read; its bytes are checked on the way. When this raises an error, the tensors hold bytes that may be wrong.
         reads: of this shard, by ascending offset.
-        tensors: ``Read.name`` -> what to fill.
 
     Returns:
         Where the shard was, and the bytes copied.

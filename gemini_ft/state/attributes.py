@@ -84,7 +84,6 @@ class AttributeWalk:
         """The value as plain data.
 
         Args:
-            value: anything.
             where: its name, for errors and for references from elsewhere.
 
         Raises:
@@ -171,11 +170,7 @@ class AttributeWalk:
 
 
 class AttributeReturn:
-    """Puts back what a `AttributeWalk` has taken.
-
-    Args:
-        tensors: name -> tensor, of what the snapshot has elsewhere.
-    """
+    """Puts back what a `AttributeWalk` has taken. ``tensors``: name -> tensor, of what the snapshot has elsewhere."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors

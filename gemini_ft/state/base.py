@@ -77,8 +77,6 @@ class TrainingState(Protocol):
         Args:
             layouts: rank of that job -> layout of its shard.
             extras: rank of that job -> its extras.
-            rank: this rank.
-            world_size: ranks of this job.
 
         Returns:
             What to read, by owner and ascending offset; name -> tensor to fill; what to give to ``apply_extras``.
@@ -90,7 +88,6 @@ class PlainState:
     """Modules and optimizers as their owner sees them; see `gemini_ft.state.modules`.
 
     Args:
-        models: name -> module.
         optimizers: torch optimizers, wrapped by Lightning or Fabric or not.
         replicated: whether plain parameters hold the same bytes on all ranks; None: whether a model is a DDP one.
         ignored: whether the user sees to what has this name in the census.

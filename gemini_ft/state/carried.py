@@ -77,7 +77,6 @@ class Carried:
     """Variables of a loop, and of objects in them, that change while it trains: numbers, averages, buffers, hidden states.
 
     Args:
-        models: the models of the training.
         given: models, optimizers and objects with a state of their own; the objects that they hold are known with them.
     """
 
@@ -96,7 +95,6 @@ class Carried:
 
         Args:
             scalars: values that snapshots have, by name.
-            iteration: the number of steps.
         """
         self._steps += 1
         if self._steps & (self._steps - 1):

@@ -82,8 +82,6 @@ def decode(blob: bytes, secret: bytes | None = None, trust_pickle: bool = False,
     Tensors that lived on an accelerator return to its current device where there is one, else to the CPU.
 
     Args:
-        blob: the encoded bytes.
-        secret: the run's secret.
         trust_pickle: whether pickles without a valid signature may be loaded (they can run any code).
         part: keys of nested plain dicts, from the top: only what lies there is decoded.
 

@@ -110,9 +110,6 @@ class CopyPlan:
     the one in which it begins, so a chunk is whole when its own batch and all before it have been laid down.
 
     Args:
-        sources: this rank's tensors.
-        layout: of the slot.
-        chunk_bytes: see `gemini_ft.config.GeminiConfig`.
         at_step: copy everything at once when the step ends, into memory of this process; from there it goes to the slot.
     """
 

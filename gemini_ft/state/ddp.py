@@ -43,7 +43,6 @@ def ddp_state(model: DistributedDataParallel, replicated: bool = True) -> dict[s
     """The state between two steps, as plain data. Collective the first time after a backward.
 
     Args:
-        model: the wrapper.
         replicated: whether all ranks are to hold the same parameters after each step.
 
     Returns:

@@ -87,7 +87,6 @@ def of_groups(label: str, groups: Iterable[Mapping[str, Any]]) -> Given:
 
     Args:
         label: the optimizer, as a message shows it.
-        groups: its ``param_groups``.
     """
     groups = list(groups)
     found: Given = {}

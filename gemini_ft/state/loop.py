@@ -97,23 +97,14 @@ class LoopWatch:
         """Looks at the loop when a step has ended.
 
         Args:
-            models: the models that were given.
-            state: the objects that were given beside them.
             optimizers: the optimizers that were given; empty: schedulers and the like are not looked for.
             scalars: the loop's values that snapshots have, by name.
-            iteration: the number of steps so far.
         """
         self._safely("batches", self._look_at_batches, state.values())
         self._look_at_rest(models, [*models, *state.values(), scalars], optimizers, scalars, iteration)
 
     def look_beside(self, state: Mapping[str, Any], inner: Mapping[str, Any], iteration: int) -> None:
-        """Looks at a loop of Fabric, apart from its batches.
-
-        Args:
-            state: the state that was given, with counters and other plain values.
-            inner: the same, without Fabric's wrappers.
-            iteration: the number of steps so far.
-        """
+        """Looks at a loop of Fabric, apart from its batches. ``inner``: the state, without Fabric's wrappers."""
         models = [item for item in inner.values() if isinstance(item, nn.Module)]
         optimizers = [item for item in inner.values() if isinstance(item, Optimizer)]
         if self._is_first:

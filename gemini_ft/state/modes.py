@@ -66,7 +66,6 @@ class Modes:
     """Flags and attributes of modules and other objects, compared with those at the time this was made.
 
     Args:
-        modules: name -> module.
         others: name -> another object whose attributes count, such as a callback.
         leave: names of attributes that are not the user's, for any object.
 
@@ -94,9 +93,6 @@ class Modes:
         """Returns, as plain data, the flags and attributes that training has changed.
 
         Changed attributes that cannot be kept are named in a warning, once each.
-
-        Args:
-            modules: name -> module, as they are now.
         """
         self._follow(modules)
         kept, lost = self._attributes.changes()
@@ -130,8 +126,6 @@ class Modes:
         """Puts back the result of `collect`; all else is as the script has made it. Modules that are gone are passed over.
 
         Args:
-            state: the result.
-            modules: name -> module.
             but: objects whose attributes are put back by others.
         """
         self._follow(modules)

@@ -148,8 +148,6 @@ def destinations(
         models: name -> module.
         optimizers: torch optimizers, wrapped by Lightning or Fabric or not.
         stored: this rank's tensors in the snapshot (`gemini_ft.core.layout.stored_specs`).
-        rank: this rank.
-        world_size: ranks of the job.
         replicated: whether plain (not DTensor) parameters are the same on all ranks, as under DDP.
         strides: name -> strides of state that is laid out otherwise than its parameter (the extras' ``strides``).
 

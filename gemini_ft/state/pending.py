@@ -68,9 +68,6 @@ class PendingGradients:
         """The gradients that wait, by the names of their parameters; which parameters have a gradient beside these, and which ones
         a loop adds to without zeroing them.
 
-        Args:
-            params: name -> parameter.
-
         Raises:
             UnsupportedStateError: a gradient that waits is sparse.
         """

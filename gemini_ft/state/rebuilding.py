@@ -116,11 +116,7 @@ def tensors_of(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, to
 
 
 class ModuleTree:
-    """The modules of models, walked again only when one has come, gone, or taken the place of another.
-
-    Args:
-        models: name -> module.
-    """
+    """The modules of models, walked again only when one has come, gone, or taken the place of another. ``models``: name -> module."""
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self._models = models

@@ -105,7 +105,6 @@ def check_replicas(sources: Iterable[Source], exchange: Callable[[Any], list[Any
     """Compares replicated tensors across ranks; collective.
 
     Args:
-        sources: this rank's tensors.
         exchange: gives back every rank's object in rank order (`gemini_ft.worker.rendezvous.exchange`).
 
     Raises:

@@ -187,11 +187,7 @@ class Surveyor:
         self._found: Survey | None = None  # keeps alive whatever has its id in the outline
 
     def __call__(self) -> Survey:
-        """Surveys; to be called between steps.
-
-        Raises:
-            UnsupportedStateError: a model's name or an optimizer cannot be used.
-        """
+        """Surveys; to be called between steps. Raises UnsupportedStateError: a model's name or an optimizer cannot be used."""
         modules = self.tree.modules()
         if self._walks != self.tree.walks:
             self._parts, self._walks = [_parts(name, model) for name, model in self._models.items()], self.tree.walks

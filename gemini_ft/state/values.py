@@ -37,7 +37,6 @@ class Opaque:
     """A mark of a value that is not plain, by which a change of it shows. It does not keep the value alive.
 
     Args:
-        value: anything.
         closely: whether to look into containers and arrays, too; data may fill those as a cache.
     """
 
@@ -67,11 +66,7 @@ def snapshot(value: Any, closely: bool = False) -> Any:
 
 
 def copy_of(value: Any) -> Any:
-    """Copies a plain value; one that cannot change is returned itself.
-
-    Raises:
-        NotPlain: the value is not plain, or too large.
-    """
+    """Copies a plain value; one that cannot change is returned itself. Raises NotPlain: the value is not plain, or too large."""
     kind = type(value)
     if kind in ATOMS:
         if kind in (str, bytes) and len(value) > SMALL:
@@ -166,7 +161,6 @@ def _mark(value: Any, closely: bool, most: int = _SAMPLED) -> int:
     Of tensors it looks at versions and, if ``closely``, at one element, as writes to ``tensor.data`` count no version.
 
     Args:
-        value: anything.
         closely: as in `Opaque`.
         most: the most entries of a container that are looked at.
 

@@ -87,11 +87,7 @@ class Storage(Protocol):
         ...
 
     def get_range(self, key: str, offset: int, out: memoryview) -> None:
-        """Fills ``out`` with the object's bytes from ``offset`` on.
-
-        Raises:
-            CorruptDataError: the object ends before that.
-        """
+        """Fills ``out`` with the object's bytes from ``offset`` on. Raises CorruptDataError: the object ends before that."""
 
     def open_range(self, key: str, offset: int, nbytes: int) -> RangeReader:
         """Opens ``nbytes`` of the object's bytes from ``offset`` on, to be read in one request where requests take time."""

@@ -43,11 +43,7 @@ MANIFEST: Final = "manifest.json"
 
 
 def checkpoint_folder(run: str, stream: str, version: Version) -> str:
-    """Key prefix of one checkpoint, without a slash at its end.
-
-    Raises:
-        ConfigError: ``run`` or ``stream`` cannot be a part of a key.
-    """
+    """Key prefix of one checkpoint, without a slash at its end. Raises ConfigError: ``run`` or ``stream`` cannot be a part of a key."""
     for option, value in (("run_id", run), ("name", stream)):
         if not re.fullmatch(WORD, value):
             raise ConfigError(f"{option}={value!r}: must be letters, digits and . _ -, not beginning with a dot, to be a name in storage")
@@ -257,11 +253,7 @@ def document(blob: bytes) -> dict[str, Any]:
 
 
 def checked(blob: bytes) -> dict[str, Any]:
-    """The document that `with_checksum` wrote.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """The document that `with_checksum` wrote. Raises ValueError: it is damaged."""
     body = document(blob)
     if body.pop("xxh3", None) != body_checksum(body):
         raise ValueError("it does not match its own checksum")
@@ -291,11 +283,7 @@ def mark_key(run: str, stream: str) -> str:
 
 
 def write_mark(storage: Storage, run: str, stream: str, version: Version) -> None:
-    """Writes the mark to storage; a checkpoint counts as stored once it is there.
-
-    Raises:
-        StorageError: the storage failed.
-    """
+    """Writes the mark to storage; a checkpoint counts as stored once it is there. Raises StorageError: the storage failed."""
     storage.put(mark_key(run, stream), [with_checksum(Mark(run=run, stream=stream, version=version))])
 
 

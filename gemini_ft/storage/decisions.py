@@ -139,7 +139,6 @@ def decide(look: Look, history: str | None = None, found: bool = False) -> Answe
     """Decides which checkpoint to resume.
 
     Args:
-        look: what was seen.
         history: an incarnation, by name; resume the line that went through it, as far as it has come by now.
        found: accept the newest that is there, although something newer was reported as stored. The choice of a history does not
             imply that: it may have been made long ago, and the line have come further than can be seen now.
@@ -179,7 +178,6 @@ def gives_way(memory: Version, told: Iterable[tuple[Incarnation, Descent]], foun
         memory: the newest version that is whole in memory.
         told: sessions of the hosts, and their descent.
         found: the checkpoint that storage would resume.
-        history: the user's choice.
     """
     told = _told_of(memory, told)
     this = Sighting("", memory, "whole", continued(memory, told))
@@ -219,7 +217,6 @@ def superseded_by(
 
     Args:
         look: everything that is there.
-        newest: the checkpoint that has just been stored and read back.
         sound: folders of checkpoints that were read back as sound.
         keep_last: how many of them to keep.
         keep_every: also keep those whose iteration divides by this; of one iteration, the newest.

@@ -78,9 +78,7 @@ def sweep(
     Args:
         folder: where; it may be missing. What has another kind of name, or is no plain file, is left alone.
         now: by the clock of the file system; None: it is not known yet, and nothing is judged by its age.
-        prefix: with which the names begin.
         written: tells when the writer of a file has last written something.
-        remove: takes a dead writer's file away.
     """
     with suppress(FileNotFoundError):
         domain = _domain(folder)

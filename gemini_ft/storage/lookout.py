@@ -44,8 +44,6 @@ class Lookout:
 
     Args:
         reopen: opens the storage, with connections of its own.
-        run: whose checkpoints.
-        stream: which line of them.
         remembered: versions that hosts remember as stored.
     """
 
@@ -176,10 +174,6 @@ class Lookout:
 
 def newest_whole(storage: Storage, run: str, stream: str) -> Manifest | None:
     """The checkpoint that a job would resume; None: storage proves that there never was one.
-
-    Args:
-        run: whose checkpoints.
-        stream: which line of them.
 
     Raises:
         StorageUnclearError: there is one, or there has been, and which cannot be told.

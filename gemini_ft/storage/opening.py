@@ -15,9 +15,6 @@ def open_storage(url: str, endpoint_url: str | None = None, max_bandwidth: int |
     """Returns the storage behind ``file:///folder`` or ``s3://bucket/prefix``; nothing is touched before it is used.
 
     Args:
-        url: of the storage.
-        endpoint_url: of an S3-compatible store; default: boto3's own choice.
-        max_bandwidth: bytes per second that uploads to S3 may take.
         deletes: whether `Storage.delete` does anything; else files stay until they are deleted by other means.
 
     Raises:

@@ -37,8 +37,6 @@ class Retention:
 
     Args:
         reopen: opens the storage, with connections of its own.
-        run: whose checkpoints.
-        stream: which line of them.
         keep_last: newest checkpoints to keep, all of them read back as sound; None: nothing is deleted.
         keep_every: also keep those whose iteration divides by this; of one iteration, the newest.
         damaged: folders of checkpoints that are known to be damaged; they count for nothing.

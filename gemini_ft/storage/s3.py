@@ -45,15 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class S3Storage:
-    """A `Storage` of objects under ``s3://bucket/prefix``.
-
-    Args:
-        bucket: the bucket; it must exist.
-        prefix: put before every key; empty for none.
-        endpoint_url: of a store that is not AWS; default: boto3's (AWS_ENDPOINT_URL_S3, profile, AWS).
-        max_bandwidth: bytes per second uploads may take together; None: no limit.
-        deletes: see `open_storage`.
-    """
+    """A `Storage` of objects under ``s3://bucket/prefix``, in a bucket that exists; `gemini_ft.config.StorageConfig` has the options."""
 
     is_one_place = True
 
@@ -236,9 +228,6 @@ class S3Storage:
         """Makes sure that the store has kept what it was given.
 
         Args:
-            key: of the object.
-            size: of what it was given, in bytes.
-            checksum: of that, the CRC-32.
             tag: the store's name for what it has kept, by its answer; empty: the answer had none; None: nobody else writes there.
 
         Raises:

@@ -83,7 +83,6 @@ def explained(url: str, what: str, silence: float) -> Iterator[None]:
     """Turns boto3's errors into StorageErrors.
 
     Args:
-        url: of the storage.
         what: that did not work, as in "cannot read a/b".
         silence: seconds after which a request that gets no answer fails.
     """

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, chain
 from random import randrange
 from struct import pack, unpack
@@ -105,11 +105,7 @@ class Committed:
     chunk_bytes: int
 
     def check(self, key: str, layout: bytes, checksums: Sequence[int], nbytes: int, extras: memoryview | bytes) -> None:
-        """Forms the root of a shard, and compares it with the committed one.
-
-        Raises:
-            CorruptDataError: they differ.
-        """
+        """Forms the root of a shard, and compares it with the committed one. Raises CorruptDataError: they differ."""
         view, step = memoryview(extras), self.chunk_bytes
         every = [*checksums, *(checksum(view[at : at + step]) for at in range(0, len(view), step))]
         found = shard_root(self.owner, self.version, layout_digest(layout), (nbytes, len(view), step), every)
@@ -131,12 +127,7 @@ def write_shard(
     """Writes one shard straight from its slot; an object that has this key is replaced.
 
     Args:
-        storage: where to.
-        key: see `gemini_ft.storage.checkpoints.shard_key`.
-        layout: what lies where in ``data``.
         data: the slot, at least ``layout.nbytes`` bytes; it must not change before the call returns.
-        extras: the encoded small state.
-        sent: see `Storage.put`.
         committed: what the chunks must be.
 
     Raises:
@@ -180,8 +171,6 @@ class StoredShard:
     bytes do not match their checksum, and `StorageError` where the storage fails.
 
     Args:
-        storage: where it is.
-        record: of the object.
         whole: all of it will be read, so that a small one comes in one request, if its data is read in one go: straight to its place.
     """
 
@@ -250,13 +239,8 @@ class StoredShard:
 
     def verify(self) -> None:
         """Reads the whole object and compares it with its checksum."""
-        whole = xxhash.xxh3_64()
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, self.record.nbytes)))
-        for start in range(0, self.record.nbytes, CHUNK_BYTES):
-            part = buffer[: min(CHUNK_BYTES, self.record.nbytes - start)]
-            self._storage.get_range(self.record.key, start, part)
-            whole.update(part)
-        self._compare("the object", whole.hexdigest(), self.record.xxh3)
+        whole = self._hashed(0, self.record.nbytes, partial(self._storage.get_range, self.record.key))
+        self._compare("the object", whole, self.record.xxh3)
 
     def sample(self) -> None:
         """Reads the small parts and the first, the last and one other chunk: lost, cut or exchanged bytes show without reading all."""
@@ -267,18 +251,20 @@ class StoredShard:
             self._verify_chunk(index)
 
     def _verify_chunk(self, index: int) -> None:
-        """Compares a chunk with its checksum, in pieces of `CHUNK_BYTES`: holes of a file may make a chunk as large as a record claims.
-
-        Raises:
-            CorruptDataError: it is damaged.
-        """
+        """Compares a chunk with its checksum. Raises CorruptDataError: it is damaged."""
         begin, end = self._chunk(index)
-        whole, buffer = xxhash.xxh3_64(), memoryview(bytearray(min(CHUNK_BYTES, end - begin)))
-        for start in range(begin, end, CHUNK_BYTES):
-            part = buffer[: min(CHUNK_BYTES, end - start)]
-            self._get(self.record.data.offset + start, part)
+        found = self._hashed(self.record.data.offset + begin, end - begin, self._get)
+        self._compare(f"bytes {begin} to {end} of its data", found, f"{self.digests[index]:016x}")
+
+    @staticmethod
+    def _hashed(offset: int, nbytes: int, get: Callable[[int, memoryview], None]) -> str:
+        """The checksum of what ``get`` reads, in pieces of `CHUNK_BYTES`: with holes a chunk may be as large as its record claims."""
+        whole, buffer = xxhash.xxh3_64(), memoryview(bytearray(min(CHUNK_BYTES, nbytes)))
+        for start in range(0, nbytes, CHUNK_BYTES):
+            part = buffer[: min(CHUNK_BYTES, nbytes - start)]
+            get(offset + start, part)
             whole.update(part)
-        self._compare(f"bytes {begin} to {end} of its data", whole.hexdigest(), f"{self.digests[index]:016x}")
+        return whole.hexdigest()
 
     @property
     def _name(self) -> str:

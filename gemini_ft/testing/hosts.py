@@ -209,11 +209,7 @@ class EmulatedHosts:
         return found
 
     def finish(self, timeout: float = 300.0) -> None:
-        """Waits until the job is done.
-
-        Raises:
-            DrillError: a launcher ended with an error, or is still running after ``timeout`` seconds.
-        """
+        """Waits until the job is done. Raises DrillError: a launcher ended with an error, or is still running after ``timeout`` seconds."""
         until = time.monotonic() + timeout
         while self.alive:
             if time.monotonic() > until:

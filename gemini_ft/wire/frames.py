@@ -13,20 +13,16 @@ import ssl
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from gemini_ft.errors import PeerError, SecretError
+from gemini_ft.errors import PeerError
 from gemini_ft.wire.lane import ID_BYTES, MARK, BlockingLane, deadline, in_time, lanes_of
 from gemini_ft.wire.messages import MAX_MESSAGE, kind_of, pack
-from gemini_ft.wire.network import Addresses
+from gemini_ft.wire.network import Addresses, as_peer_error
 from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage, peers
 from gemini_ft.wire.trust import tls_context
 
 
 def frame_length(head: bytes | bytearray | memoryview, limit: int = MAX_MESSAGE) -> int:
-    """Length of the body that follows the 4 bytes of ``head``.
-
-    Raises:
-        PeerError: it is empty, or of more than ``limit`` bytes.
-    """
+    """Length of the body that follows the 4 bytes of ``head``. Raises PeerError: it is empty, or of more than ``limit`` bytes."""
     length = int.from_bytes(head, "big")
     if not 0 < length <= limit:
         raise PeerError(f"a message of {length:,} bytes was announced, 1 to {limit:,} are allowed; the other side is not gemini-ft")
@@ -40,11 +36,7 @@ class FrameBuffer:
         self._bytes = bytearray()
 
     def bodies(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """Bodies of the frames that are complete with these bytes.
-
-        Raises:
-            PeerError: what has come is no frame.
-        """
+        """Bodies of the frames that are complete with these bytes. Raises PeerError: what has come is no frame."""
         self._bytes += data
         while len(self._bytes) >= 4 and len(self._bytes) >= 4 + (length := frame_length(self._bytes[:4])):
             body = bytes(self._bytes[4 : 4 + length])
@@ -70,9 +62,6 @@ class BlockingWire:
     """A blocking, authenticated connection to a peer's agent, through which workers read replicas.
 
     Args:
-        address: of the agent.
-        claims: this side's introduction.
-        secret: the run's.
         timeout: seconds to wait for each answer.
         further: the agent's addresses in other networks, over which lanes are spread; one that takes no connection in is passed over.
 
@@ -93,18 +82,8 @@ class BlockingWire:
                     for number, opens in enumerate(accepted.lanes)
                 ]
                 self._payloads = itertools.count()
-            except ssl.SSLCertVerificationError:
-                raise SecretError(
-                    f"the agent at {self.peer} does not know this run's secret; something else listens at its address"
-                ) from None
-            except ssl.SSLError as error:
-                raise PeerError(
-                    f"no TLS handshake with {self.peer} ({error.reason or error}); it is no agent, or of another gemini-ft"
-                ) from None
             except OSError as error:
-                raise PeerError(
-                    f"the agent at {self.peer} did not answer within {timeout:g} s ({error}); is its host up, and its port open?"
-                ) from None
+                raise as_peer_error(error, f"the agent at {self.peer}", timeout) from None
             on_error.pop_all()
 
     def _be_accepted(self, claims: Claims) -> Accepted:

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gemini_ft.errors import AgentError, ConfigError, GeminiError, PeerError, SecretError
+from gemini_ft.errors import AgentError, ConfigError, GeminiError, PeerError
 from gemini_ft.wire.fair_share import FairShare
 from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES, MARK, BlockingLane, lanes_of
 from gemini_ft.wire.lane_thread import LaneThread
 from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, kind_of
-from gemini_ft.wire.network import Addresses, bound, connected
+from gemini_ft.wire.network import Addresses, as_peer_error, bound, connected
 from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage
-from gemini_ft.wire.tcp import SHORT_FRAME, Address, Connection, Handler, prepare
+from gemini_ft.wire.tcp import SHORT_FRAME, Address, Connection, Handler, MessagesOnly, prepare
 from gemini_ft.wire.trust import tls_context
 
 TIMEOUT = 10.0  # seconds that an unknown peer may take
@@ -42,7 +42,7 @@ Accept = Callable[[Connection, Claims], Handler]
 Encrypt = Callable[[str], bool]  # given a stream, whether this side wants its payloads encrypted; asked for each connection
 
 
-class _Dialling:
+class _Dialling(MessagesOnly):
     """The dialling side. The real handler takes over at once: its first message may come in the same packet."""
 
     def __init__(self, claims: Claims, handler: Handler) -> None:
@@ -63,9 +63,6 @@ class _Dialling:
             self._fail(PeerError(f"it sent {kind_of(message)!r} in place of a handshake; another gemini-ft listens there"))
         return None
 
-    def on_bytes(self, message: PeerMessage, digest: int) -> None:
-        raise PeerError("raw bytes during the handshake")
-
     def on_lost(self, reason: str) -> None:
         self._fail(PeerError(reason))
 
@@ -77,10 +74,6 @@ async def dial(address: Address, claims: Claims, secret: bytes, handler: Handler
     """Connects to a peer's agent.
 
     Args:
-        address: of the agent.
-        claims: this side's introduction.
-        secret: the run's.
-        handler: receives the messages.
         further: the agent's addresses in other networks. Lanes are spread over all networks; one that takes no connection in is passed
             over.
 
@@ -104,7 +97,7 @@ async def dial(address: Address, claims: Claims, secret: bytes, handler: Handler
     except BaseException as error:
         opening.connection.abort("the handshake failed")
         opening.accepted.cancel()
-        raise as_peer_error(error, where) from None
+        raise as_peer_error(error, where, TIMEOUT) from None
     return opening.connection
 
 
@@ -120,23 +113,10 @@ async def certificate_at(address: Address, secret: bytes, *, further: Sequence[s
             context = tls_context(secret, server=False)
             _, writer = await asyncio.open_connection(ssl=context, server_hostname="", **await Addresses(address, further).target())
     except BaseException as error:
-        raise as_peer_error(error, f"the agent at {address[0]}:{address[1]}") from None
+        raise as_peer_error(error, f"the agent at {address[0]}:{address[1]}", TIMEOUT) from None
     shown: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     writer.transport.abort()
     return shown
-
-
-def as_peer_error(error: BaseException, where: str) -> BaseException:
-    """The error that a failed handshake with ``where`` stands for."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return SecretError(f"{where}: the peer does not know this run's secret; something else listens at its address")
-    if isinstance(error, ssl.SSLError):
-        return PeerError(f"{where}: no TLS handshake ({error.reason or error}); it is not an agent, or one of another gemini-ft")
-    if isinstance(error, OSError | TimeoutError):
-        return PeerError(f"{where} does not answer ({str(error) or 'timeout'}); is its host up, and its port open?")
-    if isinstance(error, GeminiError):
-        return type(error)(f"{where}: {error}")
-    return error
 
 
 async def open_lane(address: Address, opens: bytes, *, encrypt: bool, peer: str) -> LaneThread:
@@ -326,7 +306,7 @@ class Listener:
             waiting.connection.abort("its lane did not come in time")
 
 
-class _Greeting:
+class _Greeting(MessagesOnly):
     """The listening side until a connection is admitted."""
 
     def __init__(self, admit: Callable[[Connection, Claims], None]) -> None:
@@ -341,9 +321,6 @@ class _Greeting:
         self.over.set_result(None)
         self._admit(self.connection, message)
         return None
-
-    def on_bytes(self, message: PeerMessage, digest: int) -> None:
-        raise PeerError("raw bytes during the handshake")
 
     def on_lost(self, reason: str) -> None:
         _fail(self.over, PeerError(reason) if self.connection.refused else _HungUpError(reason))

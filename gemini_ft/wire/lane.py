@@ -97,11 +97,7 @@ class Unseal:
             self._open.authenticate_additional_data(piece)
 
     def check(self, tag: bytes | bytearray, peer: str) -> None:
-        """Checks that the payload is the one that the other end sent; the next payload begins.
-
-        Raises:
-            PeerError: it is not.
-        """
+        """Checks that the payload is the one that the other end sent; the next payload begins. Raises PeerError: it is not."""
         context, self._open = self._open, self._ciphers.next().decryptor()
         try:
             context.finalize_with_tag(bytes(tag))
@@ -149,10 +145,6 @@ class BlockingLane:
 
     Args:
         sock: connected, blocking or with a timeout.
-        key: of this lane alone.
-        dialled: whether this end has dialled.
-        encrypt: whether payloads are encrypted.
-        peer: the other end, for errors.
     """
 
     def __init__(self, sock: socket.socket, key: bytes, *, dialled: bool, encrypt: bool, peer: str) -> None:
@@ -180,7 +172,6 @@ class BlockingLane:
 
         Args:
             targets: where it goes, one after the other; None: nobody wants it.
-            nbytes: length of the payload.
 
         Raises:
             OSError: the lane is broken.

@@ -72,11 +72,7 @@ class BusyTime:
 
 
 class LaneThread:
-    """One end of a lane, on the event loop.
-
-    Args:
-        lane: of which this thread has the only use from now on.
-    """
+    """One end of a lane, on the event loop. ``lane``: of which this thread has the only use from now on."""
 
     def __init__(self, lane: BlockingLane) -> None:
         self._lane = lane
@@ -128,7 +124,6 @@ class LaneThread:
 
         Args:
             target: where it goes; None: it is thrown away.
-            nbytes: length of the payload.
             done: called with the payload's checksum when it is whole and is what the other end sent, or with the error.
         """
         self._order(partial(self._lane.receive, None if target is None else [target], nbytes), done)

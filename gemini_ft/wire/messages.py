@@ -106,11 +106,7 @@ class Paced(Message):
 
 
 class Channel(Generic[M]):
-    """The kinds of messages that one side may send to another.
-
-    Args:
-        kinds: their union, of subclasses of Message and of dataclasses.
-    """
+    """The kinds of messages that one side may send to another. ``kinds``: their union, of subclasses of Message and of dataclasses."""
 
     def __init__(self, kinds: UnionType) -> None:
         self._kinds: dict[str, type[M]] = {kind_of(kind): kind for kind in get_args(kinds)}

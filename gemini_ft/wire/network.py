@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import psutil
 
 from gemini_ft.config import processors
-from gemini_ft.errors import ConfigError
+from gemini_ft.errors import ConfigError, GeminiError, PeerError, SecretError
 
 T = TypeVar("T")
 _LARGEST_PORT = 2**16 - 1
@@ -141,6 +141,19 @@ async def connected(address: tuple[str, int]) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def as_peer_error(error: BaseException, where: str, seconds: float) -> BaseException:
+    """The error that a failed handshake with ``where``, which was given some time for it, stands for."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return SecretError(f"{where}: the peer does not know this run's secret; something else listens at its address")
+    if isinstance(error, ssl.SSLError):
+        return PeerError(f"{where}: no TLS handshake ({error.reason or error}); it is not an agent, or one of another gemini-ft")
+    if isinstance(error, OSError | TimeoutError):
+        return PeerError(f"{where} did not answer within {seconds:g} s ({str(error) or 'timeout'}); is its host up, and its port open?")
+    if isinstance(error, GeminiError):
+        return type(error)(f"{where}: {error}")
+    return error
 
 
 def processors_near(address: str) -> set[int]:

@@ -26,7 +26,7 @@ from gemini_ft.errors import PeerError
 from gemini_ft.wire.fair_share import FairShare
 from gemini_ft.wire.frames import frame_length
 from gemini_ft.wire.lane_thread import BusyTime, LaneThread, Meter, Outcome, Valve, metered
-from gemini_ft.wire.messages import MAX_MESSAGE, MOST_VALUES, Chunk, pack
+from gemini_ft.wire.messages import MAX_MESSAGE, MOST_VALUES, Chunk, kind_of, pack
 from gemini_ft.wire.peer_messages import Data, Heartbeat, PeerMessage, Unchanged, peers
 
 Address = tuple[str, int]
@@ -52,6 +52,13 @@ class Handler(Protocol):
 
     def on_lost(self, reason: str) -> None:
         """Records that the connection is closed; nothing refers to payloads any more."""
+
+
+class MessagesOnly:
+    """A part of a `Handler` whose connection carries no payloads."""
+
+    def on_bytes(self, message: PeerMessage, digest: int) -> None:
+        raise PeerError(f"raw bytes after {kind_of(message)!r}, on a connection for messages alone")
 
 
 class Connection(asyncio.BufferedProtocol):

@@ -76,11 +76,7 @@ class OwnAttempt:
         return self._order
 
     def look(self) -> None:
-        """Hears what the launcher has said.
-
-        Raises:
-            ConnectionError: the launcher is gone.
-        """
+        """Hears what the launcher has said. Raises ConnectionError: the launcher is gone."""
         try:
             received = channel.receive(self._end)
         except BlockingIOError:
@@ -150,11 +146,7 @@ def next_name(kind: str) -> str:
 
 
 def leave_if_over() -> None:
-    """Ends the attempt, if another worker has failed meanwhile.
-
-    Raises:
-        OverError: another worker has failed.
-    """
+    """Ends the attempt, if another worker has failed meanwhile. Raises OverError: another worker has failed."""
     if present is not None:
         present.leave_if_over()
 

@@ -38,7 +38,6 @@ class Courier:
     """The courier of one worker. Making it is collective over the default process group.
 
     Args:
-        traffic: the user's wishes.
         timeout: seconds that a transfer may take.
         tell: sends a message to the agent.
         slots: the slots of this worker's own shard, by index.

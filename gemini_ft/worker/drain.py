@@ -82,11 +82,7 @@ class Drain:
         return not self._stores or self._stored == iteration or time.monotonic() - self._since > self._seconds / 2
 
     def leave(self, iteration: int) -> None:
-        """Ends this rank.
-
-        Raises:
-            DrainedError: always.
-        """
+        """Ends this rank. Raises DrainedError: always."""
         notes.say(notes.DRAINED)
         _log.warning("drained: iteration %d is committed; this rank leaves with status %d", iteration, DrainedError.exit_status)
         raise DrainedError

@@ -86,8 +86,6 @@ def agree_on_secret(everyone: Sequence[Introduction], mine: bytes, rank: int, ti
     Args:
         everyone: introductions in rank order; of secrets they have fingerprints only.
         mine: the secret that this rank's agent has.
-        rank: this rank.
-        timeout: seconds to wait for the other ranks.
 
     Raises:
         SecretError: the ranks were given different secrets.

@@ -18,6 +18,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient, as_error
 from gemini_ft.config import GeminiConfig
 from gemini_ft.core.decisions import Abort, Commit
+from gemini_ft.core.diligence import Diligence
 from gemini_ft.core.faults import World
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, GeminiError
@@ -62,7 +63,6 @@ from gemini_ft.worker.rendezvous import exchange_or_raise
 from gemini_ft.worker.reservation import Reservation
 from gemini_ft.worker.session import WorkerSession, join
 from gemini_ft.worker.snapshot import PendingSnapshot, Snapshotter
-from gemini_ft.worker.supervision import Supervision
 
 _log = logging.getLogger("gemini_ft")
 _POLL = 0.001  # seconds
@@ -101,21 +101,20 @@ class Recorder:
         self._hear = hear
         self.session: WorkerSession = join(config, name, self._hear, resizable)
         drain.attend(self.session.run, self.session.host)
-        self._supervision = Supervision(lambda: self.client, config.agent_timeout)
+        self._diligence = Diligence(config.agent_timeout)  # used by several threads, whose looks may overlap
         try:
             self.events = EventLog(self.session.run, stream=name, rank=self.session.rank, host=self.session.host)
             self._copying = Snapshotter(
                 self.session.rank,
                 root=lambda job: self._reservation.root(job),
-                tell=lambda message: self.client.tell(message),
-                lost=lambda: self.client.lost,
+                client=lambda: self.client,
                 recover=self._reconnect,
                 on_discard=self._outcomes.discarded,
                 verify=config.verify,
                 waits=config.waits,
                 timeout=config.timeout,
                 grant_timeout=config.agent_timeout + config.replica_timeout if config.agent_timeout else None,
-                supervision=self._supervision,
+                diligence=self._diligence,
             )
         except BaseException:
             self.client.close()
@@ -147,8 +146,6 @@ class Recorder:
 
         Args:
             iteration: how often the optimizers have stepped.
-            state: the state to capture.
-            extras: the caller's own.
             given: hyperparameters as the script gave them.
 
         Raises:
@@ -197,11 +194,7 @@ class Recorder:
             self._fit(state, {"extras": extras, "given": given})
 
     def compare(self, state: TrainingState) -> None:
-        """Compares what all ranks must hold alike, now. Collective.
-
-        Raises:
-            ReplicaDivergedError: it differs.
-        """
+        """Compares what all ranks must hold alike, now. Collective. Raises ReplicaDivergedError: it differs."""
         self._reservation.compare(state, state.survey())
 
     def _is_compared(self, iteration: int) -> bool:
@@ -241,7 +234,7 @@ class Recorder:
     def suspended(self, iteration: int) -> Any:
         """Makes no sign of life due meanwhile."""
         self._suspended += 1
-        self._supervision.begin()
+        self._diligence.begin()
         self._sign_of_life(iteration)
         try:
             yield
@@ -456,7 +449,7 @@ class Recorder:
             case Commit(version=Version(iteration=iteration), freeze=freeze, digest_at=digest_at):
                 self._stats.committed = iteration
                 self._note_commit()
-                self._supervision.committed()
+                self._diligence.committed()
                 self.drain.committed(iteration, freeze)
                 self._digest_at = digest_at
                 self._outcomes.committed(iteration, self._at)
@@ -510,7 +503,7 @@ class Recorder:
             client.close()
             raise
         session.client = client
-        self._supervision.replaced()
+        self._diligence.replaced(time.monotonic())
         # The next agent gives numbers of its own: until they have come, nothing that it grants may be taken for one of the old slots.
         self._copying.slots = {-1 - number: slot for number, slot in enumerate(self._copying.slots.values())}
         old.close()

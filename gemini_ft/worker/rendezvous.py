@@ -238,7 +238,6 @@ def exchange(obj: T, timeout: float = 60.0) -> list[T]:
 
     Args:
         obj: anything that can be pickled. Where ranks say the same, they get one object for it: it must not be changed.
-        timeout: seconds to wait for the other ranks.
 
     Returns:
         The objects of all ranks, in rank order.
@@ -285,7 +284,6 @@ def exchange_alike(blobs: Sequence[bytes], marks: Sequence[Sequence[bytes]], tim
     Args:
         blobs: of this rank; every rank has as many.
         marks: rank -> the `mark_of` each of its blobs, as all ranks know them.
-        timeout: seconds to wait for the other ranks.
 
     Returns:
         Rank -> its blobs.

@@ -84,11 +84,8 @@ class Chooser:
     """Finds what to resume, the same on every rank: collective.
 
     Args:
-        client: this rank's agent.
         everyone: what all ranks have said, by rank.
-        stream: which stream of snapshots.
         reopen: opens the storage anew; None: there is none.
-        rank: this rank.
         resizable: whether what another number of ranks has made can be loaded.
     """
 

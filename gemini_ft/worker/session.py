@@ -109,7 +109,6 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None]
     """Joins the run. Collective.
 
     Args:
-        stream: which of the run's streams of snapshots.
         on_event: for what the agent says of its own accord; on a thread of the client.
         resizable: whether what another number of ranks has made can be resumed.
 

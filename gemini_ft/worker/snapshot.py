@@ -19,15 +19,16 @@ from enum import StrEnum
 import torch
 
 from gemini_ft import accelerator
+from gemini_ft.agent.client import AgentClient
 from gemini_ft.agent.lifecycle import yield_to_training
+from gemini_ft.core.diligence import Diligence
 from gemini_ft.core.roots import checksum
 from gemini_ft.errors import AgentError, ConcurrentWriteError, GeminiError
 from gemini_ft.state.copy_plan import CopyPlan, MappedSlot, Marks, same_bytes
 from gemini_ft.wire.messages import Chunk
-from gemini_ft.wire.worker_messages import ENDING, LATE, WRITTEN, Copied, GiveUp, HoldsBack, Landed, Request, ToAgent
+from gemini_ft.wire.worker_messages import ENDING, LATE, WRITTEN, Copied, GiveUp, HoldsBack, Landed, Request
 from gemini_ft.worker.attempt import leave_if_over
 from gemini_ft.worker.copy_window import CopyWindow
-from gemini_ft.worker.supervision import Supervision
 
 _GRANT_POLL = 0.25  # seconds between looks at whether the agent still lives
 _GLANCE = 0.1  # seconds between looks for the end of the attempt
@@ -94,17 +95,14 @@ class Snapshotter:
     the update between the two and the next copies stand behind them.
 
     Args:
-        owner: this rank.
         root: forms the root of a copy that is whole.
-        tell: sends a message to the agent; raises AgentError when it is gone.
-        lost: whether the agent is gone.
+        client: the connection to the present agent.
         recover: called on the thread when the agent is gone; brings a new one up, or raises GeminiError.
         on_discard: called with iteration and reason when a snapshot is given up.
         verify: compare each copy with the live state before the update, and declare it copied only then.
         waits: whether an update waits for a snapshot that is late; else the snapshot is given up.
-        timeout: seconds a wait may take.
         grant_timeout: seconds an update waits for a slot.
-        supervision: judges the agent by its answers; None: nobody does.
+        diligence: by which the agent is judged: its requests and answers are noted there.
     """
 
     def __init__(
@@ -112,19 +110,18 @@ class Snapshotter:
         owner: int,
         *,
         root: Callable[[PendingSnapshot], str],
-        tell: Callable[[ToAgent], None],
-        lost: Callable[[], bool],
+        client: Callable[[], AgentClient],
         recover: Callable[[], None],
         on_discard: Callable[[int, str], None],
         verify: bool,
         waits: bool,
         timeout: float,
+        diligence: Diligence,
         grant_timeout: float | None = None,
-        supervision: Supervision | None = None,
     ) -> None:
-        self._supervision = supervision
+        self._client, self._diligence = client, diligence
         self._grant_timeout = timeout if grant_timeout is None else min(timeout, grant_timeout)
-        self._owner, self._root, self._tell, self._lost, self._recover, self._on_discard = owner, root, tell, lost, recover, on_discard
+        self._owner, self._root, self._recover, self._on_discard = owner, root, recover, on_discard
         self._verify, self._waits, self._timeout = verify, waits, timeout
         self.plan: CopyPlan | None = None
         self.slots: dict[int, MappedSlot] = {}
@@ -290,8 +287,7 @@ class Snapshotter:
 
     def answered(self) -> None:
         """Records that the agent has answered a request, even if only to say that no slot is free yet."""
-        if self._supervision is not None:
-            self._supervision.answered()
+        self._diligence.answered()
 
     def granted(self, iteration: int, slot: int) -> None:
         """Takes the agent's grant of a slot."""
@@ -373,7 +369,7 @@ class Snapshotter:
 
     def _mend(self) -> None:
         """Revives an agent that has died between two snapshots: the other hosts cannot commit without it."""
-        if self._lost() and self.slots:
+        if self._client().lost and self.slots:
             with contextlib.suppress(GeminiError):
                 self._bring_back()
 
@@ -392,16 +388,15 @@ class Snapshotter:
         """Tells the agent with each snapshot how many steps apart they must be; a lower figure counts only after several of them."""
         steps, why = self._window.need
         if not self._waits and (steps > 1 or self._holds_back):
-            self._tell(HoldsBack(steps=steps, why=why))
+            self._client().tell(HoldsBack(steps=steps, why=why))
         self._holds_back |= steps > 1
 
     def _take(self, job: PendingSnapshot) -> None:
         self._window.follow(job)
         self._say_what_copies_need()
         self.newest = job.iteration
-        if self._supervision is not None:
-            self._supervision.asked()
-        self._tell(Request(iteration=job.iteration, held=job.held))
+        self._diligence.asked(time.monotonic())
+        self._client().tell(Request(iteration=job.iteration, held=job.held))
         while not self._has_answer(job):
             self._look(job)
             self._give_up_if_late(job)
@@ -431,14 +426,9 @@ class Snapshotter:
             self._declare(job)
 
     def _look(self, job: PendingSnapshot) -> None:
-        """Looks whether the agent lives, and works.
-
-        Raises:
-            AgentError: it does not.
-        """
-        if self._supervision is not None:
-            self._supervision.look()
-        if self._lost():
+        """Looks whether the agent lives, and works. Raises AgentError: it does not."""
+        self._client().judge(self._diligence)
+        if self._client().lost:
             raise AgentError("the agent ended")
 
     def _has_answer(self, job: PendingSnapshot) -> bool:
@@ -517,7 +507,7 @@ class Snapshotter:
     def _land(self, job: PendingSnapshot, upto: int, event: accelerator.Event) -> None:
         """Tells the agent, once they are there, that all bytes up to some place have come."""
         event.synchronize()
-        self._tell(Landed(iteration=job.iteration, upto=upto))
+        self._client().tell(Landed(iteration=job.iteration, upto=upto))
 
     def _await_device(self) -> None:
         """Waits for copies that are given up: they need their slots, which go when there is another agent, or none."""
@@ -535,13 +525,13 @@ class Snapshotter:
     def _publish(self, job: PendingSnapshot, index: int, slot: MappedSlot, offset: int, nbytes: int) -> None:
         digest = checksum(slot.view[offset : offset + nbytes])
         job.checksums.append(digest)
-        self._tell(Chunk(owner=self._owner, iteration=job.iteration, index=index, offset=offset, nbytes=nbytes, digest=digest))
+        self._client().tell(Chunk(owner=self._owner, iteration=job.iteration, index=index, offset=offset, nbytes=nbytes, digest=digest))
 
     def _declare(self, job: PendingSnapshot) -> None:
         job.finished = True
         digest = self._digest(job) if job.digest is not None else ""
         root = self._root(job) if job.ready is None or self._verify else ""  # else the agent alone forms it
-        self._tell(Copied(iteration=job.iteration, extras_bytes=len(job.extras), digest=digest, root=root))
+        self._client().tell(Copied(iteration=job.iteration, extras_bytes=len(job.extras), digest=digest, root=root))
 
     def _digest(self, job: PendingSnapshot) -> str:
         assert job.digest is not None
@@ -555,7 +545,7 @@ class Snapshotter:
         job.cancelled = job.cancelled or reason
         job.finished = True
         self._on_discard(job.iteration, reason)
-        self._tell(GiveUp(iteration=job.iteration, reason=reason))
+        self._client().tell(GiveUp(iteration=job.iteration, reason=reason))
 
     def _fail(self, job: PendingSnapshot, error: GeminiError) -> None:
         """Revives an agent that went away in the middle, and tells it that this snapshot is lost."""
@@ -567,6 +557,6 @@ class Snapshotter:
             self._condition.notify_all()
         try:
             self._bring_back()
-            self._tell(GiveUp(iteration=job.iteration, reason="this host's agent was restarted"))
+            self._client().tell(GiveUp(iteration=job.iteration, reason="this host's agent was restarted"))
         except GeminiError as failure:
             self._on_discard(job.iteration, f"training goes on without snapshots: {failure}")

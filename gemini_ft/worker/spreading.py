@@ -41,7 +41,6 @@ def fill(session: WorkerSession, state: TrainingState, extras: Mapping[int, Any]
     """Reads everything this rank needs into the tensors of ``state``. `TrainingState.apply_extras` is due when all ranks have done so.
 
     Args:
-        state: what to fill.
         extras: rank of the job that made the snapshot -> what it gave as extras; at least those this rank needs.
 
     Returns:

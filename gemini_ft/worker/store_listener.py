@@ -21,7 +21,6 @@ def await_store(environ: Mapping[str, str], seconds: float = _MOST_SECONDS) -> N
     which may take it seconds where names cannot be resolved.
 
     Args:
-        environ: this worker's environment, as torchrun sets it.
         seconds: after which it is left to torch, at most 10.
     """
     try:

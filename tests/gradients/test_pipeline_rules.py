@@ -201,11 +201,11 @@ class TestFiles:
     @pytest.mark.parametrize(
         ("name", "content", "words"),
         [
-            ("broken.yaml", b"a: [1", "not valid .yaml: while parsing a flow sequence"),
+            ("broken.yaml", b"a: [1", "not valid .yaml: expected ',' or ']'"),
             ("broken.json", b"{", "not valid .json: Expecting property name"),
             ("other.json", b'{"train_batch_size": 8}', "has no gradient_pipeline, only train_batch_size"),
             ("number.yaml", b"3", "=3: must be a list of rules"),
-            ("binary.json", b"\xff\xfe\x00", "is no text; give a JSON or YAML file with a gradient_pipeline"),
+            ("binary.json", b"\xff\xfe\x00", "cannot be read (it is no text); give a JSON or YAML file"),
             ("wrong.yaml", b"gradient_pipeline: [{params: '*', sync: y}]", "rule 1, sync={'scheme': 'y'}"),
         ],
     )
@@ -218,7 +218,7 @@ class TestFiles:
 
     def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
         file = tmp_path / "no.yaml"
-        assert refusal(file) == f"{file}: cannot be read (No such file or directory); give a JSON or YAML file with a gradient_pipeline"
+        assert refusal(file) == f"{file}: cannot be read (No such file or directory); give a JSON or YAML file"
 
 
 class Model(nn.Module):

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from agent_kit import eventually
+from agent_kit import connection, eventually
 from capture_kit import slot_of
 from device_waits import WAITS, source_without
 from fake_accelerator import DEVICE, FakeAccelerator, installed
@@ -27,6 +27,7 @@ import gemini_ft
 import gemini_ft.worker.snapshot
 from gemini_ft import accelerator
 from gemini_ft.config import TrafficConfig
+from gemini_ft.core.diligence import Diligence
 from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.core.roots import checksum
 from gemini_ft.errors import AgentError
@@ -48,13 +49,13 @@ def _snapshotter(module: Any, tell: Callable[[Any], None], recover: Callable[[],
     return module.Snapshotter(
         0,
         root=lambda job: "",
-        tell=tell,
-        lost=lambda: False,
+        client=connection(tell),
         recover=recover,
         on_discard=lambda *_: None,
         verify=False,
         waits=waits,
         timeout=60.0,
+        diligence=Diligence(0.0),
     )
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Self
 
 import pytest
-from agent_kit import eventually
+from agent_kit import connection, eventually
 
+from gemini_ft.core.diligence import Diligence
 from gemini_ft.errors import AgentError
 from gemini_ft.wire.worker_messages import ENDING, LATE, GiveUp, Request, ToAgent
 from gemini_ft.worker.copy_window import CopyWindow
@@ -37,13 +38,13 @@ def test_the_agent_hears_of_a_snapshot_that_is_given_up_before_the_thread_has_se
     snapshotter = Snapshotter(
         0,
         root=lambda job: "",
-        tell=tell,
-        lost=lambda: False,
+        client=connection(tell),
         recover=lambda: None,
         on_discard=lambda iteration, _: discarded.append(iteration),
         verify=False,
         waits=False,
         timeout=60.0,
+        diligence=Diligence(0.0),
     )
     for iteration in (1, 2, 3):
         snapshotter.submit(_job(iteration))
@@ -74,13 +75,13 @@ def test_of_the_snapshots_that_are_given_up_while_an_agent_is_replaced_a_few_are
     snapshotter = Snapshotter(
         0,
         root=lambda job: "",
-        tell=tell,
-        lost=lambda: not replaced.is_set(),
+        client=connection(tell, lambda: not replaced.is_set()),
         recover=replace,
         on_discard=lambda *_: None,
         verify=False,
         waits=False,
         timeout=60.0,
+        diligence=Diligence(0.0),
     )
     snapshotter.submit(_job(1))
     assert replacing.wait(60)

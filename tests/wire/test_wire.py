@@ -147,7 +147,7 @@ class TestBlockingWire:
 
     def test_something_else(self, serve: Serve) -> None:
         address = serve(lambda connection: connection.sendall(b"220 mail.example ESMTP\r\n"))
-        with pytest.raises(PeerError, match=r"no TLS handshake with 127\.0\.0\.1:.*; it is no agent, or of another gemini-ft"):
+        with pytest.raises(PeerError, match=r"at 127\.0\.0\.1:.*: no TLS handshake .*; it is not an agent, or one of another gemini-ft"):
             BlockingWire(address, CLAIMS, b"secret", 5.0)
 
     def test_an_impostor_who_does_not_know_the_secret(self, serve: Serve) -> None:

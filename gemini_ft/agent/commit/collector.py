@@ -34,7 +34,7 @@ from gemini_ft.wire.peer_messages import (
     UploadSoon,
     WayUp,
 )
-from gemini_ft.wire.tcp import Connection, Handler
+from gemini_ft.wire.tcp import Connection, Handler, MessagesOnly
 
 SILENCE = 2.5  # seconds after which a host, or a collector, of which nothing is heard may be lost
 GATHER = 0.25  # seconds for which a host waits for more to report, and a collector for hosts that have not reported
@@ -195,14 +195,7 @@ class Collector:
                 self._send(Silent(hosts=silent))
 
 
-class ReportingEnd:
-    """An end of a connection for reports and decisions, which carries messages alone."""
-
-    def on_bytes(self, message: PeerMessage, digest: int) -> None:
-        raise PeerError("raw bytes on a reporting connection")
-
-
-class CollectorPort(ReportingEnd):
+class CollectorPort(MessagesOnly):
     """A collector's end of a host's connection."""
 
     def __init__(self, collector: Collector, connection: Connection, host: str) -> None:
@@ -255,7 +248,7 @@ async def ask(party: CommitParty, host: str, epoch: int) -> WayUp | None:
     return None
 
 
-class _Answer(ReportingEnd):
+class _Answer(MessagesOnly):
     """The end of a connection that is for one answer."""
 
     def __init__(self) -> None:

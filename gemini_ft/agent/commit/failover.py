@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from gemini_ft.agent.commit.collector import Collector, CollectorPort, CommitParty, ReportingEnd, ask
+from gemini_ft.agent.commit.collector import Collector, CollectorPort, CommitParty, ask
 from gemini_ft.agent.commit.leader import Leader, MemberPort
 from gemini_ft.agent.commit.member import MemberLink
 from gemini_ft.agent.tasks import Tasks
@@ -21,7 +21,7 @@ from gemini_ft.core.tree import collectors
 from gemini_ft.errors import PeerError
 from gemini_ft.wire.messages import kind_of
 from gemini_ft.wire.peer_messages import AllFinished, DrainHost, Heartbeat, PeerMessage, ReportFinished, WayUp
-from gemini_ft.wire.tcp import Connection
+from gemini_ft.wire.tcp import Connection, MessagesOnly
 
 _LOOK = 0.5  # seconds between looks at who has not come to this leader
 _AT_ONCE = 16  # hosts that a leader dials at a time to make itself known
@@ -38,10 +38,8 @@ class Failover:
     """Either a `Leader` or a `MemberLink`, one after the other, as often as the leader changes.
 
     Args:
-        succession: who leads.
         ways: of each host, those by way of which it may report while the first one leads (`gemini_ft.core.tree.ways_up`).
         holders: owner -> hosts, the owner's own first.
-        party: this host.
     """
 
     def __init__(
@@ -162,7 +160,7 @@ class Failover:
             asyncio.get_running_loop().call_soon(self.hear, answer.epoch)  # which may end this task
 
 
-class Refusal(ReportingEnd):
+class Refusal(MessagesOnly):
     """The end of a connection of a host that this one cannot help: it hears which epoch is led."""
 
     def __init__(self, connection: Connection, epoch: int) -> None:

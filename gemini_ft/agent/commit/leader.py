@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from gemini_ft import failpoints
 from gemini_ft.agent.autopsy import Inquest
-from gemini_ft.agent.commit.collector import SILENCE, ReportingEnd
+from gemini_ft.agent.commit.collector import SILENCE
 from gemini_ft.agent.storing import Storing
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.uploads import UnclearUploadError
@@ -49,7 +49,7 @@ from gemini_ft.wire.peer_messages import (
     WayUp,
     peers,
 )
-from gemini_ft.wire.tcp import Connection
+from gemini_ft.wire.tcp import Connection, MessagesOnly
 
 _LONGEST = 128  # characters of a hash or a nonce; a report with a longer one is ignored
 _REMEMBERED = 16  # commits whose roots are kept for readers: the job has moved on when they ask
@@ -80,17 +80,12 @@ class Leader:
     """Keeps the ledger, and the connections of the other hosts.
 
     Args:
-        host: the leader's own.
-        book: the ledger.
-        world_size: ranks of the job.
         storing: writes manifests and deletes old checkpoints; None: nothing is stored.
         on_decision: carries decisions out on this host.
         patience: seconds for which the last upload is tried again.
         ways: of each other host, those by way of which it may report (`gemini_ft.core.tree.ways_up`).
         epoch: the one that it leads (`gemini_ft.core.succession`).
         may_be_committed: whether another host is believed when it says that a version was committed.
-        inquest: judges hangs.
-        stragglers: names ranks that are slow.
     """
 
     def __init__(
@@ -467,7 +462,7 @@ class Audience:
         connection.send(message if self.port.is_alone else Relayed.of(sorted(self.hosts), message))
 
 
-class MemberPort(ReportingEnd):
+class MemberPort(MessagesOnly):
     """The leader's end of another host's connection, on which a collector also passes on what others say."""
 
     def __init__(self, leader: Leader, connection: Connection, host: str) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
-from gemini_ft.agent.commit.collector import GATHER, HEARTBEAT, SILENCE, Collector, CommitParty, ReportingEnd, ask
+from gemini_ft.agent.commit.collector import GATHER, HEARTBEAT, SILENCE, Collector, CommitParty, ask
 from gemini_ft.core.decisions import Holders
 from gemini_ft.core.effects import Completed
 from gemini_ft.core.gathering import Bundles
@@ -24,7 +24,7 @@ from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.handshake import TIMEOUT
 from gemini_ft.wire.messages import pack
 from gemini_ft.wire.peer_messages import Admitted, Heartbeat, PeerMessage, Relayed, WayUp, peers
-from gemini_ft.wire.tcp import Connection
+from gemini_ft.wire.tcp import Connection, MessagesOnly
 
 _DELAY = 0.05  # seconds after the first connection that fails; twice as many after each further one
 _LONGEST = 1.0  # the most of these
@@ -57,9 +57,7 @@ class MemberLink:
 
     Args:
         ways: the collectors that may take the reports, the preferred one first; after them comes the leader.
-        succession: says who leads.
         bundles: gathers the complete copies of this host into one message per step.
-        party: the host for which it reports.
         collector: takes the reports of other hosts; None: none come here.
     """
 
@@ -354,7 +352,7 @@ class MemberLink:
                 self._leave(_End.SILENT, "it is silent")
 
 
-class _Way(ReportingEnd):
+class _Way(MessagesOnly):
     """One connection of a `MemberLink`."""
 
     def __init__(self, link: MemberLink) -> None:

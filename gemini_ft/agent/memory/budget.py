@@ -55,11 +55,7 @@ class Budget:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, what: str) -> None:
-        """Counts ``nbytes`` as used.
-
-        Raises:
-            MemoryBudgetError: they do not fit; the text has the numbers and the way out.
-        """
+        """Counts ``nbytes`` as used. Raises MemoryBudgetError: they do not fit; the text has the numbers and the way out."""
         with self._lock:
             if self.used + nbytes > self.limit:
                 source = "memory_limit" if self.stated else "60 % of the memory available when the agent started"

@@ -27,11 +27,7 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True)
 class SlotDonor:
-    """A worker that has handed a slot back to this agent.
-
-    Attributes:
-        incarnation: the one it works for.
-    """
+    """A worker that has handed a slot back to this agent. ``incarnation``: the one it works for."""
 
     worker: WorkerConnection
     incarnation: Incarnation | None
@@ -135,8 +131,6 @@ class SlotStore:
         """Lays a complete version down in a slot of its own, in place of slots that hold nothing.
 
         Args:
-            copy: what to lay down.
-            version: which version that is.
             wanted: asked when it is there, a long time later; if not, it is dropped.
 
         Raises:
@@ -196,9 +190,6 @@ class SlotStore:
         """Does what `ensure` does, on a thread where that takes long: an agent that is silent meanwhile is taken for one that hangs.
 
         Args:
-            owner: whose shard.
-            shape: of its slots.
-            count: how many slots.
             reuse: asked when those are made for which others have asked before; see `ensure`.
             wanted: asked when the memory is there; if not, it is given back.
 

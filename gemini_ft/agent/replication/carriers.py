@@ -84,7 +84,6 @@ class ByWorkers:
     """The carrier through workers: the connection carries messages only, chunks go from worker to worker in pieces, several at a time.
 
     Args:
-        connection: to the peer's agent.
         traffic: how large and how many pieces may be.
         tags: numbers that no other piece of this stream has.
         order: tells the worker that owns a shard to send a piece of it.

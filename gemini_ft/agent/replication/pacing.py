@@ -88,14 +88,7 @@ _TELLING = 8 * 2**20  # bytes after which a transfer that is still on its way sa
 
 
 class Pacing:
-    """The pacing of one stream on one host, for one session.
-
-    Args:
-        traffic: the user's wishes.
-        fixed: steps between snapshots, where the user says so.
-        report: sends a message to the leader.
-        tell: sends a message to the workers of this host.
-    """
+    """The pacing of one stream on one host, for one session. ``fixed``: steps between snapshots, where the user says so."""
 
     def __init__(
         self,

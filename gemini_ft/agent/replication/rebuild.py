@@ -51,11 +51,7 @@ class Throttle:
 
 
 class Rebuilding:
-    """The rebuilding of one session.
-
-    Args:
-        gate: through which this host's replicas go out.
-    """
+    """The rebuilding of one session. ``gate``: through which this host's replicas go out."""
 
     def __init__(self, stream: StreamContext, inbound: Inbound, spec: SessionSpec, gate: Gate) -> None:
         assert spec.resumed is not None

@@ -26,7 +26,7 @@ from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.handshake import dial
 from gemini_ft.wire.messages import Chunk, Failed, Notice, kind_of
 from gemini_ft.wire.peer_messages import Ack, Astray, Begin, Claims, Drop, End, Offer, PeerMessage, Ready, Refused, Resend, Unchanged
-from gemini_ft.wire.tcp import Address, Connection
+from gemini_ft.wire.tcp import Address, Connection, MessagesOnly
 from gemini_ft.wire.worker_messages import Dispatch, Dispatched, SessionSpec
 
 _SLOW = 100e6  # bytes per second; a gigabit network is faster
@@ -49,7 +49,7 @@ class LinkContext:
     tags: Iterator[int] = field(default_factory=itertools.count)  # for pieces that workers carry
 
 
-class PeerLink:
+class PeerLink(MessagesOnly):
     """Sends everything for one peer, over one connection that is dialled for as long as there is something to send."""
 
     def __init__(self, common: LinkContext, peer: str, address: Address, claims: Claims, *, further: Sequence[str] = ()) -> None:
@@ -130,9 +130,6 @@ class PeerLink:
             raise PeerError(f"host {self.peer} sent {kind_of(message)!r} on a replication connection")
         self._wake.set()
         return None
-
-    def on_bytes(self, message: PeerMessage, digest: int) -> None:
-        raise PeerError(f"host {self.peer} sent raw bytes on a connection that only sends")
 
     def astray(self, text: str) -> None:
         """Falls back to sending by this agent for the rest of the session, as workers cannot carry replicas to this peer."""

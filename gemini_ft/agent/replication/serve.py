@@ -15,7 +15,7 @@ from gemini_ft.errors import PeerError
 from gemini_ft.storage.retention import READER_SECONDS
 from gemini_ft.wire.messages import Failed, kind_of
 from gemini_ft.wire.peer_messages import Data, Describe, Description, Fetch, GetRoots, Heartbeat, PeerMessage, Roots
-from gemini_ft.wire.tcp import Connection
+from gemini_ft.wire.tcp import Connection, MessagesOnly
 
 _LEAST = 5.0  # seconds
 _LONG = 60.0  # seconds after which the log names a reader whose slot the job could use
@@ -84,7 +84,7 @@ def describe(memory: SlotMemory, asked: Describe) -> Description:
     )
 
 
-class Fetcher:
+class Fetcher(MessagesOnly):
     """Serves one reader. The slot it reads is pinned until the reader hangs up, or its `Lease` ends."""
 
     def __init__(
@@ -136,9 +136,6 @@ class Fetcher:
         else:
             self._send(memory, message)
         return None
-
-    def on_bytes(self, message: PeerMessage, digest: int) -> None:
-        raise PeerError("raw bytes on a connection that only reads")
 
     def on_lost(self, reason: str) -> None:
         self._lease.end()

@@ -208,9 +208,6 @@ class SimulatedClient(AgentClient):
     def log(self) -> str:
         return f"the log of {self._host}"
 
-    def replace_agent(self, why: str) -> None:
-        self.world.replace_agent(self.agent)
-
     def close(self) -> None:
         if not self.lost:
             self.lost = True
