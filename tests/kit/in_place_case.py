@@ -10,12 +10,14 @@ step has computed to a file of its own, in hex, with its process id.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -72,7 +74,24 @@ def reached(moment: object, model: Any = None) -> None:
             case "sleep":
                 time.sleep(1000)
             case "raise":
-                raise ValueError("bad luck")
+                raise ValueError(f"bad luck: {moment}")
+            case "interrupt":
+                raise KeyboardInterrupt
+            case "leave":
+                sys.exit(3)
+            case "exit":
+                os._exit(7)
+            case "abort":
+                os.abort()
+            case "held":  # in a call that keeps the interpreter's lock
+                ctypes.PyDLL(None).sleep(1000)
+            case "late":  # it is stopped, and goes on after a second
+                subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "catch":
+                with contextlib.suppress(Exception):
+                    while True:
+                        dist.all_reduce(torch.ones(()))
             case "keep":
                 kept.append(model)
             case "blind":
