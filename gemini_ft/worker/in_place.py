@@ -26,7 +26,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from gemini_ft import accelerator
 from gemini_ft.launch import notes
-from gemini_ft.launch.in_place import FAILED, IN_PLACE, LEAVES, PARKED
+from gemini_ft.launch.in_place import BEGUN, FAILED, IN_PLACE, LEAVES, PARKED
 from gemini_ft.launch.script import record, take_rank
 from gemini_ft.state.left_out import instances
 from gemini_ft.state.rng import rng_state, set_rng_state
@@ -164,6 +164,7 @@ def park(present: OwnAttempt, known: Collection[object]) -> dict[str, str]:
             raise SystemExit(1)
         present.say(PARKED)
         environ, streams = present.await_order()
+        present.say(BEGUN)
     except ConnectionError:
         raise SystemExit(1) from None
     for target, stream in enumerate(streams):
