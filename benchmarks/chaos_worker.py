@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def main() -> None:
 def train(options: argparse.Namespace) -> None:
     told: list[int] = []
     signal.signal(signal.SIGUSR2, lambda number, frame: told.append(number))
-    gemini_ft.init_process_group("gloo")
+    gemini_ft.init_process_group("gloo", timedelta(seconds=60))  # one that is stopped before it comes is known to nobody
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = DistributedDataParallel(

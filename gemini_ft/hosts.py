@@ -46,6 +46,11 @@ def lasting_name() -> str:
     return given_id() or _hostname()
 
 
+def lasting_names(host: str) -> set[str]:
+    """The names that a host with that id may have as its lasting one."""
+    return {host, re.sub(rf"-[0-9a-f]{{{_BOOT}}}$", "", host)}
+
+
 def _hostname() -> str:
     """The hostname as it was when `gemini run` began, as workers that are restarted would not find their agent under another one."""
     return os.environ.get(HOSTNAME) or socket.gethostname()

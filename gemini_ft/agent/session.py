@@ -98,8 +98,13 @@ class AgentSession:
         leader, spec = self.failover.leader, self._spec
         if leader is None:
             return None
-        absent = len(leader.missing(time.monotonic()))
-        return {"ranks": spec.world_size, "hosts": len(set(spec.hosts)), "absent": absent, "left_out": len(leader.book.excluded)}
+        absent, left_out = len(self.unheard), len(leader.book.excluded)
+        return {"ranks": spec.world_size, "hosts": len(set(spec.hosts)), "absent": absent, "left_out": left_out}
+
+    @property
+    def unheard(self) -> list[str]:
+        """The hosts of which nothing was heard just now, on the host that leads."""
+        return self.failover.leader.unheard(time.monotonic()) if self.failover.leader is not None else []
 
     @property
     def is_obeyed(self) -> bool:

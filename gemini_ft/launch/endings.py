@@ -37,7 +37,7 @@ from gemini_ft import failpoints
 from gemini_ft.agent import lifecycle
 from gemini_ft.core.words import in_words
 from gemini_ft.errors import FINAL, AgentTimeoutError, ConfigError, GeminiError, RunAliveError, StorageUnclearError
-from gemini_ft.hosts import began, host_id
+from gemini_ft.hosts import began, host_id, lasting_names
 from gemini_ft.launch import grace
 from gemini_ft.launch.failures import may_go_away
 from gemini_ft.launch.notes import DRAINED, DRAINED_STATUS, PROTECTED, REFUSED, Notes
@@ -54,6 +54,7 @@ UNPROTECTED_SECONDS = 120.0
 _STRAGGLERS = 10.0  # seconds for the other workers of a host, once one has left
 _RESTART = 10.0  # seconds for workers that are being restarted to join their run once more
 _POLL = 0.1  # seconds
+_UNHEARD_SECONDS = 0.2  # for the agent to say which hosts it has lost: other launchers wait for this one
 _HANG_SECONDS = 0.5  # for the agent to say why workers were killed: a restart waits for it
 _OVER = (WorkerState.FAILED, WorkerState.SUCCEEDED)
 _REPORTS = "launch-"  # how the names of folders for reports begin
@@ -173,6 +174,12 @@ def account_of(run: str, seconds: float = lifecycle.ANSWER_SECONDS) -> dict[str,
         return dict(json.loads(answer.document)) if isinstance(answer, Status) else {}
     except (GeminiError, OSError, ValueError):
         return {}
+
+
+def unheard(run: str) -> set[str]:
+    """The lasting names of the hosts of which this host's agent hears nothing, if it leads the commits of a run."""
+    streams = account_of(run, _UNHEARD_SECONDS).get("streams", {}).values()
+    return {name for stream in streams for host in stream["unheard"] for name in lasting_names(host)}
 
 
 def _uploading(run: str) -> list[str]:

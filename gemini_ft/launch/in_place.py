@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 IN_PLACE = "GEMINI_IN_PLACE"  # in the environment of workers: process id of their launcher, and the abstract address at which they call it
 FAILED, PARKED, LEAVES = "failed", "parked", "leaves"  # a worker's words: its attempt has failed; it waits for the next; it cannot stay
 NEVER = "never"  # and while its attempt goes on: it cannot stay after it
+BEGUN = "begun"  # it has the order to begin the next attempt
 _REFUSAL = "worker (pid %d) does not stay, and another one is started: %s"
+_LATE = "a surviving worker (pid %d) has not come back within %g s (in_place_timeout): killing it, another one is started"
 _KILL_SECONDS = 30.0  # for the kernel to end a process that was killed
 
 
@@ -54,6 +56,7 @@ class Attempt:
         self._before = before  # until the worker has come back from it
         self._status: int | None = None  # with which it has ended, while the process lives
         self._ended_at = 0.0
+        self._begins_by: float | None = None  # until when the worker must have taken the order to begin
         self.process: Process = before.process if before is not None else survivors.new(start())
         self.pid = self.process.pid
         self._go_on()
@@ -74,6 +77,8 @@ class Attempt:
                 return self.process.poll()
             if self._survivors.last_word(self.process.pid) is not None:
                 self.end(1)
+            elif self._begins_by is not None and self.process.poll() is None and self._survivors.workers.stopped_by is None:
+                self._await_begin(self._begins_by)
         return self.process.poll() if self._status is None else self._status
 
     def wait(self, timeout: float | None = None) -> int:
@@ -104,15 +109,25 @@ class Attempt:
         if self.process.poll() is None and word == PARKED:
             changed = {name: value for name, value in self._environ.items() if before._sent.get(name) != value}
             if self._survivors.tell(self.process.pid, {"environ": changed}, self._streams, anew=True):
-                self._before = None
+                self._before, self._begins_by = None, time.monotonic() + self._survivors.seconds
                 return
         elif self.process.poll() is None and word != LEAVES:  # else it has said why
-            text = "a surviving worker (pid %d) has not come back within %g s (in_place_timeout): killing it, another one is started"
-            logger.warning(text, self.process.pid, self._survivors.seconds)
+            logger.warning(_LATE, self.process.pid, self._survivors.seconds)
+        self._replace()
+
+    def _await_begin(self, until: float) -> None:
+        """Starts another worker if this one was stopped while it waited for the order to begin, and does not take it."""
+        if self._survivors.has_begun(self.process.pid):
+            self._begins_by = None
+        elif time.monotonic() >= until:
+            logger.warning(_LATE, self.process.pid, self._survivors.seconds)
+            self._replace()
+
+    def _replace(self) -> None:
         self._survivors.workers.send(self.process, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_KILL_SECONDS)
-        self.process, self._before = self._survivors.new(self._start()), None
+        self.process, self._before, self._begins_by = self._survivors.new(self._start()), None, None
 
     @property
     def _sent(self) -> Mapping[str, str]:
@@ -136,6 +151,7 @@ class Survivors:
         self._listener.setblocking(False)
         self._channels: dict[int, socket.socket] = {}  # by process id, of those that are inside `gemini_ft.run`
         self._words: dict[int, str] = {}  # the last one of each
+        self._begun: set[int] = set()  # those that have taken their last order
         self._refusals: dict[int, str] = {}  # of those that cannot stay, as they have said
         self._attempts: dict[str, Attempt] = {}  # the last one of each local rank
 
@@ -162,6 +178,11 @@ class Survivors:
         self._hear()
         return self._words.get(pid)
 
+    def has_begun(self, pid: int) -> bool:
+        """Whether a worker has taken the last order to begin that it was sent."""
+        self._hear()
+        return pid in self._begun
+
     def refuses(self, pid: int) -> bool:
         """Whether a worker has said during its attempt that it cannot stay; then the log says why."""
         self._hear()
@@ -176,6 +197,7 @@ class Survivors:
             return False
         if anew:
             del self._words[pid]
+            self._begun.discard(pid)
         try:
             channel.send(self._channels[pid], message, descriptors)
         except OSError:
@@ -197,10 +219,12 @@ class Survivors:
                 while (received := _received(end)) is not None:
                     if received["word"] == NEVER:
                         self._refusals[pid] = received["why"]
-                        continue
-                    self._words[pid] = received["word"]
-                    if "why" in received:
-                        logger.warning(_REFUSAL, pid, received["why"])
+                    elif received["word"] == BEGUN:
+                        self._begun.add(pid)
+                    else:
+                        self._words[pid] = received["word"]
+                        if "why" in received:
+                            logger.warning(_REFUSAL, pid, received["why"])
                 self._channels.pop(pid).close()  # it has left `gemini_ft.run`
                 if self._words.get(pid) != LEAVES:
                     self._words.pop(pid, None)

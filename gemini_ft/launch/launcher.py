@@ -41,7 +41,17 @@ from gemini_ft.config import GeminiConfig, load_config, unknown_variables
 from gemini_ft.errors import ConfigError, RunAliveError
 from gemini_ft.hosts import HOSTNAME, host_id
 from gemini_ft.launch import slurm
-from gemini_ft.launch.endings import ENDED_ELSEWHERE, LEFT, NOT_STORED, OVERTAKEN, HostDrain, account_of, final_endings, own_log_dir
+from gemini_ft.launch.endings import (
+    ENDED_ELSEWHERE,
+    LEFT,
+    NOT_STORED,
+    OVERTAKEN,
+    HostDrain,
+    account_of,
+    final_endings,
+    own_log_dir,
+    unheard,
+)
 from gemini_ft.launch.launched import LAUNCH, default_run_id, is_passing
 from gemini_ft.launch.notes import PROTECTED, STORES, notes_of_workers
 from gemini_ft.launch.preload import early_environment, modules_to_preload
@@ -96,7 +106,7 @@ def command(argv: Sequence[str]) -> int:
             stack.enter_context(started_ahead(run_id, host_id()))
             notes = stack.enter_context(notes_of_workers())
             hosts = torchrun.parse_min_max_nnodes(options.nnodes)[1]
-            stack.enter_context(better_rendezvous(hosts, notes))
+            stack.enter_context(better_rendezvous(hosts, notes, partial(unheard, run_id)))
             stack.enter_context(surviving_stores())
             stack.enter_context(whole_rounds())
             stack.enter_context(own_log_dir(options))

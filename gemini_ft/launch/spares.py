@@ -11,7 +11,9 @@
   write it into the rendezvous, and further hosts wait as spares.
 - Hosts look more often than once a second, and never take an older look for the present state. In its log lines torch names the calling
   method; here that name comes from the frame alone.
-- A host is dead when what it writes has not changed for as long by the reader's monotonic clock; no other host's clock counts.
+- A host is dead when what it writes has not changed for as long by the reader's monotonic clock; no other host's clock counts. Half of that
+  is enough while hosts come together if the agent that leads the commits hears nothing of it either: that host's launcher writes so into
+  the state. Where a host is lost and no worker fails, as the network says nothing, those that train begin anew as soon as there is a spare.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -43,7 +45,9 @@ _HOSTS = "gemini_hosts"  # the number of hosts that the job's state is made for
 _WORLD = "gemini_world"  # a random name of the complete round: copies of it in two stores are one world
 _NAMES = "gemini_names"  # the lasting name of each launcher that lives and has taken a place in a round
 _MEMBERS = "gemini_members"  # the names of the hosts that have taken part and may be at work
+_LOST = "gemini_lost"  # host that its agent's peers have lost, too -> its last sign of life: with a newer one it lives
 _KEPT = "gemini_kept"  # stream -> the hosts that have what was committed of it last, in the words of `gemini_ft.launch.notes`
+_ASKING = 0.2  # seconds between two questions to the agent
 _QUICKEST = 0.05  # seconds between two looks in the smallest job
 _HOSTS_PER_SECOND = 100  # in a look every host reads the states of all: large jobs keep torch's pace
 _YIELDING = 3  # times the patience of other spares
@@ -62,6 +66,7 @@ class LaunchingHost:
     name: str = field(default_factory=lasting_name)
     has_taken_part: bool = False  # in a world that began
     world: str | None = None  # of the last complete round that it found its place in
+    size: int = 0  # hosts of that round
     lacked: int = 0  # how often its workers had found that the state lacks absent hosts, when it wished to join last
 
 
@@ -128,7 +133,7 @@ class PatientJoin:
         action = self._join(ctx, deadline)
         if action == _Action.FINISH:
             self._host.has_taken_part |= self._host.name in members_of(state)
-            self._host.world = world_of(state)
+            self._host.world, self._host.size = world_of(state), len(state.participants)
             self._host.notes.learn(getattr(state, _KEPT, {}))
         is_new = action == _Action.ADD_TO_PARTICIPANTS and state.round > 0 and (self._yields or not self._host.has_taken_part)
         if not (is_new or action == _Action.REMOVE_FROM_REDUNDANCY_LIST) or self._is_its_turn(ctx):
@@ -169,6 +174,12 @@ def world_of(state: Any) -> str | None:
 def is_left_out(state: Any, node: Any, world: str | None) -> bool:
     """Whether the job has formed another world than this host's, and without it: the hosts of that one did not see it."""
     return bool(state.complete) and node not in state.participants and world is not None and world_of(state) not in (None, world)
+
+
+def has_lost_one(state: Any, node: Any, host: LaunchingHost) -> bool:
+    """Whether a host of the round in which this one is at work is lost, and a spare can take its place."""
+    is_at_work = bool(state.complete) and node in state.participants and world_of(state) == host.world
+    return is_at_work and len(state.participants) < host.size and bool(state.redundancy_list)
 
 
 def members_of(state: Any) -> frozenset[str]:
@@ -222,10 +233,16 @@ def _narrowed(ctx: Any, hosts: int) -> Any:
 
 
 def nodes_waiting(original: Callable[[Any], int], host: LaunchingHost, handler: Any) -> int:
-    """The number of hosts that torch's launcher restarts its workers for: none if their state cannot follow, one if it was left out."""
+    """The number of hosts that torch's launcher restarts its workers for: none if their state cannot follow.
+
+    One if this host was left out, or if another is lost and there is a spare: where the network says nothing of that, workers wait for it.
+    """
     waiting = original(handler)
     if is_left_out(handler._state_holder.state, handler._this_node, host.world):
         logger.warning("the job goes on without this host, which was cut off: it stops its workers, and waits as a spare")
+        return 1
+    if has_lost_one(handler._state_holder.state, handler._this_node, host):
+        logger.warning("a host of this job gives no sign of life: all begin anew with a spare in its place")
         return 1
     is_fixed = host.notes.have(FIXED)
     with handler._heartbeat_lock:
@@ -242,25 +259,44 @@ def nodes_waiting(original: Callable[[Any], int], host: LaunchingHost, handler: 
     return 0 if len(state.participants) >= getattr(state, _HOSTS, 1) else waiting  # else one of its hosts has been lost
 
 
-def by_own_clock(holder: Any) -> Any:
+def by_own_clock(holder: Any, unheard: Callable[[], Collection[str]] = tuple) -> Any:
     """Torch's class that keeps the state of the rendezvous and drops hosts without a sign of life; this one asks no other host's clock.
 
     A host that has just left its place lives: its action has come before the state is marked.
+
+    Args:
+        holder: the class.
+        unheard: the names of the hosts of which this host's agent hears nothing.
     """
 
     class Holder(holder):  # type: ignore[misc]
         _present: frozenset[Any] = frozenset()  # the participants before the present action
         _seen: Mapping[Any, tuple[datetime, float]] = {}  # host -> what it wrote last, and when that was first read here
+        _asked_at = 0.0
 
         def _sanitize(self) -> None:
             now, said = time.monotonic(), self._state.last_heartbeats
             self._seen = {host: old if (old := self._seen.get(host)) and old[0] == beat else (beat, now) for host, beat in said.items()}
             present, settled = datetime.now(UTC), getattr(self._backend, "moved_at", 0.0) + _SETTLING
             ages = {host: now - max(since, settled) for host, (_, since) in self._seen.items()}
+            most = (self._settings.keep_alive_interval * self._settings.keep_alive_max_attempt).total_seconds()
+            self._ask({host for host, age in ages.items() if most / 2 < age <= most}, now)
+            lost = getattr(self._state, _LOST, {})
+            ages |= {host: most + 1 for host in ages if lost.get(host) == said[host]}
             self._state.last_heartbeats = {host: present - timedelta(seconds=age) for host, age in ages.items()}
             super()._sanitize()
             self._state.last_heartbeats = {host: said[host] for host in self._state.last_heartbeats}
             self._present = frozenset(self._state.participants)
+
+        def _ask(self, silent: Collection[Any], now: float) -> None:
+            """Has hosts marked as lost that are silent both here and to the agents, while hosts come together."""
+            state = self._state
+            if state.complete or now < self._asked_at + _ASKING or not (missed := _took_part(state, silent)):
+                return
+            self._asked_at = now
+            if lost := {host: state.last_heartbeats[host] for host in missed if getattr(state, _NAMES)[host] in unheard()}:
+                setattr(state, _LOST, lost)
+                super().mark_dirty()
 
         def mark_dirty(self) -> None:
             for host in self._present - self._state.participants.keys():
@@ -282,10 +318,15 @@ def pause(hosts: int) -> float:
 
 
 @contextmanager
-def better_rendezvous(hosts: int, notes: Notes) -> Iterator[None]:
-    """Inside, torch's launcher joins a job of ``hosts`` hosts in the way described above; ``notes`` are those of this host's workers.
+def better_rendezvous(hosts: int, notes: Notes, unheard: Callable[[], Collection[str]] = tuple) -> Iterator[None]:
+    """Inside, torch's launcher joins a job of ``hosts`` hosts in the way described above.
 
     Torch has no settings for that, so its classes and its functions are replaced.
+
+    Args:
+        hosts: of the job, at most.
+        notes: of this host's workers.
+        unheard: the names of the hosts of which this host's agent hears nothing.
     """
     theirs: Any = torch_rendezvous
     join, delay, state = theirs._RendezvousJoinOp, theirs._delay, theirs._BackendRendezvousStateHolder
@@ -295,7 +336,7 @@ def better_rendezvous(hosts: int, notes: Notes) -> Iterator[None]:
     changes = {
         "_RendezvousJoinOp": lambda: PatientJoin(join(), this),
         "_delay": lambda seconds: delay(interval if seconds == 1 else seconds),
-        "_BackendRendezvousStateHolder": partial(by_own_clock(state), cache_duration=interval / 2),
+        "_BackendRendezvousStateHolder": partial(by_own_clock(state, unheard), cache_duration=interval / 2),
         "_should_keep_alive": _due,
         "get_method_name": lambda depth=2: sys._getframe(depth).f_code.co_name,
     }

@@ -27,12 +27,13 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from gemini_ft import accelerator
 from gemini_ft.launch import notes
 from gemini_ft.launch.failures import record
-from gemini_ft.launch.in_place import FAILED, IN_PLACE, LEAVES, PARKED
+from gemini_ft.launch.in_place import BEGUN, FAILED, IN_PLACE, LEAVES, PARKED
 from gemini_ft.launch.replaced import take_rank
 from gemini_ft.state.left_out import instances
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.torch_versions import forget_defaults, forget_meshes, number_groups_anew
 from gemini_ft.worker import attempt, rendezvous
+from gemini_ft.worker.abort import Abort
 from gemini_ft.worker.attempt import OverError, OwnAttempt
 
 T = TypeVar("T")
@@ -95,12 +96,15 @@ def run(train: Callable[[], T]) -> T:
         return train()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         end.connect(f"\0{address}")
+        abort = Abort(end)
         known = [*threading.enumerate(), *active_children(), *instances(_MultiProcessingDataLoaderIter), *_hooks_of_all()]
         named, variables, settings = attempt.named.copy(), dict(os.environ), list(_settings())
         try:
             while True:
                 attempt.present = present = OwnAttempt(end)
-                if done := once(train, present):
+                with abort.training():
+                    done = once(train, present)
+                if done:
                     return done[0]
                 variables |= park(present, known)
                 for name in os.environ.keys() - variables.keys():
@@ -113,7 +117,7 @@ def run(train: Callable[[], T]) -> T:
                         put(value)
         finally:
             attempt.present = None
-            end.shutdown(socket.SHUT_RDWR)  # processes of a DataLoader may have the descriptor, too
+            abort.close()  # processes of a DataLoader may have the descriptor, too
 
 
 def _settings() -> Iterator[tuple[Callable[[Any], object], Any]]:
@@ -161,6 +165,7 @@ def park(present: OwnAttempt, known: Collection[object]) -> dict[str, str]:
             raise SystemExit(1)
         present.say(PARKED)
         environ, streams = present.await_order()
+        present.say(BEGUN)
     except ConnectionError:
         raise SystemExit(1) from None
     for target, stream in enumerate(streams):

@@ -47,6 +47,22 @@ def test_a_leader_that_says_nothing_for_less_than_the_timeout_is_not_taken_for_s
     asyncio.run(work())
 
 
+def test_the_leader_names_the_hosts_of_which_it_hears_nothing() -> None:
+    """One whose connection is open and silent, as where its power was cut, and one whose connection is closed."""
+
+    async def work() -> None:
+        async with Crew(4) as crew:
+            leader = crew[0].failover.leader
+            assert leader is not None
+            assert leader.unheard(time.monotonic()) == []
+            next(port for port in leader._ports if port.host == "h2").heard -= 60.0
+            assert leader.unheard(time.monotonic()) == ["h2"]
+            crew[3].end()
+            await crew.until(lambda: leader.unheard(time.monotonic()) == ["h3"])  # the other one has spoken again
+
+    asyncio.run(work())
+
+
 def test_leaders_are_lost_one_after_the_other() -> None:
     async def work() -> None:
         async with Crew(5) as crew:

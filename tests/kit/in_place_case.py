@@ -10,12 +10,14 @@ step has computed to a file of its own, in hex, with its process id.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -38,6 +40,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.hosts import host_id
 from gemini_ft.pipeline import GradientSynchronizer
 from gemini_ft.testing import digest
+from gemini_ft.testing.hosts import environment
 from gemini_ft.wire.private import credentials
 
 STEPS = int(os.environ.get("CASE_STEPS", "12"))
@@ -72,7 +75,26 @@ def reached(moment: object, model: Any = None) -> None:
             case "sleep":
                 time.sleep(1000)
             case "raise":
-                raise ValueError("bad luck")
+                raise ValueError(f"bad luck: {moment}")
+            case "freeze" if not os.path.exists(f"{FOLDER}/frozen"):  # a host that has just come counts its attempts anew
+                freeze()
+            case "interrupt":
+                raise KeyboardInterrupt
+            case "leave":
+                sys.exit(3)
+            case "exit":
+                os._exit(7)
+            case "abort":
+                os.abort()
+            case "held":  # in a call that keeps the interpreter's lock
+                ctypes.PyDLL(None).sleep(1000)
+            case "late":  # it is stopped, and goes on after a second
+                subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "catch":
+                with contextlib.suppress(Exception):
+                    while True:
+                        dist.all_reduce(torch.ones(()))
             case "keep":
                 kept.append(model)
             case "blind":
@@ -105,6 +127,16 @@ def reached(moment: object, model: Any = None) -> None:
                 torch.set_num_threads(2)
                 torch.use_deterministic_algorithms(True)
                 os.chdir("/")
+
+
+def freeze() -> None:
+    """Stops all processes of this host: nothing is heard of it, and no connection closes."""
+    Path(f"{FOLDER}/frozen").touch()
+    mark = {f"{name}={os.environ[name]}".encode() for name in ("GEMINI_RUN_ID", "GEMINI_HOST_ID")}
+    for pid in sorted(map(int, filter(str.isdigit, os.listdir("/proc"))), key=os.getpid().__eq__):
+        with contextlib.suppress(OSError):
+            if mark <= environment(pid):
+                os.kill(pid, signal.SIGSTOP)
 
 
 def count() -> None:

@@ -36,6 +36,9 @@ class Module(L.LightningModule):
         print("step", self.trainer.global_step, float(loss.item()).hex(), file=self.trace)
         return loss
 
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("valid", self.net(batch[0]).square().mean())
+
     def configure_model(self) -> None:
         if "fsdp2" in KEEPER and not any(isinstance(param, DTensor) for param in self.parameters()):
             mesh: Any = self.device_mesh
@@ -44,6 +47,25 @@ class Module(L.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)]
+
+
+class Hooks(L.Callback):
+    """Fails in hooks."""
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        reached("setup")
+
+    def on_validation_batch_start(self, *arguments: Any) -> None:
+        reached("validation")
+
+    def on_save_checkpoint(self, *arguments: Any) -> None:
+        reached("saving")
+
+    def on_train_epoch_end(self, *arguments: Any) -> None:
+        reached("epoch")
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        reached("teardown")
 
 
 def fit() -> None:
@@ -62,8 +84,8 @@ def fit() -> None:
             strategy = ModelParallelStrategy(data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1)
         quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
         options: dict[str, Any] = {"strategy": strategy, "accelerator": "cpu", "devices": int(os.environ["WORLD_SIZE"])}
-        trainer = L.Trainer(max_epochs=4, logger=logger, callbacks=[checkpoints], **options, **quiet)
-        trainer.fit(module, loader)
+        trainer = L.Trainer(max_epochs=4, logger=logger, callbacks=[checkpoints, Hooks()], **options, **quiet)
+        trainer.fit(module, loader, DataLoader(TensorDataset(torch.ones(2, 8)), 2))
         final = {"model": module.state_dict(), "optimizer": trainer.optimizers[0].state_dict(), "rng": torch.get_rng_state()}
         print("end", digest(whole(final)), file=trace)
 

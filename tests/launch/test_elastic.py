@@ -7,6 +7,7 @@ import pickle
 import weakref
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -256,15 +257,30 @@ class TestFixedSize:
         assert scene.action() is _Action.ADD_TO_WAIT_LIST
 
 
+def waiting_in(scene: Scene, node: _NodeDesc) -> int:
+    holder = SimpleNamespace(state=scene.state, mark_dirty=lambda: None, sync=lambda: None)
+    handler = SimpleNamespace(_state_holder=holder, _this_node=node, _heartbeat_lock=nullcontext())
+    return spares.nodes_waiting(lambda handler: 0, scene.host, handler)
+
+
+@pytest.mark.parametrize("is_spare_there", [True, False])
+def test_a_host_that_is_lost_without_a_word_of_the_network_is_replaced_where_there_is_a_spare(is_spare_there: bool) -> None:
+    scene = Scene()
+    setattr(scene.state, "gemini_world", "one")  # noqa: B010  # as spares.py does
+    assert scene.action(HOSTS[0]) is _Action.FINISH
+    assert waiting_in(scene, HOSTS[0]) == 0
+    del scene.state.participants[HOSTS[1]]
+    if not is_spare_there:
+        scene.state.redundancy_list.clear()
+    assert waiting_in(scene, HOSTS[0]) == is_spare_there
+    scene.open_round(HOSTS[0])
+    assert waiting_in(scene, HOSTS[0]) == 0
+
+
 def test_a_host_that_the_job_has_left_out_stops_its_workers_and_comes_back_as_a_spare() -> None:
     """Its side had no store, and went on; the others have formed a world of their own."""
     scene = Scene()
-
-    def waiting(node: _NodeDesc) -> int:
-        holder = SimpleNamespace(state=scene.state, mark_dirty=lambda: None, sync=lambda: None)
-        handler = SimpleNamespace(_state_holder=holder, _this_node=node, _heartbeat_lock=nullcontext())
-        return spares.nodes_waiting(lambda handler: 0, scene.host, handler)
-
+    waiting = partial(waiting_in, scene)
     setattr(scene.state, "gemini_world", "one")  # noqa: B010  # as spares.py does
     assert scene.action(HOSTS[0]) is _Action.FINISH
     assert waiting(HOSTS[0]) == 0
@@ -329,6 +345,46 @@ def test_a_host_with_another_clock_lives_as_long_as_it_gives_signs_of_life(hours
             assert holder.state.last_heartbeats.get(other, said) == said  # as the others must read it
         state.last_heartbeats[own] = datetime.now(UTC) + timedelta(hours=hours)  # and this host's own clock was set
         assert torch_rendezvous._should_keep_alive(SimpleNamespace(node=own, state=state, settings=settings))
+
+
+@pytest.mark.parametrize(("is_lost", "is_complete", "dead_after"), [(True, False, 1.5), (False, False, 3.0), (True, True, 3.0)])
+def test_a_host_that_agents_have_lost_is_missed_after_half_the_time(
+    is_lost: bool, is_complete: bool, dead_after: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While hosts come together. A spare, whose own agent knows nothing, hears of it; with its next sign of life the host lives again."""
+    other, began = HOSTS[1], datetime.now(UTC)
+    state = _RendezvousState()
+    state.complete, state.participants = is_complete, {HOSTS[0]: 0}
+    state.last_heartbeats = dict.fromkeys(HOSTS[:2], began)
+    vars(state).update(gemini_names={other: "host1"}, gemini_members=frozenset({"host1"}))
+    stored, now, asked = [pickle.dumps(state)], [100.0], list[float]()
+    monkeypatch.setattr("gemini_ft.launch.spares.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def unheard() -> set[str]:
+        asked.append(now[0])
+        return {"host1"} if is_lost else set()
+
+    def write(new: bytes, token: object) -> tuple[bytes, object, bool]:
+        stored[:] = [new]
+        return new, None, True
+
+    settings = SimpleNamespace(run_id="r", keep_alive_interval=timedelta(seconds=1), keep_alive_max_attempt=3, min_nodes=2)
+    backend = SimpleNamespace(name="none", get_state=lambda: (stored[0], None), set_state=write)
+    theirs = torch_rendezvous._BackendRendezvousStateHolder
+    agents, spare = spares.by_own_clock(theirs, unheard)(backend, settings, 0), spares.by_own_clock(theirs)(backend, settings, 0)
+    seen = []
+    for _ in range(40):
+        agents.sync()
+        spare.sync()
+        seen += [now[0] - 100.0] if other in spare.state.last_heartbeats else []
+        now[0] += 0.1
+    assert dead_after <= round(seen[-1] + 0.1, 6) <= dead_after + 0.3
+    assert (asked == []) == is_complete
+    assert len(asked) <= 9
+    state.last_heartbeats[other] = began + timedelta(seconds=1)
+    stored[:] = [pickle.dumps(state)]
+    spare.sync()
+    assert other in spare.state.last_heartbeats
 
 
 def test_a_host_that_leaves_its_place_to_come_back_lives_until_its_sign_of_life_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

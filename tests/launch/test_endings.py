@@ -32,6 +32,7 @@ from gemini_ft.launch import endings as module
 from gemini_ft.launch.endings import LEFT, Endings, HostDrain, final_endings
 from gemini_ft.launch.launcher import in_short
 from gemini_ft.launch.notes import DRAINED, PROTECTED, notes_of_workers, say
+from gemini_ft.wire.worker_messages import Status
 
 
 def failure(folder: Path, *kinds: str, text: str = "wrong", place: str = "train.py:3", step: int | None = 7, status: int = 1) -> Any:
@@ -208,3 +209,13 @@ def test_what_another_rank_or_a_moment_is_to_blame_for_is_no_refusal() -> None:
     assert all(map(is_refusal, (UnsupportedStateError("a deque"), LayoutMismatchError("another model"))))
     passing = AveragingError("rank 0 was killed"), WorldSizeError("2"), ReplicaDivergedError("w"), ConcurrentWriteError("w")
     assert not any(map(is_refusal, passing))
+
+
+@pytest.mark.parametrize("streams", [{}, {"main": {"unheard": ["given", "node-1-0a1b2c3d"]}, "more": {"unheard": []}}])
+def test_hosts_that_the_agent_has_lost_are_told_by_their_lasting_names(streams: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the rendezvous knows: without the boot id, where the host's name is the default."""
+    answer = Status(document=json.dumps({"streams": streams}))
+    monkeypatch.setattr(module.lifecycle, "ask", lambda run, host, message, seconds: answer)
+    assert module.unheard("r") == ({"given", "node-1-0a1b2c3d", "node-1"} if streams else set())
+    monkeypatch.setattr(module.lifecycle, "ask", lambda run, host, message, seconds: None)
+    assert module.unheard("r") == set()

@@ -36,7 +36,7 @@ from gemini_ft.events import read_events
 from gemini_ft.faults import inject
 from gemini_ft.hosts import is_readable
 from gemini_ft.launch.grace import Process, Workers, await_news
-from gemini_ft.launch.in_place import LEAVES, PARKED, Attempt, Survivors
+from gemini_ft.launch.in_place import BEGUN, FAILED, LEAVES, PARKED, Attempt, Survivors
 from gemini_ft.launch.worker_start import WorkerHandler
 from gemini_ft.state.copy_plan import MappedSlot
 from gemini_ft.wire import channel
@@ -338,6 +338,31 @@ def test_a_worker_that_cannot_stay_is_replaced_at_once_though_its_threads_run_on
         assert second.process is other
         assert second.poll() is None  # the word was not of this one
     survivors.workers.send.assert_called_once_with(process, signal.SIGKILL)
+    survivors.close()
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_worker_that_is_stopped_while_it_waits_for_its_next_attempt_is_replaced(is_stopped: bool) -> None:
+    """It had the order, and never took it: the other ranks waited until torch's timeout of half an hour."""
+    survivors, rank = Survivors(Workers(), 0.2), {"LOCAL_RANK": "0"}
+    process, other = Mock(pid=os.getpid(), signs=[], poll=lambda: None), Mock(pid=os.getpid(), signs=[], poll=lambda: None)
+    survivors.workers.send = Mock()  # type: ignore[method-assign]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        first = survivors.begin(rank, [], lambda: process)
+        end.connect(f"\0{survivors.address}")
+        first.end(1)
+        second, until = survivors.begin(rank, [], lambda: other), time.monotonic() + 0.5
+        channel.send(end, {"word": PARKED})
+        while time.monotonic() < until:
+            assert second.poll() is None
+            if not is_stopped and is_readable(end.fileno()):
+                channel.receive(end)
+                channel.send(end, {"word": BEGUN})
+        assert second.process is (other if is_stopped else process)
+        if not is_stopped:
+            channel.send(end, {"word": FAILED})
+            assert second.poll() == 1
+    assert survivors.workers.send.called == is_stopped
     survivors.close()
 
 

@@ -353,6 +353,11 @@ class Leader:
         lost = (host for host in self.book.hosts if host not in here and host != self._host)
         return [host for host in lost if now - max(self._lost.get(host, -math.inf), self._began) > SILENCE / 2]
 
+    def unheard(self, now: float) -> list[str]:
+        """Hosts of which nothing was heard just now, whether their connections are known to be lost or not."""
+        silent = (host for port in self._ways.open if now - port.heard > SILENCE / 2 for host in self._ways.through(port))
+        return sorted({*self.missing(now), *silent})
+
     @property
     def is_obeyed(self) -> bool:
         """Whether every other host reports here, and was just heard: none of them obeys another leader, then."""
