@@ -218,6 +218,7 @@ def _slots(of: Account) -> Values:
 
 
 OF_STREAM = (
+    Figure("gemini_finished", "Whether the job has finished its work; 0 also after an end by failure.", lambda of: int(of["finished"])),
     Figure("gemini_commits_total", "Steps that were committed.", _counted("committed")),
     Figure("gemini_committed_step", "The newest step that is committed, as far as this host has heard.", lambda of: of["committed"]),
     Figure("gemini_committed_timestamp_seconds", "When the newest committed step was complete on this host.", _committed_at),

@@ -19,7 +19,7 @@ def quiet(host: str, at: float) -> Figures:
     """The figures of a host in a job that goes well: a commit every five seconds, the last one a second ago."""
     figures: Figures = {"launches": 1, "workers": 2, "hangs_total": 0, "committed_timestamp_seconds": at - 1, "commit_interval_seconds": 5}
     figures |= {f"restarts_total/{cause}": 0 for cause in CAUSES}
-    figures |= {"divergences_total": 0, "stragglers": 0, "storage_failing_since_timestamp_seconds": 0, "damaged_copies_total": 0}
+    figures |= {"finished": 0, "divergences_total": 0, "stragglers": 0, "storage_failing_since_timestamp_seconds": 0, "damaged_copies_total": 0}
     figures |= {"blocked_seconds_sum": 0.01 * at}
     return figures | ({"job_absent_hosts": 0, "job_left_out_replicas": 0} if host == "a" else {})
 
@@ -74,7 +74,7 @@ def away(host: str) -> Callable[[str, float], Figures | None]:
 
 def ended(host: str, since: float) -> Figures | None:
     """A job that has finished: its agents wait a little, one longer than the other, and the leader hears nothing of that one."""
-    figures: Figures = {"launches": 0, "workers": 0, "committed_timestamp_seconds": SINCE}
+    figures: Figures = {"launches": 0, "workers": 0, "finished": 1, "committed_timestamp_seconds": SINCE}
     if host == "a":
         return (figures | {"job_absent_hosts": 1, "job_left_out_replicas": 1}) if since < 3000 else None
     return figures if since < 60 else None
@@ -103,6 +103,7 @@ DRILLS = {
     "a host that never commits": Drill(
         change=on("b", committed_timestamp_seconds=None, commit_interval_seconds=None), fires={"GeminiNothingCommitted": 1800}
     ),
+    "a crash": Drill(change=lambda _, __: {"launches": 0, "workers": 0}, fires={"GeminiJobFailed": 120}),
     "an agent is away": Drill(change=away("b"), fires={"GeminiAgentAway": 120}),
     "a spare that is not needed": Drill(change=away("spare"), hosts=("a", "b", "spare"), fires={}),
     "the end": Drill(change=ended, fires={}),
