@@ -13,10 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gemini_ft.cli.accounts import asking, parser_of
 from gemini_ft.core.promql import History, Labels, evaluate, seconds_of, vector, without_name
@@ -38,13 +37,12 @@ _EPILOG = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class AlertRule:
-    """A rule as Prometheus reads it; ``hold``: seconds for which its query must have had a result until it fires."""
+class AlertRule(NamedTuple):
+    """A rule as Prometheus reads it."""
 
     name: str
     query: str
-    hold: float
+    hold: float  # seconds for which the query must have had a result until the alert fires
     labels: Mapping[str, str]
     summary: str
 
@@ -57,24 +55,17 @@ def read_rules(text: str) -> list[AlertRule]:
     """
     import yaml
 
+    found = list[AlertRule]()
     try:
-        rules = [rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]]
-        if not rules:
-            raise ValueError("there is no rule")
-        for rule in rules:
+        for rule in [rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]]:
             evaluate(rule["expr"], History(0.0), 0.0)
-        return [
-            AlertRule(
-                name=rule["alert"],
-                query=rule["expr"],
-                hold=seconds_of(rule.get("for", "0s")),
-                labels=rule.get("labels", {}),
-                summary=rule.get("annotations", {}).get("summary", ""),
-            )
-            for rule in rules
-        ]
+            summary, hold = rule.get("annotations", {}).get("summary", ""), seconds_of(rule.get("for", "0s"))
+            found.append(AlertRule(rule["alert"], rule["expr"], hold, rule.get("labels", {}), summary))
     except (yaml.YAMLError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"these are no alert rules: {type(error).__name__}: {error}") from None
+    if not found:
+        raise ConfigError("these are no alert rules: there is none")
+    return found
 
 
 class Alerts:
@@ -91,12 +82,13 @@ class Alerts:
         found = {(rule.name, without_name(of)): (rule, value) for rule, of_rule in results for of, value in vector(of_rule).items()}
         self._begun = {key: self._begun.get(key, at) for key in found}
         over = self._firing.keys() - found.keys()
-        changed = [{**self._firing.pop(key), "status": "resolved", "endsAt": _time(at)} for key in sorted(over, key=str)]
+        now = datetime.fromtimestamp(at, UTC).isoformat()
+        changed = [{**self._firing.pop(key), "status": "resolved", "endsAt": now} for key in sorted(over, key=str)]
         for key, (rule, value) in found.items():
             if key not in self._firing and at - self._begun[key] >= rule.hold:
                 labels = {"alertname": rule.name, **dict(key[1]), **rule.labels}
                 annotations = {"summary": _filled(rule.summary, labels, value)}
-                self._firing[key] = {"status": "firing", "labels": labels, "annotations": annotations, "startsAt": _time(at)}
+                self._firing[key] = {"status": "firing", "labels": labels, "annotations": annotations, "startsAt": now}
                 changed.append(self._firing[key])
         return changed
 
@@ -109,10 +101,6 @@ def _filled(template: str, labels: Mapping[str, str], value: float) -> str:
         return labels.get(label, "") if label else _FORMATS.get(form, "{:.15g}".format)(value)
 
     return re.sub(r"\{\{\s*(?:\$labels\.(\w+)|\$value)\s*(?:\|\s*(\w+))?\s*\}\}", part, template)
-
-
-def _time(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat()
 
 
 def command(argv: Sequence[str]) -> int:
