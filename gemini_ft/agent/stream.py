@@ -439,6 +439,7 @@ class Stream:
     def status(self) -> dict[str, object]:
         """The figures that ``gemini status`` shows of this stream."""
         spec, host, session = self.context.spec, self.context.host, self._session
+        is_at_work = any(worker.alive and worker.parting != "goodbye" for worker in self.context.workers.values())
         ages = [slot.age for slot in self.context.slot_store.inventory() if slot.version == host.committed]
         return {
             "incarnation": str(spec.incarnation) if spec else None,
@@ -452,7 +453,7 @@ class Stream:
             "command": self.launch.command if self.launch is not None else [],
             "finished": self.finished,
             "hang": self.context.hang,
-            "stragglers": self.context.stragglers if any(worker.alive for worker in self.context.workers.values()) else [],
+            "stragglers": self.context.stragglers if is_at_work else [],
             "excluded": self._excluded,
             "storage": session.storing.uploader.status() if session is not None and session.storing is not None else None,
             "counters": self.context.counters,

@@ -226,7 +226,7 @@ _CALCULATED: dict[str, Callable[[float, float], float]] = {
 def _increase(points: Points, begin: float, end: float, per: float = 1.0) -> float | None:
     """The increase of a counter, which may begin anew, extrapolated to the whole range unless its samples end far from an end of it."""
     (first, low), (last, high) = points[0], points[-1]
-    if len(points) < 2:
+    if last <= first:  # there is one sample; or the clock was set back
         return None
     grown = high - low + sum(before for (_, before), (_, after) in pairwise(points) if after < before)
     mean = (last - first) / (len(points) - 1)

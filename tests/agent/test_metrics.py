@@ -27,7 +27,7 @@ from session_case import loop
 
 import gemini_ft
 from gemini_ft.agent import lifecycle, metrics_page
-from gemini_ft.agent.figures import DISTRIBUTIONS, OF_HOST, OF_STREAM, Distribution, Measures
+from gemini_ft.agent.figures import DISTRIBUTIONS, OF_HOST, OF_STREAM, Distribution, Measures, Pace
 from gemini_ft.agent.metrics_page import MetricsPage, check_metrics
 from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError
@@ -373,6 +373,23 @@ def test_reasons_and_causes_are_few() -> None:
     measures.opened(2, None, is_restart=True)
     measures.opened(3, None, is_restart=True)
     assert measures.restarts == {"hang": 1, "elsewhere": 1, "died": 0, "failed": 0, "drain": 0}
+    assert measures.failed_at.keys() == {"hang"}
+
+
+def test_a_pace_is_the_mean_of_the_last_intervals_and_outlives_a_pause() -> None:
+    pace = Pace()
+    pace.add(10.0, 3)
+    assert pace.seconds is None
+    pace.add(14.0, 5)
+    assert pace.seconds == 2
+    pace.pause()
+    pace.add(1000.0, 5)  # after a restart the same step once more
+    assert pace.seconds == 2
+    pace.add(1001.0, 6)
+    assert pace.seconds == 1
+    for number in range(100):
+        pace.add(1001.5 + number / 2, 7 + number)
+    assert pace.seconds == 0.5
 
 
 def test_iterations_that_are_never_decided_do_not_stay() -> None:

@@ -62,6 +62,14 @@ def test_nothing_is_not_a_number() -> None:
     assert results("(gemini_g - gemini_g) / 0 > 0") == {}
 
 
+def test_a_clock_that_is_set_back_or_stands_is_no_increase() -> None:
+    for second in (50.0, 40.0):
+        found = History(1000)
+        for at in (50.0, second):
+            found.add(at, {"a": [("gemini_c_total", {}, 1.0)]})
+        assert evaluate("rate(gemini_c_total[1m])", found, 60.0) == {}
+
+
 def test_samples_are_kept_for_a_time() -> None:
     found = History(25)
     for at in (0.0, 10.0, 20.0, 30.0):
