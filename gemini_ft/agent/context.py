@@ -103,7 +103,7 @@ class StreamContext:
         slot_store: the memory of all slots.
         custodians: the workers that keep replicas' memory safe.
         counters: figures for ``gemini status``.
-        measures: figures for metrics alone; None: they are not asked for.
+        measures: figures that ``gemini top``, ``gemini watch`` and ``/metrics`` need besides.
     """
 
     def __init__(self, name: str, run: RunContext, perform: Callable[[list[Effect]], None], report: Callable[[PeerMessage], None]) -> None:
@@ -118,7 +118,7 @@ class StreamContext:
         self.custodians = Custodians(self.workers.values)
         self.slot_store = SlotStore(self.host, run.budget, self.log, self.custodians.take_back, run.files)
         self.counters = dict.fromkeys(_COUNTED, 0)
-        self.measures = Measures() if run.metrics is not None else None
+        self.measures = Measures()
 
     def log(self, text: str) -> None:
         self.run.log(f"[{self.name}] {text}")
@@ -169,10 +169,10 @@ class StreamContext:
             return
         leaves = worker.launch is not None and (worker.launch.pid, worker.launch.ticks) in self.run.leaving
         cause = worker.parting or ("drain" if leaves else "died")
-        if self.measures is not None:
-            self.measures.lost(cause)
+        stood = worker.stood if cause == "hang" else 0.0
+        self.measures.lost(cause, stood)
         number = worker.incarnation.number if worker.incarnation is not None else None
-        self._write_event("lost", rank=worker.rank, cause=cause, incarnation=number)
+        self._write_event("lost", rank=worker.rank, cause=cause, incarnation=number, stood=stood)
 
     def note_hang(self, **verdict: Any) -> None:
         """Records why the job hangs: ``cause``, ``ranks``, ``text`` and the path of the ``report``."""

@@ -1,4 +1,4 @@
-"""The figures of an agent by their names in Prometheus, read from its account of itself (``gemini status --json``) and from `Measures`.
+"""The figures of an agent by their names in Prometheus, read from its account of itself (``gemini status --json``), and their `Measures`.
 
 Figures are in base units, counters count since the agent began, and an age is given as the time of its beginning. docs/metrics.md has the
 list.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gemini_ft
 from gemini_ft.core.goodput import Phase, TimeLedger
+from gemini_ft.core.promql import Sample
 from gemini_ft.core.versions import Version
 from gemini_ft.wire.worker_messages import ENDING, LATE, WRITTEN
 
@@ -26,6 +27,7 @@ Value = float | None  # None: there is no value, and the page has no line for it
 Values = Value | Mapping[str, Value]  # a mapping: a value for each value of the figure's label
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_PACED = 32  # events of which the mean interval is taken
 _UNDECIDED = 64  # the most iterations that are remembered until they are committed; some never are
 
 
@@ -40,29 +42,53 @@ class Distribution:
         self._counts[bisect_left(self._bounds, value)] += 1
         self.total += value
 
-    def buckets(self) -> list[tuple[str, float]]:
-        """Returns (bound, number of values up to it), as a histogram of Prometheus has them; the last bound is infinite."""
-        return list(zip([*map(str, self._bounds), "+Inf"], accumulate(self._counts), strict=True))
+    def account(self) -> dict[str, Any]:
+        """Returns ``total`` and ``buckets``: (bound, number of values up to it), as Prometheus has them; the last bound is infinite."""
+        buckets = list(zip([*map(str, self._bounds), "+Inf"], accumulate(self._counts), strict=True))
+        return {"buckets": buckets, "total": self.total}
+
+
+class Pace:
+    """The mean time between the last events, in ``seconds``; None: there have not been two in a row yet."""
+
+    def __init__(self) -> None:
+        self._times = deque[tuple[float, int]](maxlen=_PACED)
+        self.seconds: float | None = None
+
+    def add(self, at: float, number: int) -> None:
+        """Records an event by its time, and its number among all events, which grows."""
+        self._times.append((at, number))
+        (first, low), (last, high) = self._times[0], self._times[-1]
+        self.seconds = (last - first) / (high - low) if high > low else self.seconds
+
+    def pause(self) -> None:
+        """Says that the time until the next event is no interval."""
+        self._times.clear()
 
 
 class Measures:
-    """Figures of one stream on one host since this agent began that only ``/metrics`` needs; kept where the option ``metrics`` is set.
+    """Figures of one stream on one host since this agent began.
 
     Attributes:
         step: the newest step that a worker of this host has ended; None: none yet.
+        step_pace: how long steps take here.
+        commit_pace: the time from one commit to the next.
         commit_seconds: time from the end of a step here until it was committed.
         blocked_seconds: time for which snapshots held up each step of each worker.
         waited_seconds: the part of that time for which the update waited for the copy.
         skips: reason -> number of snapshots that a worker of this host gave up.
         restarts: cause -> number of incarnations that followed another one.
+        failed_at: cause -> when a worker was last lost by it, in seconds of the system's clock.
         time: the time of the run by phase, as this host sees it: waiting for storage counts as rendezvous.
     """
 
     def __init__(self) -> None:
         self.step: int | None = None
+        self.step_pace, self.commit_pace, self._commits = Pace(), Pace(), 0
         self.commit_seconds, self.blocked_seconds, self.waited_seconds = Distribution(), Distribution(), Distribution()
         self.skips = Counter(dict.fromkeys(("late", "written", "ending", "other"), 0))
         self.restarts = Counter(dict.fromkeys(("died", "failed", "hang", "drain", "elsewhere"), 0))
+        self.failed_at: dict[str, float] = {}
         self.time = TimeLedger(time.monotonic())
         self._ended: dict[int, float] = {}  # iteration -> when the first worker said that it has ended
         self._is_restoring = False
@@ -77,6 +103,8 @@ class Measures:
         self._cause = ""
         self._ended.clear()
         self.step = None
+        self.step_pace.pause()
+        self.commit_pace.pause()
 
     def reserved(self) -> None:
         """Counts the restore as over, as a worker asks for its slots once it has its state back."""
@@ -87,10 +115,12 @@ class Measures:
         """Records that a worker has ended an iteration.
 
         Args:
+            iteration: the newest one that it has ended.
             held: of its last iterations the seconds for which each was held up, and the part of these at the update.
         """
         if self.step is None or iteration > self.step:
             self.step, self._is_restoring = iteration, False
+            self.step_pace.add(time.monotonic(), iteration)
             self.time.stepped(time.monotonic(), iteration, held[-1][0] if held else 0.0)
             self._ended[iteration] = time.monotonic()
             if len(self._ended) > _UNDECIDED:
@@ -101,6 +131,8 @@ class Measures:
 
     def committed(self, iteration: int) -> None:
         """Records a commit."""
+        self._commits += 1
+        self.commit_pace.add(time.monotonic(), self._commits)
         if (ended := self._ended.get(iteration)) is not None:
             self.commit_seconds.add(time.monotonic() - ended)
         self._ended = {later: at for later, at in self._ended.items() if later > iteration}
@@ -110,10 +142,26 @@ class Measures:
         kind = {ENDING: "ending", LATE: "late"}.get(reason, "written" if reason.endswith(WRITTEN) else "other")
         self.skips[kind] += 1
 
-    def lost(self, cause: str) -> None:
-        """Records the end of a worker; the first end since the last restart is the cause of the next one."""
-        self._cause = self._cause or cause
-        self.time.failed(time.monotonic(), cause, "")
+    def lost(self, cause: str, stood: float = 0.0) -> None:
+        """Records the end of a worker; the first end since the last restart is the cause of the next one, and the others follow from it."""
+        if not self._cause:
+            self._cause, self.failed_at[cause] = cause, time.time()
+        self.time.failed(time.monotonic(), cause, "", stood=stood)
+
+    def account(self) -> dict[str, Any]:
+        """The measures as the agent's account of itself has them."""
+        return {
+            "step": self.step,
+            "step_seconds": self.step_pace.seconds,
+            "commit_interval": self.commit_pace.seconds,
+            "skips": self.skips,
+            "restarts": self.restarts,
+            "failed_at": self.failed_at,
+            "seconds": {phase.replace(" ", "_"): seconds for phase, seconds in self.time.seconds.items() if phase != Phase.STORAGE},
+            "commit_seconds": self.commit_seconds.account(),
+            "blocked_seconds": self.blocked_seconds.account(),
+            "waited_seconds": self.waited_seconds.account(),
+        }
 
 
 class Figure(NamedTuple):
@@ -125,8 +173,13 @@ class Figure(NamedTuple):
     label: str = ""  # name of a label beside ``stream``; empty: there is none
 
 
+def _launches(of: Account) -> Value:
+    return 0 if of["streams"] and all(stream["finished"] for stream in of["streams"].values()) else len(of["launches"])
+
+
 OF_HOST = (
     Figure("gemini_agent_start_timestamp_seconds", "When this agent began.", lambda of: of["began"]),
+    Figure("gemini_launches", "Launches of this host that are at work, whether or not workers are connected.", _launches),
     Figure("gemini_workers", "Workers of this host that are connected.", lambda of: len(of["workers"])),
     Figure("gemini_memory_used_bytes", "Memory of all slots.", lambda of: of["memory"]["used"]),
     Figure("gemini_memory_limit_bytes", "The most memory that slots may take.", lambda of: of["memory"]["limit"]),
@@ -138,8 +191,8 @@ def _counted(name: str) -> Callable[[Account], Values]:
     return lambda of: of["counters"][name]
 
 
-def _measured(read: Callable[[Measures], Values]) -> Callable[[Account], Values]:
-    return lambda of: None if of["measures"] is None else read(of["measures"])
+def _measured(name: str) -> Callable[[Account], Values]:
+    return lambda of: of["measures"][name]
 
 
 def _stored(name: str, otherwise: Value = None) -> Callable[[Account], Values]:
@@ -155,12 +208,8 @@ def _committed_at(of: Account) -> Value:
 
 
 def _lag(of: Account) -> Value:
-    step, committed = of["measures"].step if of["measures"] is not None else None, of["committed"]
+    step, committed = of["measures"]["step"], of["committed"]
     return None if step is None or committed is None else max(0, step - committed)
-
-
-def _seconds(of: Measures) -> Values:
-    return {phase.replace(" ", "_"): seconds for phase, seconds in of.time.seconds.items() if phase != Phase.STORAGE}
 
 
 def _slots(of: Account) -> Values:
@@ -169,13 +218,16 @@ def _slots(of: Account) -> Values:
 
 
 OF_STREAM = (
+    Figure("gemini_finished", "Whether the job has finished its work; 0 also after an end by failure.", lambda of: int(of["finished"])),
     Figure("gemini_commits_total", "Steps that were committed.", _counted("committed")),
     Figure("gemini_committed_step", "The newest step that is committed, as far as this host has heard.", lambda of: of["committed"]),
     Figure("gemini_committed_timestamp_seconds", "When the newest committed step was complete on this host.", _committed_at),
-    Figure("gemini_step", "The newest step that a worker of this host has ended.", _measured(lambda of: of.step)),
+    Figure("gemini_step", "The newest step that a worker of this host has ended.", _measured("step")),
+    Figure("gemini_step_seconds", "Time from one step to the next here, the mean of the last ones.", _measured("step_seconds")),
+    Figure("gemini_commit_interval_seconds", "Time from one commit to the next, the mean of the last ones.", _measured("commit_interval")),
     Figure("gemini_lag_steps", "Steps that have ended since the newest committed one.", _lag),
     Figure("gemini_aborted_snapshots_total", "Steps that will not be committed, because of any host.", _counted("aborted")),
-    Figure("gemini_skipped_snapshots_total", "Snapshots that workers here gave up.", _measured(lambda of: of.skips), "reason"),
+    Figure("gemini_skipped_snapshots_total", "Snapshots that workers here gave up.", _measured("skips"), "reason"),
     Figure("gemini_snapshot_interval_steps", "Steps between snapshots.", lambda of: of["traffic"] and of["traffic"]["interval"]),
     Figure("gemini_replica_bytes_total", "Bytes of shards that were sent to other hosts.", _counted("replica_bytes")),
     Figure("gemini_damaged_copies_total", "Copies here that had to be discarded.", _counted("damaged")),
@@ -189,10 +241,11 @@ OF_STREAM = (
     Figure(
         "gemini_restarts_total",
         "Attempts after the first one, by the cause that this host saw.",
-        _measured(lambda of: of.restarts),
+        _measured("restarts"),
         "cause",
     ),
-    Figure("gemini_time_seconds_total", "Time of the run by phase, as this host sees it.", _measured(_seconds), "phase"),
+    Figure("gemini_failed_timestamp_seconds", "When a worker of this host was last lost, by cause.", _measured("failed_at"), "cause"),
+    Figure("gemini_time_seconds_total", "Time of the run by phase, as this host sees it.", _measured("seconds"), "phase"),
     Figure("gemini_leader_changes_total", "Times that another host has come to lead the commits.", _counted("leader_changes")),
     Figure("gemini_leader_reached", "Whether the leader of the commits hears this host at once.", lambda of: of["reaches_leader"]),
     Figure("gemini_stragglers", "Ranks of the job that are slow now.", lambda of: len(of["stragglers"])),
@@ -201,52 +254,44 @@ OF_STREAM = (
     Figure("gemini_job_absent_hosts", "Hosts of which the leader hears nothing.", _of_job("absent")),
     Figure("gemini_job_left_out_replicas", "Replicas without which steps are committed for now.", _of_job("left_out")),
 )
-DISTRIBUTIONS: tuple[tuple[str, str, Callable[[Measures], Distribution]], ...] = (
-    ("gemini_commit_seconds", "From the end of a step on this host until it was committed.", lambda of: of.commit_seconds),
-    ("gemini_blocked_seconds", "Time for which snapshots held up a step of a worker.", lambda of: of.blocked_seconds),
-    ("gemini_waited_seconds", "The part of gemini_blocked_seconds for which an update waited for the copy.", lambda of: of.waited_seconds),
+DISTRIBUTIONS = (
+    ("commit_seconds", "From the end of a step on this host until it was committed."),
+    ("blocked_seconds", "Time for which snapshots held up a step of a worker."),
+    ("waited_seconds", "The part of gemini_blocked_seconds for which an update waited for the copy."),
 )
 
 
-def families(account: Account, measures: Mapping[str, Measures | None], began: float) -> Iterator[Metric]:
-    """Yields all figures, in the types of prometheus-client.
+def samples(account: Account) -> Iterator[Sample]:
+    """Yields all figures of the agent's account of itself, of distributions only the sums."""
+    for figure in (*OF_HOST, *OF_STREAM):
+        yield from ((figure.name, labels, value) for labels, value in _read(figure, account))
+    for name, _ in DISTRIBUTIONS:
+        yield from ((f"gemini_{name}_sum", {"stream": stream}, of["measures"][name]["total"]) for stream, of in account["streams"].items())
 
-    Args:
-        measures: by stream.
-        began: time at which the agent began, in seconds of the system's clock.
-    """
-    from prometheus_client.core import HistogramMetricFamily, InfoMetricFamily
+
+def families(account: Account) -> Iterator[Metric]:
+    """Yields all figures of the agent's account of itself, in the types of prometheus-client."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 
     who = {"version": gemini_ft.__version__, "run": account["run"], "host": account["host"]}
     yield InfoMetricFamily("gemini_agent", "The agent that is asked.", value=who)
-    streams = {name: {**of, "measures": measures[name]} for name, of in account["streams"].items()}
-    for figure in OF_HOST:
-        yield _family(figure, {"": {**account, "began": began}}, [])
-    for figure in OF_STREAM:
-        yield _family(figure, streams, ["stream"])
-    for name, meaning, distribution in DISTRIBUTIONS:
-        histogram = HistogramMetricFamily(name, meaning, labels=["stream"])
-        for stream, kept in measures.items():
-            if kept is not None:
-                histogram.add_metric([stream], distribution(kept).buckets(), distribution(kept).total)
+    for figure in (*OF_HOST, *OF_STREAM):
+        names = [name for name in ("stream" if figure in OF_STREAM else "", figure.label) if name]
+        kind = CounterMetricFamily if figure.name.endswith("_total") else GaugeMetricFamily
+        family: CounterMetricFamily | GaugeMetricFamily = kind(figure.name, figure.meaning, labels=names)
+        for labels, value in _read(figure, account):
+            family.add_metric(list(labels.values()), value)
+        yield family
+    for name, meaning in DISTRIBUTIONS:
+        histogram = HistogramMetricFamily(f"gemini_{name}", meaning, labels=["stream"])
+        for stream, of in account["streams"].items():
+            histogram.add_metric([stream], of["measures"][name]["buckets"], of["measures"][name]["total"])
         yield histogram
 
 
-def _family(figure: Figure, accounts: Mapping[str, Account], labels: list[str]) -> Metric:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    family: CounterMetricFamily | GaugeMetricFamily
-    labelled = [*labels, *([figure.label] if figure.label else [])]
-    if figure.name.endswith("_total"):
-        family = CounterMetricFamily(figure.name, figure.meaning, labels=labelled)
-    else:
-        family = GaugeMetricFamily(figure.name, figure.meaning, labels=labelled)
-    for stream, account in accounts.items():
-        for part, value in _parts(figure.read(account)):
+def _read(figure: Figure, account: Account) -> Iterator[tuple[dict[str, str], float]]:
+    for stream, of in account["streams"].items() if figure in OF_STREAM else [("", account)]:
+        found = figure.read(of)
+        for part, value in found.items() if isinstance(found, Mapping) else [("", found)]:
             if value is not None:
-                family.add_metric([*([stream] if labels else []), *([part] if figure.label else [])], value)
-    return family
-
-
-def _parts(found: Values) -> Iterable[tuple[str, Value]]:
-    return found.items() if isinstance(found, Mapping) else [("", found)]
+                yield {name: label for name, label in (("stream", stream), (figure.label, part)) if label}, value

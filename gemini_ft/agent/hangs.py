@@ -123,7 +123,7 @@ class HangWatch:
                 self._log(f"rank {worker.rank} (pid {worker.pid}) made no progress for {silent:.1f} s ({detector.reason}): killing it")
                 if doing_of(worker.pid) is Doing.STOPPED:  # the autopsy wakes it, so that progress would prove nothing
                     del self._detectors[worker]
-                worker.parting = "hang"
+                worker.parting, worker.stood = "hang", silent
                 self._tasks.spawn(self._kill(worker))
 
     async def _kill(self, worker: WorkerConnection) -> None:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from gemini_ft.agent.context import RunContext
 from gemini_ft.agent.figures import families
-from gemini_ft.agent.streams import Streams
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.config import GeminiConfig, load_config
 from gemini_ft.errors import ConfigError
@@ -57,14 +56,13 @@ class MetricsPage:
         account: gives the agent's account of itself, as ``gemini status --json`` prints it.
     """
 
-    def __init__(self, run: RunContext, account: Callable[[], dict[str, Any]], streams: Streams) -> None:
-        self._run, self._account, self._streams = run, account, streams
+    def __init__(self, run: RunContext, account: Callable[[], dict[str, Any]]) -> None:
+        self._run, self._account = run, account
         self._said = set[str]()  # about figures that could not be read
         self._pages: dict[str, tuple[float, bytes]] = {}  # content type -> when it was written, and the page
         self._readers = FairShare[asyncio.StreamWriter](_READERS, lambda reader: reader.transport.abort())  # that are being answered
         self._tasks = Tasks()
         self._server: asyncio.Server | None = None
-        self._began = time.time()
         self._tasks.spawn(self._listen())
 
     def close(self) -> None:
@@ -145,8 +143,7 @@ class MetricsPage:
 
     def collect(self) -> Iterator[Metric]:
         """Yields the figures. It is the only method of a registry that the writers of prometheus-client call."""
-        measures = {name: stream.context.measures for name, stream in self._streams.by_name.items()}
-        return families(self._account(), measures, self._began)
+        return families(self._account())
 
 
 def _response(status: str, kind: str, body: bytes, is_asked_for: bool = True) -> bytes:

@@ -69,7 +69,7 @@ class Requests:
         self._launches = Launches()
         self.hangs = HangWatch(run.log, lambda worker: self._stream(worker).examine(worker))
         self.departure = Departure(streams.by_name, self._workers, self._launches)
-        self._domain = ""
+        self._domain, self._began = "", time.time()
         self._agent_timeout = 0.0  # as the job has it; this agent only repeats it to its watchmen
         self._tasks = Tasks()
         self.log = run.log
@@ -336,6 +336,7 @@ class Requests:
             "run": self._run.run_id,
             "host": self._run.host,
             "pid": os.getpid(),
+            "began": self._began,
             "launches": [launch.model_dump(exclude={"environ"}) for launch in self._launches.alive(self._at_work())],
             "memory": {"limit": self._run.budget.limit, "used": self._run.budget.used},
             "metrics": self._run.metrics,

@@ -123,9 +123,8 @@ class Stream:
             context.slot_store.forget()
         context.spec = spec
         self._figures.clear()
-        if context.measures is not None:
-            is_restart = not readopt and (before is not None or self.inherited is not None)
-            context.measures.opened(spec.incarnation.number, None if readopt else spec.resumed, is_restart)
+        is_restart = not readopt and (before is not None or self.inherited is not None)
+        context.measures.opened(spec.incarnation.number, None if readopt else spec.resumed, is_restart)
         self._session = AgentSession(context, spec, self._on_decision, readopt)
         if readopt:
             self._repeat_reports()  # workers that are choosing go on, and the copies they were shown are kept
@@ -215,16 +214,14 @@ class Stream:
             case Excuse():  # the resumed version is not to blame for the failure of this session; every worker says so
                 self.attempts -= not self._excused
                 self._excused = True
-            case GiveUp() | Reserve() if self.context.measures is not None:
-                if isinstance(message, GiveUp):
-                    self.context.measures.skipped(message.reason)
-                else:
-                    self.context.measures.reserved()
-                self._own.on_message(worker, message)
             case Inject(owner=owner):
                 copies = self.context.slot_store.damage(owner)
                 self.context.log(f"fault injection: flipped a bit in {copies} copies of rank {owner}'s shard")
             case _:
+                if isinstance(message, GiveUp):
+                    self.context.measures.skipped(message.reason)
+                elif isinstance(message, Reserve):
+                    self.context.measures.reserved()
                 self._own.on_message(worker, message)
 
     def on_finished(self, rank: int) -> None:
@@ -271,8 +268,7 @@ class Stream:
 
     def reached(self, iteration: int, held: Sequence[tuple[float, float]] = ()) -> None:
         """Records how far a worker of the present incarnation has come; ``held``: see `Request`."""
-        if self.context.measures is not None:
-            self.context.measures.reached(iteration, held)
+        self.context.measures.reached(iteration, held)
         if self._rebuilding is not None:
             self._rebuilding.reached(iteration)
 
@@ -360,8 +356,7 @@ class Stream:
                 failpoints.reached("agent_commits", version.iteration)
                 context.counters["committed"] += 1
                 context.note_commit(version)
-                if context.measures is not None:
-                    context.measures.committed(version.iteration)
+                context.measures.committed(version.iteration)
                 self._progressed = self._progressed or context.spec is None or version != context.spec.resumed  # which may be repeated
                 self.perform(host.on_commit(version, freeze, roots, agreed, compared=compared))
                 self._use_room()  # which other processes may have left
@@ -445,6 +440,7 @@ class Stream:
     def status(self) -> dict[str, object]:
         """The figures that ``gemini status`` shows of this stream."""
         spec, host, session = self.context.spec, self.context.host, self._session
+        is_at_work = any(worker.alive and worker.parting != "goodbye" for worker in self.context.workers.values())
         ages = [slot.age for slot in self.context.slot_store.inventory() if slot.version == host.committed]
         return {
             "incarnation": str(spec.incarnation) if spec else None,
@@ -459,10 +455,11 @@ class Stream:
             "command": self.launch.command if self.launch is not None else [],
             "finished": self.finished,
             "hang": self.context.hang,
-            "stragglers": self.context.stragglers,
+            "stragglers": self.context.stragglers if is_at_work else [],
             "excluded": self._excluded,
             "storage": session.storing.uploader.status() if session is not None and session.storing is not None else None,
             "counters": self.context.counters,
+            "measures": self.context.measures.account(),
             "traffic": session.outbound.pacing.status() if session is not None else None,
             "gradients": {str(rank): figures for rank, figures in sorted(self._figures.items())},
             "shards": {

@@ -60,6 +60,7 @@ class WorkerConnection:
         self.incarnation: Incarnation | None = None
         self.launch: Launch | None = None
         self.pid = pid
+        self.stood = 0.0  # seconds without progress, if this agent kills it for that
         self.parting = ""  # how it has ended other than by its death: "goodbye", "failed" in place, or "hang" (this agent kills it)
         self._handler, self._socket = handler, sock
         self._loop = asyncio.get_running_loop()

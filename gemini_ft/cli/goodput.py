@@ -107,7 +107,7 @@ def _book(course: _StreamEvents, event: Mapping[str, Any], at: float) -> None:
             ledger.stepped(at, iteration, _seconds(event.get("blocked")))
         case {"event": "lost", "cause": str(cause), "host": str(host)}:
             number = event.get("incarnation")  # earlier versions do not say it
-            ledger.failed(at, cause, host, course.before + number if isinstance(number, int) else None)
+            ledger.failed(at, cause, host, course.before + number if isinstance(number, int) else None, _seconds(event.get("stood")))
         case {"event": "left", "finished": True}:
             ledger.ended(at)
         case {"event": "left", "interrupted": True}:

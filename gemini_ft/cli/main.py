@@ -28,6 +28,8 @@ COMMANDS = {
     "doctor": Command("gemini_ft.cli.doctor", "command", "look at a host before its first job, and say what is wrong"),
     "agent": Command("gemini_ft.cli.commands", "agent", "own a host's snapshot memory in the foreground, as a service"),
     "status": Command("gemini_ft.cli.commands", "status", "show what this host's agent holds and does"),
+    "top": Command("gemini_ft.cli.top", "command", "show how fast the hosts of a run train, and how old their commits are"),
+    "watch": Command("gemini_ft.cli.watch", "command", "say what Prometheus's alert rules would, and run a command"),
     "ps": Command("gemini_ft.cli.commands", "ps", "list the runs of this host"),
     "leave": Command("gemini_ft.cli.commands", "leave", "end this host's agent"),
     "drain": Command("gemini_ft.cli.commands", "drain", "have a host leave its run after a step that is committed"),

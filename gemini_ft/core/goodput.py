@@ -67,6 +67,7 @@ class TimeLedger:
         self._is_over = False  # the attempt has come to an orderly end: its ranks have finished, or the user has interrupted them
         self._is_interrupted = False
         self._step = 0  # of the present attempt
+        self._trained = Phase.TRAINING  # what the last step was booked to
         self._furthest = 0
         self._is_done = False  # the last attempt had finished its work, and no other one has begun
         self._is_lost = False  # the present time is booked to the newest failure, too
@@ -104,12 +105,16 @@ class TimeLedger:
         stall = min(blocked, max(0.0, at - self._at))
         is_new = step > self._furthest
         self._is_lost = self._is_lost and not is_new
-        self._close(at - stall, Phase.TRAINING if is_new else Phase.REPLAY)
+        self._trained = Phase.TRAINING if is_new else Phase.REPLAY
+        self._close(at - stall, self._trained)
         self._close(at, Phase.STALL)
         self._step, self._furthest = step, max(step, self._furthest)
 
-    def failed(self, at: float, cause: str, host: str, incarnation: int | None = None) -> None:
+    def failed(self, at: float, cause: str, host: str, incarnation: int | None = None, stood: float = 0.0) -> None:
         """Books the time until the failure of a worker was known.
+
+        A worker that was stopped is woken for the autopsy of a hang, and may end steps before it is killed: ``stood`` are the seconds
+        for which it had made no progress by then, none of which was training.
 
         The ends of the other workers, which follow, do not count as failures, nor do those of an ``incarnation`` of the past, of which an
         agent tells late, or those after an interrupt. A worker that fails when others have finished does.
@@ -118,6 +123,13 @@ class TimeLedger:
         if self._is_running and not self._is_interrupted and not is_past:
             self._is_over = False
             self._close(at, Phase.DETECTION, begins=(cause, host))
+            booked, earlier = self.failures[-1].seconds, self.failures[-2].seconds if len(self.failures) > 1 else {}
+            if (moved := min(stood - booked[Phase.DETECTION], self.seconds[self._trained])) > 0:
+                self.seconds[self._trained] -= moved
+                self.seconds[Phase.DETECTION] += moved
+                booked[Phase.DETECTION] += moved
+                if self._trained is Phase.REPLAY:
+                    earlier[Phase.REPLAY] -= moved
 
     def ended(self, at: float, is_interrupted: bool = False) -> None:
         """Books the time until a rank has left with its work finished, or as the user wanted; from its last step on it is training, too."""

@@ -160,7 +160,7 @@ class Request(Message):
     """Asks for a slot to write ``iteration`` into; a sign of life too. The agent answers at once: Granted, Queued, or an Abort."""
 
     iteration: int
-    held: list[tuple[float, float]] = []  # seconds, see gemini_ft.worker.outcomes.Stats.unsaid; none unless the agent serves metrics
+    held: list[tuple[float, float]] = []  # seconds, see gemini_ft.worker.outcomes.Stats.unsaid
 
 
 class Landed(Message):

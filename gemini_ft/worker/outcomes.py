@@ -31,15 +31,15 @@ class Stats:
     commit_seconds: dict[int, float] = field(default_factory=dict)  # iteration -> from its end until all replicas were verified
     lag: dict[int, int] = field(default_factory=dict)  # iteration -> steps that had ended after it when it was committed
     traffic: dict[int, list[Travelled]] = field(default_factory=dict)  # iteration -> how it got to each peer
-    # Per step of which the agent has not heard: seconds that it was held up, and those of them at updates. None: the agent does not ask.
-    unsaid: list[tuple[float, float]] | None = None
+    # Per step of which the agent has not heard: seconds that it was held up, and those of them at updates.
+    unsaid: list[tuple[float, float]] = field(default_factory=list)
 
     KEPT: ClassVar[int] = 1_000  # steps; a job makes millions
 
     def note_blocked(self, seconds: float, waited: float = 0.0) -> None:
         """Counts a step that is over; ``waited``: the part of it that its update waited."""
         self.blocked.append(seconds)
-        if self.unsaid is not None and len(self.unsaid) < self.KEPT:
+        if len(self.unsaid) < self.KEPT:
             self.unsaid.append((seconds, waited))
         if len(self.blocked) >= 2 * self.KEPT:
             del self.blocked[: -self.KEPT]

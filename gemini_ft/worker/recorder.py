@@ -176,9 +176,9 @@ class Recorder:
         digest_due = is_compared or (self._digest_at is not None and iteration >= self._digest_at)
         self._outcomes.begin(iteration)
         digest = self._reservation.digest() if digest_due else None
-        held = self._stats.unsaid or []
+        held = self._stats.unsaid
+        self._stats.unsaid = []
         job = PendingSnapshot(iteration=iteration, extras=blob, digest=digest, marks=plan.marks(), ready=plan.ready(), held=held)
-        self._stats.unsaid = [] if self._config.metrics is not None else None
         self._copy_when.follow(plan, job.marks)
         self._copying.submit(job)
 

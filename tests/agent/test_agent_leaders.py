@@ -140,6 +140,17 @@ def test_the_next_leader_and_another_agent_know_the_stragglers_and_all_hear_when
     assert sorted(told) == [("a", []), ("a", [1]), ("a", [1]), ("b", []), ("b", [1]), ("c", []), ("c", [1])]
 
 
+def test_nobody_is_slow_any_more_when_the_workers_have_left(job: Job) -> None:
+    """Agents outlive them, and an alert must not."""
+    ranks = start(job, straggler_factor=1.5)
+    for window in (8, 16, 24):
+        work(ranks, window, 1)
+    eventually(lambda: job.stream("a")["stragglers"] == [1])
+    ranks[0].goodbye()
+    eventually(lambda: job.stream("a")["stragglers"] == [])
+    assert job.stream("b")["stragglers"] == [1], "its worker is at work"
+
+
 def test_a_leader_that_is_stopped_and_goes_on_obeys_the_one_that_has_replaced_it(job: Job) -> None:
     """What it had heard of an iteration before it was stopped is heard by the other one as well."""
     first, second, third = ranks = start(job)

@@ -27,7 +27,7 @@ from session_case import loop
 
 import gemini_ft
 from gemini_ft.agent import lifecycle, metrics_page
-from gemini_ft.agent.figures import DISTRIBUTIONS, OF_HOST, OF_STREAM, Distribution, Measures
+from gemini_ft.agent.figures import DISTRIBUTIONS, OF_HOST, OF_STREAM, Distribution, Measures, Pace
 from gemini_ft.agent.metrics_page import MetricsPage, check_metrics
 from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError
@@ -217,9 +217,9 @@ def test_a_job_that_is_killed_once(tmp_path: Path) -> None:
         for name, value in first.items():
             if name[0].endswith(("_total", "_count", "_sum", "_bucket")):
                 assert value <= second[name], name
-        for name, _, _ in DISTRIBUTIONS:
-            assert second[f"{name}_count", "main"] > 5, name
-            assert second[f"{name}_bucket", "main", "+Inf"] == second[f"{name}_count", "main"]
+        for name, _ in DISTRIBUTIONS:
+            assert second[f"gemini_{name}_count", "main"] > 5, name
+            assert second[f"gemini_{name}_bucket", "main", "+Inf"] == second[f"gemini_{name}_count", "main"]
         assert second["gemini_waited_seconds_sum", "main"] <= second["gemini_blocked_seconds_sum", "main"]
 
 
@@ -258,7 +258,7 @@ def test_an_address_is_looked_up_beside_the_agents_loop_and_again_whatever_was_w
     async def work() -> float:
         lines, longest = list[str](), 0.0
         run = SimpleNamespace(metrics="", log=lines.append)
-        page = MetricsPage(cast("Any", run), dict, cast("Any", None))
+        page = MetricsPage(cast("Any", run), dict)
         while not run.metrics:
             begun = time.monotonic()
             await asyncio.sleep(0.01)
@@ -281,7 +281,7 @@ def test_a_figure_that_cannot_be_read_is_an_error_of_the_server_and_logged_once(
     async def work() -> None:
         lines: list[str] = []
         run = SimpleNamespace(metrics="", log=lines.append)
-        page = MetricsPage(cast("Any", run), account, cast("Any", SimpleNamespace(by_name={})))
+        page = MetricsPage(cast("Any", run), account)
         await served_at(run)
         for _ in range(3):
             assert (await answer_of(run.metrics)).startswith(b"HTTP/1.1 500 Internal Server Error\r\n")
@@ -302,7 +302,7 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 async def work():
     run = SimpleNamespace(metrics="", log=print)
-    page = MetricsPage(run, dict, None)
+    page = MetricsPage(run, dict)
     while not run.metrics:
         await asyncio.sleep(0.01)
     for part in ("exposition", "core", "openmetrics.exposition"):
@@ -327,8 +327,8 @@ import sys
 import gemini_ft.agent.main
 from gemini_ft.agent.figures import families
 assert "prometheus_client" not in sys.modules
-account = {"run": "r", "host": "h", "workers": {}, "memory": {"used": 1, "limit": 2}, "hangs": 0, "streams": {}}
-assert len(list(families(account, {}, 0.0))) > 10
+account = {"run": "r", "host": "h", "began": 1.0, "workers": {}, "launches": [], "hangs": 0, "streams": {}}
+assert len(list(families({**account, "memory": {"used": 1, "limit": 2}}))) > 10
 assert "prometheus_client" in sys.modules and "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -359,7 +359,7 @@ def test_a_distribution_counts_what_is_at_most_as_large_as_its_bounds() -> None:
     counted = Distribution((0.5, 1.0))
     for value in (0.0, 0.5, 0.6, 1.0, math.inf):
         counted.add(value)
-    assert counted.buckets() == [("0.5", 2), ("1.0", 4), ("+Inf", 5)]
+    assert counted.account()["buckets"] == [("0.5", 2), ("1.0", 4), ("+Inf", 5)]
 
 
 def test_reasons_and_causes_are_few() -> None:
@@ -373,6 +373,23 @@ def test_reasons_and_causes_are_few() -> None:
     measures.opened(2, None, is_restart=True)
     measures.opened(3, None, is_restart=True)
     assert measures.restarts == {"hang": 1, "elsewhere": 1, "died": 0, "failed": 0, "drain": 0}
+    assert measures.failed_at.keys() == {"hang"}
+
+
+def test_a_pace_is_the_mean_of_the_last_intervals_and_outlives_a_pause() -> None:
+    pace = Pace()
+    pace.add(10.0, 3)
+    assert pace.seconds is None
+    pace.add(14.0, 5)
+    assert pace.seconds == 2
+    pace.pause()
+    pace.add(1000.0, 5)  # after a restart the same step once more
+    assert pace.seconds == 2
+    pace.add(1001.0, 6)
+    assert pace.seconds == 1
+    for number in range(100):
+        pace.add(1001.5 + number / 2, 7 + number)
+    assert pace.seconds == 0.5
 
 
 def test_iterations_that_are_never_decided_do_not_stay() -> None:
@@ -380,9 +397,9 @@ def test_iterations_that_are_never_decided_do_not_stay() -> None:
     for iteration in range(1000):
         measures.reached(iteration, ())
     measures.committed(0)
-    assert measures.commit_seconds.buckets()[-1] == ("+Inf", 0)
+    assert measures.commit_seconds.account()["buckets"][-1] == ("+Inf", 0)
     measures.committed(999)
-    assert measures.commit_seconds.buckets()[-1] == ("+Inf", 1)
+    assert measures.commit_seconds.account()["buckets"][-1] == ("+Inf", 1)
 
 
 def test_the_page_on_metrics_lists_all_of_them() -> None:
@@ -396,8 +413,8 @@ def listed() -> str:
         lines.append(f"| `{figure.name}` | | {figure.meaning} |")
     for figure in OF_STREAM:
         lines.append(f"| `{figure.name}` | `stream`{f', `{figure.label}`' if figure.label else ''} | {figure.meaning} |")
-    for name, meaning, _ in DISTRIBUTIONS:
-        lines.append(f"| `{name}`, a histogram | `stream` | {meaning} |")
+    for name, meaning in DISTRIBUTIONS:
+        lines.append(f"| `gemini_{name}`, a histogram | `stream` | {meaning} |")
     return "\n".join([*lines, "| `gemini_agent_info` | `version`, `run`, `host` | The agent that is asked; 1. |"])
 
 

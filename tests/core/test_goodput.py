@@ -55,6 +55,26 @@ def test_a_run_that_fails_once() -> None:
     }
 
 
+def test_a_rank_that_was_stopped_and_is_woken_for_the_autopsy_makes_no_training_of_its_hang() -> None:
+    ledger = TimeLedger(0.0)
+    ledger.joined(0.0, 1, 0)
+    ledger.stepped(1.0, 1, 0.0)
+    ledger.stepped(12.0, 2, 0.0)  # stopped for ten seconds
+    ledger.stepped(13.0, 3, 0.0)
+    ledger.failed(13.5, "hang", "b", 1, stood=10.0)
+    assert (ledger.seconds[Phase.TRAINING], ledger.seconds[Phase.DETECTION]) == (3.5, 10)
+    assert ledger.failures[0].seconds == {Phase.DETECTION: 10}
+    ledger.joined(14.0, 2, 3)
+    ledger.stepped(15.0, 4, 0.0)
+    ledger.failed(27.0, "hang", "b", 2, stood=10.0)  # the hang is in it
+    assert (ledger.seconds[Phase.TRAINING], ledger.seconds[Phase.DETECTION], ledger.total) == (4.5, 22, 27)
+    ledger.joined(28.0, 3, 3)
+    ledger.stepped(40.0, 4, 0.0)  # again, and stopped in it
+    ledger.failed(40.5, "hang", "b", 3, stood=10.0)
+    assert (ledger.seconds[Phase.REPLAY], ledger.failures[1].seconds[Phase.REPLAY]) == (2.5, 2.5)
+    assert ledger.failures[2].seconds == {Phase.DETECTION: 10}
+
+
 def test_a_failure_of_which_nobody_has_told() -> None:
     ledger = TimeLedger(0.0)
     ledger.joined(1.0, 1, 0)

@@ -13,6 +13,27 @@ from session_case import loop
 from gemini_ft.cli import main as cli
 from gemini_ft.events import read_events
 
+LOST = ("detection", "rendezvous", "waiting for storage", "restore", "replay", "checkpoint stall")
+
+
+def test_the_time_of_a_rank_that_is_stopped_is_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is woken to tell what it does, and may end further steps before it is killed."""
+    events = tmp_path / "events"
+    environ = {"GEMINI_EVENTS": str(events), "GEMINI_FAULTS": "step=8:rank=1:sigstop", "GEMINI_HANG_TIMEOUT": "2"}
+    with World(tmp_path, 2, hosts=["a", "a"], **environ) as world:
+        world.finish(partial(loop, close=True), 20)
+        assert world.restarts == 1
+    assert cli.main(["goodput", "--json", str(events)]) == 0
+    found = json.loads(capsys.readouterr().out)["main"]
+    (failure,) = found["failures"]
+    assert failure["cause"] == "hang"
+    assert failure["seconds"]["detection"] > 2
+    lost = [event for event in read_events(events) if event["event"] == "lost" and event["cause"] == "hang"]
+    assert lost
+    assert all(2 < event["stood"] < 60 for event in lost)
+    assert found["seconds"]["training"] == pytest.approx(found["total_seconds"] - sum(found["seconds"][lost] for lost in LOST))
+    assert sum(found["seconds"].values()) == pytest.approx(found["total_seconds"])
+
 
 def test_the_time_of_a_job_that_is_killed_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events = tmp_path / "events"

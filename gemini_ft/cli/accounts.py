@@ -1,0 +1,63 @@
+"""Figures of agents as ``gemini top`` and ``gemini watch`` read them: of this machine's agents, or of pages at ``/metrics``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from urllib.request import ProxyHandler, build_opener
+
+from gemini_ft.agent.figures import samples
+from gemini_ft.agent.metrics_page import check_metrics
+from gemini_ft.cli.commands import documents_of
+from gemini_ft.config import load_config
+from gemini_ft.core.promql import Sample
+
+Answers = Mapping[str, list[Sample] | None]  # by agent, as people read its name; None: it has not answered
+_SECONDS = 5.0  # for a page
+_AT_A_TIME = 32  # pages
+
+
+def parser_of(name: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """Returns a parser with the arguments that say which agents are asked."""
+    parser = argparse.ArgumentParser(prog=f"gemini {name}", description=description, epilog=epilog)
+    text = "where agents serve their figures, which have the option `metrics` (default: all agents of this user on this machine)"
+    parser.add_argument("addresses", nargs="*", metavar="HOST:PORT", help=text)
+    parser.add_argument("--run-id", default=os.environ.get("GEMINI_RUN_ID"), help="of this machine's agents those of a run (GEMINI_RUN_ID)")
+    return parser
+
+
+def asking(options: argparse.Namespace) -> Callable[[], Answers]:
+    """Returns a function that asks all agents which are meant.
+
+    Raises:
+        ConfigError: an address is none, or prometheus-client, which reads pages, is not installed.
+    """
+    pages = [load_config({"metrics": address}).metrics or "" for address in options.addresses]
+    if not pages:
+        return lambda: _here(options.run_id)
+    check_metrics(load_config({"metrics": pages[0]}))
+
+    def ask() -> Answers:
+        with ThreadPoolExecutor(_AT_A_TIME) as pool:
+            return dict(zip(pages, pool.map(_page, pages), strict=True))
+
+    return ask
+
+
+def _here(run: str | None) -> Answers:
+    # Agents of an earlier version, which goes on at work after an upgrade, lack the figures.
+    documents = [document for document in documents_of(None) if run in (None, document["run"]) and "began" in document]
+    return {f"{document['run']}/{document['host']}": list(samples(document)) for document in documents}
+
+
+def _page(address: str) -> list[Sample] | None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        with build_opener(ProxyHandler({})).open(f"http://{address}/metrics", timeout=_SECONDS) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+            return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
+    except (OSError, ValueError):  # it is away, or something else listens there
+        return None
