@@ -17,6 +17,7 @@ import functools
 import json
 import logging
 import operator
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -70,7 +71,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         self._trainer: Any = None
         self._epoch = self._steps_before = 0  # this epoch, and the steps made before it
         self._epoch_rng: dict[str, Any] = {}  # at its beginning
-        self._history = (0, "[]")
+        self._history: tuple[int, str | list[Any]] = (0, "[]")
         self._data: Any = None
         self._evaluations: Any = None
         self._attributes: Any = None
@@ -83,6 +84,14 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         return self._data is not None and bool(self._data.is_fetched_again)
 
     # -- called by the Trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._found is not None and self._found["finished"]:
+            self._restore_counts(self._found)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._found is not None:  # no epoch was left, as the Trainer began at its last checkpoint
+            self._arrive(self._found)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._paused.close()
@@ -114,7 +123,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             self._evaluations = EvaluationData(trainer)
             self._attributes = OwnAttributes(trainer)
         found = self._protection.client_state.get(_KEY) if resumed is not None else None
-        if found is not None and (checkpoint is None or found["state"]["global_step"] > trainer.state.global_step):
+        if found is not None and (checkpoint is None or not self._is_overtaken(found, checkpoint, max_steps)):
             with self._protection.checkpointer.putting_back():
                 operator.itemgetter("data", "ranks", "attributes")(found)  # which are put back later
                 self._restore_state(found)
@@ -125,6 +134,8 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
                 deepspeed_load_checkpoint(trainer.model_wrapped, checkpoint, load_module_strict=not _is_peft_model(trainer.model))
             elif trainer.is_fsdp_enabled:
                 trainer._load_from_checkpoint(checkpoint, trainer.model_wrapped)
+            elif resumed is not None:  # the Trainer has loaded the weights before, and the snapshot's are in their place
+                trainer._load_from_checkpoint(checkpoint)
             trainer._load_optimizer_and_scheduler(checkpoint)
             trainer._load_scaler(checkpoint)
         elif resumed is not None:
@@ -144,6 +155,14 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         if found is not None:
             if epoch < found["epoch"]:
                 return None
+            for earlier in range(found["epoch"], epoch):  # the Trainer begins where a checkpoint is that was not followed
+                self.run_epoch(run, {**named, "epoch": earlier})
+                if trainer.control.should_training_stop:
+                    return None
+                trainer.control = trainer.callback_handler.on_epoch_begin(trainer.args, trainer.state, trainer.control)
+                named["resume_from_checkpoint"] = None
+            found = self._found
+        if found is not None:
             self._restore_counts(found)
             trainer.args.eval_on_start = self._evaluates_on_start
             has_stopped = found["state"]["max_steps"] == trainer.state.max_steps  # or early: a job that goes on for longer does not stop
@@ -157,10 +176,11 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             set_rng_state(found["epoch_rng"])
             named |= {"epochs_trained": epoch, "steps_trained_in_current_epoch": found["steps"] * accumulated}
             named["resume_from_checkpoint"] = _NO_FOLDER if found["steps"] else None
-            if found["data"] is not None and found["ranks"] == ranks():
-                go_on = functools.partial(self._data.rest_of, found=found["data"])
+            fits = found["data"] is not None and found["ranks"] == ranks()
+            if fits or self._data.is_fetched_again:
+                go_on = functools.partial(self._data.rest_of, found=found["data"] if fits else None)
                 if not found["steps"]:
-                    named["train_dataloader"] = go_on(named["train_dataloader"], skip=None)
+                    named["train_dataloader"] = go_on(named["train_dataloader"], 0)
         in_the_middle = named["resume_from_checkpoint"] is not None and epoch == named["epochs_trained"]
         self._steps_before = trainer.state.global_step
         if in_the_middle:
@@ -175,6 +195,17 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         return None
 
     # -- inside
+
+    def _is_overtaken(self, found: Mapping[str, Any], checkpoint: str, max_steps: int) -> bool:
+        """Whether a checkpoint has more steps than the snapshot that was found, and is not one that this training has just written.
+
+        What memory has of it is exact, also where the training failed between a checkpoint and the next step. A last checkpoint leaves
+        nothing to train.
+        """
+        args, done = self._trainer.args, self._trainer.state.global_step
+        is_own = os.path.realpath(checkpoint).startswith(os.path.join(os.path.realpath(args.output_dir), ""))
+        exact = is_own and getattr(self._protection, "source", "") == "memory" and done < max_steps
+        return bool(found["state"]["global_step"] < done and not exact)
 
     def _pause(self) -> None:
         """Announces that no sign of life is due until the next step."""
@@ -193,7 +224,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         trainer, state = self._trainer, self._trainer.state
         steps = state.global_step - self._steps_before
         if len(state.log_history) != self._history[0]:
-            self._history = len(state.log_history), json.dumps(state.log_history, default=float)
+            self._history = len(state.log_history), _packed(state.log_history)
         saved = {
             "epoch": self._epoch,
             "steps": steps,
@@ -222,7 +253,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             if name not in ("max_steps", "num_train_epochs"):  # a job may go on for longer than was planned
                 setattr(trainer.state, name, value)
         self._evaluations.restore(found["evaluations"])
-        trainer.state.log_history = json.loads(found["history"])
+        trainer.state.log_history = json.loads(found["history"]) if isinstance(found["history"], str) else found["history"]
         for (name, callback), (then, attributes) in zip(_with_state(trainer), found["callbacks"], strict=False):
             if name == then:
                 vars(callback).update(attributes)
@@ -272,6 +303,7 @@ class _Protection:
     Attributes:
         checkpointer: records and resumes.
         resumed: optimizer steps that were resumed; None at a first start.
+        source: "memory" or "storage", which they were read from.
         client_state: the callback's own, saved with every step and restored.
 
     Args:
@@ -283,12 +315,13 @@ class _Protection:
         self._trainer, self._model, self._scaler = trainer, trainer.model_wrapped, trainer.accelerator.scaler
         self.client_state: dict[str, Any] = {}
         self.resumed: int | None = None
-        self._steps = 0  # of the last snapshot
+        self.source, self._steps = "", 0  # the steps of the last snapshot
         self.checkpointer = Checkpointer(config=load_config(options), name=attempt.next_name("trainer"))
         self.checkpointer.bind(self._model, trainer.optimizer.optimizer)
         self.checkpointer.script_gives(of_scheduler(f"the Trainer's {type(trainer.lr_scheduler).__name__}", trainer.lr_scheduler))
         if (found := self.checkpointer.open()) is None:
             return
+        self.source = found.source
         self.checkpointer.load_tensors()
         with self.checkpointer.putting_back():
             if isinstance(self._model, DistributedDataParallel):
@@ -340,7 +373,7 @@ def _protect(trainer: Any, options: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _resuming_in_the_loader(go_on: Callable[..., Any] | None) -> Iterator[None]:
-    """Inside, ``go_on`` makes the loader of the rest of an epoch, or, where it is None, accelerate, by skipping batches.
+    """Inside, ``go_on`` lets a loader begin with the rest of an epoch; where it is None, accelerate makes one that skips batches.
 
     A loader that skips hands the epoch's number on to the whole loader. Told itself, it would miss samplers and datasets that lie one level
     deeper in it, or tell a dataset that is not told otherwise.
@@ -348,9 +381,8 @@ def _resuming_in_the_loader(go_on: Callable[..., Any] | None) -> Iterator[None]:
     skip = transformers.trainer.skip_first_batches
 
     def rest_of(loader: Any, num_batches: int = 0) -> Any:
-        return skipping(loader, num_batches) if go_on is None else go_on(loader, skip=lambda whole: skipping(whole, num_batches))
-
-    def skipping(loader: Any, num_batches: int) -> Any:
+        if go_on is not None:
+            return go_on(loader, num_batches)
         rest = skip(loader, num_batches)
 
         def set_epoch(epoch: int) -> None:
@@ -374,6 +406,14 @@ def _findings(trainer: Any) -> Iterator[Finding]:
     yield from (TRAINER.found(f"callbacks.{name}") for name, _ in _with_state(trainer))
     if (callback := _of(trainer)) is not None and callback.fetches_again:
         yield TRAINER_DATA.found("train_dataset", note=f"a {type(trainer.train_dataset).__name__}")
+
+
+def _packed(history: list[Any]) -> str | list[Any]:
+    """The entries of a log in one text, which costs a snapshot nothing; as they are where the script has put other things there."""
+    try:
+        return json.dumps(history, default=float)
+    except (RuntimeError, TypeError, ValueError):  # arrays, tensors
+        return [*history]
 
 
 def _with_state(trainer: Any) -> list[tuple[str, Any]]:

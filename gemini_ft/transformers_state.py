@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher
-from transformers import Trainer
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 from gemini_ft.loaders.ahead import FetchedAhead, base_of, no_epoch
 from gemini_ft.loaders.loader import bookmark_of, make_resumable
@@ -17,6 +19,7 @@ from gemini_ft.state.methods import set_by
 from gemini_ft.state.modes import Modes
 
 _THEIRS = ("transformers", "accelerate")
+_GIVEN = {"compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"}  # attributes of a Trainer that are the script's objects
 
 
 class TrainingData:
@@ -32,7 +35,7 @@ class TrainingData:
     """
 
     def __init__(self, loader: Any, accumulated: int) -> None:
-        self.is_fetched_again = isinstance(loader, DataLoaderDispatcher)
+        self._loader, self.is_fetched_again = loader, isinstance(loader, DataLoaderDispatcher)
         self._per_step = accumulated * (ranks() if self.is_fetched_again and not loader.split_batches else 1)
         self._ahead = FetchedAhead(loader, self._per_step, only_first=self.is_fetched_again, lenient=True)
 
@@ -40,23 +43,25 @@ class TrainingData:
         """The position after ``steps`` steps of this epoch; None: this rank has fetched none of the batches that follow."""
         return self._ahead.before(steps * self._per_step)
 
-    def rest_of(self, loader: Any, found: Mapping[str, Any], skip: Callable[[Any], Any] | None) -> Any:
-        """Gives a loader whose next iteration begins after the result of `before_step`, with the batches that had been fetched.
+    def rest_of(self, loader: Any, done: int, found: Mapping[str, Any] | None) -> Any:
+        """Lets the loader's next iteration begin after the result of `before_step`, with the batches that had been fetched; returns it.
 
         Args:
             loader: the Trainer's.
-            found: the result, of as many ranks.
-            skip: makes a loader that leaves out the batches that are done; None: there are none.
+            done: batches of the epoch that the training has had.
+            found: the result, of as many ranks; None: only the batches that are done are left out.
         """
-        if self.is_fetched_again and skip is not None:
-            loader = skip(loader)
-            self._ahead.follow(loader)
-        self._ahead.go_to(loader, found)
+        if self.is_fetched_again:  # accelerate's `skip_first_batches` leaves out too few of a dataset that is indexed
+            loader.skip_batches = done
+        if found is not None:
+            self._ahead.go_to(loader, found)
         return loader
 
     def settle(self) -> None:
         """Ends what `rest_of` has begun, once a step begins."""
         self._ahead.settle()
+        if self.is_fetched_again:
+            self._loader.skip_batches = 0
 
 
 class EvaluationData:
@@ -86,7 +91,7 @@ class EvaluationData:
 
 
 class OwnAttributes:
-    """Plain attributes that subclasses of the Trainer, and callbacks of the script or of other libraries, change while they train.
+    """Plain attributes that a training changes: of a Trainer's subclass and arguments, of callbacks, and of losses and metrics of its own.
 
     Args:
         trainer: the Trainer, before its training begins.
@@ -95,6 +100,7 @@ class OwnAttributes:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._views: dict[str, SimpleNamespace] = {}
+        self._left: dict[str, Collection[str]] = {}  # names of attributes that are not looked at
         self._look()
         self._modes = Modes({}, self._views, lambda _: frozenset())
         self._known = len(self._views)
@@ -118,15 +124,23 @@ class OwnAttributes:
             self._known = len(self._views)
 
     def _look(self) -> None:
-        """Brings the views up to date: of each object the attributes that are its own and are no part of the Trainer."""
+        """Brings the views up to date: of each object the attributes that are the script's and are no part of the Trainer."""
+        trained: set[int] = set()
         for name, item in self._items():
-            view = self._views.setdefault(name, SimpleNamespace())
-            base = {attribute for kind in type(item).__mro__ if _is_of(kind, *_THEIRS) for attribute in set_by(kind)}
+            view = self._views.get(name)
+            if view is None:
+                view = self._views[name] = SimpleNamespace()
+                self._left[name] = _not_scripts(item)
+            left = self._left[name]
+            found = {key: value for key, value in vars(item).items() if key not in left and not _is_theirs(value)}
+            if not trained and any(isinstance(value, nn.Module) for value in found.values()):
+                trained = set(map(id, self._trainer.model_wrapped.modules()))
             vars(view).clear()
-            vars(view).update({key: value for key, value in vars(item).items() if key not in base and not _is_theirs(value)})
+            vars(view).update({key: value for key, value in found.items() if id(value) not in trained})
 
     def _items(self) -> Iterator[tuple[str, Any]]:
         yield "trainer", self._trainer
+        yield "arguments", self._trainer.args
         count = Counter[str]()
         for callback in self._trainer.callback_handler.callbacks:
             kind = type(callback)
@@ -138,8 +152,16 @@ class OwnAttributes:
 _NO_MODULES: dict[str, Any] = {}
 
 
+def _not_scripts(item: Any) -> Collection[str]:
+    """Names of the attributes of a Trainer, its arguments or a callback that are not the script's, or are kept otherwise."""
+    if isinstance(item, TrainingArguments):
+        return {"eval_on_start"}  # which `GeminiCallback` sets
+    theirs = {name for kind in type(item).__mro__ if _is_of(kind, *_THEIRS) for name in set_by(kind)} - _GIVEN
+    return theirs.union(item.state()["attributes"]) if isinstance(item, ExportableState) else theirs
+
+
 def _is_theirs(value: Any) -> bool:
-    return isinstance(value, Trainer) or _is_of(type(value), *_THEIRS)
+    return isinstance(value, Trainer) or (_is_of(type(value), *_THEIRS) and not isinstance(value, nn.Module))
 
 
 def _is_of(kind: type, *packages: str) -> bool:

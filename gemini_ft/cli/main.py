@@ -115,6 +115,9 @@ def _run(arguments: Sequence[str]) -> int:
     except GeminiError as error:
         print(f"gemini {name}: {error}", file=sys.stderr)
         return 1 if is_refusal(error) else int(getattr(error, "exit_status", 2 if isinstance(error, ConfigError) else 1))
+    except UnicodeEncodeError as error:  # a name that was made of bytes (`--run-id $'\xff'`)
+        print(f"gemini {name}: {error.object!r} is no text in {error.encoding}: give another name", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -213,8 +213,8 @@ def _seconds(primitive: Primitive, nbytes: int, ranks: int, rate: float) -> floa
 
 def show(options: argparse.Namespace) -> None:
     """Prints what the options of ``gemini pipeline`` ask for."""
-    if options.ranks < 1:
-        raise ConfigError(f"--ranks {options.ranks}: must be at least 1")
+    if not 1 <= options.ranks <= 10**6:
+        raise ConfigError(f"--ranks {options.ranks}: must be at least 1, and at most a million")
     if not 0 <= options.latency < 1e9:
         raise ConfigError(f"--latency {options.latency:g}: must be microseconds, at least 0; for example 50")
     if not options.rate > 0:

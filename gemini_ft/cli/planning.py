@@ -29,7 +29,10 @@ def simulate(arguments: Sequence[str]) -> int:
     if options.svg is not None:
         title = f"Work lost per failure: {cluster.hosts} hosts, {cluster.replicas} replicas"
         curves = {"in memory": lost_work(found.memory), "storage alone, best interval": lost_work(found.storage)}
-        options.svg.write_text(distributions(title, {name: values for name, values in curves.items() if values}))
+        try:
+            options.svg.write_text(distributions(title, {name: values for name, values in curves.items() if values}))
+        except OSError as error:
+            raise ConfigError(f"--svg {options.svg}: cannot be written ({error.strerror})") from None
     print(json.dumps(_document(cluster, found), indent=2) if options.json else _shown(cluster, found))
     return 0
 

@@ -46,6 +46,9 @@ def daly_interval(cost: float, between_failures: float) -> float:
     return sqrt(2 * cost * between_failures) * (1 + sqrt(part) / 3 + part / 9) - cost
 
 
+_MOST = 1e30  # of any figure
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """A job, the machines under it, and what befalls them. Bytes, bits per second, seconds."""
@@ -67,11 +70,11 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("hosts", "ranks", "state", "step", "bandwidth", "replicas", "storage_interval"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be more than 0")
+            if not 0 < getattr(self, name) < _MOST:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be more than 0, and less than {_MOST:g}")
         for name in ("domain", "process_failures", "host_failures", "domain_failures", "restart", "replace", "storage_bandwidth"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: must not be negative")
+            if not 0 <= getattr(self, name) < _MOST:
+                raise ConfigError(f"{name}={getattr(self, name)}: must not be negative, and less than {_MOST:g}")
         if self.replicas > self.hosts:
             raise ConfigError(f"replicas={self.replicas} needs as many hosts, got {self.hosts}")
         if self.domain_failures and not self.domain:

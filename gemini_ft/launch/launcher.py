@@ -70,6 +70,7 @@ _DRAIN_SIGNALS, _RESTARTS = (get_args(GeminiConfig.model_fields[name].annotation
 _MEETING = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "node_rank", "standalone")
 # A host is lost after interval times attempts. Torch's own 15 s are longer than all the rest of a recovery.
 _KEEP_ALIVE = {"keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
+_MOST = 10**6  # hosts, or workers of one
 _NO_INTERVAL = 0.001  # seconds for which torch's launcher sleeps between two looks at the workers: it waits for news of them
 
 
@@ -87,7 +88,7 @@ def command(argv: Sequence[str]) -> int:
         RunAliveError: another launch of this run is at work on this host.
     """
     options = make_parser().parse_args(argv)
-    _check_sizes(options)
+    _check(options)
     program = program_of(options)
     _show_messages()
     lifecycle.raise_descriptor_limit()
@@ -144,7 +145,7 @@ def command(argv: Sequence[str]) -> int:
         if error.sigval == signal.SIGINT:  # the user's wish; after any other signal the same command may come again
             lifecycle.leave(run_id)
         return 128 + error.sigval
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, FileNotFoundError, LookupError, PermissionError, ValueError) as error:
         if endings.has_begun:
             raise
         reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line  # torch asserts some ranges without a word
@@ -169,15 +170,18 @@ def command(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check_sizes(options: argparse.Namespace) -> None:
+def _check(options: argparse.Namespace) -> None:
+    if options.run_path:
+        raise ConfigError("--run-path: leave it out; forked workers do without a new interpreter, too, and the others begin in their own")
+    if wrong := [name for name in options.signals_to_handle.split(",") if name.strip() not in signal.Signals.__members__]:
+        raise ConfigError(f"--signals-to-handle: {', '.join(map(repr, wrong))} is no signal; give names such as SIGTERM,SIGINT")
     try:
-        torchrun.parse_min_max_nnodes(options.nnodes)
-        torchrun.determine_local_world_size(options.nproc_per_node)
+        sizes = (*torchrun.parse_min_max_nnodes(options.nnodes), torchrun.determine_local_world_size(options.nproc_per_node))
     except (RuntimeError, ValueError):
+        sizes = None
+    if sizes is None or max(sizes) > _MOST:
         given = f"--nnodes={options.nnodes} --nproc-per-node={options.nproc_per_node}"
-        raise ConfigError(
-            f"{given}: must be a number of hosts, or MIN:MAX, and a number of workers, or auto, cpu or gpu where it is"
-        ) from None
+        raise ConfigError(f"{given}: must be a number of hosts, or MIN:MAX, and a number of workers, or auto, cpu or gpu where it is")
 
 
 def in_short(error: ChildFailedError, shown: ProcessFailure | None) -> ChildFailedError:
@@ -205,8 +209,7 @@ def _heed_signals(names: Sequence[str]) -> None:
     SIGCHLD ignored, a failed worker would count as one that ended well.
     """
     for name in ("SIGCHLD", *names):
-        number = getattr(signal, name.strip(), None)  # a name that is none is for torch to refuse
-        if number is not None and signal.getsignal(number) == signal.SIG_IGN:
+        if signal.getsignal(number := signal.Signals[name.strip()]) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
 
 
@@ -272,7 +275,7 @@ def workers_of(options: argparse.Namespace, program: Sequence[str], copy: Path |
 
 def not_forkable(options: argparse.Namespace, copy: Path | None) -> str:
     """The reason why this command's program cannot be forked; empty if it can."""
-    if options.no_python or options.run_path:
+    if options.no_python:
         return "only what 'python SCRIPT' and 'python -m MODULE' run can be forked"
     if os.environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
         return "PYTHON_EXEC names another Python"

@@ -62,6 +62,14 @@ class TestCommand:
         assert cli.main(["store", "--all"]) == status
         assert capsys.readouterr().err == f"gemini store: {error}\n"
 
+    @pytest.mark.parametrize("arguments", [["status", "--run-id"], ["leave", "--run-id"], ["drain", "--run-id", "r", "--host"]])
+    def test_a_name_that_is_no_text_is_a_wrong_argument(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        """As Python gives bytes of the command line that are no UTF-8."""
+        assert cli.main([*arguments, "r\udcff"]) == 2
+        (told,) = capsys.readouterr().err.splitlines()
+        assert told.startswith(f"gemini {arguments[0]}: ")
+        assert "\\udcff" in told
+
     @pytest.mark.parametrize("name", cli.COMMANDS)
     def test_every_command_exists_and_explains_itself(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit, match="0"):

@@ -166,6 +166,7 @@ def test_seconds_follow_from_the_collective(compress: Any, share: float) -> None
         (["--model", f"{__name__}:f"], f"--model '{__name__}:f': {__name__} has no f; name a function that returns the model"),
         (["--model", f"{__name__}:no_model"], f"--model '{__name__}:no_model': returned int; it must return an nn.Module"),
         (["--model", f"{__name__}:Model", "--ranks", "0"], "--ranks 0: must be at least 1"),
+        (["--model", f"{__name__}:Model", "--ranks", "9" * 400], "must be at least 1, and at most a million"),
         (["--model", f"{__name__}:Model", "--rate", "-1gbit"], "--rate -1e+09: must be above 0"),
     ],
 )

@@ -97,7 +97,12 @@ def test_an_option_that_makes_no_sense_is_refused(change: list[str], words: str,
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(["--replicas", "17"], "replicas=17 needs as many hosts, got 16"), (["--runs", "0"], "--runs 0: must be at least 1")],
+    [
+        (["--replicas", "17"], "replicas=17 needs as many hosts, got 16"),
+        (["--runs", "0"], "--runs 0: must be at least 1"),
+        (["--host-failures", "inf"], "host_failures=inf: must not be negative, and less than 1e+30"),
+        (["--runs", "1", "--svg", "no/such/folder"], "--svg no/such/folder: cannot be written (No such file or directory)"),
+    ],
 )
 def test_a_cluster_that_cannot_be_is_refused(change: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", *PAPER, *change]) == 2
