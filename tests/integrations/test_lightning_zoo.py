@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -232,6 +233,55 @@ class Cached(Noisy):
         return self.samples.setdefault(index, torch.full((200, 200), float(index)))[0, :2]
 
 
+class CachedInPlace(Noisy):
+    """Keeps every sample in a place that was empty, or where the name of its file was; the list and the array are too large to be kept."""
+
+    def __init__(self) -> None:
+        self.samples: list[Any] = [None, "file"] * 50
+        self.table = np.zeros((50, 2000))
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if not isinstance(self.samples[index], np.ndarray):
+            self.samples[index], self.table[index] = np.full(4, float(index)), index + 1
+        return torch.from_numpy(self.samples[index] + self.table[index, :4])
+
+
+class Shuffled(IterableDataset[torch.Tensor]):
+    """Shuffles the names of its files whenever it is iterated, in place: too many to be kept."""
+
+    def __init__(self) -> None:
+        self.files = [str(index) for index in range(100)]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        random.shuffle(self.files)
+        yield from (torch.tensor([float(name)]) for name in self.files[:SAMPLES])
+
+
+class ShuffledSampler(Sampler[int]):
+    """The same of an array of indices."""
+
+    def __init__(self) -> None:
+        self.order = np.arange(40_000)
+
+    def __iter__(self) -> Iterator[int]:
+        np.random.shuffle(self.order)
+        yield from (self.order[:SAMPLES] % SAMPLES).tolist()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Ring(Noisy):
+    """Gives out the last hundred samples, the oldest of which a new one replaces."""
+
+    def __init__(self) -> None:
+        self.ring = deque(range(100), 100)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.ring.append(index)
+        return torch.tensor([float(self.ring[0]), float(self.ring[index])])
+
+
 class Once:
     """An iterator: the second epoch takes what the first has left."""
 
@@ -263,6 +313,7 @@ REMEMBERING: dict[str, tuple[Maker, dict[str, Any]]] = {
     "scripted-workers": (lambda: shuffled(Scripted(), num_workers=2), {}),
     "scripted-persistent": (lambda: shuffled(Scripted(), num_workers=2, persistent_workers=True), {}),
     "cached": (lambda: shuffled(Cached()), {}),
+    "cached-in-place": (lambda: shuffled(CachedInPlace()), {}),
     "iterator": (Once, {"limit": 6}),
     "stream-persistent": (lambda: DataLoader(Stream(), BATCH, num_workers=2, persistent_workers=True), {}),
     "limited-persistent": (lambda: shuffled(Noisy(), num_workers=2, persistent_workers=True), {"limit": 4}),
@@ -277,11 +328,23 @@ def test_data_that_remembers(name: str, stop: tuple[int, int]) -> None:
     check_going_on(make, stop, **options)
 
 
-@pytest.mark.parametrize("make", [lambda: shuffled(Lazy()), lambda: shuffled(Buffer())], ids=["lazy-generator", "large-buffer"])
+TOO_LARGE: dict[str, Maker] = {
+    "lazy-generator": lambda: shuffled(Lazy()),
+    "large-buffer": lambda: shuffled(Buffer()),
+    "ring": lambda: shuffled(Ring()),
+    "files-in-place": lambda: DataLoader(Shuffled(), BATCH),
+    "order-in-place": lambda: DataLoader(Noisy(), BATCH, sampler=ShuffledSampler()),
+}
+
+
+@pytest.mark.parametrize("make", TOO_LARGE.values(), ids=TOO_LARGE)
 def test_what_cannot_be_kept_is_loaded_again(make: Maker) -> None:
     """In the first epoch; for the second it is refused, because nobody goes through all epochs again."""
     check_going_on_in_one_epoch(make)
-    with pytest.raises(UnsupportedStateError, match=r"keeps what cannot be kept with a snapshot: dataset\.(generator|buffer) changed"):
+    with pytest.raises(
+        UnsupportedStateError,
+        match=r"keeps what cannot be kept with a snapshot: (dataset\.(generator|buffer|ring|files)|sampler\.\S+) changed",
+    ):
         Job(make, resumable=True).run(range(EPOCHS))
     Job(make, resumable=True, method="skip").run(range(EPOCHS))  # the user has said that it does not matter
 
