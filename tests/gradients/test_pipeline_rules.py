@@ -205,6 +205,7 @@ class TestFiles:
             ("broken.json", b"{", "not valid .json: Expecting property name"),
             ("other.json", b'{"train_batch_size": 8}', "has no gradient_pipeline, only train_batch_size"),
             ("number.yaml", b"3", "=3: must be a list of rules"),
+            ("empty.yaml", b"# later", "is empty; give a JSON or YAML file with a gradient_pipeline"),
             ("binary.json", b"\xff\xfe\x00", "is no text; give a JSON or YAML file with a gradient_pipeline"),
             ("wrong.yaml", b"gradient_pipeline: [{params: '*', sync: y}]", "rule 1, sync={'scheme': 'y'}"),
         ],
