@@ -133,7 +133,7 @@ def codebook(device: torch.device) -> Tensor:
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float64)
         fractions.append((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - _DECADES + 1))
     positive = torch.cat(fractions)
-    return torch.cat([positive, -positive, torch.tensor([0.0, 1.0])]).sort().values.float().to(device)
+    return torch.cat([positive, -positive, torch.tensor([0.0, 1.0], dtype=torch.float64)]).sort().values.float().to(device)
 
 
 @cache

@@ -142,4 +142,4 @@ def _vectors(layout: FlatLayout, device: torch.device) -> tuple[Tensor, Tensor]:
     """Indices of all elements of tensors of at most one dimension, int32; and which tensors these are, bool (tensors,)."""
     are = [len(shape) < 2 for shape in layout.shapes]
     spans = [torch.arange(at, at + size) for at, size, yes in zip(layout.starts, layout.sizes, are, strict=True) if yes]
-    return torch.cat([torch.empty(0), *spans]).int().to(device), torch.tensor(are, device=device)
+    return torch.cat([torch.empty(0, dtype=torch.int64), *spans]).int().to(device), torch.tensor(are, device=device)

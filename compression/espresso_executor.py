@@ -157,7 +157,7 @@ class OptionExecutor(Reducer):
         self.align = inner.align
         self.residuals = Memory()
         self._taken: dict[str, str] = {}  # the option of each tensor that has been exchanged
-        probe = inner.compress(Bundle.of({"probe": torch.zeros(inner.align)}, inner.align), Turn())
+        probe = inner.compress(Bundle.of({"probe": torch.zeros(inner.align, dtype=torch.float32)}, inner.align), Turn())
         self._dtype, self._shares = probe.data.dtype, probe.shared is not None
 
     def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
@@ -203,7 +203,7 @@ class OptionExecutor(Reducer):
         """The sum of the tensors in payloads, uint8: float32 (layout.total,)."""
         shared = None
         if self._shares:  # the same on all ranks, but this one may have compressed other parts only
-            shared = self.inner.compress(Bundle(layout, torch.zeros(layout.total, device=payloads[0].device)), turn).shared
+            shared = self.inner.compress(Bundle(layout, payloads[0].new_zeros(layout.total, dtype=torch.float32)), turn).shared
         found = [Payload(layout=layout, data=data.view(self._dtype), shared=shared) for data in payloads]
         total = self.inner.decompress(found[0]).flat
         for payload in found[1:]:
@@ -274,7 +274,7 @@ class _Course:
 
     def _dense(self, layout: FlatLayout | None, parts: Sequence[Bundle | None], worlds: Worlds) -> Cells:
         whole = unite(layout, parts, worlds)
-        return [[torch.empty(0, device=self.device) if whole is None else whole.flat.to(self.device)]]
+        return [[torch.empty(0, dtype=torch.float32, device=self.device) if whole is None else whole.flat.to(self.device)]]
 
     # -- collectives
 

@@ -103,7 +103,7 @@ class PowerSGD(Reducer):
     def _kept(self, name: str, rank: int, columns: int, device: torch.device) -> Tensor:
         factor = self.factors.get(name)
         if factor is None:
-            factor = self.factors[name] = torch.zeros(rank, columns, device=device)
+            factor = self.factors[name] = torch.zeros(rank, columns, dtype=torch.float32, device=device)
         if factor.shape != (rank, columns):
             raise ValueError(f"{name!r} had a factor of {tuple(factor.shape)}, now {(rank, columns)}: start with a fresh method")
         return factor
@@ -193,7 +193,7 @@ class _Stacks:
 
     def __init__(self, runs: Sequence[Run], side: Literal["rows", "columns"], device: torch.device, rest: int = 0) -> None:
         self.parts = [_aligned((len(run.numbers), run.rank, getattr(run, side)), device) for run in runs]
-        self.rest = torch.empty(rest, device=device)
+        self.rest = torch.empty(rest, dtype=torch.float32, device=device)
 
     def average(self, turn: Turn) -> Generator[CollectiveRequest, list[Tensor], None]:
         """Averages the factors and the rest over all ranks."""
@@ -208,7 +208,7 @@ def _aligned(shape: tuple[int, int, int], device: torch.device) -> Tensor:
     """Memory for (count, rows, columns), each matrix from a multiple of 64 bytes on."""
     count, rows, columns = shape
     span = -(-rows * columns // _ALIGN) * _ALIGN
-    return torch.empty(count * span, device=device).as_strided(shape, (span, columns, 1))
+    return torch.empty(count * span, dtype=torch.float32, device=device).as_strided(shape, (span, columns, 1))
 
 
 def _multiply(matrices: Tensor, factors: Tensor, out: Tensor) -> None:
@@ -291,7 +291,7 @@ class Atomo(Compressor):
     def decompress(self, payload: Payload) -> Bundle:
         layout, data = payload.layout, payload.data.view(torch.float32)
         runs, whole = split(layout, self.atoms, 1.0)
-        result = Bundle(layout, torch.zeros(layout.total, device=data.device))
+        result = Bundle(layout, data.new_zeros(layout.total))
         at = 0
         for run in runs:
             sides = [run.rank * run.rows, run.rank * run.columns]

@@ -43,7 +43,7 @@ class Memory:
         for names in [names for names in self._flat if not ours.isdisjoint(names)]:
             old, flat = self._flat.pop(names)
             self._waiting.update(zip(old.names, old.views(flat), strict=True))
-        fresh = torch.zeros(layout.total, device=device)
+        fresh = torch.zeros(layout.total, dtype=torch.float32, device=device)
         for name, view in zip(layout.names, layout.views(fresh), strict=True):
             if (kept := self._waiting.pop(name, None)) is not None:
                 if kept.numel() != view.numel():

@@ -23,7 +23,7 @@ class Part:
 
     def take(self, bundle: Bundle) -> Bundle:
         """The part of a bundle, in memory of its own."""
-        flat = torch.zeros(self.layout.total, device=bundle.flat.device)
+        flat = bundle.flat.new_zeros(self.layout.total)
         torch._foreach_copy_(self.layout.views(flat), [bundle.views[number][begin:end] for number, begin, end in self.runs])
         return Bundle(self.layout, flat, own=True)
 

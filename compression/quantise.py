@@ -103,7 +103,7 @@ class TernGrad(Compressor):
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         scales = magnitudes(bundle)
         if self.clip is not None:
-            sizes = torch.tensor(bundle.layout.sizes, device=scales.device)
+            sizes = scales.new_tensor(bundle.layout.sizes)
             scales = torch.minimum(scales, self.clip * norms(bundle.views) / sizes.sqrt())
         scales = divisible(scales)
         codes = kernels.stochastic_round(bundle.flat, bundle.layout, inverse(scales), 1, self.seed, turn)

@@ -167,7 +167,7 @@ class Threshold(Sparsifier):
         return cls(1 / (2 * count**0.5))
 
     def pick(self, bundle: Bundle, turn: Turn) -> Tensor:
-        return kernels.select(bundle.flat, bundle.layout, torch.full((len(bundle.layout.names),), self.value, device=bundle.flat.device))
+        return kernels.select(bundle.flat, bundle.layout, bundle.flat.new_full((len(bundle.layout.names),), self.value))
 
 
 class RandomK(WithRatio, Summed):

@@ -18,6 +18,7 @@ from torch.autograd import Variable
 from torch.futures import Future
 
 from gemini_ft.accelerator import holds
+from gemini_ft.errors import StateError
 
 if TYPE_CHECKING:
     from gemini_ft.pipeline.synchronizer import GradientSynchronizer
@@ -62,6 +63,11 @@ class DdpBuckets:
         return _answered(bucket.buffer())
 
     def _handed(self, bucket: GradBucket) -> Future[Tensor]:
+        if not getattr(self._synchronizer.ddp, "_divide_by_initial_world_size", True):  # as join() has been told
+            raise StateError(
+                "join(divide_by_initial_world_size=False) divides by the ranks that still have inputs, and a gradient pipeline by all of "
+                "them: leave that option out"
+            )
         names = [self._synchronizer.name_of(param) for param in bucket.parameters()]
         if any(self._averager.has(name) for name in names):  # of the backward pass before
             self._synchronizer.backward_over()
@@ -172,7 +178,14 @@ def _views(bucket: GradBucket) -> list[Tensor]:
         return [buffer]
     shapes = [(*param.shape, 2) if param.is_complex() else param.shape for param in params]
     parts = buffer.split_with_sizes([math.prod(shape) for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    return [_in_order_of(param, part.view(shape)) for part, shape, param in zip(parts, shapes, params, strict=True)]
+
+
+def _in_order_of(param: Tensor, part: Tensor) -> Tensor:
+    """The part of a bucket with the strides of its parameter, as DDP has filled it: transposed, for example, or channels last."""
+    if param.is_contiguous() or param.is_complex() or not torch.ops.aten.is_non_overlapping_and_dense(param):
+        return part
+    return part.as_strided(param.shape, param.stride())
 
 
 def _take_all(bucket: _Bucket, gradients: Mapping[str, Tensor], means: Mapping[str, Tensor]) -> None:

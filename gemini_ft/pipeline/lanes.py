@@ -79,6 +79,7 @@ class GroupInFlight:
         self.ready: Any = None  # the device's event: the gradients are final
         self.finished: Any = None  # the device's event: the averages are
 
+    @torch.no_grad()  # gradients of ``backward(create_graph=True)`` have a graph of their own
     def step(self, answer: Any) -> bool:
         """Computes until the next collective is asked for, or until the end (True)."""
         begin = time.perf_counter()

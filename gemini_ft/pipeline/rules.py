@@ -276,6 +276,8 @@ def load_rules(source: str | Path | Sequence[Any] | Mapping[str, Any] | None) ->
     where, found = "gradient_pipeline", source
     if isinstance(source, str | Path):
         where, found = str(source), read_options(str(source), str(source))
+        if found is None:
+            raise ConfigError(f"{where}: is empty; give a JSON or YAML file with a gradient_pipeline, [] for no rules")
     if isinstance(found, Mapping):
         if "gradient_pipeline" not in found:
             there = f", only {', '.join(map(str, found))}" if found else ""

@@ -31,7 +31,8 @@ from gemini_ft.pipeline.measuring import ModelHook
 from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, nothing, trained
 from gemini_ft.pipeline.routes import of_all_ranks
 from gemini_ft.pipeline.rules import Rules, check_world, load_rules
-from gemini_ft.state.gradients import announce, withdraw
+from gemini_ft.state.gradients import announce, synchronizers, withdraw
+from gemini_ft.state.tensors import unwrap_model
 from gemini_ft.worker.attempt import close_with
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class GradientSynchronizer(Body):
     Args:
         model: the same on all ranks; its parameters and buffers are sent from rank 0. A DDP model has done that itself.
         pipeline: rules, or the YAML or JSON file that has them (``gradient_pipeline``); see `gemini_ft.pipeline.rules`.
-        group: of the ranks; None: the default group, or one rank where there is none.
+        group: of the ranks; None: the DDP model's own, else the default group, or one rank where there is none.
         find_unused_parameters: whether a backward pass may leave parameters out. A small collective per step then finds out which
             ones have no gradient on any rank; those keep None.
         scaler: of mixed precision (``torch.amp.GradScaler``): residuals are kept without its scale.
@@ -51,7 +52,8 @@ class GradientSynchronizer(Body):
         otherwise: of a DDP model: state and communication hook for buckets without any parameter that a rule matches.
 
     Raises:
-        ConfigError: the rules are wrong, do not fit the model, or differ between ranks; on all ranks.
+        ConfigError: the rules are wrong, do not fit the model, or differ between ranks; or others average its gradients too, a
+            DistributedDataParallel inside it or another synchronizer. On all ranks.
     """
 
     def __init__(
@@ -65,12 +67,16 @@ class GradientSynchronizer(Body):
         profile_steps: int = 5,
         otherwise: tuple[Any, Any] | None = None,
     ) -> None:
+        self.ddp = _ddp_around(model)
+        if self.ddp is not None:
+            model, group = self.ddp, group if group is not None else self.ddp.process_group
         ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
         own = own_group(ranks, group) if len(ranks) > 1 else None
 
         def assigned() -> tuple[Rules, list[Tensor]]:
             rules = load_rules(pipeline)
             check_world(rules, len(ranks))
+            _check_alone(model, self.ddp, ranks)
             devices = {param.device for param in trained(model).values()}
             if len(devices) > 1:
                 raise ConfigError(f"parameters lie on {', '.join(sorted(map(str, devices)))}: they must all be on one device")
@@ -80,24 +86,28 @@ class GradientSynchronizer(Body):
         rules, tensors = _together(assigned, settings, own)
         if otherwise is not None:
             tensors = [tensor for tensor in tensors if tensor.rule != NO_RULE]
-        self._is_ddp = isinstance(model, DistributedDataParallel)
         self._find_unused, self._paused = find_unused_parameters, False
         self._touched: set[str] = set()  # have got a gradient in this step
+        self._sent: dict[str, tuple[torch.Tensor, int]] = {}  # gradients of this step that are being averaged, and their versions
         self._discarding: set[str] = set()  # gradients that come now are thrown away
         self._discarded: set[str] = set()  # and of those that have come in this step
         parameters = trained(model)
         device = next(iter(parameters.values())).device
         # Before the hooks of `ReadyTimes`.
-        self._handles: list[Any] = [model.register_forward_pre_hook(ModelHook(self._settle))]
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(ModelHook(self._settle)),
+            unwrap_model(model).register_forward_pre_hook(ModelHook(self._check_wrapper)),
+        ]
         # The training thread asks in a group of its own: other ranks may be waiting in theirs for gradients that this rank lacks.
         control = own_group(ranks, group, "gloo") if own is not None else None
         super().__init__(model, parameters, tensors, rules, group=own, control=control, device=device, profile_steps=profile_steps)
         if scaler is not None and scaler.is_enabled():
             self.averager.scale = scaler.get_scale
-        if isinstance(model, DistributedDataParallel):
+        if self.ddp is not None:
             self._buckets = DdpBuckets(self, otherwise)
-            model.register_comm_hook(self._buckets, communication_hook)
+            self.ddp.register_comm_hook(self._buckets, communication_hook)
         else:
+            self._model = model
             self._handles += [param.register_post_accumulate_grad_hook(self._ready) for param in parameters.values()]  # type: ignore[no-untyped-call]
             if own is not None:
                 _broadcast(model, own)
@@ -111,13 +121,21 @@ class GradientSynchronizer(Body):
 
         Raises:
             StateError: parameters have no gradient, and ``find_unused_parameters`` is not set; the averages are there all the same, with
-                zeros for what is missing, so that other ranks need not wait for this one. Or another rank has failed; it is named.
+                zeros for what is missing, so that other ranks need not wait for this one. Or a gradient was changed since the backward
+                pass, or has come to a parameter that had none when the synchronizer was made. Or another rank has failed; it is named.
         """
-        if self._is_ddp:
+        if self.ddp is not None:
             raise StateError("DistributedDataParallel waits for its communication hook by itself: leave synchronize() out")
         untouched = [name for name in self.averager.missing() if name not in self._touched | self._discarded]
         self._complete()
+        changed = [name for name, (gradient, version) in self._sent.items() if _differs(self._parameters[name].grad, gradient, version)]
         self.step_over()
+        if changed:
+            raise StateError(
+                f"the gradient of {changed[0]} was changed between the backward pass and synchronize(), while it was being averaged: clip, "
+                "unscale, divide and zero it after synchronize(); or run the backward pass in no_sync(), then change it, then synchronize()"
+            )
+        self._check_parameters()
         if untouched and not self._find_unused:
             raise StateError(
                 f"no gradient for {', '.join(untouched[:5])}{' and others' if len(untouched) > 5 else ''} ({len(untouched)} of "
@@ -139,7 +157,13 @@ class GradientSynchronizer(Body):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulates gradients inside: for all but the last backward of a step."""
+        """Only accumulates gradients inside: for all but the last backward of a step.
+
+        Raises:
+            StateError: the model is a DDP model, which has a ``no_sync`` of its own.
+        """
+        if self.ddp is not None:
+            raise StateError("DistributedDataParallel averages in every backward pass outside its own no_sync(): use that of the model")
         before, self._paused = self._paused, True
         try:
             yield
@@ -179,19 +203,40 @@ class GradientSynchronizer(Body):
 
     def _settle(self, *_: Any) -> None:
         """Notices between steps that a DDP step is over, which DDP does not announce. The tuner, which is collective, hears later."""
-        if self._is_ddp and self.averager.is_complete:
+        if self.ddp is not None and self.averager.is_complete:
             self.averager.wait()
             self._count()
 
+    def _check_wrapper(self, *_: Any) -> None:
+        """Refuses to train in a DDP model that is not this synchronizer's, and averages the same gradients."""
+        active = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+        if active is self.ddp or active is None or not torch.is_grad_enabled():
+            return
+        if not self._names.keys().isdisjoint(map(id, trained(active).values())):
+            raise StateError(
+                "the model is trained in a DistributedDataParallel that the gradient pipeline does not belong to, and which averages its "
+                "gradients without it: make GradientSynchronizer(ddp_model, ...) of that one, after close() of this one"
+            )
+
+    def _check_parameters(self) -> None:
+        if any(param.grad is not None and id(param) not in self._names for param in self._model.parameters() if param.requires_grad):
+            name = next(name for name, param in trained(self._model).items() if param.grad is not None and id(param) not in self._names)
+            raise StateError(
+                f"the gradient of {name} is not averaged: the parameter was frozen, or not there, when GradientSynchronizer was made. "
+                "Freeze after that, with find_unused_parameters=True, or close() it and make another one"
+            )
+
     def _count(self) -> None:
         super()._count()
+        self._sent.clear()
         self._touched.clear()
         self._discarded.clear()
 
     def _end_pending(self) -> None:
-        if not self._is_ddp and self._any_pending():
+        if self.ddp is None and self._any_pending():
             self._complete()
         super()._end_pending()
+        self._sent.clear()
         self._touched.clear()
         self._discarded.clear()
 
@@ -229,13 +274,14 @@ class GradientSynchronizer(Body):
             return
         self._ready_times.ready(name)
         assert param.grad is not None
+        self._sent[name] = param.grad, param.grad._version
         with self._telling():
             self.averager.ready(name, param.grad, partial(_fill, param))
 
     def _absent(self) -> set[str]:
-        """Parameters that have no gradient on any rank. Collective."""
+        """Parameters that have no gradient on any rank, or the zeros that ``zero_grad(set_to_none=False)`` has left. Collective."""
         names = list(self._parameters)
-        absent = [self._parameters[name].grad is None for name in names]
+        absent = [name not in self._touched and _is_nothing(self._parameters[name].grad) for name in names]
         if self._control is not None:
             everywhere = torch.tensor(absent, dtype=torch.uint8)
             dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=self._control)
@@ -249,6 +295,44 @@ class GradientSynchronizer(Body):
         self._ready_times.close()
         self.averager.close()
         withdraw(self)
+
+
+def _is_nothing(gradient: torch.Tensor | None) -> bool:
+    return gradient is None or not bool((gradient._values() if gradient.is_sparse else gradient).any())
+
+
+def _differs(gradient: torch.Tensor | None, sent: torch.Tensor, version: int) -> bool:
+    """Whether anything but the average has been written to a gradient since it was sent."""
+    return not sent.is_sparse and (gradient is not sent or sent._version != version + 1)
+
+
+def _ddp_around(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP model that ``model`` is, or that torch.compile and Fabric have wrapped."""
+    found = next((part for part in model.modules() if isinstance(part, DistributedDataParallel)), None)
+    return found if found is not None and unwrap_model(found) is unwrap_model(model) else None
+
+
+def _check_alone(model: nn.Module, ddp: DistributedDataParallel | None, ranks: list[int]) -> None:
+    """Checks that nothing else averages the gradients of a model.
+
+    Raises:
+        ConfigError: another synchronizer or a DistributedDataParallel does, or the latter does so among other ranks.
+    """
+    if ddp is not None:
+        if (others := dist.get_process_group_ranks(ddp.process_group)) != ranks:
+            raise ConfigError(f"group has the ranks {ranks}, and that of the DistributedDataParallel {others}: leave group out")
+        return
+    if name := next((name for name, part in model.named_modules() if isinstance(part, DistributedDataParallel)), None):
+        raise ConfigError(
+            f"{name} inside the model is a DistributedDataParallel, which averages its gradients itself: wrap the whole model in one and "
+            "give GradientSynchronizer that, or wrap nothing"
+        )
+    for other in synchronizers(trained(model).values()):
+        if getattr(other, "ddp", other) is None:
+            raise ConfigError(
+                "the model's gradients are averaged by another GradientSynchronizer already: close() that one, or make one for all models "
+                "that share parameters"
+            )
 
 
 def _fill(param: torch.Tensor, mean: torch.Tensor) -> None:

@@ -77,12 +77,15 @@ def withdraw(gradients: GradientState) -> None:
 
 def announced(parameters: Iterable[torch.Tensor]) -> GradientState | None:
     """The synchronizer of any of these parameters' gradients: several as one, None if nothing does."""
-    if not _announced:
-        return None
-    known = {id(param) for param in parameters}
-    found = [gradients() for gradients, refs in _announced if any(id(ref()) in known for ref in refs)]
-    alive = [gradients for gradients in found if gradients is not None]
+    alive = synchronizers(parameters)
     return alive[0] if len(alive) == 1 else _Several(alive) if alive else None
+
+
+def synchronizers(parameters: Iterable[torch.Tensor]) -> list[GradientState]:
+    """The synchronizers of any of these parameters' gradients, in the order in which they were made."""
+    known = {id(param) for param in parameters} if _announced else set()
+    found = [gradients() for gradients, refs in _announced if any(id(ref()) in known for ref in refs)]
+    return [gradients for gradients in found if gradients is not None]
 
 
 class _Several:

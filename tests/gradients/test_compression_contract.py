@@ -412,6 +412,21 @@ def test_zeros_stay_zeros(name: str) -> None:
 
 
 @every
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_makes_no_difference(name: str, dtype: torch.dtype) -> None:
+    ranks = [gradients(rank) for rank in range(2)]
+    found = []
+    for each in (torch.float32, dtype):
+        torch.set_default_dtype(each)
+        try:
+            methods = [method(name) for _ in range(2)]
+            found.append([together(methods, ranks, step) for step in range(2)])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(same(one, other) for one, other in zip(*found, strict=True))
+
+
+@every
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_seen_by_all_and_spares_the_rest(name: str, poison: float) -> None:
     """A step under AMP that is skipped: no other tensor notices, and the next step is as good as any."""

@@ -125,6 +125,11 @@ def test_dgc_warms_up_as_in_the_paper(ratio: float, expected: list[float]) -> No
     assert each.ratio_at(9) == each.ratio_at(0)
 
 
+def test_dgc_sends_all_of_a_vector_behind_a_large_matrix() -> None:
+    means = reduce(create("dgc"), {"matrix": torch.zeros(4097, 4096), "vector": torch.arange(1.0, 8.0)}, 0)  # float32 has no 2^24 + 1
+    assert means["vector"].tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
 def test_dgc_clips_by_the_number_of_ranks() -> None:
     methods = [MomentumCorrection(SampledThreshold(1.0), momentum=0.0, clip_norm=2.0) for _ in range(4)]
     ranks = [{"w": torch.full((10, 10), 5.0)} for _ in range(4)]

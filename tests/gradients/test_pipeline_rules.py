@@ -206,6 +206,7 @@ class TestFiles:
             ("other.json", b'{"train_batch_size": 8}', "has no gradient_pipeline, only train_batch_size"),
             ("number.yaml", b"3", "=3: must be a list of rules"),
             ("binary.json", b"\xff\xfe\x00", "cannot be read (it is no text); give a JSON or YAML file"),
+            ("empty.yaml", b"# later", "is empty; give a JSON or YAML file with a gradient_pipeline"),
             ("wrong.yaml", b"gradient_pipeline: [{params: '*', sync: y}]", "rule 1, sync={'scheme': 'y'}"),
         ],
     )

@@ -419,8 +419,8 @@ def unused() -> list[str]:
                 loop.model({name: each for name, each in given.items() if name != "odd" or rank == 0}).backward()
                 loop.synchronizer.synchronize()
                 means = found(loop.model)
-                there = given if none or not step else {name: given.get(name, torch.zeros(shape)) for name, shape in SHAPES.items()}
-                if not same(means, reduce(by_hand, there, step)):
+                left = {} if none or not step else {name: torch.zeros(shape) for name, shape in SHAPES.items() if name not in given}
+                if not same(means, left | reduce(by_hand, given, step)):
                     wrong.append(f"{fusion}, None={none}, step {step}: {sorted(means)}")
     return wrong
 
