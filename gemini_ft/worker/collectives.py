@@ -414,7 +414,7 @@ class _Poller:
                 time.sleep(_POLL)
 
     def _over_among(self, works: Iterable[tuple[Flight, Callable[[], bool]]]) -> Iterator[tuple[Flight, Callable[[], bool]]]:
-        """Those that are over, or forgotten. A device carries out a group's in order: behind the first that is not over none is asked."""
+        """Finds those that are over, or forgotten. A device carries out a group's in order: none behind one that is not over is asked."""
         waiting = set[int]()
         for flight, ask in works:
             line = id(flight.group) if flight.device is not None and flight.name not in _TRANSFERS else id(flight)

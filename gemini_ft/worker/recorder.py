@@ -339,7 +339,7 @@ class Recorder:
             try:
                 self.settle()  # a device may still be copying into the slots, which go
                 self._reconnect()
-            except GeminiError as error:
+            except Exception as error:  # also one that has ended the thread which copies
                 _log.warning("what was trained is lost, but for what is stored: this host's agent has ended, and %s", error)
             self.await_outcome(seconds)
 

@@ -228,6 +228,11 @@ def install(accelerator: Any, lag: float) -> None:
     accelerator.pin, accelerator.unpin = pin, unpin
 
 
+def is_copying() -> bool:
+    """Whether copies are in the queues."""
+    return bool(_pending)
+
+
 def delay_training(accelerator: Any, lag: float) -> None:
     """Lets what this thread writes in place from now on be late by so many seconds, on the device that is installed."""
     accelerator.module_of(torch.device("cpu")).default = stream = TrainingStream(lag)

@@ -51,9 +51,9 @@ class Backend:
         operator = SimpleNamespace(name=lambda: "c10d::allreduce_", redispatch=lambda *_: self.answer())
         self._kernel = traffic.kernel(operator)
 
-    def __call__(self, answer: Callable[[], Any]) -> Any:
+    def __call__(self, answer: Callable[[], Any], *more: Any) -> Any:
         self.answer = answer
-        return self._kernel(KEYS, [self.fake.tensor(torch.ones(4))])
+        return self._kernel(KEYS, [self.fake.tensor(torch.ones(4))], *more)
 
     def boxed(self, work: Work | None) -> Any:
         """The handle of a work object; None: what NCCL returns without async_op, a script object that unboxes to None."""
@@ -117,27 +117,24 @@ def test_what_is_captured_into_a_graph_is_left_alone(backend: Backend, observer:
     assert observer.polled == 0
 
 
-def test_those_of_a_group_are_asked_in_order_on_their_device(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_of_a_group_are_asked_in_order_on_their_device(backend: Backend, observer: Observer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that runs ahead has hundreds under way: each question takes the interpreter lock from the training."""
-    entered, asked, over, is_free = list[str](), list[int](), list[int](), threading.Event()
+    entered, asked, is_free, groups = list[str](), list[int](), threading.Event(), [Work().boxed() for _ in range(2)]
     monkeypatch.setattr(backend.fake, "set_device", lambda _: entered.append(threading.current_thread().name))
-    poller = collectives._Poller(lambda flight: over.append(flight.number))
-    groups = [collectives._NumberedGroup(head=(2, name)) for name in (b"one", b"another")]
+    unbox = {id(group): SimpleNamespace(size=lambda: 2, group_name=f"group {number}") for number, group in enumerate(groups)}
+    monkeypatch.setattr(collectives, "ProcessGroup", SimpleNamespace(unbox=lambda group: unbox[id(group)]))
 
     def ask(number: int) -> bool:
         asked.append(number)
         return is_free.is_set()
 
     for number in range(100):
-        flight = collectives.Flight("allreduce_", ([backend.fake.tensor(torch.ones(4))],), 0.0)
-        flight.group, flight.number = groups[number % 2], number
-        poller.add(flight, partial(ask, number))
+        backend(lambda number=number: backend.boxed(_Answer(partial(ask, number))), groups[number % 2])
     eventually(lambda: len(asked) >= 20)
     assert {*asked} == {0, 1}
     is_free.set()
-    eventually(lambda: len(over) == 100)
-    assert over == [*range(100)]
-    poller.close()
+    eventually(lambda: in_flight(observer) == 0)
+    assert {*asked} == {*range(100)}
     assert entered == ["gemini-collectives"]
 
 
