@@ -98,8 +98,8 @@ class AgentSession:
         leader, spec = self.failover.leader, self._spec
         if leader is None:
             return None
-        absent, left_out = len(self.unheard), len(leader.book.excluded)
-        return {"ranks": spec.world_size, "hosts": len(set(spec.hosts)), "absent": absent, "left_out": left_out}
+        absent = len(leader.missing(time.monotonic()))
+        return {"ranks": spec.world_size, "hosts": len(set(spec.hosts)), "absent": absent, "left_out": len(leader.book.excluded)}
 
     @property
     def unheard(self) -> list[str]:

@@ -21,7 +21,7 @@ _GRACE = 0.2  # seconds in which the training may hear of the end, or of a new a
 _POLLED = re.compile(r"^tfd:\s+(\d+) events:\s+\w+ data:\s+(\w+) +pos:\w+ ino:(\w+)", re.MULTILINE)  # proc(5), of a descriptor of epoll
 
 
-class Abort:
+class ConnectionAbort:
     """Watches a worker's channel to its launcher beside the training."""
 
     def __init__(self, end: socket.socket) -> None:

@@ -33,7 +33,7 @@ from gemini_ft.state.left_out import instances
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.torch_versions import forget_defaults, forget_meshes, number_groups_anew
 from gemini_ft.worker import attempt, rendezvous
-from gemini_ft.worker.abort import Abort
+from gemini_ft.worker.abort import ConnectionAbort
 from gemini_ft.worker.attempt import OverError, OwnAttempt
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ def run(train: Callable[[], T]) -> T:
         return train()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         end.connect(f"\0{address}")
-        abort = Abort(end)
+        abort = ConnectionAbort(end)
         known = [*threading.enumerate(), *active_children(), *instances(_MultiProcessingDataLoaderIter), *_hooks_of_all()]
         named, variables, settings = attempt.named.copy(), dict(os.environ), list(_settings())
         try:
