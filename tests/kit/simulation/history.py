@@ -127,7 +127,7 @@ class Check(StorageRules):
         self.commits += begun is None
         if self.commits_since_calm is not None:
             self.commits_since_calm += begun is None
-        if event.get("freeze"):
+        if event.get("freeze") and begun is None:  # of one that was left behind nothing is stored, as others upload no shard of it
             self.active.setdefault(event["folder"], self.number)
         if version in self.committed:
             return  # it is said again, by this leader or the next
