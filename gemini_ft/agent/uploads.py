@@ -30,6 +30,7 @@ from gemini_ft.storage.checkpoints import (
     note_on_host,
     note_path,
     read_manifest,
+    read_mark,
     recall_on_host,
     shard_key,
     write_manifest,
@@ -307,7 +308,7 @@ class Uploader:
         try:
             await self._insist("the manifest", write)
         except StorageError as error:
-            if not self._term.is_obeyed or not await asyncio.to_thread(self._delete_manifest, manifest):
+            if not self._term.is_obeyed or not await asyncio.to_thread(self._withdraw, manifest):
                 raise UnclearUploadError(str(error)) from None
             raise
         self._retention.stored(manifest)
@@ -398,6 +399,14 @@ class Uploader:
         if (outage := self._failures.pop(_DELETING, None)) is None:
             return "", ""
         return f"storage: old checkpoints can be deleted again after {time.time() - outage.since:.0f} s; uploads go on", ""
+
+    def _withdraw(self, manifest: Manifest) -> bool:
+        """Does what `_delete_manifest` does, unless the mark names this checkpoint, though the store has denied it, or may name it."""
+        try:
+            named = read_mark(self._storage, self._run, self._spec.stream)
+        except GeminiError:
+            return False
+        return named != manifest.version and self._delete_manifest(manifest)
 
     def _delete_manifest(self, manifest: Manifest) -> bool:
         """Deletes a manifest, which may exist although writing it failed: its shards go next. Returns whether there is none for certain."""

@@ -20,8 +20,9 @@ from gemini_ft.core.roots import checksum
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import StorageError
 from gemini_ft.storage.base import ignore
-from gemini_ft.storage.checkpoints import list_checkpoints, read_manifest
+from gemini_ft.storage.checkpoints import list_checkpoints, mark_key, read_manifest
 from gemini_ft.storage.local import LocalStorage
+from gemini_ft.storage.lookout import newest_whole
 from gemini_ft.storage.retention import read_back
 from gemini_ft.wire.worker_messages import SessionSpec
 
@@ -194,6 +195,30 @@ def test_a_checkpoint_stays_whose_leader_was_lost_before_it_could_say_that_it_is
         read_back(host.storage, read_manifest(host.storage, list_checkpoints(host.storage)[0].folder))
         await host.upload(3)
         assert host.steps() == [3, 2]
+
+    run(scenario())
+
+
+def test_a_checkpoint_stays_that_the_mark_names_although_the_store_denies_that_it_was_written(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = host.storage.put
+
+    def denies(key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
+        put(key, parts, sent)
+        if key == mark_key("run", "main"):
+            raise StorageError("the answer was lost")
+
+    async def scenario() -> None:
+        await host.upload(1)
+        monkeypatch.setattr(host.storage, "put", denies)
+        assert "the answer was lost" in await host.upload(2)
+        newest = newest_whole(host.storage, "run", "main")  # deleted, it was reported as stored and not there
+        assert newest is not None
+        assert newest.iteration == 2
+        monkeypatch.setattr(host.storage, "put", put)
+        await host.upload(3)
+        host.read_back()
 
     run(scenario())
 

@@ -159,6 +159,9 @@ WELL = {
         _seen("heard", rank=0, version="1-a:2", of="1-a"),
         _dropped(of="1-a"),
     ),
+    "what a leader that was left behind uploads goes": [
+        *_left_behind()[:-1], _commit("1-a:2", copies={0: ["h0"]}, freeze=True, folder="old"), _put("old/shard"), DELETED,
+    ],
     "what a leader that was left behind has committed is whole, and resumed": _left_behind(
         _opened("h0", of="3-c", hosts=["h0"], resumed="1-a:2"), _seen("heard", rank=0, version="1-a:2", of="3-c"),
     ),

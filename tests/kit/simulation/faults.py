@@ -240,6 +240,7 @@ def flip_one(world: World, on: str = "", only: Version | None = None) -> None:
         frozen = [each for each in held if on and each[2].frozen]
         host, memory, slot = world.rng.choice(frozen or held)
         version = slot.version
+        assert version is not None
         shape = memory.shape
         held_bytes = shape.data_bytes + world.rng.choice([0, len(EXTRAS)])  # of a state that no step changes
         at = world.rng.choice([shape.data_offset + world.rng.randrange(held_bytes), 4096 + world.rng.randrange(8)])

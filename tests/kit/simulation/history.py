@@ -16,7 +16,7 @@ The events of a run, in the order in which they happened, are dicts with ``event
               that is stored while storage has all of it, unless no list has it yet, and it was never reported as stored
 ``read``      what is resumed has the bytes that were made, and is what was chosen; a host that has a copy asks no other one
 ``visited``   what another process reads in the agents' memory was committed
-``putting``   only a host that leads, as far as it has heard, begins to write a manifest
+``putting``   only a host that leads, as far as it has heard, begins to write a manifest, or to look for its shards right before that
 ``put``       a manifest is written only of what was committed, and when all of its shards are there with the bytes that were made;
               a checkpoint is reported as stored only when storage has kept all of it
 ``delete``    a checkpoint that is whole, and was reported as stored, goes only when ``keep_last`` newer ones are, and nobody reads it;
@@ -127,7 +127,7 @@ class Check(StorageRules):
         self.commits += begun is None
         if self.commits_since_calm is not None:
             self.commits_since_calm += begun is None
-        if event.get("freeze"):
+        if event.get("freeze") and begun is None:  # of one that was left behind nothing is stored, as others upload no shard of it
             self.active.setdefault(event["folder"], self.number)
         if version in self.committed:
             return  # it is said again, by this leader or the next

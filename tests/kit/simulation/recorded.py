@@ -44,10 +44,14 @@ def on_storage(world: World, event: str, key: str, **facts: Any) -> None:
     elif event == "put" and READING in key:
         facts["holds"] = json.loads(world.bucket.objects[key])["folder"]
     process = PROCESS.get()
+    leads = any(agent.process is process for agent in world.leading)
+    if event == "listing":
+        world.led_when_listing[process, key] = leads
+        return
     if event == "putting":
         if not key.endswith(MANIFEST):
             return
-        facts["leads"] = any(agent.process is process for agent in world.leading)
+        facts["leads"] = leads or world.led_when_listing.get((process, key.removesuffix(MANIFEST.lstrip("/"))), False)
     world.record(event, by=process.name if process is not None else "", **facts)
 
 

@@ -132,6 +132,8 @@ class SimulatedStorage:
         return Steps(self, key, offset)
 
     def list(self, prefix: str = "") -> Sequence[str]:
+        self._bucket.record("listing", key=prefix)
+
         def effect() -> list[str]:
             bucket, fiber = self._bucket, Fiber.here()
             assert fiber is not None

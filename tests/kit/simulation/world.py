@@ -102,6 +102,7 @@ class World:
         self.full: set[str] = set()  # hosts without free memory
         self.skew: dict[str, float] = {}  # host -> seconds by which its system's clock is wrong
         self.judge: Check | None = None  # ends the run at the first violation
+        self.led_when_listing: dict[tuple[Process | None, str], bool] = {}  # whether the process that began to list this led then
         self.last: int | None = None  # iteration with which the job ends
 
     def size_at(self, iteration: int) -> int:
