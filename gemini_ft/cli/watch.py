@@ -13,9 +13,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gemini_ft.cli.accounts import asking, parser_of
 from gemini_ft.core.promql import History, Labels, evaluate, seconds_of, vector, without_name
@@ -37,7 +38,8 @@ _EPILOG = (
 )
 
 
-class AlertRule(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class AlertRule:
     """A rule as Prometheus reads it."""
 
     name: str
@@ -60,7 +62,8 @@ def read_rules(text: str) -> list[AlertRule]:
         for rule in [rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]]:
             evaluate(rule["expr"], History(0.0), 0.0)
             summary, hold = rule.get("annotations", {}).get("summary", ""), seconds_of(rule.get("for", "0s"))
-            found.append(AlertRule(rule["alert"], rule["expr"], hold, rule.get("labels", {}), summary))
+            labels = rule.get("labels", {})
+            found.append(AlertRule(name=rule["alert"], query=rule["expr"], hold=hold, labels=labels, summary=summary))
     except (yaml.YAMLError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"these are no alert rules: {type(error).__name__}: {error}") from None
     if not found:

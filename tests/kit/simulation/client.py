@@ -34,7 +34,7 @@ class AgentEnd(WorkerConnection):
     """The agent's end of a worker's socket, without the socket."""
 
     def __init__(self, handler: RequestHandler, client: SimulatedClient, pid: int) -> None:
-        self.rank, self.stream, self.parting = -1, "", ""
+        self.rank, self.stream, self.parting, self.stood = -1, "", "", 0.0
         self.incarnation = self.launch = None
         self.pid, self._pidfd = pid, -1
         self._handler, self._client = handler, client
