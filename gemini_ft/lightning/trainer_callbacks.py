@@ -144,11 +144,15 @@ def with_state_beside(trainer: Any, then: Mapping[str, Mapping[str, Any]]) -> It
 
 def _restored(trainer: Any) -> dict[str, tuple[dict[str, Any], Set[str]]]:
     """Path -> attributes or settings, and the names of those that Lightning restores."""
-    callbacks = [(f"callback.{index}", vars(each), _saved_by(each)) for index, each in enumerate(trainer.callbacks) if has_state(each)]
-    schedulers = [(f"scheduler.{index}", vars(each.scheduler)) for index, each in enumerate(trainer.lr_scheduler_configs)]
+    found: dict[str, tuple[dict[str, Any], Set[str]]] = {}
+    for index, callback in enumerate(trainer.callbacks):
+        if has_state(callback):
+            found[f"callback.{index}"] = vars(callback), _saved_by(callback)
+    schedules = [vars(config.scheduler) for config in trainer.lr_scheduler_configs]
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    holders = [*schedulers, *((f"group.{index}", group) for index, group in enumerate(groups))]
-    return {path: (values, names) for path, values, names in [*callbacks, *((path, own, own.keys()) for path, own in holders)]}
+    for kind, holders in (("scheduler", schedules), ("group", groups)):
+        found |= {f"{kind}.{index}": (own, own.keys()) for index, own in enumerate(holders)}
+    return found
 
 
 def _settings(trainer: Any) -> dict[int, frozenset[str]]:
