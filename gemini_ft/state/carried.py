@@ -35,7 +35,8 @@ from gemini_ft.state.values import Opaque, is_same, snapshot
 _CLOCKS: tuple[Callable[[], float], ...] = (time.time, time.monotonic, time.perf_counter)
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
 _READ = (argparse.Namespace, SimpleNamespace, Queue, UserDict, UserList, ChainMap, MethodType, functools.partial)  # of libraries
-_ITERATORS: tuple[type, ...] = (itertools.count, *(type(iter(each)) for each in ([], (), range(0))))  # that say how far they are
+_ITERATED: tuple[Iterable[Any], ...] = ([], (), range(0))
+_ITERATORS: tuple[type, ...] = (itertools.count, *(type(iter(each)) for each in _ITERATED))  # that say how far they are
 _LOOKED_INTO = (*_READ, *_CONTAINERS, *_ITERATORS, np.ndarray, np.generic, Number, array)
 _DEPTH, _OBJECTS = 6, 500  # of the objects that one variable leads to
 _MANY = 1000  # parts of a container that are looked at
