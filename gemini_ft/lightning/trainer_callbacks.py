@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim.swa_utils import SWALR
 
 from gemini_ft.state.methods import kept_by, set_by
 from gemini_ft.state.modes import SETTABLE, Modes, Modules, not_users
-from gemini_ft.state.values import ATOMS
+from gemini_ft.state.values import ATOMS, NotPlain, copy_of
 
 _log = logging.getLogger("gemini_ft")
 # Attributes that ModelCheckpoint's state_dict or load_state_dict leaves out: a file would be saved twice, not at all, or without its score.
@@ -114,6 +115,44 @@ def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module])
         others["datamodule"] = trainer.datamodule
     others |= {"trainer": trainer, "trainer.fit_loop": trainer.fit_loop, "trainer.epoch_loop": trainer.fit_loop.epoch_loop}
     return _TrainersModes(modules, others, leave)
+
+
+def state_beside(trainer: Any) -> dict[str, dict[str, Any]]:
+    """The plain values that Lightning restores by itself: what callbacks save, and settings of schedulers and parameter groups."""
+    found: dict[str, dict[str, Any]] = {}
+    for path, (values, names) in _restored(trainer).items():
+        kept = found[path] = {}
+        for name in names & values.keys():
+            with contextlib.suppress(NotPlain):
+                kept[name] = copy_of(values[name])
+    return found
+
+
+@contextlib.contextmanager
+def with_state_beside(trainer: Any, then: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    """Puts the result of `state_beside` in the place of the present values for a while."""
+    present = {path: values for path, (values, _) in _restored(trainer).items() if path in then}
+    before = [(values, {name: values[name] for name in then[path] if name in values}) for path, values in present.items()]
+    for path, values in present.items():
+        values.update({name: copy_of(value) for name, value in then[path].items()})
+    try:
+        yield
+    finally:
+        for values, own in before:
+            values.update(own)
+
+
+def _restored(trainer: Any) -> dict[str, tuple[dict[str, Any], Set[str]]]:
+    """Path -> attributes or settings, and the names of those that Lightning restores."""
+    found: dict[str, tuple[dict[str, Any], Set[str]]] = {}
+    for index, callback in enumerate(trainer.callbacks):
+        if has_state(callback):
+            found[f"callback.{index}"] = vars(callback), _saved_by(callback)
+    schedules = [vars(config.scheduler) for config in trainer.lr_scheduler_configs]
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    for kind, holders in (("scheduler", schedules), ("group", groups)):
+        found |= {f"{kind}.{index}": (own, own.keys()) for index, own in enumerate(holders)}
+    return found
 
 
 def _settings(trainer: Any) -> dict[int, frozenset[str]]:

@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 import itertools
+import operator
 import time
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
@@ -34,7 +35,9 @@ from gemini_ft.state.values import Opaque, is_same, snapshot
 _CLOCKS: tuple[Callable[[], float], ...] = (time.time, time.monotonic, time.perf_counter)
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
 _READ = (argparse.Namespace, SimpleNamespace, Queue, UserDict, UserList, ChainMap, MethodType, functools.partial)  # of libraries
-_LOOKED_INTO = (*_READ, *_CONTAINERS, np.ndarray, np.generic, Number, array, itertools.count)
+_ITERATED: tuple[Iterable[Any], ...] = ([], (), range(0))
+_ITERATORS: tuple[type, ...] = (itertools.count, *(type(iter(each)) for each in _ITERATED))  # that say how far they are
+_LOOKED_INTO = (*_READ, *_CONTAINERS, *_ITERATORS, np.ndarray, np.generic, Number, array)
 _DEPTH, _OBJECTS = 6, 500  # of the objects that one variable leads to
 _MANY = 1000  # parts of a container that are looked at
 _SECONDS = 60.0  # a float that is nearer than this to a clock counts as a time
@@ -160,7 +163,7 @@ class Carried:
                     continue
                 parts = _parts(item, variables)
                 if is_attribute and (parts is None or is_a(item, (*_CONTAINERS, nn.Module))):
-                    leaves[path] = leaf if type(item) is not itertools.count else leaf._replace(value=_next_of(item))
+                    leaves[path] = leaf if type(item) not in _ITERATORS else leaf._replace(value=_next_of(item))
                 elif parts is not None and not is_a(item, _CONTAINERS):
                     owners[path] = leaf
                 if parts:
@@ -294,8 +297,10 @@ def _is_full(cell: Any) -> bool:
         return False
 
 
-def _next_of(counter: itertools.count[Any]) -> Any:
-    """Returns the number that a counter gives next, without advancing it."""
+def _next_of(counter: Any) -> Any:
+    """Returns the number that a counter gives next, or minus how many items an iterator has left, without advancing it."""
+    if type(counter) is not itertools.count:
+        return -operator.length_hint(counter)
     # The number and the step; a counter that goes up by 1 may refer to the step alone. From Python 3.12 on its type is among them.
     held = [each for each in gc.get_referents(counter) if each is not itertools.count]
     return held[0] if len(held) > 1 else int(repr(counter)[len("count(") : -1])

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from test_lightning_hooks import CRASH, Boom, Case, fit, table
+from test_lightning_hooks import CRASH, Boom, Case, fit, table, weights
 from test_lightning_zoo import Buffer
 from three_ways import WAYS, Cell, differing, run
 from torch.utils.data import DataLoader
@@ -211,6 +211,69 @@ def test_what_a_validation_loses_is_named_once_in_a_job(fit: Callable[..., Case]
 def test_what_a_validation_loses_in_workers_that_live_on_is_refused(fit: Callable[..., Case]) -> None:
     with pytest.raises(UnsupportedStateError, match=r"changes dataset\.buffer in worker processes that live on"):
         fit(lambda: Validated(Buffer(), num_workers=1, persistent_workers=True), table, "gemini")
+
+
+class Level(Callback):
+    """Saves what loaders are made of."""
+
+    def __init__(self) -> None:
+        self.level = 1.0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.level *= 1.1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"level": self.level}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.level = state["level"]
+
+
+class MadeAnew(Case):
+    """Makes other data in each epoch, of what a callback saves, of the rate and of the schedule, and shows itself to it."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+    def train_dataloader(self) -> Any:
+        trainer: Any = self.trainer
+        level = trainer.callbacks[0].level + trainer.optimizers[0].param_groups[0]["lr"]
+        return DataLoader((torch.arange(96.0).view(24, 4) / 96 * level + trainer.lr_scheduler_configs[0].scheduler.last_epoch / 100), 4)  # type: ignore[arg-type]
+
+
+def test_loaders_are_made_of_what_callbacks_and_optimizers_were_like_then(fit: Callable[..., Case]) -> None:
+    options = {"callbacks": [Level], "reload_dataloaders_every_n_epochs": 1}
+    plain = fit(MadeAnew, None, "ddp", **options)
+    with pytest.raises(Boom):
+        fit(MadeAnew, None, "gemini", CRASH, **options)
+    resumed = fit(MadeAnew, None, "gemini", **options)
+    assert (0, 5) < min(resumed.diary) <= CRASH
+    assert resumed.diary == {step: value for step, value in plain.diary.items() if step >= min(resumed.diary)}
+    assert weights(resumed) == weights(plain)
+    assert resumed.trainer.optimizers[0].param_groups[0]["lr"] == plain.trainer.optimizers[0].param_groups[0]["lr"]
+
+
+class Labelled(MadeAnew):
+    """Makes its data of what it predicts."""
+
+    def train_dataloader(self) -> Any:
+        assert self.head.bias.device.type == "cpu"
+        with torch.no_grad():
+            return DataLoader(torch.nn.functional.linear(torch.ones(24, 8), self.head.weight), 4)  # type: ignore[arg-type]
+
+
+def test_loaders_that_are_made_of_weights_are_named_once_in_a_job(fit: Callable[..., Case], caplog: pytest.LogCaptureFixture) -> None:
+    options = {"callbacks": [Level], "reload_dataloaders_every_n_epochs": 1}
+    with caplog.at_level(logging.WARNING):
+        fit(MadeAnew, None, "gemini", **options)
+        assert "uses" not in caplog.text
+    with caplog.at_level(logging.WARNING):
+        with pytest.raises(Boom):
+            fit(Labelled, None, "gemini", CRASH, **options, strategy_options={"resume": "never"})
+        fit(Labelled, None, "gemini", **options)
+    said = [text for record in caplog.records if "_dataloader() uses" in (text := record.getMessage())]
+    assert [text.partition(" of the module")[0] for text in said] == ["train_dataloader() uses head.weight"]
 
 
 class Sharing:

@@ -112,6 +112,7 @@ HABITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "losses": (iter, "adds to losses, which no snapshot has"),
     "memory": (iter, "changes memory while it trains"),
     "global": (iter, "changes COUNT while it trains"),
+    "rates": (iter, "changes rates while it trains"),
     "class": (iter, "changes Stopper.made while it trains"),
     "another loader": (iter, "draws from the generator others.generator, which is in no snapshot"),
     "another loader seeded": (iter, ""),
@@ -166,6 +167,7 @@ def loop_in_every_way() -> dict[str, list[str]]:
         listener.flush()
         model = nn.Linear(3, 1)
         copied, teachers, stopper = copy.deepcopy(model), [copy.deepcopy(model)], Stopper()
+        rates = iter([0.1 / (1 + step) for step in range(40)])
         baseline, hidden, memory, losses = 0.0, torch.zeros(2), np.zeros((9999, 9)), list[float]()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         numpy, own, unused, given = np.random.default_rng(1), random.Random(2), random.Random(3), torch.Generator()
@@ -198,6 +200,8 @@ def loop_in_every_way() -> dict[str, list[str]]:
                         hidden = hidden + 1
                     case "mean of an epoch":
                         total += loss.item()
+                    case "rates":
+                        optimizer.param_groups[0]["lr"] = next(rates)
                     case "losses":
                         losses.append(loss.item())
                     case "memory":
