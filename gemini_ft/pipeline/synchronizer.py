@@ -273,7 +273,11 @@ class GradientSynchronizer(Body):
                 raise StateError(f"a backward pass in no_sync() adds to the gradient of {name} while it is averaged; synchronize() first")
             return
         self._ready_times.ready(name)
-        assert param.grad is not None
+        if param.grad is None:
+            raise StateError(
+                f"a hook has taken the gradient of {name} before it was averaged, as optimizers inside the backward pass do: let the "
+                "optimizer step after synchronize()"
+            )
         self._sent[name] = param.grad, param.grad._version
         with self._telling():
             self.averager.ready(name, param.grad, partial(_fill, param))

@@ -45,6 +45,10 @@ def _clamp(param: Tensor) -> None:
     param.grad.clamp_(-0.01, 0.01)
 
 
+def _take(param: Tensor) -> None:
+    param.grad = None
+
+
 def changed_before_synchronize() -> list[str]:
     """Clips, divides, edits in a later hook, or sets to zero what is under way; all are told, and all are right in no_sync()."""
     join()
@@ -86,6 +90,10 @@ def changed_before_synchronize() -> list[str]:
         model[0].bias.register_post_accumulate_grad_hook(_clamp)
         _loss(model, 0).backward()
         wrong += [] if "the gradient of 0.bias was changed" in error_of(synchronizer.synchronize) else ["edited in a later hook"]
+    model = _net()
+    model[0].bias.register_post_accumulate_grad_hook(_take)
+    with closing(GradientSynchronizer(model, [])):
+        wrong += [] if "a hook has taken the gradient of 0.bias" in error_of(_loss(model, 0).backward) else ["taken by an earlier hook"]
     return wrong
 
 
