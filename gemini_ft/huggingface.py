@@ -78,6 +78,10 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         self._evaluates_on_start = False
         self._paused = ExitStack()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Makes copies and pickles callbacks of their own: they have no part in the training under way."""
+        return functools.partial(type(self), **self._options), ()
+
     @property
     def fetches_again(self) -> bool:
         """Whether a training that goes on in the middle of an epoch fetches the batches of that epoch again."""

@@ -286,7 +286,7 @@ except ConfigError as error:
 
 
 UNASKED = """
-import warnings
+import copy, pickle, warnings
 warnings.simplefilter("ignore")
 import torch
 from gemini_ft.launch import autoprotect
@@ -302,9 +302,11 @@ class Net(torch.nn.Module):
         return {"loss": self.line(x).sum()}
 
 def train(width=1, callbacks=None, **named):
+    global trainer
     arguments = TrainingArguments(output_dir="out", use_cpu=True, report_to=[], **named)
     try:
-        Trainer(model=Net(width), args=arguments, train_dataset=[{"x": torch.ones(width)}], callbacks=callbacks).train()
+        trainer = Trainer(model=Net(width), args=arguments, train_dataset=[{"x": torch.ones(width)}], callbacks=callbacks)
+        trainer.train()
         print("DONE")
     except BaseException as error:
         print("FAILED:", type(error).__name__, error, *getattr(error, "__notes__", []))
@@ -312,9 +314,11 @@ def train(width=1, callbacks=None, **named):
 class Noting(TrainerCallback):
     def on_step_end(self, args, state, control, **named):
         state.log_history.append({"step": state.global_step, "array": torch.ones(2).numpy(), "tensor": torch.ones(2)})
+        copies = copy.deepcopy(trainer.callback_handler.callbacks), pickle.loads(pickle.dumps(trainer.callback_handler.callbacks[-1]))
+        assert type(copies[0][-1]) is type(copies[1]) is type(trainer.callback_handler.callbacks[-1])
 
 train(width=1500)
-train(callbacks=[Noting()], save_strategy="no")
+train(callbacks=[Noting()], save_strategy="no", disable_tqdm=True)
 train(ignore_data_skip=True)
 Trainer._run_epoch = lambda self, epoch: None
 train()
@@ -322,7 +326,8 @@ train()
 
 
 def test_what_a_trainer_of_gemini_run_is_told(tmp_path: Path) -> None:
-    """What is not supported runs as it is; an error of ours, in a script that has not asked for it, names the way out."""
+    """What is not supported runs as it is, and callbacks are copied as without ours. An error of ours names the way out, as the script has
+    not asked for it."""
     named = {"GEMINI_RUN_ID": f"{os.getpid()}-{tmp_path.name}", "GEMINI_HOST_ID": "little", "GEMINI_LOG_DIR": str(tmp_path)}
     env = os.environ | named | {"GEMINI_MEMORY_LIMIT": "8MiB"}
     try:
