@@ -161,7 +161,7 @@ def end_without_close(lag: float) -> list[bool]:
         call(self, *arguments)
         clients.append(self)
 
-    AgentClient.__init__ = note  # type: ignore[method-assign]
+    AgentClient.__init__ = note  # type: ignore[assignment, method-assign]
     install(accelerator, lag)
     loop = Loop("momentum")
     checkpointer = gemini_ft.Checkpointer(loop.model, loop.optimizer, replicas=1, on_late="wait")
