@@ -179,7 +179,7 @@ def account_of(run: str, seconds: float = lifecycle.ANSWER_SECONDS) -> dict[str,
 def unheard(run: str) -> set[str]:
     """The lasting names of the hosts of which this host's agent hears nothing, if it leads the commits of a run."""
     streams = account_of(run, _UNHEARD_SECONDS).get("streams", {}).values()
-    return {name for stream in streams for host in stream["unheard"] for name in lasting_names(host)}
+    return {name for stream in streams for host in stream.get("unheard", ()) for name in lasting_names(host)}
 
 
 def _uploading(run: str) -> list[str]:

@@ -211,7 +211,7 @@ def test_what_another_rank_or_a_moment_is_to_blame_for_is_no_refusal() -> None:
     assert not any(map(is_refusal, passing))
 
 
-@pytest.mark.parametrize("streams", [{}, {"main": {"unheard": ["given", "node-1-0a1b2c3d"]}, "more": {"unheard": []}}])
+@pytest.mark.parametrize("streams", [{}, {"main": {"unheard": ["given", "node-1-0a1b2c3d"]}, "of an agent of another release": {}}])
 def test_hosts_that_the_agent_has_lost_are_told_by_their_lasting_names(streams: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the rendezvous knows: without the boot id, where the host's name is the default."""
     answer = Status(document=json.dumps({"streams": streams}))
