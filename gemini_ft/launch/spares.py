@@ -48,6 +48,8 @@ _MEMBERS = "gemini_members"  # the names of the hosts that have taken part and m
 _LOST = "gemini_lost"  # host that its agent's peers have lost, too -> its last sign of life: with a newer one it lives
 _KEPT = "gemini_kept"  # stream -> the hosts that have what was committed of it last, in the words of `gemini_ft.launch.notes`
 _ASKING = 0.2  # seconds between two questions to the agent
+_LONG = 0.1  # seconds: while an agent does not answer, this host gives no sign of life
+_REST = 5.0  # seconds until the next question to an agent that took long
 _QUICKEST = 0.05  # seconds between two looks in the smallest job
 _HOSTS_PER_SECOND = 100  # in a look every host reads the states of all: large jobs keep torch's pace
 _YIELDING = 3  # times the patience of other spares
@@ -272,7 +274,7 @@ def by_own_clock(holder: Any, unheard: Callable[[], Collection[str]] = tuple) ->
     class Holder(holder):  # type: ignore[misc]
         _present: frozenset[Any] = frozenset()  # the participants before the present action
         _seen: Mapping[Any, tuple[datetime, float]] = {}  # host -> what it wrote last, and when that was first read here
-        _asked_at = 0.0
+        _asks_from = 0.0
 
         def _sanitize(self) -> None:
             now, said = time.monotonic(), self._state.last_heartbeats
@@ -291,10 +293,15 @@ def by_own_clock(holder: Any, unheard: Callable[[], Collection[str]] = tuple) ->
         def _ask(self, silent: Collection[Any], now: float) -> None:
             """Has hosts marked as lost that are silent both here and to the agents, while hosts come together."""
             state = self._state
-            if state.complete or now < self._asked_at + _ASKING or not (missed := _took_part(state, silent)):
+            if state.complete or now < self._asks_from or not (missed := _took_part(state, silent)):
                 return
-            self._asked_at = now
-            if lost := {host: state.last_heartbeats[host] for host in missed if getattr(state, _NAMES)[host] in unheard()}:
+            try:
+                names = unheard()
+            except Exception:  # whatever an agent of another release answers: a recovery goes on without it
+                logger.debug("this host's agent could not be asked which hosts it has lost", exc_info=True)
+                names = ()
+            self._asks_from = now + (_REST if time.monotonic() - now > _LONG else _ASKING)
+            if lost := {host: state.last_heartbeats[host] for host in missed if getattr(state, _NAMES)[host] in names}:
                 setattr(state, _LOST, lost)
                 super().mark_dirty()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -385,6 +386,63 @@ def test_a_host_that_agents_have_lost_is_missed_after_half_the_time(
     stored[:] = [pickle.dumps(state)]
     spare.sync()
     assert other in spare.state.last_heartbeats
+
+
+class TestQuestions:
+    """Three members are silent in an open round, and this host's agent is asked about them."""
+
+    @pytest.fixture
+    def now(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        now = [100.0]
+        monkeypatch.setattr("gemini_ft.launch.spares.time", SimpleNamespace(monotonic=lambda: now[0]))
+        return now
+
+    def looks(self, unheard: Callable[[], set[str]], now: list[float], count: int) -> _RendezvousState:
+        """Looks at the state at intervals of 0.3 s, the first one when the hosts have been silent for 16 s; returns what was seen last."""
+        state = _RendezvousState()
+        state.participants = {SPARE: 0}
+        state.last_heartbeats = dict.fromkeys((*HOSTS, SPARE), datetime.now(UTC))
+        vars(state).update(gemini_names={host: host.addr for host in HOSTS}, gemini_members=frozenset(host.addr for host in HOSTS))
+        settings = SimpleNamespace(run_id="r", keep_alive_interval=timedelta(seconds=10), keep_alive_max_attempt=3, min_nodes=2)
+        backend = SimpleNamespace(
+            name="none", get_state=lambda: (pickle.dumps(state), None), set_state=lambda new, token: (new, None, True)
+        )
+        holder = spares.by_own_clock(torch_rendezvous._BackendRendezvousStateHolder, unheard)(backend, settings, 0)
+        holder.sync()
+        now[0] += 16.0
+        for _ in range(count):
+            holder.sync()
+            now[0] += 0.3
+        found: _RendezvousState = holder.state
+        return found
+
+    def test_one_look_asks_once_about_all_silent_hosts(self, now: list[float]) -> None:
+        asked: list[float] = []
+
+        def unheard() -> set[str]:
+            asked.append(now[0])
+            return {"host0", "host2"}
+
+        assert {*self.looks(unheard, now, 1).last_heartbeats} == {HOSTS[1], SPARE}
+        assert asked == [116.0]
+
+    def test_an_agent_that_is_slow_is_not_asked_again_soon(self, now: list[float]) -> None:
+        """The launcher that waits for it gives no sign of life."""
+        asked: list[float] = []
+
+        def unheard() -> set[str]:
+            asked.append(now[0])
+            now[0] += 0.5
+            return set()
+
+        self.looks(unheard, now, 10)
+        assert asked == [116.0]
+
+    def test_a_question_that_fails_ends_no_launcher(self, now: list[float]) -> None:
+        def unheard() -> set[str]:
+            raise KeyError("unheard")
+
+        assert {*self.looks(unheard, now, 1).last_heartbeats} == {*HOSTS, SPARE}
 
 
 def test_a_host_that_leaves_its_place_to_come_back_lives_until_its_sign_of_life_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
