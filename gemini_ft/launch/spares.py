@@ -179,9 +179,14 @@ def is_left_out(state: Any, node: Any, world: str | None) -> bool:
 
 
 def has_lost_one(state: Any, node: Any, host: LaunchingHost) -> bool:
-    """Whether a host of the round in which this one is at work is lost, and a spare can take its place."""
-    is_at_work = bool(state.complete) and node in state.participants and world_of(state) == host.world
-    return is_at_work and len(state.participants) < host.size and bool(state.redundancy_list)
+    """Whether a host of the round in which this one is at work is lost, and a spare can take its place.
+
+    Never where the job is over, or one that has left its place lives: that one comes back by itself.
+    """
+    is_at_work = bool(state.complete) and not state.closed and node in state.participants and world_of(state) == host.world
+    if not is_at_work or len(state.participants) >= host.size or not state.redundancy_list or state.wait_list:
+        return False
+    return not _took_part(state, state.last_heartbeats.keys() - state.participants.keys() - state.redundancy_list)
 
 
 def members_of(state: Any) -> frozenset[str]:

@@ -258,10 +258,10 @@ class TestFixedSize:
         assert scene.action() is _Action.ADD_TO_WAIT_LIST
 
 
-def waiting_in(scene: Scene, node: _NodeDesc) -> int:
+def waiting_in(scene: Scene, node: _NodeDesc, waiting: int = 0) -> int:
     holder = SimpleNamespace(state=scene.state, mark_dirty=lambda: None, sync=lambda: None)
     handler = SimpleNamespace(_state_holder=holder, _this_node=node, _heartbeat_lock=nullcontext())
-    return spares.nodes_waiting(lambda handler: 0, scene.host, handler)
+    return spares.nodes_waiting(lambda handler: waiting, scene.host, handler)
 
 
 @pytest.mark.parametrize("is_spare_there", [True, False])
@@ -276,6 +276,34 @@ def test_a_host_that_is_lost_without_a_word_of_the_network_is_replaced_where_the
     assert waiting_in(scene, HOSTS[0]) == is_spare_there
     scene.open_round(HOSTS[0])
     assert waiting_in(scene, HOSTS[0]) == 0
+
+
+def test_at_the_end_of_a_good_job_a_host_that_is_not_done_loses_no_workers_to_those_that_are() -> None:
+    """The others have closed the rendezvous: workers that begin anew find nobody."""
+    scene = Scene()
+    setattr(scene.state, "gemini_world", "one")  # noqa: B010  # as spares.py does
+    assert scene.action(HOSTS[0]) is _Action.FINISH
+    scene.state.closed = True
+    del scene.state.participants[HOSTS[1]]
+    assert waiting_in(scene, HOSTS[0]) == 0
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_host_that_leaves_its_place_to_come_back_is_not_said_to_be_lost(is_back: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """As every launcher does after a failure of one of its workers."""
+    scene = Scene()
+    setattr(scene.state, "gemini_world", "one")  # noqa: B010  # as spares.py does
+    scene.made_by(*HOSTS)
+    assert scene.action(HOSTS[0]) is _Action.FINISH
+    del scene.state.participants[HOSTS[1]]
+    if is_back:
+        scene.state.wait_list.add(HOSTS[1])
+    assert waiting_in(scene, HOSTS[0], waiting=is_back) == is_back
+    assert caplog.messages == []
+    del scene.state.last_heartbeats[HOSTS[1]]  # and then it is lost
+    scene.state.wait_list.clear()
+    assert waiting_in(scene, HOSTS[0]) == 1
+    assert caplog.messages == ["a host of this job gives no sign of life: all begin anew with a spare in its place"]
 
 
 def test_a_host_that_the_job_has_left_out_stops_its_workers_and_comes_back_as_a_spare() -> None:
