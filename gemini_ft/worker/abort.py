@@ -58,12 +58,30 @@ def shut_down(before: Collection[int]) -> None:
     """Shuts down the connections of gloo, and those to torch's key-value store, without those that were there ``before``."""
     native = _polled_by_native_code()
     for fd, number in _sockets():
-        with contextlib.suppress(OSError, ValueError), socket.socket(fileno=os.dup(fd)) as one:  # another may have the number by now
-            if os.fstat(one.fileno()).st_ino != number or number in before or one.family not in (socket.AF_INET, socket.AF_INET6):
+        if number in before:
+            continue
+        with contextlib.suppress(OSError, ValueError), _opened(fd, number) as one:
+            if one.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             port = one.getpeername()[1]  # an error where it listens: gloo ends the process when it can accept no more
             if number in native or port == int(os.environ.get("MASTER_PORT", 0)):
                 one.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def _opened(fd: int, number: int) -> Iterator[socket.socket]:
+    """The socket of this number in the kernel. Raises OSError: the descriptor is another file's by now."""
+    copy = os.dup(fd)
+    try:
+        if os.fstat(copy).st_ino != number:
+            raise OSError("another file")
+        # Without SOCK_NONBLOCK Python sets that, for all who have the file, where the script has called socket.setdefaulttimeout.
+        one = socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=copy)
+    except BaseException:
+        os.close(copy)
+        raise
+    with one:
+        yield one
 
 
 def _sockets() -> Iterator[tuple[int, int]]:
@@ -76,11 +94,15 @@ def _sockets() -> Iterator[tuple[int, int]]:
 
 
 def _polled_by_native_code() -> set[int]:
-    """The numbers of files that are polled in gloo's manner: the kernel keeps a pointer, where libuv and Python have the descriptor."""
+    """The numbers of files that are polled in gloo's manner: the kernel keeps a pointer, where libuv and Python have the descriptor.
+
+    Python sets only the lower 32 bits of what is kept. Other native libraries may keep pointers, too. None: the kernel does not say it.
+    """
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{fd}") == "anon_inode:[eventpoll]":
                 with open(f"/proc/self/fdinfo/{fd}") as file:
-                    found |= {int(number, 16) for polled, kept, number in _POLLED.findall(file.read()) if int(kept, 16) != int(polled)}
+                    polled = _POLLED.findall(file.read())
+                found |= {int(number, 16) for one, kept, number in polled if int(kept, 16) & 0xFFFFFFFF != int(one)}
     return found
