@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import get_args
 
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.events import get_logging_handler
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
@@ -46,6 +47,7 @@ from gemini_ft.launch.endings import (
     LEFT,
     NOT_STORED,
     OVERTAKEN,
+    Endings,
     HostDrain,
     account_of,
     final_endings,
@@ -102,6 +104,7 @@ def command(argv: Sequence[str]) -> int:
     options.signals_to_handle = ",".join(each for each in options.signals_to_handle.split(",") if each.strip() != config.drain_signal)
     if torchrun.parse_min_max_nnodes(options.nnodes)[1] == 1:
         _refuse_second(run_id)
+    endings: Endings | None = None
     try:
         with ExitStack() as stack:
             stack.enter_context(started_ahead(run_id, host_id()))
@@ -125,6 +128,7 @@ def command(argv: Sequence[str]) -> int:
             record(torchrun.run)(options)
             stores = notes.have(STORES)
     except ChildFailedError as error:
+        assert endings is not None
         logger.error("%s", in_short(error, endings.shown))
         if is_nameless:
             lifecycle.leave(run_id)  # nobody can come back for it
@@ -133,7 +137,7 @@ def command(argv: Sequence[str]) -> int:
         logger.error("%s", error)
         return OVERTAKEN
     except SignalException as error:
-        if endings.status == LEFT:
+        if endings is not None and endings.status == LEFT:
             if endings.has_drained:
                 logger.warning("drained: the last step of this host is committed, and the same command goes on from there")
             else:
@@ -145,8 +149,8 @@ def command(argv: Sequence[str]) -> int:
         if error.sigval == signal.SIGINT:  # the user's wish; after any other signal the same command may come again
             lifecycle.leave(run_id)
         return 128 + error.sigval
-    except (AssertionError, FileNotFoundError, LookupError, PermissionError, ValueError) as error:
-        if endings.has_begun:
+    except (AssertionError, FileNotFoundError, PermissionError, ValueError) as error:
+        if endings is None or endings.has_begun:
             raise
         reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line  # torch asserts some ranges without a word
         raise ConfigError(f"{reason}; `gemini run --help` names the options and their values") from error
@@ -175,6 +179,10 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError("--run-path: leave it out; forked workers do without a new interpreter, too, and the others begin in their own")
     if wrong := [name for name in options.signals_to_handle.split(",") if name.strip() not in signal.Signals.__members__]:
         raise ConfigError(f"--signals-to-handle: {', '.join(map(repr, wrong))} is no signal; give names such as SIGTERM,SIGINT")
+    try:
+        get_logging_handler(options.event_log_handler)
+    except LookupError:
+        raise ConfigError(f"--event-log-handler: {options.event_log_handler!r} is no handler of torch's; give console or null") from None
     try:
         sizes = (*torchrun.parse_min_max_nnodes(options.nnodes), torchrun.determine_local_world_size(options.nproc_per_node))
     except (RuntimeError, ValueError):

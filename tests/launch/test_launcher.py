@@ -793,3 +793,29 @@ def test_a_wrong_value_of_an_option_is_status_2_and_one_line(tmp_path: Path) -> 
     assert "Traceback" not in done.stderr
     told = [line for line in done.stderr.splitlines() if line.startswith("gemini run: ") and "starting workers cold" not in line]
     assert len(told) == len(options), done.stderr
+
+
+BROKEN = """
+from gemini_ft.cli import main
+from gemini_ft.launch import launcher
+
+def refused(*arguments):
+    raise {error}
+
+{place} = refused
+main.main(["run", "--standalone", "hi.py"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [("launcher.notes_of_workers", "PermissionError('no notes')"), ("launcher.torchrun.run", "KeyError('of the code')")],
+    ids=["before the job", "before its workers"],
+)
+def test_an_error_that_no_option_causes_is_not_said_to_be_one_of_options(place: str, error: str, tmp_path: Path) -> None:
+    (tmp_path / "hi.py").write_text("print('hi')")
+    program = BROKEN.format(place=place, error=error)
+    done = subprocess.run([sys.executable, "-X", "warm", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(error.partition("(")[0]), done.stderr
+    assert "--help" not in done.stderr
