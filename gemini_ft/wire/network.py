@@ -149,8 +149,10 @@ def as_peer_error(error: BaseException, where: str, seconds: float) -> BaseExcep
         return SecretError(f"{where}: the peer does not know this run's secret; something else listens at its address")
     if isinstance(error, ssl.SSLError):
         return PeerError(f"{where}: no TLS handshake ({error.reason or error}); it is not an agent, or one of another gemini-ft")
-    if isinstance(error, OSError | TimeoutError):
+    if isinstance(error, TimeoutError):
         return PeerError(f"{where} did not answer within {seconds:g} s ({str(error) or 'timeout'}); is its host up, and its port open?")
+    if isinstance(error, OSError):
+        return PeerError(f"{where} does not answer ({str(error) or type(error).__name__}); is its host up, and its port open?")
     if isinstance(error, GeminiError):
         return type(error)(f"{where}: {error}")
     return error

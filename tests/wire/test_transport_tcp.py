@@ -469,7 +469,7 @@ class TestHandshake:
                         await dial(silent.getsockname(), CLAIMS, SECRET, Recorder())
                 await asyncio.sleep(0)
                 assert open_fds(os.getpid()) <= before + 1
-            with pytest.raises(PeerError, match=r"did not answer within 0.05 s .*Connect call failed"):
+            with pytest.raises(PeerError, match=r"does not answer \(.*Connect call failed"):
                 await dial(silent_address, CLAIMS, SECRET, Recorder())
 
         with socket.create_server(("127.0.0.1", 0)) as closed:

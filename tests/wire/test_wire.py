@@ -135,7 +135,7 @@ class TestBlockingWire:
     def test_nobody_there(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             address = listener.getsockname()
-        with pytest.raises(PeerError, match=r"did not answer within 5 s .*refused.*; is its host up, and its port open"):
+        with pytest.raises(PeerError, match=r"does not answer \(.*refused.*; is its host up, and its port open"):
             BlockingWire(address, CLAIMS, b"secret", 5.0)
 
     def test_somebody_who_says_nothing(self, serve: Serve) -> None:
