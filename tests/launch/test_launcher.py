@@ -429,7 +429,6 @@ class TestSettings:
             ([], ""),
             (["-m"], ""),
             (["--no-python"], "only what 'python SCRIPT' and 'python -m MODULE' run can be forked"),
-            (["--run-path"], "only what 'python SCRIPT' and 'python -m MODULE' run can be forked"),
         ],
     )
     def test_when_python_itself_runs_the_program(self, arguments: list[str], reason: str) -> None:
