@@ -12,6 +12,7 @@ unused parameters and accumulation: then the synchronizer is its communication h
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -128,7 +129,7 @@ class GradientSynchronizer(Body):
             raise StateError("DistributedDataParallel waits for its communication hook by itself: leave synchronize() out")
         untouched = [name for name in self.averager.missing() if name not in self._touched | self._discarded]
         self._complete()
-        changed = [name for name, (gradient, version) in self._sent.items() if _differs(self._parameters[name].grad, gradient, version)]
+        changed = self._changed()
         self.step_over()
         if changed:
             raise StateError(
@@ -141,6 +142,15 @@ class GradientSynchronizer(Body):
                 f"no gradient for {', '.join(untouched[:5])}{' and others' if len(untouched) > 5 else ''} ({len(untouched)} of "
                 f"{len(self._parameters)}): the backward pass left them out. Give find_unused_parameters=True, or use them in the loss"
             )
+
+    def _changed(self) -> list[str]:
+        """Parameters to whose gradient more than the average has been written since it was sent, as far as that can be seen."""
+        found = [name for name, (sent, version) in self._sent.items() if _differs(self._parameters[name].grad, sent, version)]
+        if not found:
+            return []
+        dense = [param.grad for param in self._parameters.values() if param.grad is not None and param.grad.layout == torch.strided]
+        users = Counter(grad.untyped_storage().data_ptr() for grad in dense)
+        return [name for name in found if (grad := self._parameters[name].grad) is not self._sent[name][0] or not _is_shared(grad, users)]
 
     def _complete(self) -> None:
         """Averages missing gradients too, with zeros, and waits for all. Collective."""
@@ -308,6 +318,12 @@ def _is_nothing(gradient: torch.Tensor | None) -> bool:
 def _differs(gradient: torch.Tensor | None, sent: torch.Tensor, version: int) -> bool:
     """Whether anything but the average has been written to a gradient since it was sent."""
     return not sent.is_sparse and (gradient is not sent or sent._version != version + 1)
+
+
+def _is_shared(gradient: torch.Tensor, users: Mapping[int, int]) -> bool:
+    """Whether its memory may be that of other gradients too, whose writes it counts: a part of a fused product's, or of a buffer."""
+    memory = gradient.untyped_storage()
+    return memory.nbytes() != gradient.nbytes or users[memory.data_ptr()] > 1
 
 
 def _ddp_around(model: nn.Module) -> DistributedDataParallel | None:

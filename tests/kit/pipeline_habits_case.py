@@ -97,6 +97,55 @@ def changed_before_synchronize() -> list[str]:
     return wrong
 
 
+class _Fused(nn.Module):
+    """One product for several layers; its backward pass gives each a part of one gradient, or all the same one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v, self.w = (nn.Linear(6, 4, bias=False) for _ in range(4))
+
+    def forward(self, given: Tensor) -> Tensor:
+        same = self.v.weight.view(-1) + self.w.weight.view(-1)
+        return nn.functional.linear(given, torch.cat([self.q.weight, self.k.weight, same.view(4, 6)]))
+
+
+def _in_one_buffer(model: nn.Module) -> Tensor:
+    """Gives all parameters gradients that are parts of one tensor."""
+    sizes = [param.numel() for param in model.parameters()]
+    flat = torch.zeros(sum(sizes))
+    for param, part in zip(model.parameters(), flat.split(sizes), strict=True):
+        param.grad = part.view_as(param)
+    return flat
+
+
+def gradients_that_share_memory() -> list[str]:
+    """Averages parts of one tensor, which count their writes together: of a fused product, and of a buffer that the script has made."""
+    join()
+    wrong = []
+    for (make, in_buffer), pipeline in itertools.product(((_Fused, False), (_net, True)), ([], rule(sync="zen"))):
+        model, plain = make(), DistributedDataParallel(make())
+        with closing(GradientSynchronizer(model, pipeline)) as synchronizer:
+            flat = _in_one_buffer(model) if in_buffer else None
+            for step in range(2):
+                plain.zero_grad()
+                model.zero_grad() if flat is None else flat.zero_()
+                for each in (plain, model):
+                    _loss(each, step).backward()
+                said = error_of(synchronizer.synchronize)
+                wrong += [] if not said and _same(model, plain) else [f"{make.__name__}, {pipeline}: {said or 'other averages'}"]
+    model = _net()
+    with closing(GradientSynchronizer(model, [], find_unused_parameters=True)) as synchronizer:
+        _in_one_buffer(model)
+        (_loss(model, 0) if dist.get_rank() else model[2].bias.sum()).backward()  # the rest is written by synchronize() alone
+        own = _grads(model)
+        said = error_of(synchronizer.synchronize)
+        for grad in own.values():
+            dist.all_reduce(grad.div_(2))
+        wrong += [] if not said and first_difference(own, _grads(model)) is None else [f"unused: {said or 'other averages'}"]
+    return wrong
+
+
 def with_a_graph() -> list[str]:
     """Averages gradients that have a graph, as optimizers of second order ask for; DDP itself does so for one step only."""
     join()
@@ -305,6 +354,7 @@ def default_dtypes() -> list[str]:
 
 HABITS = [
     changed_before_synchronize,
+    gradients_that_share_memory,
     with_a_graph,
     averaged_by_others,
     compiled_ddp,
