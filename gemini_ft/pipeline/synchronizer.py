@@ -220,7 +220,7 @@ class GradientSynchronizer(Body):
     def _check_wrapper(self, *_: Any) -> None:
         """Refuses to train in a DDP model that is not this synchronizer's, and averages the same gradients."""
         active = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-        if active is self.ddp or active is None or not torch.is_grad_enabled():
+        if active is self.ddp or active is None or not active.require_backward_grad_sync or not torch.is_grad_enabled():
             return
         if not self._names.keys().isdisjoint(map(id, trained(active).values())):
             raise StateError(

@@ -183,6 +183,13 @@ def averaged_by_others() -> list[str]:
     wrapped = DistributedDataParallel(_net())
     with closing(GradientSynchronizer(wrapped.module, LOSSY)):
         expect("the inner one", lambda: _loss(wrapped, 0), "that the gradient pipeline does not belong to")
+    wrapped, plain = DistributedDataParallel(_net()), DistributedDataParallel(_net())
+    with closing(GradientSynchronizer(wrapped.module, [])) as synchronizer:
+        with wrapped.no_sync():  # averages nothing
+            said = error_of(lambda: _loss(wrapped, 0).backward())
+        said = said or error_of(synchronizer.synchronize)
+    _loss(plain, 0).backward()
+    wrong += [] if not said and _same(plain, wrapped) else [f"in no_sync() of DDP: {said or 'other averages'}"]
     with closing(GradientSynchronizer(wrapped, LOSSY)):
         _loss(wrapped, 0).backward()
         again = DistributedDataParallel(wrapped.module)
