@@ -256,7 +256,21 @@ def options_of_ddp() -> list[str]:
         wrong += [] if _same(plain, wrapped) else ["uneven inputs"]
         with wrapped.join(divide_by_initial_world_size=False):
             said = error_of(_loss(wrapped, 0).backward)
-        wrong += [] if "leave that option out" in said else [f"divided by those that are left: {said or 'not told'}"]
+        wrong += (
+            []
+            if "leave that option out; DDP forgets a join() that is over in `with ddp_model.join(enable=False)" in said
+            else [f"divided by those that are left: {said or 'not told'}"]
+        )
+    plain, wrapped = (DistributedDataParallel(_net()) for _ in range(2))
+    with wrapped.join(divide_by_initial_world_size=False):
+        _loss(wrapped, 0).backward()
+    wrapped.zero_grad()
+    with wrapped.join(enable=False):  # as the error says
+        pass
+    with closing(GradientSynchronizer(wrapped, [])):
+        for each in (plain, wrapped):
+            _loss(each, 1).backward()
+    wrong += [] if _same(plain, wrapped) else ["after a join that divided by those that are left"]
     return wrong
 
 
