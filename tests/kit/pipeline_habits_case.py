@@ -256,11 +256,8 @@ def options_of_ddp() -> list[str]:
         wrong += [] if _same(plain, wrapped) else ["uneven inputs"]
         with wrapped.join(divide_by_initial_world_size=False):
             said = error_of(_loss(wrapped, 0).backward)
-        wrong += (
-            []
-            if "leave that option out; DDP forgets a join() that is over in `with ddp_model.join(enable=False)" in said
-            else [f"divided by those that are left: {said or 'not told'}"]
-        )
+        is_told = "leave that option out; DDP forgets a join() that is over in `with ddp_model.join(enable=False)" in said
+        wrong += [] if is_told else [f"divided by those that are left: {said or 'not told'}"]
     plain, wrapped = (DistributedDataParallel(_net()) for _ in range(2))
     with wrapped.join(divide_by_initial_world_size=False):
         _loss(wrapped, 0).backward()
