@@ -33,6 +33,7 @@ from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, nothing, trained
 from gemini_ft.pipeline.routes import of_all_ranks
 from gemini_ft.pipeline.rules import Rules, check_world, load_rules
 from gemini_ft.state.gradients import announce, synchronizers, withdraw
+from gemini_ft.state.pending import zeros_among
 from gemini_ft.state.tensors import unwrap_model
 from gemini_ft.worker.attempt import close_with
 
@@ -295,7 +296,9 @@ class GradientSynchronizer(Body):
     def _absent(self) -> set[str]:
         """Parameters that have no gradient on any rank, or the zeros that ``zero_grad(set_to_none=False)`` has left. Collective."""
         names = list(self._parameters)
-        absent = [name not in self._touched and _is_nothing(self._parameters[name].grad) for name in names]
+        left = {name: param.grad for name, param in self._parameters.items() if name not in self._touched}
+        zeros = zeros_among({name: grad for name, grad in left.items() if grad is not None})
+        absent = [name in zeros or (name in left and left[name] is None) for name in names]
         if self._control is not None:
             everywhere = torch.tensor(absent, dtype=torch.uint8)
             dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=self._control)
@@ -309,10 +312,6 @@ class GradientSynchronizer(Body):
         self._ready_times.close()
         self.averager.close()
         withdraw(self)
-
-
-def _is_nothing(gradient: torch.Tensor | None) -> bool:
-    return gradient is None or not bool((gradient._values() if gradient.is_sparse else gradient).any())
 
 
 def _differs(gradient: torch.Tensor | None, sent: torch.Tensor, version: int) -> bool:
