@@ -223,7 +223,7 @@ def test_devices_must_be_one() -> None:
 
 def test_a_device_is_waited_for_once_for_all_parameters_that_no_rank_has_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """As idle experts are after `zero_grad(set_to_none=False)`."""
-    waits: list[int] = []
+    waits = 0
     with installed(0) as fake:
         model = nn.ParameterList([nn.Parameter(fake.tensor(torch.ones(5))) for _ in range(20)])
         for param in model:
@@ -231,6 +231,12 @@ def test_a_device_is_waited_for_once_for_all_parameters_that_no_rank_has_used(mo
         with closing(GradientSynchronizer(model, [], find_unused_parameters=True)) as synchronizer:
             fake.synchronize()
             run_until = fake.run_until
-            monkeypatch.setattr(fake, "run_until", lambda is_over: (waits.append(1), run_until(is_over)))
+
+            def waited(is_over: Callable[[], bool]) -> None:
+                nonlocal waits
+                waits += 1
+                run_until(is_over)
+
+            monkeypatch.setattr(fake, "run_until", waited)
             synchronizer.synchronize()
-    assert len(waits) == 1
+    assert waits == 1

@@ -114,7 +114,7 @@ def _in_one_buffer(model: nn.Module) -> Tensor:
     """Gives all parameters gradients that are parts of one tensor."""
     sizes = [param.numel() for param in model.parameters()]
     flat = torch.zeros(sum(sizes))
-    for param, part in zip(model.parameters(), flat.split(sizes), strict=True):
+    for param, part in zip(model.parameters(), flat.split_with_sizes(sizes), strict=True):
         param.grad = part.view_as(param)
     return flat
 
