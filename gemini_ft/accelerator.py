@@ -174,8 +174,8 @@ def pin(device: torch.device | None, address: int, nbytes: int) -> bool:
 
 
 def unpin(device: torch.device, address: int) -> None:
-    """Undoes `pin`."""
-    with torch.cuda.device(device):
+    """Undoes `pin`, unless the device has failed: its driver refuses everything then."""
+    with contextlib.suppress(RuntimeError), torch.cuda.device(device):
         _cudart().cudaHostUnregister(address)
 
 

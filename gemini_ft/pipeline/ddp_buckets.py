@@ -63,10 +63,10 @@ class DdpBuckets:
         return _answered(bucket.buffer())
 
     def _handed(self, bucket: GradBucket) -> Future[Tensor]:
-        if not getattr(self._synchronizer.ddp, "_divide_by_initial_world_size", True):  # as join() has been told
+        if not getattr(self._synchronizer.ddp, "_divide_by_initial_world_size", True):  # as the last join() was told
             raise StateError(
                 "join(divide_by_initial_world_size=False) divides by the ranks that still have inputs, and a gradient pipeline by all of "
-                "them: leave that option out"
+                "them: leave that option out; DDP forgets a join() that is over in `with ddp_model.join(enable=False): pass`"
             )
         names = [self._synchronizer.name_of(param) for param in bucket.parameters()]
         if any(self._averager.has(name) for name in names):  # of the backward pass before

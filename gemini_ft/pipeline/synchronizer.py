@@ -12,6 +12,7 @@ unused parameters and accumulation: then the synchronizer is its communication h
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -32,10 +33,12 @@ from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, nothing, trained
 from gemini_ft.pipeline.routes import of_all_ranks
 from gemini_ft.pipeline.rules import Rules, check_world, load_rules
 from gemini_ft.state.gradients import announce, synchronizers, withdraw
+from gemini_ft.state.pending import zeros_among
 from gemini_ft.state.tensors import unwrap_model
 from gemini_ft.worker.attempt import close_with
 
 T = TypeVar("T")
+_CHECK_EVERY = 100  # steps
 
 
 class GradientSynchronizer(Body):
@@ -108,6 +111,8 @@ class GradientSynchronizer(Body):
             self.ddp.register_comm_hook(self._buckets, communication_hook)
         else:
             self._model = model
+            self._checks, self._numbers_touched = 0, set[int]()
+            self._others: list[nn.Parameter] = []  # of the model, when it was last looked at, which are not averaged
             self._handles += [param.register_post_accumulate_grad_hook(self._ready) for param in parameters.values()]  # type: ignore[no-untyped-call]
             if own is not None:
                 _broadcast(model, own)
@@ -127,20 +132,30 @@ class GradientSynchronizer(Body):
         if self.ddp is not None:
             raise StateError("DistributedDataParallel waits for its communication hook by itself: leave synchronize() out")
         untouched = [name for name in self.averager.missing() if name not in self._touched | self._discarded]
+        touched = len(self._touched)
         self._complete()
-        changed = [name for name, (gradient, version) in self._sent.items() if _differs(self._parameters[name].grad, gradient, version)]
+        changed = self._changed()
         self.step_over()
         if changed:
             raise StateError(
                 f"the gradient of {changed[0]} was changed between the backward pass and synchronize(), while it was being averaged: clip, "
                 "unscale, divide and zero it after synchronize(); or run the backward pass in no_sync(), then change it, then synchronize()"
             )
-        self._check_parameters()
+        self._check_parameters(touched)
         if untouched and not self._find_unused:
             raise StateError(
                 f"no gradient for {', '.join(untouched[:5])}{' and others' if len(untouched) > 5 else ''} ({len(untouched)} of "
                 f"{len(self._parameters)}): the backward pass left them out. Give find_unused_parameters=True, or use them in the loss"
             )
+
+    def _changed(self) -> list[str]:
+        """Parameters to whose gradient more than the average has been written since it was sent, as far as that can be seen."""
+        found = [name for name, (sent, version) in self._sent.items() if _differs(self._parameters[name].grad, sent, version)]
+        if not found:
+            return []
+        dense = [param.grad for param in self._parameters.values() if param.grad is not None and param.grad.layout == torch.strided]
+        users = Counter(grad.untyped_storage().data_ptr() for grad in dense)
+        return [name for name in found if (grad := self._parameters[name].grad) is not self._sent[name][0] or not _is_shared(grad, users)]
 
     def _complete(self) -> None:
         """Averages missing gradients too, with zeros, and waits for all. Collective."""
@@ -210,7 +225,7 @@ class GradientSynchronizer(Body):
     def _check_wrapper(self, *_: Any) -> None:
         """Refuses to train in a DDP model that is not this synchronizer's, and averages the same gradients."""
         active = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-        if active is self.ddp or active is None or not torch.is_grad_enabled():
+        if active is self.ddp or active is None or not active.require_backward_grad_sync or not torch.is_grad_enabled():
             return
         if not self._names.keys().isdisjoint(map(id, trained(active).values())):
             raise StateError(
@@ -218,11 +233,22 @@ class GradientSynchronizer(Body):
                 "gradients without it: make GradientSynchronizer(ddp_model, ...) of that one, after close() of this one"
             )
 
-    def _check_parameters(self) -> None:
-        if any(param.grad is not None and id(param) not in self._names for param in self._model.parameters() if param.requires_grad):
-            name = next(name for name, param in trained(self._model).items() if param.grad is not None and id(param) not in self._names)
+    def _check_parameters(self, touched: int) -> None:
+        """Refuses gradients that nobody averages. Parameters that were there are seen at every step, and new ones where they took the place
+        of others; it would take 1 ms for 1000 parameters to look for all others at every step.
+
+        Args:
+            touched: how many parameters have got a gradient in this step.
+        """
+        self._checks += 1
+        if touched not in self._numbers_touched or self._checks.bit_count() == 1 or self._checks % _CHECK_EVERY == 0:
+            self._numbers_touched.add(touched)
+            self._others = [param for param in self._model.parameters() if id(param) not in self._names]
+        if not any(param.grad is not None and param.requires_grad for param in self._others):
+            return
+        if alone := [name for name, param in trained(self._model).items() if param.grad is not None and id(param) not in self._names]:
             raise StateError(
-                f"the gradient of {name} is not averaged: the parameter was frozen, or not there, when GradientSynchronizer was made. "
+                f"the gradient of {alone[0]} is not averaged: the parameter was frozen, or not there, when GradientSynchronizer was made. "
                 "Freeze after that, with find_unused_parameters=True, or close() it and make another one"
             )
 
@@ -285,7 +311,9 @@ class GradientSynchronizer(Body):
     def _absent(self) -> set[str]:
         """Parameters that have no gradient on any rank, or the zeros that ``zero_grad(set_to_none=False)`` has left. Collective."""
         names = list(self._parameters)
-        absent = [name not in self._touched and _is_nothing(self._parameters[name].grad) for name in names]
+        left = {name: param.grad for name, param in self._parameters.items() if name not in self._touched}
+        zeros = zeros_among({name: grad for name, grad in left.items() if grad is not None})
+        absent = [name in zeros or (name in left and left[name] is None) for name in names]
         if self._control is not None:
             everywhere = torch.tensor(absent, dtype=torch.uint8)
             dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=self._control)
@@ -301,13 +329,15 @@ class GradientSynchronizer(Body):
         withdraw(self)
 
 
-def _is_nothing(gradient: torch.Tensor | None) -> bool:
-    return gradient is None or not bool((gradient._values() if gradient.is_sparse else gradient).any())
-
-
 def _differs(gradient: torch.Tensor | None, sent: torch.Tensor, version: int) -> bool:
     """Whether anything but the average has been written to a gradient since it was sent."""
     return not sent.is_sparse and (gradient is not sent or sent._version != version + 1)
+
+
+def _is_shared(gradient: torch.Tensor, users: Mapping[int, int]) -> bool:
+    """Whether its memory may be that of other gradients too, whose writes it counts: a part of a fused product's, or of a buffer."""
+    memory = gradient.untyped_storage()
+    return memory.nbytes() != gradient.nbytes or users[memory.data_ptr()] > 1
 
 
 def _ddp_around(model: nn.Module) -> DistributedDataParallel | None:

@@ -78,9 +78,11 @@ class MappedSlot:
 
     def close(self) -> None:
         self._closed = True
-        if self._pinned_for is not None:
-            accelerator.unpin(self._pinned_for, self.address)
-        os.close(self.fd)  # it alone would keep the memory; the mapping goes when the last tensor view of it does
+        try:
+            if self._pinned_for is not None:
+                accelerator.unpin(self._pinned_for, self.address)
+        finally:
+            os.close(self.fd)  # it alone would keep the memory; the mapping goes when the last tensor view of it does
 
 
 def map_slots(fds: Sequence[int], reserved: Reserved, device: torch.device | None) -> list[MappedSlot]:

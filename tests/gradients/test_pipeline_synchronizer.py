@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import pytest
 import torch
 from agent_kit import preload
 from compression_kit import EVERY, gradients, method, same
+from fake_accelerator import installed
 from rank_kit import Failed, World, on_ranks
 from switch_kit import switches
+from torch import nn
 
 from gemini_ft.compression.collective import reduce
 from gemini_ft.errors import ConfigError
@@ -216,3 +219,24 @@ def test_devices_must_be_one() -> None:
     model.weight = torch.nn.Parameter(torch.zeros(2, 2, device="meta"))
     with pytest.raises(ConfigError, match="parameters lie on cpu, meta: they must all be on one device"):
         GradientSynchronizer(model, [])
+
+
+def test_a_device_is_waited_for_once_for_all_parameters_that_no_rank_has_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As idle experts are after `zero_grad(set_to_none=False)`."""
+    waits = 0
+    with installed(0) as fake:
+        model = nn.ParameterList([nn.Parameter(fake.tensor(torch.ones(5))) for _ in range(20)])
+        for param in model:
+            param.grad = fake.tensor(torch.zeros(5))
+        with closing(GradientSynchronizer(model, [], find_unused_parameters=True)) as synchronizer:
+            fake.synchronize()
+            run_until = fake.run_until
+
+            def waited(is_over: Callable[[], bool]) -> None:
+                nonlocal waits
+                waits += 1
+                run_until(is_over)
+
+            monkeypatch.setattr(fake, "run_until", waited)
+            synchronizer.synchronize()
+    assert waits == 1

@@ -97,6 +97,55 @@ def changed_before_synchronize() -> list[str]:
     return wrong
 
 
+class _Fused(nn.Module):
+    """One product for several layers; its backward pass gives each a part of one gradient, or all the same one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v, self.w = (nn.Linear(6, 4, bias=False) for _ in range(4))
+
+    def forward(self, given: Tensor) -> Tensor:
+        same = self.v.weight.view(-1) + self.w.weight.view(-1)
+        return nn.functional.linear(given, torch.cat([self.q.weight, self.k.weight, same.view(4, 6)]))
+
+
+def _in_one_buffer(model: nn.Module) -> Tensor:
+    """Gives all parameters gradients that are parts of one tensor."""
+    sizes = [param.numel() for param in model.parameters()]
+    flat = torch.zeros(sum(sizes))
+    for param, part in zip(model.parameters(), flat.split_with_sizes(sizes), strict=True):
+        param.grad = part.view_as(param)
+    return flat
+
+
+def gradients_that_share_memory() -> list[str]:
+    """Averages parts of one tensor, which count their writes together: of a fused product, and of a buffer that the script has made."""
+    join()
+    wrong = []
+    for (make, in_buffer), pipeline in itertools.product(((_Fused, False), (_net, True)), ([], rule(sync="zen"))):
+        model, plain = make(), DistributedDataParallel(make())
+        with closing(GradientSynchronizer(model, pipeline)) as synchronizer:
+            flat = _in_one_buffer(model) if in_buffer else None
+            for step in range(2):
+                plain.zero_grad()
+                model.zero_grad() if flat is None else flat.zero_()
+                for each in (plain, model):
+                    _loss(each, step).backward()
+                said = error_of(synchronizer.synchronize)
+                wrong += [] if not said and _same(model, plain) else [f"{make.__name__}, {pipeline}: {said or 'other averages'}"]
+    model = _net()
+    with closing(GradientSynchronizer(model, [], find_unused_parameters=True)) as synchronizer:
+        _in_one_buffer(model)
+        (_loss(model, 0) if dist.get_rank() else model[2].bias.sum()).backward()  # the rest is written by synchronize() alone
+        own = _grads(model)
+        said = error_of(synchronizer.synchronize)
+        for grad in own.values():
+            dist.all_reduce(grad.div_(2))
+        wrong += [] if not said and first_difference(own, _grads(model)) is None else [f"unused: {said or 'other averages'}"]
+    return wrong
+
+
 def with_a_graph() -> list[str]:
     """Averages gradients that have a graph, as optimizers of second order ask for; DDP itself does so for one step only."""
     join()
@@ -134,6 +183,13 @@ def averaged_by_others() -> list[str]:
     wrapped = DistributedDataParallel(_net())
     with closing(GradientSynchronizer(wrapped.module, LOSSY)):
         expect("the inner one", lambda: _loss(wrapped, 0), "that the gradient pipeline does not belong to")
+    wrapped, plain = DistributedDataParallel(_net()), DistributedDataParallel(_net())
+    with closing(GradientSynchronizer(wrapped.module, [])) as synchronizer:
+        with wrapped.no_sync():  # averages nothing
+            said = error_of(lambda: _loss(wrapped, 0).backward())
+        said = said or error_of(synchronizer.synchronize)
+    _loss(plain, 0).backward()
+    wrong += [] if not said and _same(plain, wrapped) else [f"in no_sync() of DDP: {said or 'other averages'}"]
     with closing(GradientSynchronizer(wrapped, LOSSY)):
         _loss(wrapped, 0).backward()
         again = DistributedDataParallel(wrapped.module)
@@ -200,7 +256,18 @@ def options_of_ddp() -> list[str]:
         wrong += [] if _same(plain, wrapped) else ["uneven inputs"]
         with wrapped.join(divide_by_initial_world_size=False):
             said = error_of(_loss(wrapped, 0).backward)
-        wrong += [] if "leave that option out" in said else [f"divided by those that are left: {said or 'not told'}"]
+        is_told = "leave that option out; DDP forgets a join() that is over in `with ddp_model.join(enable=False)" in said
+        wrong += [] if is_told else [f"divided by those that are left: {said or 'not told'}"]
+    plain, wrapped = (DistributedDataParallel(_net()) for _ in range(2))
+    with wrapped.join(divide_by_initial_world_size=False):
+        _loss(wrapped, 0).backward()
+    wrapped.zero_grad()
+    with wrapped.join(enable=False):  # as the error says
+        pass
+    with closing(GradientSynchronizer(wrapped, [])):
+        for each in (plain, wrapped):
+            _loss(each, 1).backward()
+    wrong += [] if _same(plain, wrapped) else ["after a join that divided by those that are left"]
     return wrong
 
 
@@ -217,18 +284,45 @@ def parameters_that_come_later() -> list[str]:
         "replaced": ("2.weight", replace),
     }
     wrong = []
-    for what, (name, change) in later.items():
+    for (what, (name, change)), steps in itertools.product(later.items(), (1, 4)):
         model = _net()
         model[0].requires_grad_(what != "unfrozen")
         with closing(GradientSynchronizer(model, [], find_unused_parameters=True)) as synchronizer:
-            _loss(model, 0).backward()
-            synchronizer.synchronize()
+            for step in range(steps):
+                _loss(model, step).backward()
+                synchronizer.synchronize()
             change(model)
-            _loss(model, 1).backward()
-            said = error_of(synchronizer.synchronize)
+            said = ""
+            for step in range(1 if what != "added" else steps):  # what is added is looked for seldom
+                if not said:
+                    _loss(model, step).backward()
+                    said = error_of(synchronizer.synchronize)
             if f"the gradient of {name} is not averaged: the parameter was frozen, or not there" not in said:
-                wrong.append(f"{what}: {said or 'not told'}")
+                wrong.append(f"{what} after {steps} steps: {said or 'not told'}")
     return wrong
+
+
+class _Counted(nn.Sequential):
+    """Counts how often all parameters are looked for."""
+
+    looked = 0
+
+    def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self.looked += 1
+        return super().named_parameters(*arguments, **options)
+
+
+def parameters_are_looked_for_seldom() -> list[str]:
+    """Looks for new parameters in few of the steps; it takes a millisecond for 1000 parameters. A part is discarded in every other one."""
+    join()
+    model = _Counted(*_net())
+    with closing(GradientSynchronizer(model, [])) as synchronizer:
+        before = model.looked
+        for step in range(24):
+            with synchronizer.discarding(model[0].parameters() if step % 2 else ()):
+                _loss(model, step).backward()
+            synchronizer.synchronize()
+    return [] if 1 <= model.looked - before <= 8 else [f"looked {model.looked - before} times"]
 
 
 def zeros_that_are_left() -> list[str]:
@@ -305,12 +399,14 @@ def default_dtypes() -> list[str]:
 
 HABITS = [
     changed_before_synchronize,
+    gradients_that_share_memory,
     with_a_graph,
     averaged_by_others,
     compiled_ddp,
     within_a_part_of_the_ranks,
     options_of_ddp,
     parameters_that_come_later,
+    parameters_are_looked_for_seldom,
     zeros_that_are_left,
     in_any_memory_format,
     default_dtypes,
