@@ -12,6 +12,7 @@ unused parameters and accumulation: then the synchronizer is its communication h
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,16 +71,18 @@ class GradientSynchronizer(Body):
         profile_steps: int = 5,
         otherwise: tuple[Any, Any] | None = None,
     ) -> None:
-        self.ddp = _ddp_around(model)
-        if self.ddp is not None:
-            model, group = self.ddp, group if group is not None else self.ddp.process_group
+        ddp = _ddp_around(model)
+        self.is_ddp = ddp is not None
+        self._ddp = None if ddp is None else weakref.ref(ddp)  # whose hook has this object: together they would never be freed
+        if ddp is not None:
+            model, group = ddp, group if group is not None else ddp.process_group
         ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
         own = own_group(ranks, group) if len(ranks) > 1 else None
 
         def assigned() -> tuple[Rules, list[Tensor]]:
             rules = load_rules(pipeline)
             check_world(rules, len(ranks))
-            _check_alone(model, self.ddp, ranks)
+            _check_alone(model, ddp, ranks)
             devices = {param.device for param in trained(model).values()}
             if len(devices) > 1:
                 raise ConfigError(f"parameters lie on {', '.join(sorted(map(str, devices)))}: they must all be on one device")
@@ -106,9 +109,9 @@ class GradientSynchronizer(Body):
         super().__init__(model, parameters, tensors, rules, group=own, control=control, device=device, profile_steps=profile_steps)
         if scaler is not None and scaler.is_enabled():
             self.averager.scale = scaler.get_scale
-        if self.ddp is not None:
+        if ddp is not None:
             self._buckets = DdpBuckets(self, otherwise)
-            self.ddp.register_comm_hook(self._buckets, communication_hook)
+            ddp.register_comm_hook(self._buckets, communication_hook)
         else:
             self._model = model
             self._checks, self._numbers_touched = 0, set[int]()
@@ -118,6 +121,11 @@ class GradientSynchronizer(Body):
                 _broadcast(model, own)
         announce(self, parameters.values())
         close_with(self)
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The DDP model whose gradients are averaged; None: it is none, or is gone."""
+        return None if self._ddp is None else self._ddp()
 
     # -- a step
 
@@ -129,7 +137,7 @@ class GradientSynchronizer(Body):
                 zeros for what is missing, so that other ranks need not wait for this one. Or a gradient was changed since the backward
                 pass, or has come to a parameter that had none when the synchronizer was made. Or another rank has failed; it is named.
         """
-        if self.ddp is not None:
+        if self.is_ddp:
             raise StateError("DistributedDataParallel waits for its communication hook by itself: leave synchronize() out")
         untouched = [name for name in self.averager.missing() if name not in self._touched | self._discarded]
         touched = len(self._touched)
@@ -177,7 +185,7 @@ class GradientSynchronizer(Body):
         Raises:
             StateError: the model is a DDP model, which has a ``no_sync`` of its own.
         """
-        if self.ddp is not None:
+        if self.is_ddp:
             raise StateError("DistributedDataParallel averages in every backward pass outside its own no_sync(): use that of the model")
         before, self._paused = self._paused, True
         try:
@@ -218,7 +226,7 @@ class GradientSynchronizer(Body):
 
     def _settle(self, *_: Any) -> None:
         """Notices between steps that a DDP step is over, which DDP does not announce. The tuner, which is collective, hears later."""
-        if self.ddp is not None and self.averager.is_complete:
+        if self.is_ddp and self.averager.is_complete:
             self.averager.wait()
             self._count()
 
@@ -259,7 +267,7 @@ class GradientSynchronizer(Body):
         self._discarded.clear()
 
     def _end_pending(self) -> None:
-        if self.ddp is None and self._any_pending():
+        if not self.is_ddp and self._any_pending():
             self._complete()
         super()._end_pending()
         self._sent.clear()
@@ -304,9 +312,11 @@ class GradientSynchronizer(Body):
                 f"a hook has taken the gradient of {name} before it was averaged, as optimizers inside the backward pass do: let the "
                 "optimizer step after synchronize()"
             )
-        self._sent[name] = param.grad, param.grad._version
+        self._sent.pop(name, None)  # if it was sent before, that is refused here, with the reason
+        sent = param.grad, param.grad._version
         with self._telling():
             self.averager.ready(name, param.grad, partial(_fill, param))
+        self._sent[name] = sent
 
     def _absent(self) -> set[str]:
         """Parameters that have no gradient on any rank, or the zeros that ``zero_grad(set_to_none=False)`` has left. Collective."""
@@ -362,7 +372,7 @@ def _check_alone(model: nn.Module, ddp: DistributedDataParallel | None, ranks: l
             "give GradientSynchronizer that, or wrap nothing"
         )
     for other in synchronizers(trained(model).values()):
-        if getattr(other, "ddp", other) is None:
+        if not getattr(other, "is_ddp", True):
             raise ConfigError(
                 "the model's gradients are averaged by another GradientSynchronizer already: close() that one, or make one for all models "
                 "that share parameters"
