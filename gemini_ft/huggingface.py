@@ -203,13 +203,20 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
     def _is_overtaken(self, found: Mapping[str, Any], checkpoint: str, max_steps: int) -> bool:
         """Whether a checkpoint has more steps than the snapshot that was found, and is not one that this training has just written.
 
-        What memory has of it is exact, also where the training failed between a checkpoint and the next step. A last checkpoint leaves
-        nothing to train.
+        What memory has of it is exact, also where the training failed between a checkpoint and the next step: then it is no more steps
+        behind than lie between two snapshots. A last checkpoint leaves nothing to train.
         """
-        args, done = self._trainer.args, self._trainer.state.global_step
-        is_own = os.path.realpath(checkpoint).startswith(os.path.join(os.path.realpath(args.output_dir), ""))
-        exact = is_own and getattr(self._protection, "source", "") == "memory" and done < max_steps
-        return bool(found["state"]["global_step"] < done and not exact)
+        trainer, then, done = self._trainer, found["state"]["global_step"], self._trainer.state.global_step
+        is_own = os.path.realpath(checkpoint).startswith(os.path.join(os.path.realpath(trainer.args.output_dir), ""))
+        is_exact = is_own and done < max_steps and not trainer.is_deepspeed_enabled and self._protection.source == "memory"
+        is_near = is_exact and done - then <= (self._protection.checkpointer.config.fixed_interval or 1)
+        is_overtaken = bool(then < done and not is_near)
+        if trainer.is_world_process_zero():
+            names = [f"the snapshot of step {then}", checkpoint]
+            followed, other = reversed(names) if is_overtaken else names
+            place = "ahead of" if then < done and not is_overtaken else "behind"
+            _log.info("%s is followed, not %s, which is %d steps %s it", followed, other, abs(done - then), place)
+        return is_overtaken
 
     def _pause(self) -> None:
         """Announces that no sign of life is due until the next step."""
