@@ -33,7 +33,8 @@ from transformers.trainer_callback import ExportableState
 from gemini_ft.checkpointer import Checkpointer
 from gemini_ft.config import load_config
 from gemini_ft.core.census import TRAINER, TRAINER_DATA, Finding
-from gemini_ft.errors import ConfigError
+from gemini_ft.errors import ConfigError, CorruptDataError, StateError
+from gemini_ft.state import codec
 from gemini_ft.state.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.state.hyperparameters import of_scheduler
 from gemini_ft.state.rng import rng_state, set_rng_state
@@ -71,7 +72,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         self._trainer: Any = None
         self._epoch = self._steps_before = 0  # this epoch, and the steps made before it
         self._epoch_rng: dict[str, Any] = {}  # at its beginning
-        self._history: tuple[int, str | list[Any]] = (0, "[]")
+        self._history: tuple[int, str | bytes | list[Any]] = (0, "[]")
         self._data: Any = None
         self._evaluations: Any = None
         self._attributes: Any = None
@@ -264,7 +265,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             if name not in ("max_steps", "num_train_epochs"):  # a job may go on for longer than was planned
                 setattr(trainer.state, name, value)
         self._evaluations.restore(found["evaluations"])
-        trainer.state.log_history = json.loads(found["history"]) if isinstance(found["history"], str) else found["history"]
+        trainer.state.log_history = _unpacked(found["history"])
         for (name, callback), (then, attributes) in zip(_with_state(trainer), found["callbacks"], strict=False):
             if name == then:
                 vars(callback).update(attributes)
@@ -419,12 +420,22 @@ def _findings(trainer: Any) -> Iterator[Finding]:
         yield TRAINER_DATA.found("train_dataset", note=f"a {type(trainer.train_dataset).__name__}")
 
 
-def _packed(history: list[Any]) -> str | list[Any]:
-    """The entries of a log in one text, which costs a snapshot nothing; as they are where the script has put other things there."""
+def _packed(history: list[Any]) -> str | bytes | list[Any]:
+    """The entries of a log in one value, which costs a snapshot nothing; as they are where something in them has to be pickled."""
     try:
         return json.dumps(history, default=float)
     except (RuntimeError, TypeError, ValueError):  # arrays, tensors
+        pass
+    try:
+        codec.decode(packed := codec.encode(history))
+    except (CorruptDataError, StateError):  # the run's secret signs pickles, with the whole snapshot
         return [*history]
+    return packed
+
+
+def _unpacked(packed: str | bytes | list[Any]) -> list[Any]:
+    found: list[Any] = json.loads(packed) if isinstance(packed, str) else codec.decode(packed) if isinstance(packed, bytes) else packed
+    return found
 
 
 def _with_state(trainer: Any) -> list[tuple[str, Any]]:

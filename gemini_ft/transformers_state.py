@@ -167,7 +167,6 @@ class OwnAttributes:
                 yield f"callbacks.{kind.__name__}.{count[kind.__name__]}", callback
                 count[kind.__name__] += 1
 
-
     def _behind(self) -> Iterator[tuple[str, Any]]:
         """The script's own objects that compute losses and metrics, and those whose methods do. What they lead to is not looked at."""
         seen = {id(item) for _, item in self._items()}

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from agent_kit import end_agent
 from rank_kit import World
 
@@ -201,6 +203,48 @@ def test_a_checkpoint_that_is_much_newer_than_what_memory_has_is_followed(tmp_pa
     assert begun[0] == until[12]
     (said,) = [text for text in told if "is followed" in text]
     assert said.endswith("checkpoint-12 is followed, not the snapshot of step 3, which is 9 steps behind it")
+
+
+def _notes_arrays(folder: Path, steps: int) -> tuple[list[str], list[str]]:
+    """Trains as `_goes_on`; what step 1 has logged json cannot write. Returns the log at the end, and the log in each snapshot."""
+    from huggingface_case import Texts, model
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from gemini_ft.checkpointer import Checkpointer
+    from gemini_ft.huggingface import GeminiCallback
+
+    class Notes(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            if state.global_step == 1:
+                state.log_history.append({"step": 1, "array": np.arange(3), "tensor": torch.ones(2)})
+            if state.global_step == steps:
+                raise _Over
+
+    saved: list[Any] = []
+    save = Checkpointer.save
+
+    def see(checkpointer: Checkpointer, iteration: int, extras: Any) -> None:
+        saved.append(extras["client_state"]["transformers"]["history"])
+        save(checkpointer, iteration, extras)
+
+    Checkpointer.save = see  # type: ignore[method-assign]  # this process is the test's own
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):  # without a process group
+        os.environ.pop(name)
+    arguments = TrainingArguments(str(folder), use_cpu=True, max_steps=9, save_strategy="no", report_to=[], dataloader_pin_memory=False)
+    callbacks = [Notes(), GeminiCallback(on_late="wait")]
+    trainer = Trainer(model=model(), args=arguments, train_dataset=Texts(80), callbacks=callbacks)
+    with pytest.raises(_Over):
+        trainer.train()
+    first = {id(each): index for index, each in reversed([*enumerate(saved)])}
+    return [*map(repr, trainer.state.log_history)], [f"{type(each).__name__} {first[id(each)]}" for each in saved]
+
+
+def test_a_log_that_json_cannot_write_is_encoded_once_and_comes_back(tmp_path: Path) -> None:
+    with World(tmp_path) as world:
+        ((log, saved),) = world.outcome(_notes_arrays, tmp_path, 4)
+        assert saved == ["bytes 0"] * 3  # of steps 1 to 3
+        ((again, _),) = world.outcome(_notes_arrays, tmp_path, 5)
+    assert log == again == ["{'step': 1, 'array': array([0, 1, 2]), 'tensor': tensor([1., 1.])}"]
 
 
 @pytest.mark.soak
