@@ -22,7 +22,7 @@ from gemini_ft.state.codec import is_exact
 from gemini_ft.state.fields import NO_FIELDS, fields_of
 from gemini_ft.state.methods import set_by
 from gemini_ft.state.modes import Modes
-from gemini_ft.state.rng import GENERATORS
+from gemini_ft.state.rng import GENERATORS, generator_states, private_generators, set_generator_states
 from gemini_ft.state.script import is_of_library
 from gemini_ft.state.values import ATOMS, MAPPINGS, SEQUENCES
 
@@ -112,19 +112,34 @@ class OwnAttributes:
         self._views: dict[str, SimpleNamespace] = {}
         self._left: dict[str, Collection[str]] = {}  # names of attributes that are not looked at
         self._small: dict[str, set[str]] = {}  # names of those that have been small and plain
+        self._holding: dict[str, SimpleNamespace] = {}  # of the same objects: models that are not the one that is trained
+        self._trained: tuple[Any, set[int]] = None, set()  # that one, and ids of its modules
+        self._named: set[str] = set()  # those of them that have been named
+        self._looks = 0
         self._look()
-        self._modes = Modes({}, self._views, lambda _: frozenset())
+        self._modes, self._models = (Modes({}, views, lambda _: frozenset()) for views in (self._views, self._holding))
+        self._named, self._generators = self._models.named, private_generators(**self._holding)
         self._known = len(self._views)
 
     def collect(self) -> dict[str, Any]:
-        """The values that have changed, as plain data; what cannot be kept is named in a warning."""
+        """The values that have changed, as plain data; what cannot be kept is named in a warning.
+
+        Models that are not trained are large: it looks at them when it is called the 1st, 2nd, 4th, 8th, ... time, until they are named.
+        """
         self._look_again()
-        return self._modes.collect(_NO_MODULES)
+        found = self._modes.collect(_NO_MODULES)
+        self._looks += 1
+        if not self._looks & (self._looks - 1):
+            self._models.collect(_NO_MODULES)
+        found["generators"] |= generator_states(self._generators)
+        return found | {"named": sorted({*found["named"], *self._named})}
 
     def restore(self, found: Mapping[str, Any]) -> None:
         """Puts back the result of `collect`."""
         self._look_again()
         self._modes.restore(found, _NO_MODULES)
+        set_generator_states(self._generators, found["generators"])
+        self._named.update(found.get("named", ()))
         for name, item in self._items():
             vars(item).update(vars(self._views[name]))
         for name, item in self._behind():
@@ -134,22 +149,28 @@ class OwnAttributes:
         self._look()
         if len(self._views) > self._known:  # a callback was added
             self._modes.follow(self._views)
+            self._models.follow(self._holding)
+            self._generators = private_generators(**self._holding)
             self._known = len(self._views)
 
     def _look(self) -> None:
         """Brings the views up to date: of each object the attributes that are the script's and are no part of the Trainer."""
-        trained: set[int] = set()
         for name, item in self._items():
             view = self._views.get(name)
             if view is None:
-                view = self._views[name] = SimpleNamespace()
+                view, self._holding[name] = self._views.setdefault(name, SimpleNamespace()), SimpleNamespace()
                 self._left[name] = _not_scripts(item)
             left = self._left[name]
             found = {key: value for key, value in vars(item).items() if key not in left and not _is_theirs(value)}
-            if not trained and any(isinstance(value, nn.Module) for value in found.values()):
-                trained = set(map(id, self._trainer.model_wrapped.modules()))
-            vars(view).clear()
-            vars(view).update({key: value for key, value in found.items() if id(value) not in trained})
+            models = {key: found.pop(key) for key, value in list(found.items()) if isinstance(value, nn.Module)}
+            if models and self._trained[0] is not (model := self._trainer.model_wrapped):
+                self._trained = model, set(map(id, model.modules()))
+            models = {
+                key: value for key, value in models.items() if id(value) not in self._trained[1] and f"{name}.{key}" not in self._named
+            }
+            for present, values in ((view, found), (self._holding[name], models)):
+                vars(present).clear()
+                vars(present).update(values)
         for name, item in self._behind():
             view, small = self._views.setdefault(name, SimpleNamespace()), self._small.setdefault(name, set())
             fields = {key: value for key, value in fields_of(item).items() if type(value) in _PLAIN or is_exact(value)}

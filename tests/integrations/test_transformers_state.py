@@ -117,3 +117,60 @@ def test_of_the_object_whose_method_is_a_metric_only_small_plain_attributes_are_
         kept.collect()
     (told,) = [record.getMessage() for record in caplog.records if record.name == "gemini_ft"]
     assert told.startswith("compute_metrics.scores changed while training and will not be restored")
+
+
+class Teacher(torch.nn.Module):
+    """A model that counts how often it was looked at."""
+
+    looks = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+
+    def named_modules(self, *arguments: Any, **named: Any) -> Any:  # which its parameters are found by
+        type(self).looks += 1
+        return super().named_modules(*arguments, **named)
+
+
+class Distilling(transformers.Trainer):  # type: ignore[misc]
+    """A Trainer that holds another model than the one that it trains."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.teacher = Teacher()
+
+
+def test_a_model_that_a_trainer_holds_is_looked_at_now_and_then_until_it_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from gemini_ft.transformers_state import OwnAttributes
+
+    class Student(Teacher):
+        looks = 0
+
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = Distilling(Student(), arguments, train_dataset=[{}])
+    Student.looks = Teacher.looks = 0
+    kept = OwnAttributes(trainer)
+    with caplog.at_level("WARNING", "gemini_ft"):
+        for _ in range(40):
+            kept.collect()
+        looks = Teacher.looks
+        assert (looks <= 24, Student.looks) == (True, 1)  # steps 1, 2, 4, 8, 16 and 32
+        with torch.no_grad():
+            trainer.teacher.weight.add_(1)
+        for _ in range(40):
+            found = kept.collect()
+        assert 0 < Teacher.looks - looks <= 8
+        (told,) = [record.getMessage() for record in caplog.records if record.name == "gemini_ft"]
+        assert told.startswith("trainer.teacher changed while training and will not be restored")
+        assert found["named"] == ["trainer.teacher"]
+
+        caplog.clear()
+        trainer = Distilling(Student(), arguments, train_dataset=[{}])
+        kept = OwnAttributes(trainer)
+        kept.restore(found)
+        with torch.no_grad():
+            trainer.teacher.weight.add_(1)
+        for _ in range(2):
+            assert kept.collect()["named"] == ["trainer.teacher"]
+        assert not caplog.records
