@@ -137,7 +137,10 @@ class OwnAttributes:
     def restore(self, found: Mapping[str, Any]) -> None:
         """Puts back the result of `collect`."""
         self._look_again()
+        state = self._trainer.state
+        planned = state.max_steps, state.num_train_epochs
         self._modes.restore(found, _NO_MODULES)
+        state.max_steps, state.num_train_epochs = planned  # an object that a callback holds may lead to the Trainer
         set_generator_states(self._generators, found["generators"])
         self._named.update(found.get("named", ()))
         for name, item in self._items():

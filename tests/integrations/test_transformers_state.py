@@ -174,3 +174,27 @@ def test_a_model_that_a_trainer_holds_is_looked_at_now_and_then_until_it_is_name
         for _ in range(2):
             assert kept.collect()["named"] == ["trainer.teacher"]
         assert not caplog.records
+
+
+class Asking(transformers.TrainerCallback):  # type: ignore[misc]
+    """A callback that knows the application, and so its Trainer."""
+
+    def __init__(self, app: Scored) -> None:
+        self.app = app
+
+
+def test_a_callback_that_leads_to_the_trainer_does_not_put_the_planned_end_back(tmp_path: Path) -> None:
+    from gemini_ft.transformers_state import OwnAttributes
+
+    def made(steps: int) -> tuple[Scored, OwnAttributes]:
+        app = Scored(tmp_path, little_model(), steps)
+        app.trainer.add_callback(Asking(app))
+        kept = OwnAttributes(app.trainer)
+        app.trainer.state.max_steps = steps
+        return app, kept
+
+    _, kept = made(3)
+    found = kept.collect()
+    app, kept = made(9)
+    kept.restore(found)
+    assert app.trainer.state.max_steps == 9
