@@ -33,7 +33,8 @@ from transformers.trainer_callback import ExportableState
 from gemini_ft.checkpointer import Checkpointer
 from gemini_ft.config import load_config
 from gemini_ft.core.census import TRAINER, TRAINER_DATA, Finding
-from gemini_ft.errors import ConfigError
+from gemini_ft.errors import ConfigError, CorruptDataError, StateError
+from gemini_ft.state import codec
 from gemini_ft.state.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.state.hyperparameters import of_scheduler
 from gemini_ft.state.rng import rng_state, set_rng_state
@@ -71,7 +72,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         self._trainer: Any = None
         self._epoch = self._steps_before = 0  # this epoch, and the steps made before it
         self._epoch_rng: dict[str, Any] = {}  # at its beginning
-        self._history: tuple[int, str | list[Any]] = (0, "[]")
+        self._history: tuple[int, str | bytes | list[Any]] = (0, "[]")
         self._data: Any = None
         self._evaluations: Any = None
         self._attributes: Any = None
@@ -203,13 +204,20 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
     def _is_overtaken(self, found: Mapping[str, Any], checkpoint: str, max_steps: int) -> bool:
         """Whether a checkpoint has more steps than the snapshot that was found, and is not one that this training has just written.
 
-        What memory has of it is exact, also where the training failed between a checkpoint and the next step. A last checkpoint leaves
-        nothing to train.
+        What memory has of it is exact, also where the training failed between a checkpoint and the next step: then it is no more steps
+        behind than lie between two snapshots. A last checkpoint leaves nothing to train.
         """
-        args, done = self._trainer.args, self._trainer.state.global_step
-        is_own = os.path.realpath(checkpoint).startswith(os.path.join(os.path.realpath(args.output_dir), ""))
-        exact = is_own and getattr(self._protection, "source", "") == "memory" and done < max_steps
-        return bool(found["state"]["global_step"] < done and not exact)
+        trainer, then, done = self._trainer, found["state"]["global_step"], self._trainer.state.global_step
+        is_own = os.path.realpath(checkpoint).startswith(os.path.join(os.path.realpath(trainer.args.output_dir), ""))
+        is_exact = is_own and done < max_steps and not trainer.is_deepspeed_enabled and self._protection.source == "memory"
+        is_near = is_exact and done - then <= (self._protection.checkpointer.config.fixed_interval or 1)
+        is_overtaken = bool(then < done and not is_near)
+        if trainer.is_world_process_zero():
+            names = [f"the snapshot of step {then}", checkpoint]
+            followed, other = reversed(names) if is_overtaken else names
+            place = "ahead of" if then < done and not is_overtaken else "behind"
+            _log.info("%s is followed, not %s, which is %d steps %s it", followed, other, abs(done - then), place)
+        return is_overtaken
 
     def _pause(self) -> None:
         """Announces that no sign of life is due until the next step."""
@@ -257,7 +265,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             if name not in ("max_steps", "num_train_epochs"):  # a job may go on for longer than was planned
                 setattr(trainer.state, name, value)
         self._evaluations.restore(found["evaluations"])
-        trainer.state.log_history = json.loads(found["history"]) if isinstance(found["history"], str) else found["history"]
+        trainer.state.log_history = _unpacked(found["history"])
         for (name, callback), (then, attributes) in zip(_with_state(trainer), found["callbacks"], strict=False):
             if name == then:
                 vars(callback).update(attributes)
@@ -412,12 +420,22 @@ def _findings(trainer: Any) -> Iterator[Finding]:
         yield TRAINER_DATA.found("train_dataset", note=f"a {type(trainer.train_dataset).__name__}")
 
 
-def _packed(history: list[Any]) -> str | list[Any]:
-    """The entries of a log in one text, which costs a snapshot nothing; as they are where the script has put other things there."""
+def _packed(history: list[Any]) -> str | bytes | list[Any]:
+    """The entries of a log in one value, which costs a snapshot nothing; as they are where something in them has to be pickled."""
     try:
         return json.dumps(history, default=float)
     except (RuntimeError, TypeError, ValueError):  # arrays, tensors
+        pass
+    try:
+        codec.decode(packed := codec.encode(history))
+    except (CorruptDataError, StateError):  # the run's secret signs pickles, with the whole snapshot
         return [*history]
+    return packed
+
+
+def _unpacked(packed: str | bytes | list[Any]) -> list[Any]:
+    found: list[Any] = json.loads(packed) if isinstance(packed, str) else codec.decode(packed) if isinstance(packed, bytes) else packed
+    return found
 
 
 def _with_state(trainer: Any) -> list[tuple[str, Any]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from types import SimpleNamespace
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher
 from torch import nn
@@ -15,11 +18,18 @@ from transformers.trainer_callback import ExportableState
 
 from gemini_ft.loaders.ahead import FetchedAhead, base_of, no_epoch
 from gemini_ft.loaders.loader import bookmark_of, make_resumable
+from gemini_ft.state.codec import is_exact
+from gemini_ft.state.fields import NO_FIELDS, fields_of
 from gemini_ft.state.methods import set_by
 from gemini_ft.state.modes import Modes
+from gemini_ft.state.rng import GENERATORS, generator_states, private_generators, set_generator_states
+from gemini_ft.state.script import is_of_library
+from gemini_ft.state.values import ATOMS, MAPPINGS, SEQUENCES
 
 _THEIRS = ("transformers", "accelerate")
-_GIVEN = {"compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"}  # attributes of a Trainer that are the script's objects
+_GIVEN = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")  # attributes of a Trainer that are the script's objects
+_MANY = 1000  # values in a container; one with more of them is not looked at
+_LARGE = object()  # stands for a value that was small before
 
 
 class TrainingData:
@@ -101,42 +111,75 @@ class OwnAttributes:
         self._trainer = trainer
         self._views: dict[str, SimpleNamespace] = {}
         self._left: dict[str, Collection[str]] = {}  # names of attributes that are not looked at
+        self._small: dict[str, set[str]] = {}  # names of those that have been small and plain
+        self._holding: dict[str, SimpleNamespace] = {}  # of the same objects: models that are not the one that is trained
+        self._trained: tuple[Any, set[int]] = None, set()  # that one, and ids of its modules
+        self._named: set[str] = set()  # those of them that have been named
+        self._looks = 0
         self._look()
-        self._modes = Modes({}, self._views, lambda _: frozenset())
+        self._modes, self._models = (Modes({}, views, lambda _: frozenset()) for views in (self._views, self._holding))
+        self._named, self._generators = self._models.named, private_generators(**self._holding)
         self._known = len(self._views)
 
     def collect(self) -> dict[str, Any]:
-        """The values that have changed, as plain data; what cannot be kept is named in a warning."""
+        """The values that have changed, as plain data; what cannot be kept is named in a warning.
+
+        Models that are not trained are large: it looks at them when it is called the 1st, 2nd, 4th, 8th, ... time, until they are named.
+        """
         self._look_again()
-        return self._modes.collect(_NO_MODULES)
+        found = self._modes.collect(_NO_MODULES)
+        self._looks += 1
+        if not self._looks & (self._looks - 1):
+            self._models.collect(_NO_MODULES)
+        found["generators"] |= generator_states(self._generators)
+        return found | {"named": sorted({*found["named"], *self._named})}
 
     def restore(self, found: Mapping[str, Any]) -> None:
         """Puts back the result of `collect`."""
         self._look_again()
+        state = self._trainer.state
+        planned = state.max_steps, state.num_train_epochs
         self._modes.restore(found, _NO_MODULES)
+        state.max_steps, state.num_train_epochs = planned  # an object that a callback holds may lead to the Trainer
+        set_generator_states(self._generators, found["generators"])
+        self._named.update(found.get("named", ()))
         for name, item in self._items():
             vars(item).update(vars(self._views[name]))
+        for name, item in self._behind():
+            fields_of(item).update({key: value for key, value in vars(self._views[name]).items() if value is not _LARGE})
 
     def _look_again(self) -> None:
         self._look()
         if len(self._views) > self._known:  # a callback was added
             self._modes.follow(self._views)
+            self._models.follow(self._holding)
+            self._generators = private_generators(**self._holding)
             self._known = len(self._views)
 
     def _look(self) -> None:
         """Brings the views up to date: of each object the attributes that are the script's and are no part of the Trainer."""
-        trained: set[int] = set()
         for name, item in self._items():
             view = self._views.get(name)
             if view is None:
-                view = self._views[name] = SimpleNamespace()
+                view, self._holding[name] = self._views.setdefault(name, SimpleNamespace()), SimpleNamespace()
                 self._left[name] = _not_scripts(item)
             left = self._left[name]
             found = {key: value for key, value in vars(item).items() if key not in left and not _is_theirs(value)}
-            if not trained and any(isinstance(value, nn.Module) for value in found.values()):
-                trained = set(map(id, self._trainer.model_wrapped.modules()))
+            models = {key: found.pop(key) for key, value in list(found.items()) if isinstance(value, nn.Module)}
+            if models and self._trained[0] is not (model := self._trainer.model_wrapped):
+                self._trained = model, set(map(id, model.modules()))
+            models = {
+                key: value for key, value in models.items() if id(value) not in self._trained[1] and f"{name}.{key}" not in self._named
+            }
+            for present, values in ((view, found), (self._holding[name], models)):
+                vars(present).clear()
+                vars(present).update(values)
+        for name, item in self._behind():
+            view, small = self._views.setdefault(name, SimpleNamespace()), self._small.setdefault(name, set())
+            fields = {key: value for key, value in fields_of(item).items() if type(value) in _PLAIN or is_exact(value)}
+            small |= (now := {key for key, value in fields.items() if _is_small(value)})
             vars(view).clear()
-            vars(view).update({key: value for key, value in found.items() if id(value) not in trained})
+            vars(view).update({key: value if key in now else _LARGE for key, value in fields.items() if key in small})
 
     def _items(self) -> Iterator[tuple[str, Any]]:
         yield "trainer", self._trainer
@@ -148,15 +191,43 @@ class OwnAttributes:
                 yield f"callbacks.{kind.__name__}.{count[kind.__name__]}", callback
                 count[kind.__name__] += 1
 
+    def _behind(self) -> Iterator[tuple[str, Any]]:
+        """The script's own objects that compute losses and metrics, and those whose methods do. What they lead to is not looked at."""
+        seen = {id(item) for _, item in self._items()}
+        for name in _GIVEN:
+            item = getattr(self._trainer, name, None)
+            while isinstance(item, (functools.partial, MethodType)):
+                item = item.func if isinstance(item, functools.partial) else item.__self__
+            is_code = item is None or isinstance(item, (type, FunctionType, ModuleType, nn.Module, Trainer))
+            if not is_code and id(item) not in seen and not is_of_library(type(item).__module__) and fields_of(item) is not NO_FIELDS:
+                seen.add(id(item))
+                yield name, item
+
 
 _NO_MODULES: dict[str, Any] = {}
+_PLAIN = frozenset({*ATOMS, *SEQUENCES, *MAPPINGS, *GENERATORS, torch.Tensor, np.ndarray})
+
+
+def _is_small(value: Any) -> bool:
+    """Whether a value is plain, and not so large that looking at it at every step takes long."""
+    left, count = [value], 0
+    while left:
+        item = left.pop()
+        if type(item) in (*SEQUENCES, *MAPPINGS):
+            count += len(item)
+            if count > _MANY:
+                return False
+            left += item.values() if isinstance(item, dict) else item
+        elif type(item) not in _PLAIN and not is_exact(item):
+            return False
+    return True
 
 
 def _not_scripts(item: Any) -> Collection[str]:
     """Names of the attributes of a Trainer, its arguments or a callback that are not the script's, or are kept otherwise."""
     if isinstance(item, TrainingArguments):
         return {"eval_on_start"}  # which `GeminiCallback` sets
-    theirs = {name for kind in type(item).__mro__ if _is_of(kind, *_THEIRS) for name in set_by(kind)} - _GIVEN
+    theirs = {name for kind in type(item).__mro__ if _is_of(kind, *_THEIRS) for name in set_by(kind)}
     return theirs.union(item.state()["attributes"]) if isinstance(item, ExportableState) else theirs
 
 

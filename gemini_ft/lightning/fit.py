@@ -283,8 +283,6 @@ class Fit:
         refuse_gone(then.difference(self._lost() if then else ()))
 
     def _extras(self) -> dict[str, Any]:
-        self.training_data.name_used()
-        self._validation_data.name_used()
         self.live = self._trainer.lightning_module.state_dict() if trainer_checkpoints.is_checkpoint_seen(self._trainer) else {}
         try:
             ours = {

@@ -7,25 +7,15 @@ and iterates them), and may iterate them itself beside the loop.
 from __future__ import annotations
 
 import contextlib
-import logging
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-from torch.overrides import TorchFunctionMode
-
-from gemini_ft.core import words
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.lightning.around import Around
 from gemini_ft.lightning.trainer_callbacks import state_beside, with_state_beside
 from gemini_ft.state.rng import randomness, set_randomness, unchanged_randomness
-from gemini_ft.state.tensors import version_of
 
-log = logging.getLogger("gemini_ft")
 Modes = dict[str, Any]
-_Used = dict[str, tuple["weakref.ref[torch.Tensor]", int]]
-_SHOWS_NO_VALUES = frozenset({"__get__", "size", "numel", "nelement", "dim"})  # methods of a tensor
 
 
 class Loading:
@@ -33,7 +23,7 @@ class Loading:
 
     Those of a resumed fit are made out of what Lightning's and the user's code found when they were made before the failure: random
     numbers, counters of the loops (``current_epoch``, ``global_step``), logged values, attributes that hooks had set, what callbacks
-    save, rates. Weights and buffers are too large for that: where they are used, and change while the loaders serve, that is said.
+    save, rates. Weights and buffers are too large for that, and are as they are at the resumed step.
 
     Args:
         loop: its ``fit_loop``, or the loop of its validation.
@@ -55,8 +45,6 @@ class Loading:
         self.made: dict[str, Any] | None = None
         self._trainer, self._loop, self._present, self._restore = trainer, loop, present, restore
         self._times = 0
-        self._used: _Used = {}  # the weights that the present loaders were made of
-        self._has_named = False
         self._then: dict[str, Any] | None = None  # how those of the snapshot were made, until the loop has the same
         self._ends: list[Callable[[], None]] = []
         self._wrap(loop._data_source, "dataloader", self._load)
@@ -99,37 +87,14 @@ class Loading:
         then = self._then
         if then is None:
             self.made = self._moment()
-            return self._watched(dataloader)
+            return dataloader()
         with unchanged_randomness():
             if self._is_restored:
                 with self._as_it_was(then):
-                    return self._watched(dataloader)
+                    return dataloader()
             if then["times"] == 1:
                 set_randomness(then["random"])
             return dataloader()
-
-    def _watched(self, dataloader: Callable[[], Any]) -> Any:
-        module = self._trainer.lightning_module
-        with _Uses({**dict(module.named_parameters()), **dict(module.named_buffers())}) as uses:
-            loaders = dataloader()
-        self._used = uses.found
-        return loaders
-
-    def name_used(self) -> None:
-        """Says once in a job that the loaders were made of weights or buffers which have changed since, as no resume can make them so."""
-        if not self._used or self._has_named:
-            return
-        changed = sorted(name for name, (of, then) in self._used.items() if (tensor := of()) is None or version_of(tensor) != then)
-        if changed:
-            self._has_named, self.made = True, {**(self.made or {}), "named": True}
-            if self._trainer.is_global_zero:
-                log.warning(
-                    "%s() uses %s of the module, which the training has changed since: after a failure it is called again, finds them as "
-                    "they are at the resumed step, and may make other data. Keep what it makes of them in a buffer that changes between "
-                    "two epochs, and make the loader out of that",
-                    self._loop._data_source.name,
-                    words.named(changed),
-                )
 
     def _set_up(self, setup_data: Callable[[], None]) -> None:
         then, loop = self._then, self._loop
@@ -147,12 +112,11 @@ class Loading:
             loop._combined_loader = None
             self._asking(setup_data)
         self._then, self.made, self._times = None, then, then["times"]
-        self._has_named = then.get("named", False)
 
     def _moment(self) -> dict[str, Any]:
         logged = dict(self._trainer._logger_connector._callback_metrics)
         made = {"times": self._times, "random": randomness(), "loops": self._progress(), "logged": logged, "modes": self._present()}
-        return made | {"beside": state_beside(self._trainer), "named": self._has_named}
+        return made | {"beside": state_beside(self._trainer)}
 
     def _progress(self) -> dict[str, Any]:
         """The counters of the loops, without positions of loaders."""
@@ -203,29 +167,3 @@ class Loading:
     def _after_fetch(self, call: Callable[[], None]) -> None:
         self.asks = False
         call()
-
-
-class _Uses(TorchFunctionMode):
-    """Finds which tensors are used in calls of torch, but for their shapes, devices and the like.
-
-    Args:
-        tensors: by name.
-
-    Attributes:
-        found: name -> tensor, and its version when it was used first.
-    """
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.found: _Used = {}
-        self._names = {id(tensor): name for name, tensor in tensors.items()}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name not in _SHOWS_NO_VALUES or getattr(getattr(func, "__self__", None), "__name__", "") == "data":
-            given = [*args, *(kwargs or {}).values()]
-            given += [part for each in given if isinstance(each, (list, tuple)) for part in each]
-            for tensor in given:
-                if name := self._names.pop(id(tensor), ""):
-                    self.found[name] = weakref.ref(tensor), version_of(tensor)
-        return func(*args, **(kwargs or {}))

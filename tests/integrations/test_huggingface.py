@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -9,7 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from agent_kit import end_agent
 from rank_kit import World
 
@@ -141,6 +144,107 @@ def test_a_trainer_that_goes_on_from_its_last_checkpoint_ends_with_the_very_bits
     run = Run(tmp_path_factory.mktemp("killed"), case | {"killed_saving": 3}, faults="", GEMINI_ON_LATE="wait")
     assert run.output.count("resumed at iteration 2") == 1
     assert run.ends == undisturbed.ends
+
+
+class _Over(Exception):
+    pass
+
+
+def _goes_on(folder: Path, protected: bool, steps: int) -> tuple[list[tuple[int, str]], list[str]]:
+    """Trains in one process until ``steps`` steps are made, and ends as a crash would; the Trainer saves after 12 steps.
+
+    Returns the steps that were made at the begin of each step, with a digest of the weights then, and what was said.
+    """
+    from huggingface_case import Texts, model
+    from session_case import Recorded
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from gemini_ft.huggingface import GeminiCallback
+
+    begun: list[tuple[int, str]] = []
+
+    class Watching(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            parts = [param.detach().numpy().tobytes() for _, param in sorted(named["model"].named_parameters())]
+            begun.append((state.global_step, hashlib.sha256(b"".join(parts)).hexdigest()))
+            if state.global_step == steps:
+                raise _Over
+
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):  # without a process group
+        os.environ.pop(name)
+    told = Recorded()
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        max_steps=100,
+        save_steps=12,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    callbacks = [Watching(), *([GeminiCallback(on_late="wait")] if protected else [])]  # it crashes before the next snapshot
+    folder.mkdir(exist_ok=True)
+    trainer = Trainer(model=model(), args=arguments, train_dataset=Texts(22), callbacks=callbacks)
+    with pytest.raises(_Over):
+        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
+    return begun, told.texts
+
+
+def test_a_checkpoint_that_is_much_newer_than_what_memory_has_is_followed(tmp_path: Path) -> None:
+    """It is in the Trainer's own folder, and was not written just before the failure: memory is of another time."""
+    out = tmp_path / "out"
+    with World(tmp_path) as world:
+        ((begun, _),) = world.outcome(_goes_on, out, True, 4)
+        assert [steps for steps, _ in begun] == [0, 1, 2, 3, 4]
+        ((until, _),) = world.outcome(_goes_on, out, False, 12)
+        ((begun, told),) = world.outcome(_goes_on, out, True, 13)
+    assert begun[0] == until[12]
+    (said,) = [text for text in told if "is followed" in text]
+    assert said.endswith("checkpoint-12 is followed, not the snapshot of step 3, which is 9 steps behind it")
+
+
+def _notes_arrays(folder: Path, steps: int) -> tuple[list[str], list[str]]:
+    """Trains as `_goes_on`; what step 1 has logged json cannot write. Returns the log at the end, and the log in each snapshot."""
+    from huggingface_case import Texts, model
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from gemini_ft.checkpointer import Checkpointer
+    from gemini_ft.huggingface import GeminiCallback
+
+    class Notes(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            if state.global_step == 1:
+                state.log_history.append({"step": 1, "array": np.arange(3), "tensor": torch.ones(2)})
+            if state.global_step == steps:
+                raise _Over
+
+    saved: list[Any] = []
+    save = Checkpointer.save
+
+    def see(checkpointer: Checkpointer, iteration: int, extras: Any) -> None:
+        saved.append(extras["client_state"]["transformers"]["history"])
+        save(checkpointer, iteration, extras)
+
+    pytest.MonkeyPatch().setattr(Checkpointer, "save", see)  # this process is the test's own
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):  # without a process group
+        os.environ.pop(name)
+    arguments = TrainingArguments(str(folder), use_cpu=True, max_steps=9, save_strategy="no", report_to=[], dataloader_pin_memory=False)
+    callbacks = [Notes(), GeminiCallback(on_late="wait")]
+    trainer = Trainer(model=model(), args=arguments, train_dataset=Texts(80), callbacks=callbacks)
+    with pytest.raises(_Over):
+        trainer.train()
+    first = {id(each): index for index, each in reversed([*enumerate(saved)])}
+    return [*map(repr, trainer.state.log_history)], [f"{type(each).__name__} {first[id(each)]}" for each in saved]
+
+
+def test_a_log_that_json_cannot_write_is_encoded_once_and_comes_back(tmp_path: Path) -> None:
+    with World(tmp_path) as world:
+        ((log, saved),) = world.outcome(_notes_arrays, tmp_path, 4)
+        assert saved == ["bytes 0"] * 3  # of steps 1 to 3
+        ((again, _),) = world.outcome(_notes_arrays, tmp_path, 5)
+    assert log == again == ["{'step': 1, 'array': array([0, 1, 2]), 'tensor': tensor([1., 1.])}"]
 
 
 @pytest.mark.soak

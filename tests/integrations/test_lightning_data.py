@@ -254,28 +254,6 @@ def test_loaders_are_made_of_what_callbacks_and_optimizers_were_like_then(fit: C
     assert resumed.trainer.optimizers[0].param_groups[0]["lr"] == plain.trainer.optimizers[0].param_groups[0]["lr"]
 
 
-class Labelled(MadeAnew):
-    """Makes its data of what it predicts."""
-
-    def train_dataloader(self) -> Any:
-        assert self.head.bias.device.type == "cpu"
-        with torch.no_grad():
-            return DataLoader(torch.nn.functional.linear(torch.ones(24, 8), self.head.weight), 4)  # type: ignore[arg-type]
-
-
-def test_loaders_that_are_made_of_weights_are_named_once_in_a_job(fit: Callable[..., Case], caplog: pytest.LogCaptureFixture) -> None:
-    options = {"callbacks": [Level], "reload_dataloaders_every_n_epochs": 1}
-    with caplog.at_level(logging.WARNING):
-        fit(MadeAnew, None, "gemini", **options)
-        assert "uses" not in caplog.text
-    with caplog.at_level(logging.WARNING):
-        with pytest.raises(Boom):
-            fit(Labelled, None, "gemini", CRASH, **options, strategy_options={"resume": "never"})
-        fit(Labelled, None, "gemini", **options)
-    said = [text for record in caplog.records if "_dataloader() uses" in (text := record.getMessage())]
-    assert [text.partition(" of the module")[0] for text in said] == ["train_dataloader() uses head.weight"]
-
-
 class Sharing:
     """Tells its workers something in memory that they share."""
 

@@ -36,6 +36,11 @@ def test_batches_that_rank_0_fetches_for_all_go_on_in_data_that_are_indexed() ->
     assert len([*loader]) == 5
 
 
+def little_model() -> Any:
+    sizes = {"vocab_size": 8, "n_positions": 4, "n_embd": 4, "n_layer": 1, "n_head": 1}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
 class Shadowing(transformers.TrainerCallback):  # type: ignore[misc]
     """A callback that keeps the model that is trained, and an average of it."""
 
@@ -52,8 +57,7 @@ class Shadowing(transformers.TrainerCallback):  # type: ignore[misc]
 def test_what_a_callback_keeps_of_a_model_is_named_and_the_trained_model_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from gemini_ft.transformers_state import OwnAttributes
 
-    sizes = {"vocab_size": 8, "n_positions": 4, "n_embd": 4, "n_layer": 1, "n_head": 1}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    model = little_model()
     shadow = Shadowing()
     arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     kept = OwnAttributes(transformers.Trainer(model, arguments, train_dataset=[{}], callbacks=[shadow]))
@@ -67,3 +71,130 @@ def test_what_a_callback_keeps_of_a_model_is_named_and_the_trained_model_is_not(
             kept.collect()
     (told,) = [record.getMessage() for record in caplog.records if record.name == "gemini_ft"]
     assert told.startswith("callbacks.Shadowing.0.average changed while training and will not be restored")
+
+
+class Scored:
+    """An application that keeps its Trainer, a large table, and what its own metric has seen."""
+
+    def __init__(self, folder: Path, model: Any, steps: int) -> None:
+        self.model, self.table = model, [[[row, column] for column in range(60)] for row in range(60)]
+        self.seen, self.scores, self.frozen = 0, [0.0], copy.deepcopy(model)
+        arguments = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], max_steps=steps)
+        self.trainer = transformers.Trainer(model, arguments, train_dataset=[{}], compute_metrics=self.metric)
+
+    def metric(self, predicted: Any) -> dict[str, float]:
+        self.seen += 1
+        self.scores.append(0.5)
+        self.table[0][0][0] += 1
+        return {}
+
+
+def test_of_the_object_whose_method_is_a_metric_only_small_plain_attributes_are_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The walk through it led to its Trainer, whose old ``max_steps`` ended a job that was to go on for longer."""
+    from gemini_ft.transformers_state import OwnAttributes
+
+    app = Scored(tmp_path, little_model(), 3)
+    kept = OwnAttributes(app.trainer)
+    app.trainer.state.max_steps, app.trainer.state.global_step = 3, 2
+    with torch.no_grad():
+        app.model.lm_head.weight.add_(1)
+        app.frozen.lm_head.weight.add_(1)
+    app.metric(None)
+    with caplog.at_level("WARNING", "gemini_ft"):
+        found = kept.collect()
+    assert found["attributes"] == {"compute_metrics": {"seen": 1, "scores": [0.0, 0.5]}}
+    assert not caplog.records
+
+    later = Scored(tmp_path, little_model(), 9)
+    kept = OwnAttributes(later.trainer)
+    later.trainer.state.max_steps = 9
+    kept.restore(found)
+    assert (later.seen, later.scores, later.trainer.state.max_steps, later.trainer.state.global_step) == (1, [0.0, 0.5], 9, 0)
+    later.scores += [0.0] * 64
+    with caplog.at_level("WARNING", "gemini_ft"):
+        kept.collect()
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "gemini_ft"]
+    assert told.startswith("compute_metrics.scores changed while training and will not be restored")
+
+
+class Teacher(torch.nn.Module):
+    """A model that counts how often it was looked at."""
+
+    looks = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+
+    def named_modules(self, *arguments: Any, **named: Any) -> Any:  # which its parameters are found by
+        type(self).looks += 1
+        return super().named_modules(*arguments, **named)
+
+
+class Distilling(transformers.Trainer):  # type: ignore[misc]
+    """A Trainer that holds another model than the one that it trains."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.teacher = Teacher()
+
+
+def test_a_model_that_a_trainer_holds_is_looked_at_now_and_then_until_it_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from gemini_ft.transformers_state import OwnAttributes
+
+    class Student(Teacher):
+        looks = 0
+
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = Distilling(Student(), arguments, train_dataset=[{}])
+    Student.looks = Teacher.looks = 0
+    kept = OwnAttributes(trainer)
+    with caplog.at_level("WARNING", "gemini_ft"):
+        for _ in range(40):
+            kept.collect()
+        looks = Teacher.looks
+        assert (looks <= 24, Student.looks) == (True, 1)  # steps 1, 2, 4, 8, 16 and 32
+        with torch.no_grad():
+            trainer.teacher.weight.add_(1)
+        for _ in range(40):
+            found = kept.collect()
+        assert 0 < Teacher.looks - looks <= 8
+        (told,) = [record.getMessage() for record in caplog.records if record.name == "gemini_ft"]
+        assert told.startswith("trainer.teacher changed while training and will not be restored")
+        assert found["named"] == ["trainer.teacher"]
+
+        caplog.clear()
+        trainer = Distilling(Student(), arguments, train_dataset=[{}])
+        kept = OwnAttributes(trainer)
+        kept.restore(found)
+        with torch.no_grad():
+            trainer.teacher.weight.add_(1)
+        for _ in range(2):
+            assert kept.collect()["named"] == ["trainer.teacher"]
+        assert not caplog.records
+
+
+class Asking(transformers.TrainerCallback):  # type: ignore[misc]
+    """A callback that knows the application, and so its Trainer."""
+
+    def __init__(self, app: Scored) -> None:
+        self.app = app
+
+
+def test_a_callback_that_leads_to_the_trainer_does_not_put_the_planned_end_back(tmp_path: Path) -> None:
+    from gemini_ft.transformers_state import OwnAttributes
+
+    def made(steps: int) -> tuple[Scored, OwnAttributes]:
+        app = Scored(tmp_path, little_model(), steps)
+        app.trainer.add_callback(Asking(app))
+        kept = OwnAttributes(app.trainer)
+        app.trainer.state.max_steps = steps
+        return app, kept
+
+    _, kept = made(3)
+    found = kept.collect()
+    app, kept = made(9)
+    kept.restore(found)
+    assert app.trainer.state.max_steps == 9
