@@ -371,6 +371,16 @@ def test_what_is_shuffled_in_place_is_named_once_in_a_job_and_not_refused(name: 
     assert [said[: len(text)] for said in named(caplog)] == [text]
 
 
+def test_a_position_of_an_older_snapshot_knows_nothing_of_what_was_named() -> None:
+    plain = Job(lambda: shuffled(Noisy()), resumable=False)
+    plain.run(range(EPOCHS))
+    before, after = (Job(lambda: shuffled(Noisy()), resumable=True, seed=seed) for seed in (1, 99))
+    state = before.run(range(EPOCHS), MIDDLE)
+    del state["loader"]["named"]
+    after.run(range(1, EPOCHS), first=state)
+    assert before.seen + after.seen == plain.seen
+
+
 def test_what_is_shuffled_before_the_first_epoch_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
     job = Job(lambda: shuffled(Filled([float(index) for index in range(1, 200)])), resumable=True)
     random.shuffle(job.loader.dataset.places)
