@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.state.remembered import OF_LOADERS, Attributes
 from gemini_ft.state.rng import generator_states, private_generators, randomness, set_generator_states, set_randomness
-from gemini_ft.state.values import fills
+from gemini_ft.state.values import fills, sample_of
 from gemini_ft.worker.attempt import watch, watch_changed
 
 DataResume = Literal["auto", "skip", "replay"]
@@ -90,7 +90,7 @@ class LoaderParts:
 
     def doubtful(self) -> list[str]:
         """Paths of large lists and arrays whose elements have changed since the first call: of an order, or of a cache."""
-        now = self.born.samples()
+        now = {path: sample for path, value in self.born.not_plain() if (sample := sample_of(value)) is not None}
         if self._samples is None:
             self._samples = now
         return [path for path, then in self._samples.items() if path in now and not fills(then, now[path])]

@@ -25,20 +25,7 @@ from torch.utils.data import DataLoader
 from gemini_ft.state.fields import FEW, NO_FIELDS, Fields, fields_of, is_a, parts_of, slots_of
 from gemini_ft.state.rng import GENERATORS  # whose states are kept beside attributes
 from gemini_ft.state.tensors import version_of
-from gemini_ft.state.values import (
-    ATOMS,
-    MAPPINGS,
-    SEQUENCES,
-    NotPlain,
-    Opaque,
-    copy_of,
-    entries,
-    is_same,
-    is_shared,
-    sample_of,
-    snapshot,
-    wrote,
-)
+from gemini_ft.state.values import ATOMS, MAPPINGS, SEQUENCES, NotPlain, Opaque, copy_of, entries, is_same, is_shared, snapshot, wrote
 
 Values = dict[str, dict[str, Any]]  # path of an object -> attribute -> value; `_GONE` -> path -> attributes that have been deleted
 
@@ -174,15 +161,10 @@ class Attributes:
             self._still = _StillModules({path: (vars(self._objects[path]), self._watched[path][1]) for path in equal}, self._objects)
         return AttributeChanges(kept, lost)
 
-    def samples(self) -> dict[str, Any]:
-        """Elements of the lists and arrays that are too large to be kept, by path: see `sample_of`."""
-        values = {
-            f"{path}.{name}": value
-            for path, item in self._objects.items()
-            for name, value in self._of(path, item)
-            if type(self._marked[path].get(name)) is Opaque
-        }
-        return {path: sample for path, value in values.items() if (sample := sample_of(value)) is not None}
+    def not_plain(self) -> Iterator[tuple[str, Any]]:
+        """Path and present value of the attributes that could not be kept at the mark."""
+        for path, item in self._objects.items():
+            yield from ((f"{path}.{name}", value) for name, value in self._of(path, item) if type(self._marked[path].get(name)) is Opaque)
 
     def changed(self) -> list[Any]:
         """The objects of which attributes differ from the mark."""

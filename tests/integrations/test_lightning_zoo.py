@@ -374,10 +374,9 @@ def test_what_is_shuffled_in_place_is_named_once_in_a_job_and_not_refused(name: 
 def test_a_position_of_an_older_snapshot_knows_nothing_of_what_was_named() -> None:
     plain = Job(lambda: shuffled(Noisy()), resumable=False)
     plain.run(range(EPOCHS))
-    before, after = (Job(lambda: shuffled(Noisy()), resumable=True, seed=seed) for seed in (1, 99))
-    state = before.run(range(EPOCHS), MIDDLE)
+    state = (before := Job(lambda: shuffled(Noisy()), resumable=True)).run(range(EPOCHS), MIDDLE)
     del state["loader"]["named"]
-    after.run(range(1, EPOCHS), first=state)
+    (after := Job(lambda: shuffled(Noisy()), resumable=True, seed=99)).run(range(1, EPOCHS), first=state)
     assert before.seen + after.seen == plain.seen
 
 
