@@ -137,16 +137,16 @@ class Caching(Table):
 
     def __init__(self, shard: float) -> None:
         super().__init__(shard)
-        self._lists: list[list[Any]] = [[empty] * 200 for empty in (None, False, 0, -1, "", math.nan)]
-        self._arrays = [np.full(40_000, empty) for empty in (0, -1, math.nan)]
+        self._places: list[Any] = [[empty] * 200 for empty in (None, False, 0, -1, "", math.nan)]
+        self._places += [np.full(40_000, empty) for empty in (0, -1, math.nan)]
         self._buffer = np.zeros(40_000)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        for places in (*self._lists, *self._arrays):
+        for places in self._places:
             if (kept := places[index]) in (None, 0, -1, "") or kept != kept:
-                places[index] = type(kept)(index + 1) if kept is not None else index + 1  # type: ignore[operator]
-        np.multiply(sum(float(places[index]) for places in (*self._lists, *self._arrays)), random.random(), out=self._buffer)
-        return super().__getitem__(index) * self._buffer[9] / 1000
+                places[index] = type(kept)(index + 1) if kept is not None else index + 1
+        np.multiply(sum(float(places[index]) for places in self._places), random.random(), out=self._buffer)
+        return super().__getitem__(index) * float(self._buffer[9]) / 1000
 
 
 def remembering(workers: dict[str, Any]) -> dict[str, Any]:
