@@ -200,7 +200,7 @@ def sample_of(value: Any) -> Any:
     Numbers and texts stand for themselves, and other objects for which they are.
     """
     if type(value) is np.ndarray and value.dtype.kind in "biufc" and value.size:
-        base = value
+        base: Any = value
         while type(base) is np.ndarray:
             base = base.base
         return None if is_a(base, (mmap.mmap, np.memmap, memoryview)) else value.flat[:: max(1, value.size // _SAMPLED)].copy()
