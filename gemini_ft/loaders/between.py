@@ -33,6 +33,7 @@ class Between:
     Attributes:
         workers: the states of its worker processes; None where nothing of them is needed.
         forked: attributes of the dataset that persistent workers were started with; None before that.
+        named: paths of attributes that were named in a warning.
     """
 
     def __init__(self, parts: LoaderParts, *, rests: bool, insists: bool) -> None:
@@ -43,7 +44,7 @@ class Between:
         self.workers = self._new_workers()
         self.forked: Values | None = None
         self._exchange: AttributeSwap | None = None  # of attributes, while workers see those that they were started with first
-        self._named: set[str] = set()
+        self.named: set[str] = set()
 
     @property
     def _loader(self) -> Any:
@@ -65,21 +66,27 @@ class Between:
                 lost = [*lost, "its persistent workers, which had been started before"]
             else:
                 workers = self.workers.resting(iterator)
-        self._name(lost)
+        if self._says:
+            self._name(
+                lost,
+                "the validation's loader of a %s changes %s, which no snapshot can have: after a failure its batches may be others than "
+                "without one. Keep it in small plain attributes (numbers, lists, small tensors) that are there from the beginning, or say "
+                "with data_resume='skip' that batches do not depend on it",
+            )
         return {
             "generators": generator_states(self._parts.generators),
             "attributes": kept,
             "workers": workers,
             "seeded_from": self.workers.seeded_from if self.workers else None,
             "forked": self.forked,
-            "named": sorted(self._named),
+            "named": sorted(self.named),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Puts the result of `state` back. Workers are started with the next iteration."""
         set_generator_states(self._parts.generators, state["generators"])
         self._parts.born.give_back(state["attributes"])
-        self._named.update(state["named"])
+        self.named.update(state["named"])
         if self.workers and state["workers"] is not None:
             self._loader._iterator = None  # workers that were started too early
             self.workers.revive(state["workers"], state["seeded_from"])
@@ -128,15 +135,19 @@ class Between:
         generator = self._loader.generator if self._loader.generator is not None else torch.default_generator
         return generator.get_state().numpy().tobytes()
 
-    def _name(self, lost: list[str]) -> None:
-        """Says once in a job, on its first rank, what a validation changes and no snapshot can have."""
-        fresh = sorted(set(lost) - self._named) if self._says else []
-        self._named.update(fresh)
+    def name_doubtful(self) -> None:
+        """Names, when an iteration begins, large lists and arrays that have changed since the first one began."""
+        self._name(
+            self._parts.doubtful(),
+            "the loader of a %s has other elements in %s than when the first epoch began, and no snapshot can have that: if they are an "
+            "order, an epoch that is resumed after a failure may begin with another one. Shuffle a copy, made with a generator that is "
+            "seeded with the epoch, keep it small (a list of at most 64 entries, an array of at most 256 KiB), give the loader state_dict "
+            "and load_state_dict, or say with data_resume='skip' that batches do not depend on it",
+        )
+
+    def _name(self, paths: list[str], text: str) -> None:
+        """Says once in a job, on its first rank, what no snapshot can have: ``text``, of the class of the dataset and of paths."""
+        fresh = sorted(set(paths) - self.named)
+        self.named.update(fresh)
         if fresh and not (dist.is_initialized() and dist.get_rank()):
-            log.warning(
-                "the validation's loader of a %s changes %s, which no snapshot can have: after a failure its batches may be others than "
-                "without one. Keep it in small plain attributes (numbers, lists, small tensors) that are there from the beginning, or say "
-                "with data_resume='skip' that batches do not depend on it",
-                type(getattr(self._loader, "dataset", self._loader)).__name__,
-                ", ".join(fresh[:5]),
-            )
+            log.warning(text, type(getattr(self._loader, "dataset", self._loader)).__name__, ", ".join(fresh[:5]))

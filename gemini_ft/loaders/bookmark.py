@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.launch import notes
 from gemini_ft.loaders.between import OF_WORKERS, Between
-from gemini_ft.loaders.parts import DataResume, LoaderParts, Way, facts, is_sized, is_stateful, is_torchdata, of_sampler, refuse_gone
+from gemini_ft.loaders.parts import DataResume, LoaderParts, Way, facts, is_sized, is_stateful, is_torchdata, refuse_gone
 from gemini_ft.loaders.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates, end_at_once
 from gemini_ft.state import iterators
 from gemini_ft.state.iterators import Resumption
@@ -112,7 +112,7 @@ class Bookmark:
         """The position before the first batch that was not used, as plain data."""
         if self._resume is not None:
             return self._resume
-        state: dict[str, Any] = {"gemini": 1, "iterations": self._iterations}
+        state: dict[str, Any] = {"gemini": 1, "iterations": self._iterations, "named": sorted(self._between.named)}
         if not self._is_iterator and (self._over or self._rests or not self._running):
             state |= {"left": self._between.state(), "stepped": self._stepped, "ended": self._ended}
         if not self._running or (self._rests and not self._is_iterator):
@@ -161,6 +161,7 @@ class Bookmark:
         self._together = iterators.resumption
         self._together.to_go_on += _goes_on(state)
         self._resume = state if under_way else None
+        self._between.named.update(state.get("named", ()))  # snapshots in storage may be older
         if "left" in state:
             self._between.restore(state["left"])
             self._gone_on_before = self._together.gone_on
@@ -185,6 +186,8 @@ class Bookmark:
         self._steps_before = notes.step
         self._taken_before = position["before"] if position is not None else self._taken if self._is_iterator else 0
         self._given_from = position["batches"] if position is not None else self._taken_before
+        if not (self._is_iterator or self._way == "own" or self._insists or self._remade):
+            self._between.name_doubtful()
         if position is None:
             return self._from_the_beginning(start)
         if "left" in position:
@@ -374,9 +377,8 @@ class Bookmark:
                 )
 
     def _batches_after(self, position: dict[str, Any], batches: Iterator[Any]) -> Iterator[Any]:
-        lost, before_last = set(position["lost_here"]), position["before_last"]
-        refuse_gone({path for path in lost if not of_sampler(path)}.difference(self.lost_here if lost else ()))
-        batches = self._drawn_again(batches, lost)
+        lost, before_last = position["lost_here"], position["before_last"]
+        refuse_gone(set(lost) - set(self.lost_here if lost else ()))
         if before_last is not None:
             set_randomness(before_last["random"])
             self._put(before_last, position)
@@ -387,13 +389,6 @@ class Bookmark:
             yield batch
         yield from batches
         self.was_empty = self._taken == position["batches"]
-
-    def _drawn_again(self, batches: Iterator[Any], lost: set[str]) -> Iterator[Any]:
-        """The same batches; a sampler may change what cannot be kept no earlier than when it is asked for the first of them."""
-        for batch in batches:
-            refuse_gone(lost.difference(self.lost_here if lost else ()))
-            lost = set()
-            yield batch
 
     def _put(self, then: dict[str, Any], position: dict[str, Any]) -> None:
         """Puts the loader's parts as they were, unless states of their own count more."""

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.state.remembered import OF_LOADERS, Attributes
 from gemini_ft.state.rng import generator_states, private_generators, randomness, set_generator_states, set_randomness
+from gemini_ft.state.values import fills, sample_of
 from gemini_ft.worker.attempt import watch, watch_changed
 
 DataResume = Literal["auto", "skip", "replay"]
@@ -45,6 +46,7 @@ class LoaderParts:
         for other in self._made:
             self.born.count_from(other.born)
         self._made.add(self)
+        self._samples: dict[str, Any] | None = None
         watch(self.generators.values())
         watch_changed(self, self.born.changed)
 
@@ -85,6 +87,13 @@ class LoaderParts:
         """
         set_generator_states({path: one for path, one in self.generators.items() if path.startswith(below)}, then["generators"])
         self.born.give_back(then["attributes"], below, lost=False)
+
+    def doubtful(self) -> list[str]:
+        """Paths of large lists and arrays whose elements have changed since the first call: of an order, or of a cache."""
+        now = {path: sample for path, value in self.born.not_plain() if (sample := sample_of(value)) is not None}
+        if self._samples is None:
+            self._samples = now
+        return [path for path, then in self._samples.items() if path in now and not fills(then, now[path])]
 
     def tell_epoch(self, epoch: int) -> None:
         """Tells the epoch to all samplers that want to know it."""
@@ -134,11 +143,6 @@ def _length(item: Any) -> int | None:
         return len(item)
     except (TypeError, NotImplementedError):
         return None
-
-
-def of_sampler(path: str) -> bool:
-    """Whether an attribute, by its path, is one of a sampler or of a part of one."""
-    return path.startswith("sampler")
 
 
 def refuse_gone(paths: Collection[str]) -> None:

@@ -161,6 +161,11 @@ class Attributes:
             self._still = _StillModules({path: (vars(self._objects[path]), self._watched[path][1]) for path in equal}, self._objects)
         return AttributeChanges(kept, lost)
 
+    def not_plain(self) -> Iterator[tuple[str, Any]]:
+        """Path and present value of the attributes that could not be kept at the mark."""
+        for path, item in self._objects.items():
+            yield from ((f"{path}.{name}", value) for name, value in self._of(path, item) if type(self._marked[path].get(name)) is Opaque)
+
     def changed(self) -> list[Any]:
         """The objects of which attributes differ from the mark."""
         changes = self.changes()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import array
 import ctypes
 import itertools
+import mmap
 import operator
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection
 from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
-from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -38,12 +38,11 @@ class Opaque:
     """A mark of a value that is not plain, by which a change of it shows. It does not keep the value alive.
 
     Args:
-        closely: whether to look into containers and arrays, too; data may fill those as a cache, so that only what was there counts.
+        closely: whether to look into containers and arrays, too; data may fill those as a cache.
     """
 
     def __init__(self, value: Any, closely: bool) -> None:
         self._id, self._mark, self._closely = id(value), _mark(value, closely), closely
-        self._sample = None if closely else _sample(value)
         self._reference: weakref.ref[Any] | None
         try:
             self._reference = weakref.ref(value)
@@ -56,9 +55,7 @@ class Opaque:
 
     def is_now(self, value: Any) -> bool:
         """Whether this is the mark of the very object, and the object shows no change."""
-        if not self.is_of(value) or _mark(value, self._closely) != self._mark:
-            return False
-        return self._sample is None or (now := _sample(value)) is None or _fills(self._sample, now)
+        return self.is_of(value) and _mark(value, self._closely) == self._mark
 
 
 def snapshot(value: Any, closely: bool = False) -> Any:
@@ -197,13 +194,16 @@ def _marked(value: Any, closely: bool, most: int) -> int:
     return hash((count, *inner, *(part for part in parts if type(part) in ATOMS)))
 
 
-def _sample(value: Any) -> Any:
-    """Some elements of a large list or array, by which it shows that its elements were exchanged or replaced; None of other values.
+def sample_of(value: Any) -> Any:
+    """Some elements of a large list or array in memory, by which it shows that they were exchanged or replaced; None of other values.
 
     Numbers and texts stand for themselves, and other objects for which they are.
     """
     if type(value) is np.ndarray and value.dtype.kind in "biufc" and value.size:
-        return value.flat[:: max(1, value.size // _SAMPLED)].copy()
+        base: Any = value
+        while type(base) is np.ndarray:
+            base = base.base
+        return None if is_a(base, (mmap.mmap, np.memmap, memoryview)) else value.flat[:: max(1, value.size // _SAMPLED)].copy()
     if type(value) is list:
         parts = value[:: max(1, len(value) // FEW)]
     elif type(value) is deque:
@@ -216,12 +216,14 @@ def _sample(value: Any) -> Any:
     return [(type(part), part if type(part) in ATOMS else id(part)) for part in parts]
 
 
-def _fills(then: Any, now: Any) -> bool:
-    """Whether two samples differ only where there was nothing (None, zero) or something of another type (a file's name): as of a cache."""
+def fills(then: Any, now: Any) -> bool:
+    """Whether two samples differ only where there was nothing (None, 0, "", -1, NaN) or something of another type, as of a cache."""
+    if type(then) is not type(now) or len(then) != len(now):
+        return True  # another object, which is lost as such
     if isinstance(then, np.ndarray):
-        return not np.any((then != 0) & (then != now) & ((then == then) | (now == now)))
-    pairs = zip(then, now)  # noqa: B905  # of a list that another thread changes, one may be shorter
-    return all(before == after or before[0] is not after[0] or before[0] is NoneType for before, after in pairs)
+        return not np.any((then != now) & (then != 0) & (then != -1) & (then == then))
+    pairs = zip(then, now, strict=True)
+    return all(old == new or old[0] is not new[0] or old[1] in (None, 0, "", -1) or old[1] != old[1] for old, new in pairs)
 
 
 def entries(value: Any) -> Collection[Any]:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from test_lightning_hooks import CRASH, Boom, Case, fit, table, weights
-from test_lightning_zoo import Buffer
+from test_lightning_zoo import Buffer, Shuffled
 from three_ways import WAYS, Cell, differing, run
 from torch.utils.data import DataLoader
 
@@ -55,6 +55,8 @@ SUITE = {
     "shared-epoch": Cell({"kind": "stream"} | PERSISTENT, ["0:0:2"]),
     "one-loader": Cell({"one_loader": True, "kind": "stream"} | PERSISTENT | {"trainer": {"num_sanity_val_steps": 2}}, ["0:1:1"]),
     "callbacks": Cell(CALLBACKS, ["0:1:2:end"]),
+    "fills-places": Cell({"kind": "caching", "trainer": {"max_epochs": 2}}, ["0:1:2"]),
+    "fills-places-persistent": Cell({"kind": "caching", "trainer": {"max_epochs": 2}} | PERSISTENT, ["1:0:3"]),
     "validations": Cell({"validation": ["shuffled", "noise", "private", "iterator", "private-there"]} | PERSISTENT, ["1:1:2"]),
 }
 EARLY = {
@@ -168,6 +170,28 @@ def test_ends_as_plain_ddp_does(job: str, name: str, folder_of: Callable[[str, s
     if "stateful" in JOBS[job]()[name].options.get("kind", ""):
         pytest.importorskip("torchdata", reason="needs torchdata: pip install torchdata")
     assert differing({way: folder_of(job, way, name) for way in WAYS}, name, JOBS[job]()[name]) == []
+
+
+@pytest.mark.parametrize("way", ["undisturbed", "killed"])
+@pytest.mark.parametrize("name", ["fills-places", "fills-places-persistent"])
+def test_a_cache_is_not_named(way: str, name: str, folder_of: Callable[[str, str, str], Path]) -> None:
+    assert "other elements" not in (folder_of("suite", way, name) / "output").read_text()
+
+
+class InAnotherOrder(Case):
+    """Trains on files that are shuffled in place."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Shuffled(), 4, collate_fn=lambda rows: torch.stack(rows) * torch.ones(4) / 100)
+
+
+def test_what_is_shuffled_in_place_is_named_once_in_a_job(fit: Callable[..., Case], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        with pytest.raises(Boom):
+            fit(InAnotherOrder, None, "gemini", CRASH)
+        fit(InAnotherOrder, None, "gemini")
+    said = [text for record in caplog.records if "other elements" in (text := record.getMessage())]
+    assert [text.partition(" than ")[0] for text in said] == ["the loader of a Shuffled has other elements in dataset.files"]
 
 
 class Hasty(Case):
