@@ -274,9 +274,10 @@ class Stream:
 
     def worker_lost(self, worker: WorkerConnection) -> None:
         """Records that a worker is proven dead; what it said before counts, also if checksums are still being formed."""
-        if self.context.is_present(worker):
-            self.context.lost(worker)
+        is_present = self.context.is_present(worker)
         self._own.when_formed(worker.rank, partial(self._worker_lost, worker))
+        if is_present:  # last: no figure may keep the protocol from hearing it
+            self.context.lost(worker)
 
     def _worker_lost(self, worker: WorkerConnection) -> None:
         if self.context.workers.get(worker.rank) is worker and self.context.is_present(worker):
