@@ -5,7 +5,7 @@ Everything runs on the agent's event loop, so nothing here needs a lock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from gemini_ft import failpoints
@@ -328,14 +328,14 @@ class Stream:
                 case Damaged(owner, version):
                     context.note_damage(owner, version)
         if any(isinstance(effect, Free) for effect in effects):
-            self._use_room()
+            self._use_room(self.context.slot_store.short)
 
-    def _use_room(self) -> None:
-        """Makes slots that there was no room for before: a replica's at once, a worker's own when it asks."""
-        for owner in self.context.slot_store.short():
+    def _use_room(self, find: Callable[[Callable[[int], bool]], list[int]]) -> None:
+        """Makes the slots that ``find`` says there is room for now: a replica's at once, a worker's own when it asks."""
+        for owner in find(lambda owner: owner in self.context.workers or not self.context.host.owns(owner)):
             if not self.context.host.owns(owner):
                 self._tasks.spawn(self._top_up(owner))
-            elif owner in self.context.workers:
+            else:
                 self.context.workers[owner].send(Room())
 
     async def _top_up(self, owner: int) -> None:
@@ -360,7 +360,7 @@ class Stream:
                 context.measures.committed(version.iteration)
                 self._progressed = self._progressed or context.spec is None or version != context.spec.resumed  # which may be repeated
                 self.perform(host.on_commit(version, freeze, roots, agreed, compared=compared))
-                self._use_room()  # which other processes may have left
+                self._use_room(context.slot_store.lastingly_short)  # which other processes may have left
                 context.tell_workers(message)
             case Abort(version):
                 context.counters["aborted"] += version not in host.aborted  # it is repeated for workers that may not have heard it
