@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from urllib.request import ProxyHandler, build_opener
 
 from gemini_ft.agent.figures import samples
@@ -59,5 +60,5 @@ def _page(address: str) -> list[Sample] | None:
         with build_opener(ProxyHandler({})).open(f"http://{address}/metrics", timeout=_SECONDS) as answer:
             families = text_string_to_metric_families(answer.read().decode())
             return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
-    except (OSError, ValueError):  # it is away, or something else listens there
+    except (OSError, ValueError, HTTPException):  # it is away, or dies meanwhile, or something else listens there
         return None
