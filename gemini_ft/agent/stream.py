@@ -455,6 +455,8 @@ class Stream:
             "committed_age": min(ages, default=None),
             "command": self.launch.command if self.launch is not None else [],
             "finished": self.finished,
+            "finishing": self.finishing and not is_at_work and not self.context.measures.is_failing,
+            "left_out": session is not None and session.is_left_out,
             "hang": self.context.hang,
             "stragglers": self.context.stragglers if is_at_work else [],
             "excluded": self._excluded,

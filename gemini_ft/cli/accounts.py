@@ -9,11 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from urllib.request import ProxyHandler, build_opener
 
+from gemini_ft.agent import lifecycle
 from gemini_ft.agent.figures import samples
 from gemini_ft.agent.metrics_page import check_metrics
 from gemini_ft.cli.commands import documents_of
 from gemini_ft.config import load_config
 from gemini_ft.core.promql import Sample
+from gemini_ft.errors import GeminiError
 
 Answers = Mapping[str, list[Sample] | None]  # by agent, as people read its name; None: it has not answered
 _SECONDS = 5.0  # for a page
@@ -51,6 +53,15 @@ def _here(run: str | None) -> Answers:
     # Agents of an earlier version, which goes on at work after an upgrade, lack the figures.
     documents = [document for document in documents_of(None) if run in (None, document["run"]) and "began" in document]
     return {f"{document['run']}/{document['host']}": list(samples(document)) for document in documents}
+
+
+def has_left(agent: str) -> bool:
+    """Whether an agent of this machine that does not answer has ended as it should: its log says so."""
+    run, _, host = agent.rpartition("/")
+    try:
+        return lifecycle.has_left(run, host)
+    except (GeminiError, OSError):
+        return False
 
 
 def _page(address: str) -> list[Sample] | None:

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gemini_ft.cli.accounts import asking, parser_of
+from gemini_ft.cli.accounts import asking, has_left, parser_of
 from gemini_ft.core.promql import History, Labels, evaluate, seconds_of, vector, without_name
 from gemini_ft.core.words import in_words
 from gemini_ft.errors import AgentError, ConfigError
@@ -153,11 +153,16 @@ def _changes(options: Any, text: str, known: dict[str, None]) -> Iterator[list[d
     """Yields the changes of each look, and adds the agents that answer to ``known``; between two looks time passes."""
     ask, alerts, history = asking(options), Alerts(read_rules(text)), History(_KEPT)
     names = set(re.findall(r"\w+", text))  # of figures that matter
+    asked = dict[str, None]()  # agents that have answered, but for those of this machine that have left
     end = math.inf if options.span is None else time.monotonic() + options.span
     while True:
         told = {agent: [each for each in of if each[0] in names] for agent, of in ask().items() if of is not None}
         known.update(dict.fromkeys(told))
-        history.add(now := time.time(), {agent: told.get(agent) for agent in known})
+        for agent in [each for each in asked if each not in told and not options.addresses and has_left(each)]:
+            del asked[agent]
+            history.forget(agent)
+        asked |= dict.fromkeys(told)
+        history.add(now := time.time(), {agent: told.get(agent) for agent in asked})
         yield alerts.judge(history, now)
         if (left := end - time.monotonic()) <= 0:
             break

@@ -48,6 +48,11 @@ class History:
             if not points:
                 del self._series[of]
 
+    def forget(self, target: str) -> None:
+        """Forgets all samples of a target."""
+        self._looked.pop(target, None)
+        self._series = {of: points for of, points in self._series.items() if ("instance", target) not in of}
+
     def newest(self, labels: Labels) -> Vector:
         """Returns the values of the series with these labels that the last answer of their target had."""
         found = {of: points[-1] for of, points in self._series.items() if of >= labels}

@@ -90,7 +90,7 @@ def test_one_scrape_answers_for_the_host_and_the_leaders_for_the_job(served: Job
         assert 0 < figures["gemini_memory_used_bytes",] <= figures["gemini_memory_limit_bytes",]
         assert figures["gemini_commit_seconds_count", "main"] == 3
         assert abs(time.time() - figures["gemini_committed_timestamp_seconds", "main"]) < 600
-        assert figures["gemini_workers",] == 1
+        assert figures["gemini_workers", served.run] == 1
         assert figures["gemini_leader_reached", "main"] == 1
         assert sum(figures["gemini_restarts_total", "main", cause] for cause in ("died", "failed", "hang", "drain", "elsewhere")) == 0
     assert (leader["gemini_lag_steps", "main"], member["gemini_lag_steps", "main"]) == (0, 2)

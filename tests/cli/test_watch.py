@@ -195,6 +195,27 @@ def test_a_sidecar_says_when_an_alert_ends_and_how_grave_it_was_at_sigterm(tmp_p
             process.communicate()
 
 
+def test_an_agent_of_this_machine_that_leaves_is_not_away(tmp_path: Path) -> None:
+    rules = "groups: [{name: mine, rules: [{alert: Here, expr: gemini_workers >= 0}, {alert: Gone, expr: up == 0, for: 1s}]}]"
+    (tmp_path / "rules.yml").write_text(rules)
+    with Job(tmp_path) as job:
+        ranks = job.start("a")
+        job.commit(ranks, 1)
+        command = [*GEMINI, "watch", "--run-id", job.run, "--every", "0.1", "--rules", str(tmp_path / "rules.yml")]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline().endswith(" firing warning Here: \n")
+            eventually(lambda: lifecycle.leave(job.run, "a"), "the end of an agent")
+            assert process.stdout.readline().endswith(" resolved warning Here: \n")
+            time.sleep(2)  # many looks
+            process.terminate()
+            assert process.communicate(timeout=WAIT)[0] == ""
+        finally:
+            process.kill()
+            process.communicate()
+
+
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\ngemini_", b"nonsense\r\n\r\n"])
 def test_an_agent_that_dies_while_it_answers_is_away(answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
