@@ -148,6 +148,11 @@ class Measures:
             self._cause, self.failed_at[cause] = cause, time.time()
         self.time.failed(time.monotonic(), cause, "", stood=stood)
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether a worker was lost in the present incarnation."""
+        return bool(self._cause)
+
     def account(self) -> dict[str, Any]:
         """The measures as the agent's account of itself has them."""
         return {
@@ -173,14 +178,15 @@ class Figure(NamedTuple):
     label: str = ""  # name of a label beside ``stream``; empty: there is none
 
 
-def _launches(of: Account) -> Value:
-    return 0 if of["streams"] and all(stream["finished"] for stream in of["streams"].values()) else len(of["launches"])
+def _launches(of: Account) -> Values:
+    is_over = of["streams"] and all(stream["finished"] for stream in of["streams"].values())
+    return {of["run"]: 0 if is_over else len(of["launches"])}
 
 
 OF_HOST = (
     Figure("gemini_agent_start_timestamp_seconds", "When this agent began.", lambda of: of["began"]),
-    Figure("gemini_launches", "Launches of this host that are at work, whether or not workers are connected.", _launches),
-    Figure("gemini_workers", "Workers of this host that are connected.", lambda of: len(of["workers"])),
+    Figure("gemini_launches", "Launches of this host that are at work, whether or not workers are connected.", _launches, "run"),
+    Figure("gemini_workers", "Workers of this host that are connected.", lambda of: {of["run"]: len(of["workers"])}, "run"),
     Figure("gemini_memory_used_bytes", "Memory of all slots.", lambda of: of["memory"]["used"]),
     Figure("gemini_memory_limit_bytes", "The most memory that slots may take.", lambda of: of["memory"]["limit"]),
     Figure("gemini_hangs_total", "Workers of this host that were killed because they made no progress.", lambda of: of["hangs"]),
@@ -219,6 +225,12 @@ def _slots(of: Account) -> Values:
 
 OF_STREAM = (
     Figure("gemini_finished", "Whether the job has finished its work; 0 also after an end by failure.", lambda of: int(of["finished"])),
+    Figure(
+        "gemini_finishing",
+        "Whether all ranks of this host have finished, and those of others, or the last upload, have not yet.",
+        lambda of: int(of["finishing"]),
+    ),
+    Figure("gemini_left_out", "Whether other hosts go on without this one, as one of them has said.", lambda of: int(of["left_out"])),
     Figure("gemini_commits_total", "Steps that were committed.", _counted("committed")),
     Figure("gemini_committed_step", "The newest step that is committed, as far as this host has heard.", lambda of: of["committed"]),
     Figure("gemini_committed_timestamp_seconds", "When the newest committed step was complete on this host.", _committed_at),

@@ -37,6 +37,8 @@ _PATIENCE = 30.0  # seconds that a finished launcher waits for one answer of an 
 ANSWER_SECONDS = 5.0  # seconds that an agent may take for any other answer
 QUEUE_SECONDS = 2.0  # that a connection waits in the agent's queue of new ones
 STACKS_SIGNAL = signal.SIGRTMIN + 11
+LEAVING = "leaving"  # the last line of an agent's log
+_END_BYTES = 4096  # of a log
 STACKS_FILE = "gemini-stacks"
 _stacks: list[int] = []  # the file of `write_stacks_on_request`, which must stay open
 started: list[subprocess.Popen[bytes]] = []  # agents this process has started, to collect those that have ended
@@ -59,6 +61,17 @@ def log_path(run: str, host: str) -> Path:
     else:
         folder = runtime_folder()
     return folder / as_file_name(f"agent-{run}-{host}.log")
+
+
+def has_left(run: str, host: str) -> bool:
+    """Whether the last agent of ``run`` on ``host`` has said in its log that it leaves; one that was killed has not.
+
+    Raises:
+        OSError: there is no log, or it cannot be read.
+    """
+    with log_path(run, host).open("rb") as log:
+        log.seek(max(0, os.fstat(log.fileno()).st_size - _END_BYTES))
+        return any(line.endswith(f" {LEAVING}".encode()) for line in log.read().splitlines()[-2:])
 
 
 def as_file_name(text: str) -> str:

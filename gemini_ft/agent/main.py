@@ -19,6 +19,7 @@ from gemini_ft import failpoints
 from gemini_ft.agent import ahead
 from gemini_ft.agent.context import RunContext
 from gemini_ft.agent.lifecycle import (
+    LEAVING,
     is_listening,
     keep_to,
     leave_no_core,
@@ -73,7 +74,7 @@ async def _serve(run: RunContext, streams: Streams, listener: socket.socket) -> 
         stream.close_session()
     if run.files is not None and not makes_way:
         run.files.clear()
-    run.log("leaving")
+    run.log(LEAVING)
 
 
 def _bind(run: str, host: str) -> socket.socket:

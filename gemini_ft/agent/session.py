@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
@@ -27,7 +28,7 @@ from gemini_ft.core.stragglers import StragglerWatch, WorkTime
 from gemini_ft.core.succession import Succession, candidates
 from gemini_ft.core.tree import ways_up
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import AgentError, SupersededError
+from gemini_ft.errors import AgentError, PeerError, SupersededError
 from gemini_ft.wire.fair_share import FairShare
 from gemini_ft.wire.handshake import certificate_at, dial
 from gemini_ft.wire.peer_messages import Claims, PeerMessage, Rejoin, ReportWork, UploadSoon
@@ -38,7 +39,11 @@ READERS = 512  # connections of all readers of a stream at a time, where a job i
 
 
 class AgentSession:
-    """The connections that this host opens for one incarnation. ``goes_on``: whether it has begun with an agent before this one."""
+    """The connections that this host opens for one incarnation. ``goes_on``: whether it has begun with an agent before this one.
+
+    Attributes:
+        is_left_out: whether another host has said that it is in a later incarnation.
+    """
 
     def __init__(
         self, context: StreamContext, spec: SessionSpec, on_decision: Callable[[PeerMessage], None], goes_on: bool = False
@@ -46,6 +51,7 @@ class AgentSession:
         self._context, self._spec = context, spec
         self.decide, self.log = on_decision, context.log
         self._is_drained = False  # whether this host leaves: a leader must hear that the next version is due for storage
+        self.is_left_out = False
         self._began = time.monotonic()
         self.outbound = Outbound(context, spec)
         self.storing = Storing(context, spec, self) if spec.storage is not None else None
@@ -83,7 +89,12 @@ class AgentSession:
     async def dial(self, host: str, epoch: int, handler: Handler) -> Connection:
         claims = self._context.claims("report", host).model_copy(update={"epoch": epoch, "promised": self.succession.epoch})
         further = self._spec.further.get(host, ())
-        return await dial(self._spec.addresses[host], claims, self._context.run.secret, handler, further=further)
+        try:
+            return await dial(self._spec.addresses[host], claims, self._context.run.secret, handler, further=further)
+        except PeerError as error:
+            theirs = re.search(r"speaks for incarnation \S+, this host is at (\d+)-", str(error))
+            self.is_left_out = self.is_left_out or (theirs is not None and int(theirs[1]) > self._spec.incarnation.number)
+            raise
 
     def led(self) -> None:
         self._context.led(self.succession.epoch, self.succession.leader)

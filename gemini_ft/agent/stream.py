@@ -5,7 +5,7 @@ Everything runs on the agent's event loop, so nothing here needs a lock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from gemini_ft import failpoints
@@ -274,9 +274,10 @@ class Stream:
 
     def worker_lost(self, worker: WorkerConnection) -> None:
         """Records that a worker is proven dead; what it said before counts, also if checksums are still being formed."""
-        if self.context.is_present(worker):
-            self.context.lost(worker)
+        is_present = self.context.is_present(worker)
         self._own.when_formed(worker.rank, partial(self._worker_lost, worker))
+        if is_present:  # last: no figure may keep the protocol from hearing it
+            self.context.lost(worker)
 
     def _worker_lost(self, worker: WorkerConnection) -> None:
         if self.context.workers.get(worker.rank) is worker and self.context.is_present(worker):
@@ -327,14 +328,14 @@ class Stream:
                 case Damaged(owner, version):
                     context.note_damage(owner, version)
         if any(isinstance(effect, Free) for effect in effects):
-            self._use_room()
+            self._use_room(self.context.slot_store.short)
 
-    def _use_room(self) -> None:
-        """Makes slots that there was no room for before: a replica's at once, a worker's own when it asks."""
-        for owner in self.context.slot_store.short():
+    def _use_room(self, find: Callable[[Callable[[int], bool]], list[int]]) -> None:
+        """Makes the slots that ``find`` says there is room for now: a replica's at once, a worker's own when it asks."""
+        for owner in find(lambda owner: owner in self.context.workers or not self.context.host.owns(owner)):
             if not self.context.host.owns(owner):
                 self._tasks.spawn(self._top_up(owner))
-            elif owner in self.context.workers:
+            else:
                 self.context.workers[owner].send(Room())
 
     async def _top_up(self, owner: int) -> None:
@@ -359,7 +360,7 @@ class Stream:
                 context.measures.committed(version.iteration)
                 self._progressed = self._progressed or context.spec is None or version != context.spec.resumed  # which may be repeated
                 self.perform(host.on_commit(version, freeze, roots, agreed, compared=compared))
-                self._use_room()  # which other processes may have left
+                self._use_room(context.slot_store.lastingly_short)  # which other processes may have left
                 context.tell_workers(message)
             case Abort(version):
                 context.counters["aborted"] += version not in host.aborted  # it is repeated for workers that may not have heard it
@@ -454,6 +455,8 @@ class Stream:
             "committed_age": min(ages, default=None),
             "command": self.launch.command if self.launch is not None else [],
             "finished": self.finished,
+            "finishing": self.finishing and not is_at_work and not self.context.measures.is_failing,
+            "left_out": session is not None and session.is_left_out,
             "hang": self.context.hang,
             "stragglers": self.context.stragglers if is_at_work else [],
             "excluded": self._excluded,

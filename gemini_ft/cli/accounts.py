@@ -6,13 +6,16 @@ import argparse
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from urllib.request import ProxyHandler, build_opener
 
+from gemini_ft.agent import lifecycle
 from gemini_ft.agent.figures import samples
 from gemini_ft.agent.metrics_page import check_metrics
 from gemini_ft.cli.commands import documents_of
 from gemini_ft.config import load_config
 from gemini_ft.core.promql import Sample
+from gemini_ft.errors import GeminiError
 
 Answers = Mapping[str, list[Sample] | None]  # by agent, as people read its name; None: it has not answered
 _SECONDS = 5.0  # for a page
@@ -52,6 +55,15 @@ def _here(run: str | None) -> Answers:
     return {f"{document['run']}/{document['host']}": list(samples(document)) for document in documents}
 
 
+def has_left(agent: str) -> bool:
+    """Whether an agent of this machine that does not answer has ended as it should: its log says so."""
+    run, _, host = agent.rpartition("/")
+    try:
+        return lifecycle.has_left(run, host)
+    except (GeminiError, OSError):
+        return False
+
+
 def _page(address: str) -> list[Sample] | None:
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -59,5 +71,5 @@ def _page(address: str) -> list[Sample] | None:
         with build_opener(ProxyHandler({})).open(f"http://{address}/metrics", timeout=_SECONDS) as answer:
             families = text_string_to_metric_families(answer.read().decode())
             return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
-    except (OSError, ValueError):  # it is away, or something else listens there
+    except (OSError, ValueError, HTTPException):  # it is away, or dies meanwhile, or something else listens there
         return None

@@ -68,7 +68,7 @@ def _streams(answers: Answers) -> Iterator[tuple[str, str, Figures]]:
     for agent, samples in answers.items():
         found = defaultdict[str, dict[str, float]](dict)
         for name, labels, value in samples or ():
-            part = "".join(f"/{of}" for label, of in labels.items() if label != "stream")
+            part = "".join(f"/{of}" for label, of in labels.items() if label not in ("stream", "run"))
             found[labels.get("stream", "")][name + part] = value
         of_host = found.pop("", {})
         yield from ((agent, stream, of_host | of) for stream, of in found.items())

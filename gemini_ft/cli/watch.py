@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gemini_ft.cli.accounts import asking, parser_of
+from gemini_ft.cli.accounts import asking, has_left, parser_of
 from gemini_ft.core.promql import History, Labels, evaluate, seconds_of, vector, without_name
 from gemini_ft.core.words import in_words
 from gemini_ft.errors import AgentError, ConfigError
@@ -26,6 +26,7 @@ from gemini_ft.errors import AgentError, ConfigError
 RULES = Path(__file__).with_name("alerts.yml")
 _KEPT = 3600.0  # seconds; the longest range of a rule
 HOOK_SECONDS = 30.0
+_KILLED_SECONDS = 5.0  # for a hook that was killed to end; one that waits for a disk does not
 _STATUS = {"warning": 3, "critical": 4}  # of this process, by the gravest alert that has fired
 _FORMATS: dict[str | None, Callable[[float], str]] = {
     "humanizeDuration": in_words,
@@ -60,7 +61,7 @@ def read_rules(text: str) -> list[AlertRule]:
     found = list[AlertRule]()
     try:
         for rule in [rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]]:
-            evaluate(rule["expr"], History(0.0), 0.0)
+            evaluate(rule["expr"], History(_KEPT), 0.0)
             summary, hold = rule.get("annotations", {}).get("summary", ""), seconds_of(rule.get("for", "0s"))
             labels = rule.get("labels", {})
             found.append(AlertRule(name=rule["alert"], query=rule["expr"], hold=hold, labels=labels, summary=summary))
@@ -128,9 +129,9 @@ def command(argv: Sequence[str]) -> int:
     if not options.every > 0:
         raise ConfigError(f"--every {options.every:g}: must be more than 0 seconds")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    worst = 0
+    worst, known = 0, dict[str, None]()
     with suppress(KeyboardInterrupt):
-        for changed in _changes(options, text):
+        for changed in _changes(options, text, known):
             for alert in changed:
                 print(f"{datetime.now():%H:%M:%S} {alert['status']} {said(alert)}", flush=True)
                 worst = max(worst, _STATUS.get(alert["labels"].get("severity", ""), 3) if alert["status"] == "firing" else 0)
@@ -138,6 +139,8 @@ def command(argv: Sequence[str]) -> int:
                 _tell(options.hook, changed)
             if options.until and worst >= _STATUS[options.until]:
                 break
+    if not known:
+        raise AgentError("no agent has answered; `gemini ps --all` lists those of this machine")
     return worst
 
 
@@ -146,22 +149,24 @@ def said(alert: Mapping[str, Any]) -> str:
     return f"{alert['labels'].get('severity', 'warning')} {alert['labels']['alertname']}: {alert['annotations']['summary']}"
 
 
-def _changes(options: Any, text: str) -> Iterator[list[dict[str, Any]]]:
-    """Yields the changes of each look; between two of them time passes."""
+def _changes(options: Any, text: str, known: dict[str, None]) -> Iterator[list[dict[str, Any]]]:
+    """Yields the changes of each look, and adds the agents that answer to ``known``; between two looks time passes."""
     ask, alerts, history = asking(options), Alerts(read_rules(text)), History(_KEPT)
     names = set(re.findall(r"\w+", text))  # of figures that matter
-    known = dict[str, None]()
+    asked = dict[str, None]()  # agents that have answered, but for those of this machine that have left
     end = math.inf if options.span is None else time.monotonic() + options.span
     while True:
         told = {agent: [each for each in of if each[0] in names] for agent, of in ask().items() if of is not None}
-        known |= dict.fromkeys(told)
-        history.add(now := time.time(), {agent: told.get(agent) for agent in known})
+        known.update(dict.fromkeys(told))
+        for agent in [each for each in asked if each not in told and not options.addresses and has_left(each)]:
+            del asked[agent]
+            history.forget(agent)
+        asked |= dict.fromkeys(told)
+        history.add(now := time.time(), {agent: told.get(agent) for agent in asked})
         yield alerts.judge(history, now)
         if (left := end - time.monotonic()) <= 0:
             break
         time.sleep(min(options.every, left))
-    if not known:
-        raise AgentError("no agent has answered; `gemini ps --all` lists those of this machine")
 
 
 def _tell(hook: str, changed: Sequence[Mapping[str, Any]]) -> None:
@@ -174,7 +179,8 @@ def _tell(hook: str, changed: Sequence[Mapping[str, Any]]) -> None:
         why = f"ended with status {process.returncode}" if process.returncode else ""
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_KILLED_SECONDS)
         why = f"did not end within {HOOK_SECONDS:g} s"
     if why:
         print(f"the hook {why}: {hook}", file=sys.stderr, flush=True)

@@ -68,6 +68,8 @@ class TimeLedger:
         self._is_interrupted = False
         self._step = 0  # of the present attempt
         self._trained = Phase.TRAINING  # what the last step was booked to
+        self._booked = 0.0  # seconds of the present attempt that are booked to it
+        self._charged: FailureCost | None = None  # the failure to which they are booked, too
         self._furthest = 0
         self._is_done = False  # the last attempt had finished its work, and no other one has begun
         self._is_lost = False  # the present time is booked to the newest failure, too
@@ -81,6 +83,7 @@ class TimeLedger:
             if self._is_done and not step:  # the training begins anew: nothing is trained again
                 self._furthest = 0
             self._incarnation, self._step, self._is_running, self._is_done = incarnation, step, True, False
+            self._booked, self._charged = 0.0, None
             if self.failures and self._is_lost:
                 self.failures[-1].resumed = step
         self._close(at, Phase.RENDEZVOUS)
@@ -105,8 +108,10 @@ class TimeLedger:
         stall = min(blocked, max(0.0, at - self._at))
         is_new = step > self._furthest
         self._is_lost = self._is_lost and not is_new
-        self._trained = Phase.TRAINING if is_new else Phase.REPLAY
-        self._close(at - stall, self._trained)
+        trained = Phase.TRAINING if is_new else Phase.REPLAY
+        self._booked = (self._booked if trained is self._trained else 0.0) + max(0.0, at - stall - self._at)
+        self._trained, self._charged = trained, self.failures[-1] if self._is_lost else None
+        self._close(at - stall, trained)
         self._close(at, Phase.STALL)
         self._step, self._furthest = step, max(step, self._furthest)
 
@@ -123,13 +128,13 @@ class TimeLedger:
         if self._is_running and not self._is_interrupted and not is_past:
             self._is_over = False
             self._close(at, Phase.DETECTION, begins=(cause, host))
-            booked, earlier = self.failures[-1].seconds, self.failures[-2].seconds if len(self.failures) > 1 else {}
-            if (moved := min(stood - booked[Phase.DETECTION], self.seconds[self._trained])) > 0:
+            booked = self.failures[-1].seconds
+            if (moved := min(stood - booked[Phase.DETECTION], self._booked, self.seconds[self._trained])) > 0:
                 self.seconds[self._trained] -= moved
                 self.seconds[Phase.DETECTION] += moved
                 booked[Phase.DETECTION] += moved
-                if self._trained is Phase.REPLAY:
-                    earlier[Phase.REPLAY] -= moved
+                if self._charged is not None:
+                    self._charged.seconds[self._trained] -= moved
 
     def ended(self, at: float, is_interrupted: bool = False) -> None:
         """Books the time until a rank has left with its work finished, or as the user wanted; from its last step on it is training, too."""

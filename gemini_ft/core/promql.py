@@ -31,7 +31,7 @@ class History:
     """The samples of all targets in the last ``kept`` seconds."""
 
     def __init__(self, kept: float) -> None:
-        self._kept = kept
+        self.kept = kept
         self._series: dict[Labels, deque[tuple[float, float]]] = {}
         self._looked: dict[str, float] = {}  # target -> when it was asked last
 
@@ -43,10 +43,15 @@ class History:
                 of = frozenset({**labels, NAME: name, "instance": instance, "job": "gemini"}.items())
                 self._series.setdefault(of, deque()).append((at, value))
         for of, points in list(self._series.items()):
-            while points and points[0][0] <= at - self._kept:
+            while points and points[0][0] <= at - self.kept:
                 points.popleft()
             if not points:
                 del self._series[of]
+
+    def forget(self, target: str) -> None:
+        """Forgets all samples of a target."""
+        self._looked.pop(target, None)
+        self._series = {of: points for of, points in self._series.items() if ("instance", target) not in of}
 
     def newest(self, labels: Labels) -> Vector:
         """Returns the values of the series with these labels that the last answer of their target had."""
@@ -145,7 +150,9 @@ class _Evaluation:
             self.take("(")
             labels = self._labels(self.take())
             self.take("[")
-            begin = self._at - seconds_of(self.take())
+            if (span := seconds_of(self.take())) > self._history.kept:
+                raise ConfigError(f"{self._text}: only the last {self._history.kept:g} s are kept, and {span:g} s are asked for")
+            begin = self._at - span
             self.take("]")
             self.take(")")
             read = {of: _OVER_TIME[token](points, begin, self._at) for of, points in self._history.within(labels, begin).items()}

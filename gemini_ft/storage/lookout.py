@@ -134,9 +134,8 @@ class Lookout:
             return Sighting(info.folder, info.version, "torn")
         if info.folder in passed:
             return Sighting(info.folder, info.version, "damaged")
-        if (
-            incarnation in known and not is_unlisted
-        ):  # which may be gone: the mark is older where a leader was lost before it wrote the next
+        # One that no listing names may be gone: the mark is older where a leader was lost before it wrote the next.
+        if incarnation in known and not is_unlisted:
             return Sighting(info.folder, info.version, "listed", known[incarnation])
         try:
             manifest = self._twice(storage, lambda at: read_manifest(at, info.folder))

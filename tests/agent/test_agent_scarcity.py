@@ -108,10 +108,36 @@ class TestMemory:
         job.commit([rank], 1)
         assert (len(rank.fds), rank.heard("room")) == (2, False)  # three are due where there is a storage
         job.rank("a", 0, memory_limit=2**30)
-        job.commit([rank], 2)
+        job.commit([rank], 2, 3, 4)
         rank.wait_for("room")
         rank.reserve()
         assert len(rank.fds) == 3
+
+    def test_room_that_other_processes_leave_for_a_moment_is_not_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Two owners lack a slot each; at last there is room for one of them, with as much to spare."""
+        size = shape().total
+        store, _ = vault(4 * size)
+        for owner in range(2):
+            assert len(store.ensure(owner, shape(owner), 2, reuse=True)) == 2
+        store._wanted = {owner: (shape(owner), 3) for owner in range(2)}
+        store._budget.limit = 100 * size
+        left = 0
+        monkeypatch.setattr("gemini_ft.agent.memory.slot_store.available_memory", lambda: left)
+
+        def found(*lefts: int) -> list[list[int]]:
+            nonlocal left
+            rooms = []
+            for each in lefts:
+                left = each
+                rooms.append(store.lastingly_short(lambda owner: True))
+            return rooms
+
+        assert found(9 * size, 0, 9 * size, 9 * size, size) == [[]] * 5
+        assert found(2 * size, 2 * size, 2 * size, 2 * size) == [[], [], [0], []]
+        left = size
+        assert store.short() == [0]
+        left = 2 * size
+        assert (store.short(), store.short(lambda owner: owner == 1)) == ([0, 1], [1])
 
     def test_what_would_never_fit_is_refused_with_numbers(self, job: Job) -> None:
         (rank,) = job.start("a", hello={"memory_limit": 2 * 2**22})

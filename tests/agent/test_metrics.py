@@ -90,7 +90,7 @@ def test_one_scrape_answers_for_the_host_and_the_leaders_for_the_job(served: Job
         assert 0 < figures["gemini_memory_used_bytes",] <= figures["gemini_memory_limit_bytes",]
         assert figures["gemini_commit_seconds_count", "main"] == 3
         assert abs(time.time() - figures["gemini_committed_timestamp_seconds", "main"]) < 600
-        assert figures["gemini_workers",] == 1
+        assert figures["gemini_workers", served.run] == 1
         assert figures["gemini_leader_reached", "main"] == 1
         assert sum(figures["gemini_restarts_total", "main", cause] for cause in ("died", "failed", "hang", "drain", "elsewhere")) == 0
     assert (leader["gemini_lag_steps", "main"], member["gemini_lag_steps", "main"]) == (0, 2)
@@ -101,6 +101,31 @@ def test_one_scrape_answers_for_the_host_and_the_leaders_for_the_job(served: Job
     assert (leader["gemini_blocked_seconds_count", "main"], leader["gemini_blocked_seconds_sum", "main"]) == (2, 7.004)
     assert leader["gemini_waited_seconds_bucket", "main", "0.0025"] == 2
     assert member["gemini_skipped_snapshots_total", "main", "other"] == 1
+
+
+def test_a_host_that_the_others_go_on_without_hears_of_it_and_says_so(tmp_path: Path) -> None:
+    with Job(tmp_path) as job:
+        ranks = job.start("a", "b", "c")
+        job.commit(ranks, 1)
+        assert not job.stream("a")["left_out"]
+        address = ranks[0].spec.addresses["b"][1]
+        ranks[0].close()
+        newcomers = job.join(("b", "c"), preferred_port=address)
+        job.open(newcomers, resumed=None, sources={})
+        eventually(lambda: job.stream("a")["left_out"], "the word that the others have gone on")
+        assert not any(job.stream(host)["left_out"] for host in "bc")
+
+
+def test_a_host_whose_ranks_have_finished_says_so_until_the_others_have(tmp_path: Path) -> None:
+    with Job(tmp_path) as job:
+        ranks = job.start("a", "b")
+        job.commit(ranks, 1)
+        ranks[1].goodbye()
+        eventually(lambda: job.stream("b")["finishing"], "the end of a host's work")
+        assert not job.stream("a")["finishing"]
+        ranks[0].goodbye()
+        eventually(lambda: job.stream("b")["finished"], "the end of the job")
+        assert not job.stream("b")["finishing"]
 
 
 def test_a_reader_that_knows_only_the_older_format_gets_that_and_others_are_told(served: Job) -> None:
@@ -410,7 +435,7 @@ def test_the_page_on_metrics_lists_all_of_them() -> None:
 def listed() -> str:
     lines = ["| figure | labels | |", "|---|---|---|"]
     for figure in OF_HOST:
-        lines.append(f"| `{figure.name}` | | {figure.meaning} |")
+        lines.append(f"| `{figure.name}` | {f'`{figure.label}` ' if figure.label else ''}| {figure.meaning} |")
     for figure in OF_STREAM:
         lines.append(f"| `{figure.name}` | `stream`{f', `{figure.label}`' if figure.label else ''} | {figure.meaning} |")
     for name, meaning in DISTRIBUTIONS:

@@ -7,8 +7,10 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -193,6 +195,72 @@ def test_a_sidecar_says_when_an_alert_ends_and_how_grave_it_was_at_sigterm(tmp_p
             process.communicate()
 
 
+def test_an_agent_of_this_machine_that_leaves_is_not_away(tmp_path: Path) -> None:
+    rules = "groups: [{name: mine, rules: [{alert: Here, expr: gemini_workers >= 0}, {alert: Gone, expr: up == 0, for: 1s}]}]"
+    (tmp_path / "rules.yml").write_text(rules)
+    with Job(tmp_path) as job:
+        ranks = job.start("a")
+        job.commit(ranks, 1)
+        command = [*GEMINI, "watch", "--run-id", job.run, "--every", "0.1", "--rules", str(tmp_path / "rules.yml")]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline().endswith(" firing warning Here: \n")
+            eventually(lambda: lifecycle.leave(job.run, "a"), "the end of an agent")
+            assert process.stdout.readline().endswith(" resolved warning Here: \n")
+            time.sleep(2)  # many looks
+            process.terminate()
+            assert process.communicate(timeout=WAIT)[0] == ""
+        finally:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\ngemini_", b"nonsense\r\n\r\n"])
+def test_an_agent_that_dies_while_it_answers_is_away(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def die() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=die)
+        thread.start()
+        assert accounts._page(f"127.0.0.1:{listener.getsockname()[1]}") is None
+        thread.join(WAIT)
+
+
+def test_at_sigint_the_status_says_that_no_agent_has_answered(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", interrupted)
+    assert cli.main(["watch", "--run-id", "there-is-none"]) == 1
+    assert "no agent has answered" in capsys.readouterr().err
+
+
+def test_a_hook_that_no_signal_ends_does_not_stop_the_watch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal is not sent, as one in a system call that cannot be interrupted would not take it."""
+    hooks = list[subprocess.Popen[str]]()
+
+    class NotedHook(subprocess.Popen[str]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            hooks.append(self)
+
+    monkeypatch.setattr(watch, "HOOK_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "_KILLED_SECONDS", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr("subprocess.Popen", NotedHook)
+        patch.setattr("os.killpg", lambda group, number: None)
+        watch._tell("sleep 3", [])
+    assert capsys.readouterr().err == "the hook did not end within 0.1 s: sleep 3\n"
+    os.killpg(hooks[0].pid, signal.SIGKILL)
+    hooks[0].wait(WAIT)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -220,6 +288,7 @@ def test_what_is_wrong_is_named(arguments: Sequence[str], text: str, capsys: pyt
         "groups: [{rules: [{alert: x, expr: up, annotations: no}]}]",
         "groups: [{rules: [{record: x, expr: up}]}]",
         "groups: [{rules: [{alert: x, expr: 'clamp(up, up, up)'}]}]",
+        "groups: [{rules: [{alert: x, expr: 'max_over_time(up[2h]) > 0'}]}]",
     ],
 )
 def test_rules_that_are_none_are_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,32 @@ def test_a_rank_that_was_stopped_and_is_woken_for_the_autopsy_makes_no_training_
     assert ledger.failures[2].seconds == {Phase.DETECTION: 10}
 
 
+def test_a_hang_that_began_before_the_last_rank_had_its_state_takes_nothing_from_a_replay_of_the_past() -> None:
+    ledger = TimeLedger(0.0)
+    ledger.joined(0.0, 1, 0)
+    ledger.stepped(5.0, 5, 0.0)
+    ledger.failed(6.0, "died", "a", 1)
+    ledger.joined(7.0, 2, 0)
+    ledger.stepped(9.0, 2, 0.0)
+    ledger.failed(12.0, "died", "a", 2)  # in its replay
+    ledger.joined(15.0, 3, 0)
+    ledger.restored(19.0)  # by the last rank; another one has made no progress since 16.5
+    ledger.failed(28.0, "hang", "b", 3, stood=10.0)
+    assert (ledger.seconds[Phase.REPLAY], ledger.seconds[Phase.DETECTION]) == (2, 1 + 3 + 9)
+    assert ledger.failures[2].seconds == {Phase.DETECTION: 9}
+
+
+def test_a_hang_before_the_first_step_takes_nothing_from_the_training_of_the_past() -> None:
+    ledger = TimeLedger(0.0)
+    ledger.joined(0.0, 1, 0)
+    ledger.stepped(100.0, 100, 0.0)
+    ledger.failed(101.0, "died", "a", 1)
+    ledger.joined(110.0, 2, 100)
+    ledger.restored(120.0)
+    ledger.failed(600.0, "hang", "b", 2, stood=590.0)
+    assert (ledger.seconds[Phase.TRAINING], ledger.seconds[Phase.DETECTION]) == (100, 481)
+
+
 def test_a_failure_of_which_nobody_has_told() -> None:
     ledger = TimeLedger(0.0)
     ledger.joined(1.0, 1, 0)
@@ -186,7 +212,7 @@ calls = st.one_of(
     st.tuples(st.just("waited"), st.floats(0, 9)),
     st.tuples(st.just("restored")),
     st.tuples(st.just("stepped"), st.integers(0, 20), st.floats(0, 3)),
-    st.tuples(st.just("failed"), st.just("died"), st.just("a"), st.none() | st.integers(0, 5)),
+    st.tuples(st.just("failed"), st.just("died"), st.just("a"), st.none() | st.integers(0, 5), st.floats(0, 9)),
     st.tuples(st.just("ended"), st.booleans()),
 )
 

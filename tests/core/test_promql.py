@@ -74,7 +74,7 @@ def test_samples_are_kept_for_a_time() -> None:
     found = History(25)
     for at in (0.0, 10.0, 20.0, 30.0):
         found.add(at, {"a": [("gemini_c_total", {}, at), *([("gemini_gone", {}, 1.0)] if not at else [])]})
-    (value,) = evaluate("increase(gemini_c_total[100s])", found, 30.0).values()  # type: ignore[union-attr]
+    (value,) = evaluate("increase(gemini_c_total[25s])", found, 30.0).values()  # type: ignore[union-attr]
     assert value == pytest.approx(20 + 5 + 0)
     assert len(found._series) == 2  # with that of up
 

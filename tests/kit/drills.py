@@ -19,7 +19,7 @@ def quiet(host: str, at: float) -> Figures:
     """The figures of a host in a job that goes well: a commit every five seconds, the last one a second ago."""
     figures: Figures = {"launches": 1, "workers": 2, "hangs_total": 0, "committed_timestamp_seconds": at - 1, "commit_interval_seconds": 5}
     figures |= {f"restarts_total/{cause}": 0 for cause in CAUSES}
-    figures |= {"finished": 0}
+    figures |= {"finished": 0, "finishing": 0, "left_out": 0}
     figures |= {"divergences_total": 0, "stragglers": 0, "storage_failing_since_timestamp_seconds": 0, "damaged_copies_total": 0}
     figures |= {"blocked_seconds_sum": 0.01 * at}
     return figures | ({"job_absent_hosts": 0, "job_left_out_replicas": 0} if host == "a" else {})
@@ -32,7 +32,7 @@ class Drill:
     Attributes:
         change: (host, seconds since ``SINCE``) -> figures that are other than usual; None: the agent does not answer.
         fires: alert -> seconds since ``SINCE`` until it must have fired, to 30 seconds.
-        hosts: of the job.
+        hosts: of the job; of several runs, as RUN/HOST.
         until: seconds since ``SINCE`` for which it lasts.
     """
 
@@ -47,17 +47,18 @@ class Drill:
         for host in self.hosts:
             is_wrong = SINCE <= at < SINCE + self.until
             changed = self.change(host, at - SINCE) if is_wrong or host == "spare" else {}
-            found[host] = None if changed is None else samples(quiet(host, at) | changed)
+            run = host.rpartition("/")[0] or "llm"
+            found[host] = None if changed is None else samples(quiet(host, at) | changed, run)
         return found
 
 
-def samples(figures: Figures) -> list[Sample]:
-    """Figures as an agent has them."""
-    of_host = ("launches", "workers", "hangs_total")
+def samples(figures: Figures, run: str) -> list[Sample]:
+    """Figures as an agent of a run has them."""
+    of_host = {"launches": {"run": run}, "workers": {"run": run}, "hangs_total": {}}
     found = list[Sample]()
     for name, value in figures.items():
         figure, _, cause = name.partition("/")
-        labels = {} if figure in of_host else {"stream": "main"}
+        labels = of_host.get(figure, {"stream": "main"})
         if value is not None:
             found.append((f"gemini_{figure}", labels | ({"cause": cause} if cause else {}), float(value)))
     return found
@@ -81,6 +82,16 @@ def ended(host: str, since: float) -> Figures | None:
     return figures if since < 60 else None
 
 
+def storing(_: str, since: float) -> Figures:
+    """A job that has finished; its last upload goes on after its workers have ended, and after its launcher has."""
+    return {"finishing": 1, "committed_timestamp_seconds": SINCE, "workers": 2 if since < 300 else 0, "launches": int(since < 1500)}
+
+
+def left_out(host: str, _: float) -> Figures:
+    """A host that waits as a spare, while the others go on without it."""
+    return {"workers": 0, "committed_timestamp_seconds": 0, "left_out": 1} if host == "spare" else {}
+
+
 def restarting(host: str, since: float) -> Figures:
     """A job that loses a worker every five minutes; after half an hour its agents are lost too and count anew."""
     lost = since // 300
@@ -98,8 +109,16 @@ DRILLS = {
     ),
     "stalled without workers": Drill(
         change=lambda _, __: {"committed_timestamp_seconds": SINCE, "workers": 0},
-        fires={"GeminiProgressStalled": 120, "GeminiNoWorkers": 900},
+        fires={"GeminiNoWorkers": 900},
     ),
+    "a commit every forty minutes": Drill(
+        change=lambda _, __: {"committed_timestamp_seconds": SINCE, "commit_interval_seconds": 2400}, fires={}
+    ),
+    "a host that is left out": Drill(change=left_out, hosts=("a", "b", "spare"), fires={}),
+    "a host that is left out, seen alone": Drill(change=left_out, hosts=("spare",), fires={}),
+    "a last upload that takes long": Drill(change=storing, fires={}),
+    "one of two runs ends": Drill(change=away("one/a"), hosts=("one/a", "two/a"), fires={}),
+    "one of two runs loses a host": Drill(change=away("two/b"), hosts=("one/a", "two/a", "two/b"), fires={"GeminiAgentAway": 120}),
     "a restart of a minute": Drill(change=lambda _, since: {"workers": 0, "committed_timestamp_seconds": SINCE}, fires={}, until=60),
     "a host that never commits": Drill(
         change=on("b", committed_timestamp_seconds=None, commit_interval_seconds=None), fires={"GeminiNothingCommitted": 1800}

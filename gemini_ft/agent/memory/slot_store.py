@@ -24,6 +24,8 @@ from gemini_ft.wire.worker_messages import SlotInfo
 
 _Made = TypeVar("_Made")
 
+ROOMY_COMMITS = 3  # in a row at which there must have been room that other processes have left
+
 
 @dataclass(frozen=True)
 class SlotDonor:
@@ -43,6 +45,7 @@ class SlotStore:
         self._host, self._budget, self._log, self._on_free, self._files = host, budget, log, on_free, files
         self._donors: dict[tuple[int, int], SlotDonor | None] = {}
         self._wanted: dict[int, tuple[SlotShape, int]] = {}  # owner -> the shape of its slots, and how many there should be
+        self._roomy: dict[int, int] = {}  # owner -> commits in a row at which there was room to spare for the slots that it lacks
         self._checks: dict[Version, asyncio.Task[list[int]]] = {}  # under way
         self._making = asyncio.Lock()  # held while a thread makes files, so that the same room is not promised twice
 
@@ -280,18 +283,39 @@ class SlotStore:
         self._budget.give_back(sum(memory.shape.total for memory in made))
         _drop_all(made)
 
-    def short(self) -> list[int]:
-        """Owners that have fewer slots than they should, and for which there is room now."""
-        lacking = [(owner, shape) for owner, (shape, count) in self._wanted.items() if 0 < len(self._rotation(owner)) < count]
+    def short(self, takes: Callable[[int], bool] = lambda owner: True, spare: int = 0) -> list[int]:
+        """Owners that have fewer slots than they should, and for which there is room now, beside what those before them will take.
+
+        Args:
+            takes: whether an owner's slots would be made now; the others take no room.
+            spare: how many times the size of a slot must stay available to other processes.
+        """
+        lacking = [(owner, shape, count - len(self._rotation(owner))) for owner, (shape, count) in self._wanted.items()]
+        lacking = [each for each in lacking if each[2] > 0 and self._rotation(each[0]) and takes(each[0])]
         if not lacking:
             return []
-        room = min(self._budget.limit - self._budget.used, available_memory())
-        return [owner for owner, shape in lacking if shape.total <= room]
+        found, allowed, available, taken = list[int](), self._budget.limit - self._budget.used, available_memory(), 0
+        for owner, shape, missing in lacking:
+            if taken + shape.total <= min(allowed, available - spare * shape.total):
+                found.append(owner)
+                taken += missing * shape.total
+        return found
+
+    def lastingly_short(self, takes: Callable[[int], bool]) -> list[int]:
+        """Owners as in `short`, at a commit, for which other processes have left room, and as much again, at the last commits too.
+
+        What they leave for a moment is theirs: a slot that took it would stay, and whatever needs memory next meets the kernel's killer.
+        """
+        self._roomy = {owner: self._roomy.get(owner, 0) + 1 for owner in self.short(takes, spare=1)}
+        found = [owner for owner, commits in self._roomy.items() if commits >= ROOMY_COMMITS]
+        for owner in found:
+            del self._roomy[owner]
+        return found
 
     async def top_up(self, owner: int) -> None:
         """Makes the slots that there was no room for before."""
         async with self._making:  # another shape may be wanted by then
-            if owner in self.short():
+            if self.short(lambda of: of == owner):
                 shape, count = self._wanted[owner]
                 with contextlib.suppress(MemoryBudgetError, SupersededError):
                     await self._ensure_beside(owner, shape, count, True, lambda: len(self._rotation(owner)) > 0)
