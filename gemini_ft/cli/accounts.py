@@ -39,17 +39,17 @@ def asking(options: argparse.Namespace) -> Callable[[], Answers]:
     """
     pages = [load_config({"metrics": address}).metrics or "" for address in options.addresses]
     if not pages:
-        return lambda: _here(options.run_id)
+        return lambda: on_this_machine(options.run_id)
     check_metrics(load_config({"metrics": pages[0]}))
 
     def ask() -> Answers:
         with ThreadPoolExecutor(_AT_A_TIME) as pool:
-            return dict(zip(pages, pool.map(_page, pages), strict=True))
+            return dict(zip(pages, pool.map(read_page, pages), strict=True))
 
     return ask
 
 
-def _here(run: str | None) -> Answers:
+def on_this_machine(run: str | None) -> Answers:
     # Agents of an earlier version, which goes on at work after an upgrade, lack the figures.
     documents = [document for document in documents_of(None) if run in (None, document["run"]) and "began" in document]
     return {f"{document['run']}/{document['host']}": list(samples(document)) for document in documents}
@@ -64,7 +64,7 @@ def has_left(agent: str) -> bool:
         return False
 
 
-def _page(address: str) -> list[Sample] | None:
+def read_page(address: str) -> list[Sample] | None:
     from prometheus_client.parser import text_string_to_metric_families
 
     try:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import get_args
 
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.events import get_logging_handler
+from torch.distributed.elastic.events.handlers import get_logging_handler
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError

@@ -117,10 +117,10 @@ class TestMemory:
         """Two owners lack a slot each; at last there is room for one of them, with as much to spare."""
         size = shape().total
         store, _ = vault(4 * size)
-        for owner in range(2):
-            assert len(store.ensure(owner, shape(owner), 2, reuse=True)) == 2
-        store._wanted = {owner: (shape(owner), 3) for owner in range(2)}
-        store._budget.limit = 100 * size
+        for count in (2, 3):
+            for owner in range(2):
+                assert len(store.ensure(owner, shape(owner), count, reuse=True)) == 2
+        store.budget.limit = 100 * size
         left = 0
         monkeypatch.setattr("gemini_ft.agent.memory.slot_store.available_memory", lambda: left)
 

@@ -11,7 +11,8 @@ import gemini_ft
 # Ages and moments that are shown, or written down for people and for the functions below.
 SHOWN = {
     "agent/figures.py:_committed_at",
-    "agent/metrics_page.py:__init__",
+    "agent/figures.py:lost",
+    "agent/requests.py:__init__",
     "agent/uploads.py:_insist",
     "agent/uploads.py:_outage",
     "agent/uploads.py:_stake",
@@ -20,6 +21,7 @@ SHOWN = {
     "agent/uploads.py:write_manifest",
     "cli/commands.py:_describe_storage",
     "cli/commands.py:_in_storage",
+    "cli/top.py:command",
     "events.py:write",
     "launch/build_locks.py:_warn_of",
     "launch/failures.py:record",
@@ -36,6 +38,8 @@ JUDGES = {
     "agent/memory/slot_memory.py:finish": "by it a host that is here under its default name was booted since, or not (failure_model.md)",
     "agent/lifecycle.py:_remove_old_logs": "of more than a hundred logs old ones are removed, by the clock of one host",
     "agent/session.py:_book": "the next upload is due at any time between at once and every_seconds later",
+    "cli/watch.py:_changes": "as in Prometheus: rules compare the times that agents tell with the clock of the one who asks",
+    "cli/watch.py:command": "the times of alerts that begin and end, as a hook is told them",
     "launch/spares.py:_due": "a host compares what it has written itself, in both directions",
     "launch/spares.py:_sanitize": "what torch is told is made of times on the monotonic clock",
     "launch/spares.py:mark_dirty": "what torch is told is made of times on the monotonic clock",
