@@ -27,7 +27,7 @@ from session_case import loop
 
 import gemini_ft
 from gemini_ft.agent import lifecycle, metrics_page
-from gemini_ft.agent.figures import DISTRIBUTIONS, OF_HOST, OF_STREAM, Distribution, Measures, MeanInterval
+from gemini_ft.agent.figures import DISTRIBUTIONS, OF_HOST, OF_STREAM, Distribution, MeanInterval, Measures
 from gemini_ft.agent.metrics_page import MetricsPage, check_metrics
 from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError
