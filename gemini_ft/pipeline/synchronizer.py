@@ -312,11 +312,11 @@ class GradientSynchronizer(Body):
                 f"a hook has taken the gradient of {name} before it was averaged, as optimizers inside the backward pass do: let the "
                 "optimizer step after synchronize()"
             )
-        self._sent.pop(name, None)  # if it was sent before, that is refused here, with the reason
-        sent = param.grad, param.grad._version
+        self._sent.pop(name, None)  # one that is refused now, because it comes a second time, is not named again by synchronize()
+        gradient, version = param.grad, param.grad._version
         with self._telling():
-            self.averager.ready(name, param.grad, partial(_fill, param))
-        self._sent[name] = sent
+            self.averager.ready(name, gradient, partial(_fill, param))
+        self._sent[name] = gradient, version
 
     def _absent(self) -> set[str]:
         """Parameters that have no gradient on any rank, or the zeros that ``zero_grad(set_to_none=False)`` has left. Collective."""

@@ -91,6 +91,12 @@ def changed_before_synchronize() -> list[str]:
         _loss(model, 0).backward()
         wrong += [] if "the gradient of 0.bias was changed" in error_of(synchronizer.synchronize) else ["edited in a later hook"]
     model = _net()
+    with closing(GradientSynchronizer(model, [])) as synchronizer:
+        _loss(model, 0).backward()
+        synchronizer.averager.wait()  # before the next one writes to them
+        said = [error_of(_loss(model, 0).backward), error_of(synchronizer.synchronize)]
+        wrong += [] if "is ready a second time" in said[0] and not said[1] else [f"a second backward pass: {said}"]
+    model = _net()
     model[0].bias.register_post_accumulate_grad_hook(_take)
     with closing(GradientSynchronizer(model, [])):
         wrong += [] if "a hook has taken the gradient of 0.bias" in error_of(_loss(model, 0).backward) else ["taken by an earlier hook"]
