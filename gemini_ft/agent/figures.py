@@ -48,7 +48,7 @@ class Distribution:
         return {"buckets": buckets, "total": self.total}
 
 
-class Pace:
+class MeanInterval:
     """The mean time between the last events, in ``seconds``; None: there have not been two in a row yet."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Measures:
 
     def __init__(self) -> None:
         self.step: int | None = None
-        self.step_pace, self.commit_pace, self._commits = Pace(), Pace(), 0
+        self.step_pace, self.commit_pace, self._commits = MeanInterval(), MeanInterval(), 0
         self.commit_seconds, self.blocked_seconds, self.waited_seconds = Distribution(), Distribution(), Distribution()
         self.skips = Counter(dict.fromkeys(("late", "written", "ending", "other"), 0))
         self.restarts = Counter(dict.fromkeys(("died", "failed", "hang", "drain", "elsewhere"), 0))

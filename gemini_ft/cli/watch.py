@@ -26,7 +26,7 @@ from gemini_ft.errors import AgentError, ConfigError
 RULES = Path(__file__).with_name("alerts.yml")
 _KEPT = 3600.0  # seconds; the longest range of a rule
 HOOK_SECONDS = 30.0
-_KILLED_SECONDS = 5.0  # for a hook that was killed to end; one that waits for a disk does not
+KILLED_SECONDS = 5.0  # for a hook that was killed to end; one that waits for a disk does not
 _STATUS = {"warning": 3, "critical": 4}  # of this process, by the gravest alert that has fired
 _FORMATS: dict[str | None, Callable[[float], str]] = {
     "humanizeDuration": in_words,
@@ -136,7 +136,7 @@ def command(argv: Sequence[str]) -> int:
                 print(f"{datetime.now():%H:%M:%S} {alert['status']} {said(alert)}", flush=True)
                 worst = max(worst, _STATUS.get(alert["labels"].get("severity", ""), 3) if alert["status"] == "firing" else 0)
             if changed and options.hook:
-                _tell(options.hook, changed)
+                tell(options.hook, changed)
             if options.until and worst >= _STATUS[options.until]:
                 break
     if not known:
@@ -169,7 +169,7 @@ def _changes(options: Any, text: str, known: dict[str, None]) -> Iterator[list[d
         time.sleep(min(options.every, left))
 
 
-def _tell(hook: str, changed: Sequence[Mapping[str, Any]]) -> None:
+def tell(hook: str, changed: Sequence[Mapping[str, Any]]) -> None:
     """Runs the hook; one that fails or hangs costs a line, and no alert."""
     status = "firing" if any(alert["status"] == "firing" for alert in changed) else "resolved"
     told = json.dumps({"version": "4", "status": status, "receiver": "gemini watch", "alerts": changed})
@@ -180,7 +180,7 @@ def _tell(hook: str, changed: Sequence[Mapping[str, Any]]) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(_KILLED_SECONDS)
+            process.wait(KILLED_SECONDS)
         why = f"did not end within {HOOK_SECONDS:g} s"
     if why:
         print(f"the hook {why}: {hook}", file=sys.stderr, flush=True)

@@ -27,7 +27,7 @@ from session_case import loop
 
 import gemini_ft
 from gemini_ft.agent import lifecycle, metrics_page
-from gemini_ft.agent.figures import DISTRIBUTIONS, OF_HOST, OF_STREAM, Distribution, Measures, Pace
+from gemini_ft.agent.figures import DISTRIBUTIONS, OF_HOST, OF_STREAM, Distribution, MeanInterval, Measures
 from gemini_ft.agent.metrics_page import MetricsPage, check_metrics
 from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError
@@ -402,7 +402,7 @@ def test_reasons_and_causes_are_few() -> None:
 
 
 def test_a_pace_is_the_mean_of_the_last_intervals_and_outlives_a_pause() -> None:
-    pace = Pace()
+    pace = MeanInterval()
     pace.add(10.0, 3)
     assert pace.seconds is None
     pace.add(14.0, 5)
