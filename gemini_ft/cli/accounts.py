@@ -39,17 +39,18 @@ def asking(options: argparse.Namespace) -> Callable[[], Answers]:
     """
     pages = [load_config({"metrics": address}).metrics or "" for address in options.addresses]
     if not pages:
-        return lambda: on_this_machine(options.run_id)
+        return lambda: here(options.run_id)
     check_metrics(load_config({"metrics": pages[0]}))
 
     def ask() -> Answers:
         with ThreadPoolExecutor(_AT_A_TIME) as pool:
-            return dict(zip(pages, pool.map(read_page, pages), strict=True))
+            return dict(zip(pages, pool.map(page_at, pages), strict=True))
 
     return ask
 
 
-def on_this_machine(run: str | None) -> Answers:
+def here(run: str | None) -> Answers:
+    """The answers of this machine's agents, or of those of a run."""
     # Agents of an earlier version, which goes on at work after an upgrade, lack the figures.
     documents = [document for document in documents_of(None) if run in (None, document["run"]) and "began" in document]
     return {f"{document['run']}/{document['host']}": list(samples(document)) for document in documents}
@@ -64,7 +65,8 @@ def has_left(agent: str) -> bool:
         return False
 
 
-def read_page(address: str) -> list[Sample] | None:
+def page_at(address: str) -> list[Sample] | None:
+    """The figures of the page at an address; None: there is none, or only a part of it."""
     from prometheus_client.parser import text_string_to_metric_families
 
     try:

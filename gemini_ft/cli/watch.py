@@ -136,7 +136,7 @@ def command(argv: Sequence[str]) -> int:
                 print(f"{datetime.now():%H:%M:%S} {alert['status']} {said(alert)}", flush=True)
                 worst = max(worst, _STATUS.get(alert["labels"].get("severity", ""), 3) if alert["status"] == "firing" else 0)
             if changed and options.hook:
-                run_hook(options.hook, changed)
+                tell(options.hook, changed)
             if options.until and worst >= _STATUS[options.until]:
                 break
     if not known:
@@ -169,7 +169,7 @@ def _changes(options: Any, text: str, known: dict[str, None]) -> Iterator[list[d
         time.sleep(min(options.every, left))
 
 
-def run_hook(hook: str, changed: Sequence[Mapping[str, Any]]) -> None:
+def tell(hook: str, changed: Sequence[Mapping[str, Any]]) -> None:
     """Runs the hook; one that fails or hangs costs a line, and no alert."""
     status = "firing" if any(alert["status"] == "firing" for alert in changed) else "resolved"
     told = json.dumps({"version": "4", "status": status, "receiver": "gemini watch", "alerts": changed})

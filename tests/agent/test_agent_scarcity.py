@@ -116,11 +116,12 @@ class TestMemory:
     def test_room_that_other_processes_leave_for_a_moment_is_not_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Two owners lack a slot each; at last there is room for one of them, with as much to spare."""
         size = shape().total
-        store, _ = vault(4 * size)
-        for count in (2, 3):
-            for owner in range(2):
-                assert len(store.ensure(owner, shape(owner), count, reuse=True)) == 2
-        store.budget.limit = 100 * size
+        host, budget = Host(name="a", holders={0: ("a",), 1: ("a",)}), Budget(0)
+        store = SlotStore(host, budget, lambda text: None, lambda memory: None)
+        for owner in range(2):
+            budget.limit += 2 * size
+            assert len(store.ensure(owner, shape(owner), 3, reuse=True)) == 2
+        budget.limit = 100 * size
         left = 0
         monkeypatch.setattr("gemini_ft.agent.memory.slot_store.available_memory", lambda: left)
 

@@ -120,7 +120,7 @@ def judged(answers: dict[str, Any], later: float = 0.0) -> list[str]:
 
 
 def test_a_job_that_goes_well_has_no_alert_and_one_that_stands_still_has(job: Job) -> None:
-    answers = accounts.on_this_machine(job.run)
+    answers = accounts.here(job.run)
     assert len(answers) == 2
     assert judged(answers) == []
     stalled = [each for each in judged(answers, later=200) if "GeminiProgressStalled" in each]
@@ -228,7 +228,7 @@ def test_an_agent_that_dies_while_it_answers_is_away(answer: bytes) -> None:
 
         thread = threading.Thread(target=die)
         thread.start()
-        assert accounts.read_page(f"127.0.0.1:{listener.getsockname()[1]}") is None
+        assert accounts.page_at(f"127.0.0.1:{listener.getsockname()[1]}") is None
         thread.join(WAIT)
 
 
@@ -255,7 +255,7 @@ def test_a_hook_that_no_signal_ends_does_not_stop_the_watch(capsys: pytest.Captu
     with monkeypatch.context() as patch:
         patch.setattr("subprocess.Popen", NotedHook)
         patch.setattr("os.killpg", lambda group, number: None)
-        watch.run_hook("sleep 3", [])
+        watch.tell("sleep 3", [])
     assert capsys.readouterr().err == "the hook did not end within 0.1 s: sleep 3\n"
     os.killpg(hooks[0].pid, signal.SIGKILL)
     hooks[0].wait(WAIT)

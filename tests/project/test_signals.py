@@ -10,7 +10,7 @@ import gemini_ft
 
 # By bare number are signalled: this process itself; and children that have not been reaped, so that nothing else can have their numbers.
 CHILDREN = {
-    "cli/watch.py:run_hook",
+    "cli/watch.py:tell",
     "launch/forkserver.py:_trial",
     "launch/forkserver.py:_kill_session",
     "launch/grace.py:_end_leftovers",
