@@ -32,7 +32,7 @@ class History:
 
     def __init__(self, kept: float) -> None:
         self.kept = kept
-        self.series: dict[Labels, deque[tuple[float, float]]] = {}
+        self._series: dict[Labels, deque[tuple[float, float]]] = {}
         self._looked: dict[str, float] = {}  # target -> when it was asked last
 
     def add(self, at: float, answers: Mapping[str, Iterable[Sample] | None]) -> None:
@@ -41,26 +41,26 @@ class History:
         for instance, samples in answers.items():
             for name, labels, value in [("up", {}, float(samples is not None)), *(samples or ())]:
                 of = frozenset({**labels, NAME: name, "instance": instance, "job": "gemini"}.items())
-                self.series.setdefault(of, deque()).append((at, value))
-        for of, points in list(self.series.items()):
+                self._series.setdefault(of, deque()).append((at, value))
+        for of, points in list(self._series.items()):
             while points and points[0][0] <= at - self.kept:
                 points.popleft()
             if not points:
-                del self.series[of]
+                del self._series[of]
 
     def forget(self, target: str) -> None:
         """Forgets all samples of a target."""
         self._looked.pop(target, None)
-        self.series = {of: points for of, points in self.series.items() if ("instance", target) not in of}
+        self._series = {of: points for of, points in self._series.items() if ("instance", target) not in of}
 
     def newest(self, labels: Labels) -> Vector:
         """Returns the values of the series with these labels that the last answer of their target had."""
-        found = {of: points[-1] for of, points in self.series.items() if of >= labels}
+        found = {of: points[-1] for of, points in self._series.items() if of >= labels}
         return {of: value for of, (at, value) in found.items() if at == self._looked[dict(of)["instance"]]}
 
     def within(self, labels: Labels, begin: float) -> dict[Labels, Points]:
         """Returns the samples after ``begin`` of the series with these labels."""
-        found = {of: [point for point in points if point[0] > begin] for of, points in self.series.items() if of >= labels}
+        found = {of: [point for point in points if point[0] > begin] for of, points in self._series.items() if of >= labels}
         return {of: points for of, points in found.items() if points}
 
 

@@ -94,8 +94,8 @@ def changed_before_synchronize() -> list[str]:
     with closing(GradientSynchronizer(model, [])) as synchronizer:
         _loss(model, 0).backward()
         synchronizer.averager.wait()  # before the next one writes to them
-        said = [error_of(_loss(model, 0).backward), error_of(synchronizer.synchronize)]
-        wrong += [] if "is ready a second time" in said[0] and not said[1] else [f"a second backward pass: {said}"]
+        twice = [error_of(_loss(model, 0).backward), error_of(synchronizer.synchronize)]
+        wrong += [] if "is ready a second time" in twice[0] and not twice[1] else [f"a second backward pass: {twice}"]
     model = _net()
     model[0].bias.register_post_accumulate_grad_hook(_take)
     with closing(GradientSynchronizer(model, [])):

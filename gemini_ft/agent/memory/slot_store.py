@@ -42,7 +42,7 @@ class SlotStore:
         self, host: Host, budget: Budget, log: Callable[[str], None], on_free: Callable[[SlotMemory], None], files: SlotFiles | None = None
     ) -> None:
         self.memory: dict[tuple[int, int], SlotMemory] = {}  # (owner, slot) -> its memfd
-        self._host, self.budget, self._log, self._on_free, self._files = host, budget, log, on_free, files
+        self._host, self._budget, self._log, self._on_free, self._files = host, budget, log, on_free, files
         self._donors: dict[tuple[int, int], SlotDonor | None] = {}
         self._wanted: dict[int, tuple[SlotShape, int]] = {}  # owner -> the shape of its slots, and how many there should be
         self._roomy: dict[int, int] = {}  # owner -> commits in a row at which there was room to spare for the slots that it lacks
@@ -120,7 +120,7 @@ class SlotStore:
         if memory.version is not None and slots.find(memory.version) is not None:
             memory.drop()
             return False
-        self.budget.take_over(memory.shape.total)
+        self._budget.take_over(memory.shape.total)
         index = max(slots.slots, default=-1) + 1
         self._host.adopt(owner, index, memory.version, memory.root, memory.committed).retired |= shared
         self.memory[owner, index], self._donors[owner, index] = memory, donor
@@ -143,7 +143,7 @@ class SlotStore:
         """
         shape = copy.shape
         self._drop_empty(shape.owner, keep=0)
-        self.budget.take(shape.total, f"rank {shape.owner}'s shard from storage")
+        self._budget.take(shape.total, f"rank {shape.owner}'s shard from storage")
         memory: SlotMemory | None = None
         adopted = False
         try:
@@ -157,7 +157,7 @@ class SlotStore:
                 adopted = True
         finally:
             if not adopted:
-                self.budget.give_back(shape.total)
+                self._budget.give_back(shape.total)
                 if memory is not None:
                     memory.drop()
 
@@ -265,14 +265,14 @@ class SlotStore:
 
     def _create(self, shape: SlotShape, number: int, what: str) -> list[SlotMemory]:
         """Creates all of the slots, or none."""
-        self.budget.take(number * shape.total, what)
+        self._budget.take(number * shape.total, what)
         made: list[SlotMemory] = []
         try:
             for _ in range(number):
                 made.append(SlotMemory.create(shape, self._files))
         except OSError as error:
             _drop_all(made)
-            self.budget.give_back(number * shape.total)
+            self._budget.give_back(number * shape.total)
             raise MemoryBudgetError(
                 f"{what}: the kernel gives no memory or descriptor for it ({error.strerror}); "
                 "see `ulimit -n`, `ulimit -v` and the limits of the control group"
@@ -280,7 +280,7 @@ class SlotStore:
         return made
 
     def _unmake(self, made: list[SlotMemory]) -> None:
-        self.budget.give_back(sum(memory.shape.total for memory in made))
+        self._budget.give_back(sum(memory.shape.total for memory in made))
         _drop_all(made)
 
     def short(self, takes: Callable[[int], bool] = lambda owner: True, spare: int = 0) -> list[int]:
@@ -294,7 +294,7 @@ class SlotStore:
         lacking = [each for each in lacking if each[2] > 0 and self._rotation(each[0]) and takes(each[0])]
         if not lacking:
             return []
-        found, allowed, available, taken = list[int](), self.budget.limit - self.budget.used, available_memory(), 0
+        found, allowed, available, taken = list[int](), self._budget.limit - self._budget.used, available_memory(), 0
         for owner, shape, missing in lacking:
             if taken + shape.total <= min(allowed, available - spare * shape.total):
                 found.append(owner)
@@ -331,7 +331,7 @@ class SlotStore:
         """Gives the memory of a slot back."""
         memory = self.memory.pop((owner, slot))
         self._donors.pop((owner, slot), None)
-        self.budget.give_back(memory.shape.total)
+        self._budget.give_back(memory.shape.total)
         self._on_free(memory)
         memory.drop()
 
