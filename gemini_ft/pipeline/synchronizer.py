@@ -39,7 +39,6 @@ from gemini_ft.state.tensors import unwrap_model
 from gemini_ft.worker.attempt import close_with
 
 T = TypeVar("T")
-_CHECK_EVERY = 100  # steps
 
 
 class GradientSynchronizer(Body):
@@ -114,8 +113,6 @@ class GradientSynchronizer(Body):
             ddp.register_comm_hook(self._buckets, communication_hook)
         else:
             self._model = model
-            self._checks, self._numbers_touched = 0, set[int]()
-            self._others: list[nn.Parameter] = []  # of the model, when it was last looked at, which are not averaged
             self._handles += [param.register_post_accumulate_grad_hook(self._ready) for param in parameters.values()]  # type: ignore[no-untyped-call]
             if own is not None:
                 _broadcast(model, own)
@@ -140,7 +137,6 @@ class GradientSynchronizer(Body):
         if self.is_ddp:
             raise StateError("DistributedDataParallel waits for its communication hook by itself: leave synchronize() out")
         untouched = [name for name in self.averager.missing() if name not in self._touched | self._discarded]
-        touched = len(self._touched)
         self._complete()
         changed = self._changed()
         self.step_over()
@@ -149,7 +145,7 @@ class GradientSynchronizer(Body):
                 f"the gradient of {changed[0]} was changed between the backward pass and synchronize(), while it was being averaged: clip, "
                 "unscale, divide and zero it after synchronize(); or run the backward pass in no_sync(), then change it, then synchronize()"
             )
-        self._check_parameters(touched)
+        self._check_parameters()
         if untouched and not self._find_unused:
             raise StateError(
                 f"no gradient for {', '.join(untouched[:5])}{' and others' if len(untouched) > 5 else ''} ({len(untouched)} of "
@@ -241,22 +237,11 @@ class GradientSynchronizer(Body):
                 "gradients without it: make GradientSynchronizer(ddp_model, ...) of that one, after close() of this one"
             )
 
-    def _check_parameters(self, touched: int) -> None:
-        """Refuses gradients that nobody averages. Parameters that were there are seen at every step, and new ones where they took the place
-        of others; it would take 1 ms for 1000 parameters to look for all others at every step.
-
-        Args:
-            touched: how many parameters have got a gradient in this step.
-        """
-        self._checks += 1
-        if touched not in self._numbers_touched or self._checks.bit_count() == 1 or self._checks % _CHECK_EVERY == 0:
-            self._numbers_touched.add(touched)
-            self._others = [param for param in self._model.parameters() if id(param) not in self._names]
-        if not any(param.grad is not None and param.requires_grad for param in self._others):
-            return
-        if alone := [name for name, param in trained(self._model).items() if param.grad is not None and id(param) not in self._names]:
+    def _check_parameters(self) -> None:
+        if any(param.grad is not None and id(param) not in self._names for param in self._model.parameters() if param.requires_grad):
+            name = next(name for name, param in trained(self._model).items() if param.grad is not None and id(param) not in self._names)
             raise StateError(
-                f"the gradient of {alone[0]} is not averaged: the parameter was frozen, or not there, when GradientSynchronizer was made. "
+                f"the gradient of {name} is not averaged: the parameter was frozen, or not there, when GradientSynchronizer was made. "
                 "Freeze after that, with find_unused_parameters=True, or close() it and make another one"
             )
 

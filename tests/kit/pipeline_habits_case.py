@@ -290,45 +290,18 @@ def parameters_that_come_later() -> list[str]:
         "replaced": ("2.weight", replace),
     }
     wrong = []
-    for (what, (name, change)), steps in itertools.product(later.items(), (1, 4)):
+    for what, (name, change) in later.items():
         model = _net()
         model[0].requires_grad_(what != "unfrozen")
         with closing(GradientSynchronizer(model, [], find_unused_parameters=True)) as synchronizer:
-            for step in range(steps):
-                _loss(model, step).backward()
-                synchronizer.synchronize()
-            change(model)
-            said = ""
-            for step in range(1 if what != "added" else steps):  # what is added is looked for seldom
-                if not said:
-                    _loss(model, step).backward()
-                    said = error_of(synchronizer.synchronize)
-            if f"the gradient of {name} is not averaged: the parameter was frozen, or not there" not in said:
-                wrong.append(f"{what} after {steps} steps: {said or 'not told'}")
-    return wrong
-
-
-class _Counted(nn.Sequential):
-    """Counts how often all parameters are looked for."""
-
-    looked = 0
-
-    def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        self.looked += 1
-        return super().named_parameters(*arguments, **options)
-
-
-def parameters_are_looked_for_seldom() -> list[str]:
-    """Looks for new parameters in few of the steps; it takes a millisecond for 1000 parameters. A part is discarded in every other one."""
-    join()
-    model = _Counted(*_net())
-    with closing(GradientSynchronizer(model, [])) as synchronizer:
-        before = model.looked
-        for step in range(24):
-            with synchronizer.discarding(model[0].parameters() if step % 2 else ()):
-                _loss(model, step).backward()
+            _loss(model, 0).backward()
             synchronizer.synchronize()
-    return [] if 1 <= model.looked - before <= 8 else [f"looked {model.looked - before} times"]
+            change(model)
+            _loss(model, 1).backward()
+            said = error_of(synchronizer.synchronize)
+            if f"the gradient of {name} is not averaged: the parameter was frozen, or not there" not in said:
+                wrong.append(f"{what}: {said or 'not told'}")
+    return wrong
 
 
 def zeros_that_are_left() -> list[str]:
@@ -412,7 +385,6 @@ HABITS = [
     within_a_part_of_the_ranks,
     options_of_ddp,
     parameters_that_come_later,
-    parameters_are_looked_for_seldom,
     zeros_that_are_left,
     in_any_memory_format,
     default_dtypes,
