@@ -204,13 +204,15 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
     def _is_overtaken(self, found: Mapping[str, Any], checkpoint: str, max_steps: int) -> bool:
         """Whether a checkpoint has more steps than the snapshot that was found, and is not one that this training has just written.
 
-        What memory has of it is exact, also where the training failed between a checkpoint and the next step: then it is no more steps
-        behind than lie between two snapshots. A last checkpoint leaves nothing to train.
+        What memory has of it is exact, also where the training failed between a checkpoint and the next step: then it is few steps behind,
+        at most twice as many as lie between two snapshots. A last checkpoint leaves nothing to train.
         """
         trainer, then, done = self._trainer, found["state"]["global_step"], self._trainer.state.global_step
         is_own = os.path.realpath(checkpoint).startswith(os.path.join(os.path.realpath(trainer.args.output_dir), ""))
         is_exact = is_own and done < max_steps and not trainer.is_deepspeed_enabled and self._protection.source == "memory"
-        is_near = is_exact and done - then <= (self._protection.checkpointer.config.fixed_interval or 1)
+        is_near = is_exact and done - then <= 2 * (
+            self._protection.checkpointer.config.fixed_interval or 2
+        )  # the last may not be committed
         is_overtaken = bool(then < done and not is_near)
         if trainer.is_world_process_zero():
             names = [f"the snapshot of step {then}", checkpoint]

@@ -153,7 +153,7 @@ class OwnAttributes:
         if len(self._views) > self._known:  # a callback was added
             self._modes.follow(self._views)
             self._models.follow(self._holding)
-            self._generators = private_generators(**self._holding)
+            self._generators |= private_generators(**self._holding)  # those of a model that has been named are gone from there
             self._known = len(self._views)
 
     def _look(self) -> None:
@@ -166,6 +166,8 @@ class OwnAttributes:
             left = self._left[name]
             found = {key: value for key, value in vars(item).items() if key not in left and not _is_theirs(value)}
             models = {key: found.pop(key) for key, value in list(found.items()) if isinstance(value, nn.Module)}
+            if item is self._trainer:  # a loss that is a module, for example
+                models |= {key: value for key in _GIVEN if isinstance(value := getattr(item, key, None), nn.Module)}
             if models and self._trained[0] is not (model := self._trainer.model_wrapped):
                 self._trained = model, set(map(id, model.modules()))
             models = {

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.launch import notes
 from gemini_ft.loaders.between import OF_WORKERS, Between
-from gemini_ft.loaders.parts import DataResume, LoaderParts, Way, facts, is_sized, is_stateful, is_torchdata, refuse_gone
+from gemini_ft.loaders.parts import DataResume, LoaderParts, Way, facts, is_sized, is_stateful, is_torchdata, of_sampler, refuse_gone
 from gemini_ft.loaders.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates, end_at_once
 from gemini_ft.state import iterators
 from gemini_ft.state.iterators import Resumption
@@ -377,8 +377,9 @@ class Bookmark:
                 )
 
     def _batches_after(self, position: dict[str, Any], batches: Iterator[Any]) -> Iterator[Any]:
-        lost, before_last = position["lost_here"], position["before_last"]
-        refuse_gone(set(lost) - set(self.lost_here if lost else ()))
+        lost, before_last = set(position["lost_here"]), position["before_last"]
+        refuse_gone({path for path in lost if not of_sampler(path)}.difference(self.lost_here if lost else ()))
+        batches = self._drawn_again(batches, lost)
         if before_last is not None:
             set_randomness(before_last["random"])
             self._put(before_last, position)
@@ -389,6 +390,13 @@ class Bookmark:
             yield batch
         yield from batches
         self.was_empty = self._taken == position["batches"]
+
+    def _drawn_again(self, batches: Iterator[Any], lost: set[str]) -> Iterator[Any]:
+        """The same batches; a sampler may change what cannot be kept no earlier than when it is asked for the first of them."""
+        for batch in batches:
+            refuse_gone(lost.difference(self.lost_here if lost else ()))
+            lost = set()
+            yield batch
 
     def _put(self, then: dict[str, Any], position: dict[str, Any]) -> None:
         """Puts the loader's parts as they were, unless states of their own count more."""

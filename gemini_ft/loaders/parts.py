@@ -145,6 +145,11 @@ def _length(item: Any) -> int | None:
         return None
 
 
+def of_sampler(path: str) -> bool:
+    """Whether an attribute, by its path, is one of a sampler or of a part of one."""
+    return path.startswith("sampler")
+
+
 def refuse_gone(paths: Collection[str]) -> None:
     """Refuses a snapshot of which attributes of the data are gone that had changed."""
     if paths:

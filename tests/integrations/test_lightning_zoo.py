@@ -283,6 +283,14 @@ class ShuffledSampler(Sampler[int]):
         return SAMPLES
 
 
+class OrderedSampler(ShuffledSampler):
+    """Draws an order anew when it is asked for the first index, and keeps it."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.order = torch.randperm(40_000).numpy()
+        yield from (self.order[:SAMPLES] % SAMPLES).tolist()
+
+
 class Ring(Noisy):
     """Gives out the last hundred samples, the oldest of which a new one replaces."""
 
@@ -346,6 +354,10 @@ def test_what_cannot_be_kept_is_loaded_again(make: Maker) -> None:
     with pytest.raises(UnsupportedStateError, match=r"keeps what cannot be kept with a snapshot: dataset\.(generator|buffer) changed"):
         Job(make, resumable=True).run(range(EPOCHS))
     Job(make, resumable=True, method="skip").run(range(EPOCHS))  # the user has said that it does not matter
+
+
+def test_an_order_that_a_sampler_draws_with_the_first_index_is_drawn_again() -> None:
+    check_going_on_in_one_epoch(lambda: DataLoader(Noisy(), BATCH, sampler=OrderedSampler()))
 
 
 def named(caplog: pytest.LogCaptureFixture) -> list[str]:

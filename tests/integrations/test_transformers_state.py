@@ -176,6 +176,37 @@ def test_a_model_that_a_trainer_holds_is_looked_at_now_and_then_until_it_is_name
         assert not caplog.records
 
 
+class Drawn(torch.nn.Module):
+    """A loss that draws from a generator of its own, and has a moving average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(5)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        self.mean += 1
+        return torch.rand((), generator=self.noise)
+
+
+def test_a_loss_that_is_a_module_keeps_its_generators_and_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from gemini_ft.transformers_state import OwnAttributes
+
+    def kept(loss: Drawn) -> OwnAttributes:
+        arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+        trainer = transformers.Trainer(Teacher(), arguments, train_dataset=[{}], compute_loss_func=loss)
+        return OwnAttributes(trainer)
+
+    loss, again = Drawn(), Drawn()
+    attributes = kept(loss)
+    loss(None, None)
+    with caplog.at_level("WARNING", "gemini_ft"):
+        found = attributes.collect()
+    assert found["named"] == ["trainer.compute_loss_func"]
+    kept(again).restore(found)
+    assert again(None, None) == loss(None, None)
+
+
 class Asking(transformers.TrainerCallback):  # type: ignore[misc]
     """A callback that knows the application, and so its Trainer."""
 
