@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
 import time
 from collections import defaultdict
@@ -40,6 +41,7 @@ def command(argv: Sequence[str]) -> int:
     from rich.table import Table
     from rich.text import Text
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # nothing else ends it, also where a script's shell has Ctrl-C ignored
     with suppress(KeyboardInterrupt), Live(screen=True, auto_refresh=False) as live:
         while True:
             answers, shown = ask(), Table(*HEAD, box=None)
