@@ -210,9 +210,8 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         trainer, then, done = self._trainer, found["state"]["global_step"], self._trainer.state.global_step
         is_own = os.path.realpath(checkpoint).startswith(os.path.join(os.path.realpath(trainer.args.output_dir), ""))
         is_exact = is_own and done < max_steps and not trainer.is_deepspeed_enabled and self._protection.source == "memory"
-        is_near = is_exact and done - then <= 2 * (
-            self._protection.checkpointer.config.fixed_interval or 2
-        )  # the last may not be committed
+        interval = self._protection.checkpointer.config.fixed_interval or 2
+        is_near = is_exact and done - then <= 2 * interval  # the last snapshot before it may not have been committed
         is_overtaken = bool(then < done and not is_near)
         if trainer.is_world_process_zero():
             names = [f"the snapshot of step {then}", checkpoint]
