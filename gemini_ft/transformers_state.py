@@ -159,10 +159,8 @@ class OwnAttributes:
     def _look(self) -> None:
         """Brings the views up to date: of each object the attributes that are the script's and are no part of the Trainer."""
         for name, item in self._items():
-            view = self._views.get(name)
-            if view is None:
-                view, self._holding[name] = self._views.setdefault(name, SimpleNamespace()), SimpleNamespace()
-                self._left[name] = _not_scripts(item)
+            if name not in self._views:
+                self._views[name], self._holding[name], self._left[name] = SimpleNamespace(), SimpleNamespace(), _not_scripts(item)
             left = self._left[name]
             found = {key: value for key, value in vars(item).items() if key not in left and not _is_theirs(value)}
             models = {key: found.pop(key) for key, value in list(found.items()) if isinstance(value, nn.Module)}
@@ -173,7 +171,7 @@ class OwnAttributes:
             models = {
                 key: value for key, value in models.items() if id(value) not in self._trained[1] and f"{name}.{key}" not in self._named
             }
-            for present, values in ((view, found), (self._holding[name], models)):
+            for present, values in ((self._views[name], found), (self._holding[name], models)):
                 vars(present).clear()
                 vars(present).update(values)
         for name, item in self._behind():
