@@ -48,7 +48,7 @@ def test_a_leader_that_says_nothing_for_less_than_the_timeout_is_not_taken_for_s
 
 
 def test_the_leader_names_the_hosts_of_which_it_hears_nothing() -> None:
-    """Those whose connections are open and silent, as where their power was cut, and one whose connection is closed."""
+    """Two kinds of host: one whose open connection is silent, as after a power cut, and one whose connection is closed."""
 
     async def work() -> None:
         async with Crew(4) as crew:

@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from agent_kit import WAIT, Job, end_agent, eventually
@@ -173,47 +174,43 @@ def test_the_hook_is_told_and_one_that_fails_or_hangs_costs_a_line(
     assert capsys.readouterr().err == "the hook did not end within 0.3 s: sleep 60\n"
 
 
-def test_a_sidecar_says_when_an_alert_ends_and_how_grave_it_was_at_sigterm(tmp_path: Path) -> None:
-    """The agent is lost; it is known from a look before."""
-    rules = "groups: [{name: mine, rules: [{alert: Here, expr: gemini_committed_step > 0}, {alert: Gone, expr: up == 0}]}]"
-    (tmp_path / "rules.yml").write_text(rules)
-    with Job(tmp_path) as job:
+@contextmanager
+def sidecar(folder: Path, rules: str) -> Iterator[tuple[str, subprocess.Popen[str], IO[str]]]:
+    """The run of an agent that has committed a step, ``gemini watch`` beside it once it has said that "Here" fires, and what it prints."""
+    (folder / "rules.yml").write_text(rules)
+    with Job(folder) as job:
         ranks = job.start("a")
         job.commit(ranks, 1)
-        command = [*GEMINI, "watch", "--run-id", job.run, "--every", "0.1", "--rules", str(tmp_path / "rules.yml")]
+        command = [*GEMINI, "watch", "--run-id", job.run, "--every", "0.1", "--rules", str(folder / "rules.yml")]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         try:
             assert process.stdout.readline().endswith(" firing warning Here: \n")
-            end_agent(job.run, "a")
-            said = {process.stdout.readline()[9:] for _ in range(2)}
-            assert said == {"resolved warning Here: \n", "firing warning Gone: \n"}
-            process.terminate()
-            assert process.wait(WAIT) == 3
+            yield job.run, process, process.stdout
         finally:
             process.kill()
             process.communicate()
+
+
+def test_a_sidecar_says_when_an_alert_ends_and_how_grave_it_was_at_sigterm(tmp_path: Path) -> None:
+    """The agent is lost; it is known from a look before."""
+    rules = "groups: [{name: mine, rules: [{alert: Here, expr: gemini_committed_step > 0}, {alert: Gone, expr: up == 0}]}]"
+    with sidecar(tmp_path, rules) as (run, process, output):
+        end_agent(run, "a")
+        said = {output.readline()[9:] for _ in range(2)}
+        assert said == {"resolved warning Here: \n", "firing warning Gone: \n"}
+        process.terminate()
+        assert process.wait(WAIT) == 3
 
 
 def test_an_agent_of_this_machine_that_leaves_is_not_away(tmp_path: Path) -> None:
     rules = "groups: [{name: mine, rules: [{alert: Here, expr: gemini_workers >= 0}, {alert: Gone, expr: up == 0, for: 1s}]}]"
-    (tmp_path / "rules.yml").write_text(rules)
-    with Job(tmp_path) as job:
-        ranks = job.start("a")
-        job.commit(ranks, 1)
-        command = [*GEMINI, "watch", "--run-id", job.run, "--every", "0.1", "--rules", str(tmp_path / "rules.yml")]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline().endswith(" firing warning Here: \n")
-            eventually(lambda: lifecycle.leave(job.run, "a"), "the end of an agent")
-            assert process.stdout.readline().endswith(" resolved warning Here: \n")
-            time.sleep(2)  # many looks
-            process.terminate()
-            assert process.communicate(timeout=WAIT)[0] == ""
-        finally:
-            process.kill()
-            process.communicate()
+    with sidecar(tmp_path, rules) as (run, process, output):
+        eventually(lambda: lifecycle.leave(run, "a"), "the end of an agent")
+        assert output.readline().endswith(" resolved warning Here: \n")
+        time.sleep(2)  # many looks
+        process.terminate()
+        assert process.communicate(timeout=WAIT)[0] == ""
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\ngemini_", b"nonsense\r\n\r\n"])

@@ -430,8 +430,7 @@ train()
 
 
 def test_what_a_trainer_of_gemini_run_is_told(tmp_path: Path) -> None:
-    """What is not supported runs as it is, and callbacks are copied as without ours. An error of ours names the way out, as the script has
-    not asked for it."""
+    """A Trainer that is not supported runs unprotected, its callbacks can be copied, and an error of gemini-ft names the way out."""
     named = {"GEMINI_RUN_ID": f"{os.getpid()}-{tmp_path.name}", "GEMINI_HOST_ID": "little", "GEMINI_LOG_DIR": str(tmp_path)}
     env = os.environ | named | {"GEMINI_MEMORY_LIMIT": "8MiB"}
     try:

@@ -361,7 +361,7 @@ def test_an_order_that_a_sampler_draws_with_the_first_index_is_drawn_again() -> 
 
 
 def named(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What warnings have said of large lists and arrays that have changed in place."""
+    """The warnings about large lists and arrays that were changed in place."""
     return [text for record in caplog.records if "other elements" in (text := record.getMessage())]
 
 

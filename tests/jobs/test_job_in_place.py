@@ -350,7 +350,7 @@ def test_the_survivors_of_other_hosts_stay_too(plain: Outcome, tmp_path: Path) -
 
 
 def test_a_lost_host_costs_no_process_of_another(plain: Outcome, tmp_path: Path) -> None:
-    """Of one nothing is heard any more, and no connection closes; that of rank 0, whose agent leads, dies. Two spares take their places."""
+    """Two hosts are lost, and spares take their places: one falls silent without closing a connection, and one, with rank 0, is killed."""
     (tmp_path / "job").mkdir()
     env = {"GEMINI_RESTART": "in_place", "GEMINI_IN_PLACE_TIMEOUT": "60", "GEMINI_FAULTS": "step=8:rank=0:kill"}
     with EmulatedHosts(2, [SCRIPT, str(tmp_path / "job"), "gemini", "0:1:4:freeze"], tmp_path, env=env) as hosts:

@@ -213,7 +213,7 @@ def test_what_another_rank_or_a_moment_is_to_blame_for_is_no_refusal() -> None:
 
 @pytest.mark.parametrize("streams", [{}, {"main": {"unheard": ["given", "node-1-0a1b2c3d"]}, "of an agent of another release": {}}])
 def test_hosts_that_the_agent_has_lost_are_told_by_their_lasting_names(streams: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that the rendezvous knows: without the boot id, where the host's name is the default."""
+    """The rendezvous knows hosts by these names: the default one has no boot id in it."""
     answer = Status(document=json.dumps({"streams": streams}))
     monkeypatch.setattr(module.lifecycle, "ask", lambda run, host, message, seconds: answer)
     assert module.unheard("r") == ({"given", "node-1-0a1b2c3d", "node-1"} if streams else set())

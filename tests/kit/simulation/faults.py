@@ -328,7 +328,7 @@ PROBES = (
 
 
 class Theme(NamedTuple):
-    """What makes a rare order of events likely in some seeds.
+    """Makes a rare order of events likely in some seeds.
 
     Attributes:
         faults: that strike more often than others.
