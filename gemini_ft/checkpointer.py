@@ -340,6 +340,10 @@ class Checkpointer:
         if self._has_begun:
             raise StateError("attach_gradients() must come before resume() or load_tensors(), and before the first snapshot")
         self._gradients = gradients
+        if getattr(gradients, "lets_ranks_differ", False):
+            self._replicated = False
+            if isinstance(self._bound, PlainState):
+                self._bound.replicated = False
         watch([gradients])
         self._state = WithGradients(self._bound, gradients)
         self._reporter = FiguresReporter(gradients.summary, lambda message: self._joined.client.offer(message))

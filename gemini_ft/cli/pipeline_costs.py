@@ -164,6 +164,9 @@ def _cost(number: int, rule: Rule, groups: Sequence[Sequence[Tensor]], dtypes: M
         seconds: float | None = through[1](wire, Link(alpha=0.0, beta=8 / rate))
     else:
         seconds = None if wire is None else _seconds(primitive, wire, ranks, rate)
+    if rule.every is not None:
+        by += f"; once in {rule.every} steps"
+        wire, seconds = None if wire is None else wire // rule.every, None if seconds is None else seconds / rule.every
     fp32, bf16 = (_seconds(Primitive.ALL_REDUCE, size * elements, ranks, rate) for size in (4, 2))
     return Cost(rule=name, dense_bytes=dense, wire_bytes=wire, by=by, seconds=seconds, fp32_seconds=fp32, bf16_seconds=bf16)
 

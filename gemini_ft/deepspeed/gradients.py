@@ -54,6 +54,8 @@ class EngineGradients(Body):
     def __init__(self, engine: Any, pipeline: Any) -> None:
         rules = load_rules(pipeline)
         _refuse(_unsupported_engine(engine))
+        local = next((rule for rule in rules if rule.is_local), None)
+        _refuse(iter([(local is not None, f"{local}: an engine's optimizer steps on all ranks together: leave every out, or use DDP")]))
         tensors = assign(engine.module, rules)
         _refuse(_complex(engine.module))
         self._is_whole = not isinstance(engine.optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3)

@@ -81,9 +81,12 @@ class DdpBuckets:
         gradients = dict(zip(names, _views(bucket), strict=True))
         waiting = _Bucket(bucket.buffer(), len(names), self._waiting.discard)
         self._waiting.add(waiting)
-        if beside := {name: gradient for name, gradient in gradients.items() if name not in self._ours}:
+        local = {name for name in gradients if self._synchronizer.is_local(name)}
+        if beside := {name: gradient for name, gradient in gradients.items() if name not in self._ours | local}:
             self._averager.beside(beside, partial(_take_all, waiting, beside))
         for name, gradient in gradients.items():
+            if name in local:
+                waiting.take(gradient, gradient)
             if name not in self._ours:
                 continue
             if self._synchronizer.is_discarded(name):
@@ -107,6 +110,8 @@ class DdpBuckets:
         if self._error is None:
             try:
                 self._averager.wait()
+                if not self._synchronizer.discards_all:
+                    self._synchronizer.stepped_alone()
             except BaseException as error:
                 self._fail(error)
         if self._error is not None:

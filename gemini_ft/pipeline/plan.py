@@ -203,10 +203,14 @@ def _sparse(model: nn.Module) -> set[str]:
 
 
 def _check_parameter(number: int, rule: Rule, name: str, param: nn.Parameter, sparse: bool) -> None:
+    what, way_out = f"gradient_pipeline: rule {number + 1} ({rule})", "put a rule for it without compress before this one"
+    if rule.is_local and param.dtype.is_complex:
+        raise ConfigError(
+            f"{what} would have ranks move {name} alone, which is {param.dtype}: put a rule for it without every before this one"
+        )
     if rule.compress is None:
         return
-    what, way_out = f"gradient_pipeline: rule {number + 1} ({rule})", "put a rule for it without compress before this one"
-    if sparse:
+    if sparse and not rule.is_local:
         raise ConfigError(
             f"{what} would compress {name}, whose gradient is a sparse tensor (its module has sparse=True); put a rule with "
             f"params: {name!r} and sync: zen before it"

@@ -83,6 +83,14 @@ class Control(_RuleModel):
     every: int = Field(5, ge=1, description="Steps between two decisions.")
 
 
+class Outer(_RuleModel):
+    """The optimizer of outer steps: torch's SGD, without dampening; its gradients are the averages of what ranks have moved."""
+
+    lr: float = Field(0.7, gt=0, allow_inf_nan=False, description="Its learning rate, above 0; 1 without momentum: the plain average.")
+    momentum: float = Field(0.9, ge=0, lt=1, description="Its momentum, at least 0 and below 1.")
+    nesterov: bool = Field(True, description="Whether its momentum is Nesterov's.")
+
+
 Fusion = Literal["layer-wise", "cupcake", "espresso", "auto"] | Buckets | Groups
 DEFAULT_FUSION = Buckets(bucket=25 * 2**20)
 
@@ -170,6 +178,14 @@ class Rule(_RuleModel):
         None, description="Whether the ratio of compress follows the network: dc2; default: it stays."
     )
 
+    every: int | None = Field(
+        None, ge=1, description="Steps that each rank makes alone between two averages; default: gradients are averaged."
+    )
+    outer: Outer | None = Field(
+        None, description="The optimizer that steps with the average of what ranks have moved; default: they take it."
+    )
+    fragments: int = Field(1, ge=1, description="Parts of the parameters that are averaged at different steps of a period.")
+
     @field_validator("params")
     @classmethod
     def _some(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -196,7 +212,20 @@ class Rule(_RuleModel):
         if self.fusion == "espresso" and self.compress is None:
             raise ValueError("fusion espresso chooses between compressing and not; add compress")
         self._check_quality()
+        self._check_local()
         return self
+
+    def _check_local(self) -> None:
+        if self.every is None:
+            if self.outer is not None or self.fragments > 1:
+                raise ValueError("outer and fragments are of local steps: add every, such as every: 30, or leave them out")
+            return
+        if self.fragments > self.every:
+            raise ValueError(f"fragments={self.fragments}: at most one for each of the {self.every} steps of a period")
+        if self.sync.scheme != "dense" or self.fusion in PLANNED or self.control is not None:
+            raise ValueError(
+                "every averages what ranks have moved by an all-reduce or by compress: leave out sync, control and planned fusions"
+            )
 
     def _check_quality(self) -> None:
         lossy = self.compress.method if self.compress is not None and self.cast is None and self.fusion == "auto" else None
@@ -233,6 +262,11 @@ class Rule(_RuleModel):
         return self.sync.scheme in kinds and kinds[self.sync.scheme].whole
 
     @property
+    def is_local(self) -> bool:
+        """Whether ranks make steps alone."""
+        return self.every is not None
+
+    @property
     def is_plain(self) -> bool:
         """Whether an all-reduce is all that the rule asks for."""
         return self.sync.scheme == "dense" and (self.compress is None or self.cast is not None)
@@ -258,6 +292,7 @@ class Rule(_RuleModel):
         parts = [f"params={list(self.params) if len(self.params) > 1 else self.params[0]!r}", f"sync={self.sync.scheme}"]
         parts += [f"compress={self.compress.method}"] if self.compress is not None else []
         parts += [f"control={self.control.method}"] if self.control is not None else []
+        parts += [f"every={self.every}"] if self.every is not None else []
         return ", ".join(parts)
 
 

@@ -12,6 +12,7 @@ unused parameters and accumulation: then the synchronizer is its communication h
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from gemini_ft.pipeline.averager import own_group
 from gemini_ft.pipeline.body import Body
 from gemini_ft.pipeline.ddp_buckets import DdpBuckets, communication_hook
 from gemini_ft.pipeline.measuring import ModelHook
+from gemini_ft.pipeline.outer import OuterSteps
 from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, nothing, trained
 from gemini_ft.pipeline.routes import of_all_ranks
 from gemini_ft.pipeline.rules import Rules, check_world, load_rules
@@ -39,6 +41,7 @@ from gemini_ft.state.tensors import unwrap_model
 from gemini_ft.worker.attempt import close_with
 
 T = TypeVar("T")
+_log = logging.getLogger("gemini_ft")
 
 
 class GradientSynchronizer(Body):
@@ -91,6 +94,9 @@ class GradientSynchronizer(Body):
         rules, tensors = _together(assigned, settings, own)
         if otherwise is not None:
             tensors = [tensor for tensor in tensors if tensor.rule != NO_RULE]
+        local = [tensor for tensor in tensors if tensor.rule != NO_RULE and rules[tensor.rule].is_local]
+        tensors = [tensor for tensor in tensors if tensor not in local]
+        self._local = {tensor.name for tensor in local}  # parameters that every rank trains alone
         self._find_unused, self._paused = find_unused_parameters, False
         self._touched: set[str] = set()  # have got a gradient in this step
         self._sent: dict[str, tuple[torch.Tensor, int]] = {}  # gradients of this step that are being averaged, and their versions
@@ -113,11 +119,41 @@ class GradientSynchronizer(Body):
             ddp.register_comm_hook(self._buckets, communication_hook)
         else:
             self._model = model
-            self._handles += [param.register_post_accumulate_grad_hook(self._ready) for param in parameters.values()]  # type: ignore[no-untyped-call]
+            averaged = [param for name, param in parameters.items() if name not in self._local]
+            self._handles += [param.register_post_accumulate_grad_hook(self._ready) for param in averaged]  # type: ignore[no-untyped-call]
             if own is not None:
                 _broadcast(model, own)
+        self._outer = self._outer_steps(local, ranks, group) if local else None
         announce(self, parameters.values())
         close_with(self)
+
+    def _outer_steps(self, tensors: Sequence[Tensor], ranks: list[int], group: Any) -> OuterSteps:
+        model, several = self.ddp if self.is_ddp else self._model, len(ranks) > 1
+        assert model is not None
+        if self.is_ddp and several and model.broadcast_buffers and next(model.buffers(), None) is not None:
+            _log.warning(
+                "DDP sends buffers from rank 0 before each forward pass, also between two averages: give it broadcast_buffers=False"
+            )
+        outer = OuterSteps(
+            model,
+            {tensor.name: self._parameters[tensor.name] for tensor in tensors},
+            tensors,
+            self.averager.rules,
+            group=own_group(ranks, group) if several else None,
+            control=own_group(ranks, group, "gloo") if several else None,
+            device=next(iter(self._parameters.values())).device,
+        )
+        self.groups += outer.groups
+        return outer
+
+    @property
+    def lets_ranks_differ(self) -> bool:
+        """Whether parameters and optimizer state are each rank's own between two averages."""
+        return self._outer is not None
+
+    def is_local(self, name: str) -> bool:
+        """Whether each rank trains the parameter alone: its gradients stay as they are."""
+        return name in self._local
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -136,10 +172,14 @@ class GradientSynchronizer(Body):
         """
         if self.is_ddp:
             raise StateError("DistributedDataParallel waits for its communication hook by itself: leave synchronize() out")
+        if self._outer is not None:
+            self._outer.stepped()
         untouched = [name for name in self.averager.missing() if name not in self._touched | self._discarded]
-        self._complete()
-        changed = self._changed()
-        self.step_over()
+        changed = list[str]()
+        if self.averager.tensors:
+            self._complete()
+            changed = self._changed()
+            self.step_over()
         if changed:
             raise StateError(
                 f"the gradient of {changed[0]} was changed between the backward pass and synchronize(), while it was being averaged: clip, "
@@ -274,6 +314,11 @@ class GradientSynchronizer(Body):
         self._settle()
         self._tune()
 
+    def stepped_alone(self) -> None:
+        """Records that a backward pass is over whose gradients are to be stepped with. Collective where an outer step is late."""
+        if self._outer is not None:
+            self._outer.stepped()
+
     def ready(self, name: str) -> None:
         """Records that a gradient is final."""
         self._ready_times.ready(name)
@@ -315,8 +360,25 @@ class GradientSynchronizer(Body):
             absent = everywhere.bool().tolist()
         return {name for name, is_absent in zip(names, absent, strict=True) if is_absent}
 
+    def state_dict(self) -> dict[str, Any]:
+        """As `Body.state_dict`; with local steps, what these remember under "outer"."""
+        return super().state_dict() | ({} if self._outer is None else {"outer": self._outer.state_dict()})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores a `state_dict`; see `Body.load_state_dict`."""
+        super().load_state_dict(state)
+        if self._outer is not None:
+            self._outer.load_state_dict(state["outer"])
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """The costs of the last step as plain data; of parameters that are trained alone, of their last average."""
+        outer = {} if self._outer is None else self._outer.summary()
+        return outer | super().summary()
+
     def close(self) -> None:
         """Removes all hooks from the model, and ends the threads."""
+        if self._outer is not None:
+            self._outer.close()
         for handle in self._handles:
             handle.remove()
         self._ready_times.close()

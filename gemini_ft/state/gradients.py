@@ -39,7 +39,11 @@ _log = logging.getLogger("gemini_ft")
 
 
 class GradientState(Protocol):
-    """An object that synchronises gradients and remembers something from step to step."""
+    """An object that synchronises gradients and remembers something from step to step.
+
+    One whose ``lets_ranks_differ`` is true averages every few steps only: parameters and optimizer state, which differ in between,
+    are captured as each rank's own.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """Nested dicts with keys that are strings; in them dense tensors (live, not copied), numbers, strings, lists of these.
@@ -93,6 +97,7 @@ class _Several:
 
     def __init__(self, inner: Sequence[GradientState]) -> None:
         self._inner = {str(number): each for number, each in enumerate(inner)}
+        self.lets_ranks_differ = any(getattr(each, "lets_ranks_differ", False) for each in inner)
 
     def state_dict(self) -> dict[str, Any]:
         return {number: each.state_dict() for number, each in self._inner.items()}

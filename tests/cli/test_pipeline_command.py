@@ -115,6 +115,14 @@ def test_a_rule_that_goes_through_a_switch_costs_no_ring(scheme: str, wire: int)
     assert alone.seconds == 0
 
 
+def test_local_steps_cost_a_part_of_their_average_in_each_step() -> None:
+    model, dense = nn.Linear(1000, 1500, bias=False), [{"params": "*"}]
+    [each], [tenth] = (describe(model, load_rules(rules), 4, 1e9).rules for rules in (dense, [{**dense[0], "every": 10}]))
+    assert (each.wire_bytes, tenth.wire_bytes) == (6_000_000, 600_000)
+    assert tenth.seconds == pytest.approx(each.seconds / 10)
+    assert tenth.by == "formula; once in 10 steps"
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_bytes_are_those_that_travel(name: str) -> None:
     """Exactly, but for methods of which the data decide, whose bytes come from their ratio, or are not known."""

@@ -193,6 +193,7 @@ REFUSED = {
     ),
     "summed": (Case(0, [], config={"gradient_allreduce_op": "sum"}), 'gradient_allreduce_op must be "mean" or left out'),
     "pipeline": (Case(1, []), "a PipelineEngine averages gradients in its own way; leave the section out"),
+    "local steps": (Case(0, [{"params": "*", "every": 2}]), "an engine's optimizer steps on all ranks together: leave every out"),
     "no optimizer": (Case(0, []), "this engine has no optimizer, so it averages no gradients"),
     "typo": (Case(1, [{"params": "*", "compres": "topk"}]), "rule 1, compres='topk': unknown option; a rule has params, sync, compress"),
     "no such parameter": (

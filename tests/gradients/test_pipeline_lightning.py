@@ -24,6 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 SAME = [{"params": "*", "compress": "none"}]
 TOPK = [{"params": "*", "compress": {"method": "topk", "ratio": 0.1}}]
 MIXED = [{"params": "*bias", "compress": "int8"}, *TOPK]  # with counters, and with residuals
+LOCAL = [{"params": "*embed*", "every": 3, "outer": {}, "compress": {"method": "topk", "ratio": 0.1}}, *MIXED]  # beside them
 STEERED = [{**TOPK[0], "control": {"method": "dc2", "deadline": 1e-9, "every": 1}}]  # a network that is always too slow
 ZEN = [{"params": "*embed*", "sync": "zen"}]
 SMALL = {"bucket_cap_mb": 0.0005}
@@ -124,8 +125,8 @@ def test_figures_are_logged_when_lightning_logs(ran: list[Batches]) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [Case(MIXED, accumulate=2, warm=True), Case(MIXED, fabric=True, saved=True, warm=True)],
-    ids=["Trainer", "Fabric"],
+    [Case(MIXED, accumulate=2, warm=True), Case(MIXED, fabric=True, saved=True, warm=True), Case(LOCAL, accumulate=2, warm=True)],
+    ids=["Trainer", "Fabric", "Trainer, local steps"],
 )
 def test_residuals_survive_a_kill(tmp_path: Path, case: Case) -> None:
     """What follows has the bits of a run that nobody has killed, though a backward pass is pending at each resume."""

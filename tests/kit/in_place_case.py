@@ -1,10 +1,11 @@
 """The script of test_job_in_place.py: a small DDP loop inside `gemini_ft.run`, or plain; it fails on purpose as its arguments say.
 
-``in_place_case.py FOLDER KEEPER [ATTEMPT:RANK:MOMENT:DEED]...``; KEEPER is "gemini", "nothing", "generator" or "dataset": gemini, with a
-generator of the process's own in its state, and never closed, or with a dataset of its own that counts; "sharded" and "sharded-alone": by
-FSDP2, with gemini and without; "pipeline" and "pipeline-alone": gradients are compressed, with residuals; "compiled": with gemini, and the
-model is compiled. A MOMENT is "start", "group", "model", "loading", "resumed", a number of steps, or "leaving". Each rank writes what every
-step has computed to a file of its own, in hex, with its process id.
+``in_place_case.py FOLDER KEEPER [ATTEMPT:RANK:MOMENT:DEED]...``; KEEPER is "gemini", "nothing", "generator" or "dataset": gemini, with
+a generator of the process's own in its state, and never closed, or with a dataset of its own that counts; "sharded" and
+"sharded-alone": by FSDP2, with gemini and without; "pipeline" and "pipeline-alone": gradients are compressed, with residuals, and ranks
+train a layer alone between averages; "compiled": with gemini, and the model is compiled. A MOMENT is "start", "group", "model",
+"loading", "resumed", a number of steps, or "leaving". Each rank writes what every step has computed to a file of its own, in hex, with
+its process id.
 """
 
 from __future__ import annotations
@@ -199,7 +200,8 @@ def train() -> None:
             print("attempt", os.getpid(), file=opened, flush=True)
             ends[0].send(b"a")
         if KEEPER.startswith("pipeline"):
-            GradientSynchronizer(model, [{"params": "*", "compress": {"method": "topk", "ratio": 0.1}}])
+            topk = {"compress": {"method": "topk", "ratio": 0.1}}
+            GradientSynchronizer(model, [{"params": "2.*", "every": 3, "outer": {}, **topk}, {"params": "*", **topk}])
         reached("model")
         torch.manual_seed(int(rank))
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)

@@ -1,0 +1,71 @@
+"""``every`` in a rule: steps that ranks make alone, outer steps as in one process, and the same bits after a kill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import local_steps_case
+import pytest
+from agent_kit import preload
+from plain_case import history, side_by_side
+from rank_kit import on_ranks
+from torch import nn
+
+import gemini_ft
+from gemini_ft.errors import ConfigError
+from gemini_ft.pipeline.rules import load_rules
+
+preload("local_steps_case")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
+    """By rank: case -> where it differs from the same in one process."""
+    return on_ranks(tmp_path_factory.mktemp("local"), 2, local_steps_case.differences, local_steps_case.CASES)
+
+
+@pytest.mark.parametrize("case", local_steps_case.CASES)
+def test_ranks_end_with_the_bits_of_one_process(case: str, found: list[dict[str, str | None]]) -> None:
+    assert [rank[case] for rank in found] == [None, None]
+
+
+def test_ranks_that_compress_are_together_after_each_average_and_only_then(tmp_path: Path) -> None:
+    for alike_between, alike_after, (before, after) in on_ranks(tmp_path, 2, local_steps_case.compressed):
+        assert not alike_between
+        assert alike_after
+        assert after < before == 4 * (6 * 5 + 5 + 5 * 2 + 2)
+
+
+def test_each_rank_goes_on_with_its_own_state_after_kills(tmp_path: Path) -> None:
+    """Between two averages, and with part of a period over; each rank's weights, anchors and residuals are its own."""
+    starts, begins = side_by_side(tmp_path, local_steps_case.train, "step=6:rank=0:sigkill; step=11:rank=1:sigkill:moment=in_copy")
+    assert begins == [0, 0]
+    assert min(starts) >= 9
+    first, second = (history(tmp_path / "disturbed", rank) for rank in range(2))
+    assert any(first[step].split()[1] != second[step].split()[1] for step in first)
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ({"outer": {"lr": 1.0}}, "outer and fragments are of local steps: add every"),
+        ({"fragments": 2}, "outer and fragments are of local steps: add every"),
+        ({"every": 2, "fragments": 3}, "fragments=3: at most one for each of the 2 steps of a period"),
+        ({"every": 0}, "greater than or equal to 1"),
+        ({"every": 2, "outer": {"lr": 0}}, "greater than 0"),
+        ({"every": 2, "outer": {"momentum": 1}}, "less than 1"),
+        ({"every": 2, "sync": "zen"}, "every averages what ranks have moved by an all-reduce or by compress"),
+        ({"every": 2, "compress": "topk", "fusion": "cupcake"}, "every averages what ranks have moved by an all-reduce or by compress"),
+        ({"every": 2, "compress": "topk", "control": "dc2"}, "every averages what ranks have moved by an all-reduce or by compress"),
+    ],
+)
+def test_what_makes_no_local_steps_is_refused(rule: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_rules([{"params": "*", **rule}])
+
+
+def test_complex_parameters_are_refused() -> None:
+    model = nn.ParameterDict({"w": nn.Parameter(local_steps_case.torch.zeros(2, dtype=local_steps_case.torch.complex64))})
+    with pytest.raises(ConfigError, match=r"would have ranks move w alone, which is torch.complex64"):
+        gemini_ft.GradientSynchronizer(model, [{"params": "*", "every": 2}])
