@@ -68,6 +68,11 @@ class DdpBuckets:
                 "join(divide_by_initial_world_size=False) divides by the ranks that still have inputs, and a gradient pipeline by all of "
                 "them: leave that option out; DDP forgets a join() that is over in `with ddp_model.join(enable=False): pass`"
             )
+        if self._synchronizer.lets_ranks_differ and self._synchronizer.ddp._join_config.enable:
+            raise StateError(
+                "join() lets a rank whose inputs have ended answer the others' collectives, and between two averages of a rule with every "
+                "nobody trains for it: give all ranks as many batches, or leave every out"
+            )
         names = [self._synchronizer.name_of(param) for param in bucket.parameters()]
         if any(self._averager.has(name) for name in names):  # of the backward pass before
             self._synchronizer.backward_over()

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gemini_ft.errors import StateError
 from gemini_ft.pipeline.body import Body
 from gemini_ft.pipeline.plan import Tensor
 from gemini_ft.pipeline.rules import Outer, Rules
@@ -80,6 +81,11 @@ class OuterSteps(Body):
             self._step()
 
     def _updated(self, optimizer: torch.optim.Optimizer) -> None:
+        if "ZeroRedundancyOptimizer" in [kind.__name__ for kind in type(optimizer).__mro__]:
+            raise StateError(
+                "a ZeroRedundancyOptimizer sends each parameter from the one rank that updates it to all others in every step, so no rank "
+                "trains alone: leave every out of the gradient pipeline, or give each rank the optimizer that it wraps"
+            )
         if self._is_due and any(id(param) in self._names for group in optimizer.param_groups for param in group["params"]):
             self.catch_up()
 

@@ -46,6 +46,12 @@ def test_each_rank_goes_on_with_its_own_state_after_kills(tmp_path: Path) -> Non
     assert any(first[step].split()[1] != second[step].split()[1] for step in first)
 
 
+def test_what_lets_no_rank_train_alone_is_refused(tmp_path: Path) -> None:
+    for sharded, joined in on_ranks(tmp_path, 2, local_steps_case.refusals):
+        assert "a ZeroRedundancyOptimizer sends each parameter from the one rank that updates it to all others" in sharded
+        assert "join() lets a rank whose inputs have ended answer the others' collectives" in joined
+
+
 @pytest.mark.parametrize(
     ("rule", "words"),
     [

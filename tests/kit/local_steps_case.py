@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipeline_case import alike
+from pipeline_case import alike, error_of
 from plain_case import Net, start_ranks
 from sync_case import join
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import gemini_ft
@@ -60,16 +61,15 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
 
 
-def loss_of(model: nn.Module, step: int, micro: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
+def loss_of(model: nn.Module, step: int, micro: int, rank: int, dtype: torch.dtype) -> Any:
     given = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)).to(dtype)
-    loss: torch.Tensor = model(given).square().sum()
-    return loss
+    return model(given).square().sum()
 
 
 def in_one_process(case: Case) -> list[nn.Module]:
     """The models of all ranks after `STEPS` steps, with torch's own SGD as the outer optimizer. Written by the papers, not by our code."""
     world, rule = dist.get_world_size(), {"outer": {"lr": 1.0}, "fragments": 1, **case.rule}
-    models = [network(case.dtype) for _ in range(world)]
+    models: list[nn.Module] = [network(case.dtype) for _ in range(world)]
     inner = [torch.optim.AdamW(model.parameters(), 1e-2) for model in models]
     anchor = network(case.dtype).float()
     outer = torch.optim.SGD(anchor.parameters(), **rule["outer"])
@@ -128,7 +128,7 @@ def _outer_step(models: list[nn.Module], anchor: nn.Module, outer: torch.optim.O
 def on_each_rank(case: Case) -> nn.Module:
     """This rank's model after `STEPS` steps of its own."""
     model, rank = network(case.dtype), dist.get_rank()
-    wrapped = DistributedDataParallel(model) if case.ddp else model
+    wrapped: Any = DistributedDataParallel(model) if case.ddp else model
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     with closing(gemini_ft.GradientSynchronizer(wrapped, [{"params": case.names, **case.rule}])) as synchronizer:
         for step in range(STEPS):
@@ -167,6 +167,20 @@ def compressed() -> tuple[bool, bool, list[int]]:
             between.append(alike(digest(model.state_dict())))
         figures = next(value for name, value in synchronizer.summary().items() if name.startswith("1:"))
     return any(between[:2] + between[3:5]), between[2] and between[5], [int(figures["bytes_before"]), int(figures["bytes_after"])]
+
+
+def refusals() -> list[str]:
+    """What is said where others average between two averages, or ranks are not all there."""
+    join()
+    model = network()
+    with closing(gemini_ft.GradientSynchronizer(model, [{"params": "*", "every": 2}])) as synchronizer:
+        loss_of(model, 0, 0, 0, torch.float32).backward()
+        synchronizer.synchronize()
+        said = [error_of(ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1).step)]
+    wrapped = DistributedDataParallel(network())
+    with closing(gemini_ft.GradientSynchronizer(wrapped, [{"params": "*", "every": 2}])), wrapped.join():
+        said.append(error_of(loss_of(wrapped, 0, 0, 0, torch.float32).backward))
+    return said
 
 
 def train(out: str) -> int:
