@@ -12,6 +12,7 @@ from .omnireduce import OmniReduce as OmniReduce
 from .omnireduce import OmniReduceStreaming as OmniReduceStreaming
 from .parameter_server import SinglePS as SinglePS
 from .parameter_server import SparsePS as SparsePS
+from .ring import Ring8 as Ring8
 from .rows import GradientError as GradientError
 from .schemes import SCHEMES as SCHEMES
 from .schemes import dimensions_table as dimensions_table

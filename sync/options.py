@@ -14,6 +14,7 @@ _EVERY = "sums of which one has a packet compared with its exact sum, 0 or more;
 Check = Annotated[bool, Field(description="compare the ranks' shapes and dtypes first")]
 Bits = Annotated[Literal[2, 4, 8] | None, Field(description="of each value of the sums, 2, 4 or 8; null: all, exactly")]
 Bucket = Annotated[int, Field(ge=8, multiple_of=8, description="values that share a norm, a multiple of 8")]
+RingWords = Annotated[Literal["int8", "e4m3", "e5m2", "bf16"], Field(description="in which values travel, int8, e4m3, e5m2 or bf16")]
 Hashing = Annotated[Literal["rotation", "hierarchical"], Field(description="how units are divided, rotation or hierarchical")]
 Switches = Annotated[str, Field(pattern=_PLACES, description="host:port of the switch, or of several, with commas; ports from 1 to 65535")]
 SlotCount = Annotated[int, Field(ge=1, le=2**16, description="packets that are under way at once, from 1 to 65536")]

@@ -12,6 +12,7 @@ from .hierarchical import Hierarchical
 from .inceptionn import InceptionnRing
 from .omnireduce import OmniReduce, OmniReduceStreaming
 from .parameter_server import SinglePS, SparsePS
+from .ring import Ring8
 from .sparcml import DSARSplitAllgather, SSARRecursiveDoubling, SSARSplitAllgather
 from .switch_scheme import SwitchScheme
 from .switchml import SwitchML
@@ -23,7 +24,7 @@ SCHEMES: Mapping[str, type[SparseScheme]] = {
 }
 """The schemes that can be made without arguments and give the exact sum, but for its roundings, by name."""
 
-LOSSY_SCHEMES: Mapping[str, type[Scheme]] = {InceptionnRing.name: InceptionnRing}
+LOSSY_SCHEMES: Mapping[str, type[Scheme]] = {InceptionnRing.name: InceptionnRing, Ring8.name: Ring8}
 """The schemes that leave out part of the gradients, by name; no other scheme takes their place or the other way round."""
 
 SWITCH_SCHEMES: Mapping[str, type[SwitchScheme[Any]]] = {scheme.name: scheme for scheme in (SwitchML, OmniReduceStreaming, FPISA)}
