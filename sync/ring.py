@@ -91,6 +91,10 @@ class Ring8(Ring):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._sums = int(state["sums"])
 
+    def wire_bytes(self, elements: int) -> int:
+        """Bytes of the words and scales of so many values; on each leg a rank sends all parts but one of them."""
+        return elements * _KINDS[self._words].dtype.itemsize + 4 * -(-elements // self._bucket)
+
     @property
     def _title(self) -> str:
         return f"{self.name} in {self._words}, buckets of {self._bucket}, seed {self._seed},"

@@ -24,6 +24,7 @@ from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, first_plan, rule_at, trained
 from gemini_ft.pipeline.rules import Compression, Rule, Rules, load_rules
 from gemini_ft.sync.costs import Link, fpisa, switched, switchml, textbook
+from gemini_ft.sync.ring import Ring8
 from gemini_ft.sync.schemes import LOSSY_SCHEMES
 
 # scheme through a switch -> bytes of each element (0: as the gradient has them), seconds that so many bytes take
@@ -176,6 +177,9 @@ def _wire(
 ) -> tuple[int | None, str, Primitive]:
     """Bytes of one rank, how they are known, and how they travel."""
     if rule.compress is None:
+        if isinstance(scheme := rule.sync.make(), Ring8):
+            elements = [sum(tensor.nbytes // tensor.itemsize for tensor in group) for group in groups]
+            return sum(map(scheme.wire_bytes, elements)), "formula", Primitive.ALL_REDUCE
         if rule.is_sparse or rule.sync.scheme in LOSSY_SCHEMES:
             what = "rows that are not zero" if rule.is_sparse else "words of 0 to 32 bits"
             return None, f"depends on the data: {what}", Primitive.ALL_REDUCE

@@ -115,6 +115,14 @@ def test_a_rule_that_goes_through_a_switch_costs_no_ring(scheme: str, wire: int)
     assert alone.seconds == 0
 
 
+@pytest.mark.parametrize(("words", "wire"), [("int8", 1_500_000 + 4 * 11_719), ("bf16", 3_000_000 + 4 * 11_719)])
+def test_a_quantised_ring_sends_its_words_and_scales(words: str, wire: int) -> None:
+    rules = load_rules([{"params": "*", "sync": {"scheme": "ring8", "words": words}}])
+    [cost] = describe(nn.Linear(1000, 1500, bias=False), rules, 4, 1e9).rules
+    assert (cost.wire_bytes, cost.by) == (wire, "formula")
+    assert cost.seconds == pytest.approx(2 * 3 / 4 * 8 * wire / 1e9)
+
+
 def test_local_steps_cost_a_part_of_their_average_in_each_step() -> None:
     model, dense = nn.Linear(1000, 1500, bias=False), [{"params": "*"}]
     [each], [tenth] = (describe(model, load_rules(rules), 4, 1e9).rules for rules in (dense, [{**dense[0], "every": 10}]))

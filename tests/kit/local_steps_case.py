@@ -184,13 +184,13 @@ def refusals() -> list[str]:
 
 
 def train(out: str) -> int:
-    """Trains to the end; loss, weights and the pipeline's state of each iteration go to ``<out>.<rank>``."""
+    """Trains to the end, with quantised gradients beside local steps; loss, weights and the pipeline's state of each iteration go to ``<out>.<rank>``."""
     rank, _ = start_ranks()
     torch.manual_seed(0)
     net = Net(16)
     torch.manual_seed(rank)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    rules = [{"params": "last.*", "compress": TOPK}, {"params": "*", "every": 4, "outer": DILOCO, "fragments": 2, "compress": TOPK}]
+    rules = [{"params": "last.*", "sync": "ring8"}, {"params": "*", "every": 4, "outer": DILOCO, "fragments": 2, "compress": TOPK}]
     synchronizer = gemini_ft.GradientSynchronizer(net, rules)
     checkpointer = gemini_ft.Checkpointer(net, optimizer, replicated=True, on_late="wait")
     start = checkpointer.resume()
