@@ -127,6 +127,18 @@ class Plain(Route):
         self.buffers[names] = step, kept
         return kept
 
+    def choices(self) -> Any:
+        return self.state_dict() or None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._scheme is None else self._scheme.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._scheme is None:
+            super().load_state_dict(state)
+        else:
+            self._scheme.load_state_dict(state)
+
 
 def _all_reduce(flats: Sequence[Tensor], group: Any) -> None:
     for flat in flats:

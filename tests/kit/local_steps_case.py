@@ -184,7 +184,7 @@ def refusals() -> list[str]:
 
 
 def train(out: str) -> int:
-    """Trains to the end, with quantised gradients beside local steps; loss, weights and the pipeline's state of each iteration go to ``<out>.<rank>``."""
+    """Trains to the end, with ring8 beside local steps; loss, weights and anchors of each iteration go to ``<out>.<rank>``."""
     rank, _ = start_ranks()
     torch.manual_seed(0)
     net = Net(16)
