@@ -77,6 +77,7 @@ class Bookmark:
         self._resume: dict[str, Any] | None = None
         self._iterations = 0
         self._together, self._gone_on_before = Resumption(), 0
+        self._lost_before: list[str] = []  # what the snapshot says that the data had lost, until an iteration goes on in its middle
         self._asks_in_vain = 0  # that follow from a restart
         self.began_anew = self.was_empty = False
         self.last_left = 0
@@ -112,7 +113,8 @@ class Bookmark:
         """The position before the first batch that was not used, as plain data."""
         if self._resume is not None:
             return self._resume
-        state: dict[str, Any] = {"gemini": 1, "iterations": self._iterations, "named": sorted(self._between.named)}
+        lost_here = self.lost_here if self._active is None and not self._may_lose else []
+        state: dict[str, Any] = {"gemini": 1, "iterations": self._iterations, "named": sorted(self._between.named), "lost_here": lost_here}
         if not self._is_iterator and (self._over or self._rests or not self._running):
             state |= {"left": self._between.state(), "stepped": self._stepped, "ended": self._ended}
         if not self._running or (self._rests and not self._is_iterator):
@@ -140,7 +142,6 @@ class Bookmark:
             "ahead": ahead,
             "now": self._parts.present(),
             "lost": lost,
-            "lost_here": self.lost_here if self._active is None and not self._may_lose else [],
             "before_last": self._before_last if ahead else None,
             "workers": self._worker_states(start, batches),
             "own": own,
@@ -162,6 +163,7 @@ class Bookmark:
         self._together.to_go_on += _goes_on(state)
         self._resume = state if under_way else None
         self._between.named.update(state.get("named", ()))  # snapshots in storage may be older
+        self._lost_before = [] if self._may_lose else state.get("lost_here", [])
         if "left" in state:
             self._between.restore(state["left"])
             self._gone_on_before = self._together.gone_on
@@ -195,6 +197,7 @@ class Bookmark:
         else:
             self._together.gone_on += 1
             self._together.to_go_on -= 1
+        self._lost_before = []
         if self._workers:
             self._workers.revived = False
         with unchanged_randomness():
@@ -259,7 +262,8 @@ class Bookmark:
     def _from_the_beginning(self, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         if self._is_iterator and self._begin:  # it goes on where it was, so that all of its batches count
             return self._batches(self._started(start))
-        if self._begin and not self._may_lose and (lost := self._parts.born.changes().lost):
+        lost = self._lost_before or (self.lost_here if self._begin and not self._may_lose else [])
+        if lost:  # a process that begins anew is told by the snapshot: it has lost nothing itself
             raise UnsupportedStateError(
                 f"the training data keeps what cannot be kept with a snapshot: {', '.join(lost[:5])} changed since the first epoch began, "
                 "and an epoch that is resumed would not find it. Keep it in small plain attributes (numbers, lists, small tensors), give "
