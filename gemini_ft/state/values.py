@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import nn
 
 from gemini_ft.state import codec
@@ -214,6 +215,29 @@ def sample_of(value: Any) -> Any:
     else:
         return None
     return [(type(part), part if type(part) in ATOMS else id(part)) for part in parts]
+
+
+def digest(value: Any) -> str:
+    """A digest of the sizes and of some elements of a value that cannot be kept: two processes that make the same find the same one."""
+    return xxhash.xxh3_64_hexdigest(repr(_outline(value, depth=4)).encode(errors="surrogatepass"))
+
+
+def _outline(value: Any, depth: int) -> Any:
+    if type(value) in ATOMS or not depth:
+        return value if type(value) in ATOMS else type(value).__qualname__
+    if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided and not value.is_quantized:
+        value = _bits(value).numpy()
+    if type(value) is np.ndarray and not value.dtype.hasobject:
+        return value.shape, value.flat[:: max(1, value.size // _SAMPLED)].tobytes()
+    if type(value) is deque:
+        parts = [*itertools.islice(value, FEW), *itertools.islice(reversed(value), FEW)]
+    elif type(value) in (list, tuple):
+        parts = [*value[:: max(1, len(value) // FEW)], *value[-FEW:]]
+    elif type(value) in MAPPINGS:
+        parts = [*itertools.islice(value.items(), FEW)]
+    else:
+        return type(value).__qualname__, len(value) if is_a(value, SEQUENCES) else 0
+    return len(value), [_outline(part, depth - 1) for part in parts]
 
 
 def fills(then: Any, now: Any) -> bool:

@@ -137,7 +137,7 @@ def once(train: Callable[[], T], present: OwnAttempt) -> list[T]:
     except OverError:
         pass
     except Exception as error:
-        if getattr(error, "exit_status", 1) != 1 or refusal_behind(error) is not None:  # the launcher must see the exit status of this error
+        if getattr(error, "exit_status", 1) != 1 or refusal_behind(error) is not None:  # the launcher must see its status
             raise
         present.look()
         present.blame(error)

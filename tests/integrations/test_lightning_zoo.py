@@ -31,6 +31,7 @@ from torch.utils.data import (
     random_split,
 )
 
+import gemini_ft
 from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.loaders.loader import make_resumable
 from gemini_ft.state import codec
@@ -291,6 +292,36 @@ class OrderedSampler(ShuffledSampler):
         yield from (self.order[:SAMPLES] % SAMPLES).tolist()
 
 
+class ToldSampler(OwnEpochs):
+    """Makes an order when it is told the epoch, and keeps it."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order = torch.randperm(40_000, generator=torch.Generator().manual_seed(epoch)).tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (index % SAMPLES for index in self.order[:SAMPLES])
+
+
+class RefiningSampler(OwnEpochs):
+    """Makes its order out of the one of the epoch before."""
+
+    def __init__(self) -> None:
+        self.order = list(range(1000))
+
+    def __iter__(self) -> Iterator[int]:
+        self.order = [self.order[index] for index in torch.randperm(1000).tolist()]
+        yield from (index % SAMPLES for index in self.order[:SAMPLES])
+
+
+class Beside(Noisy):
+    """Data beside which the training keeps a buffer."""
+
+    seen: list[Any] = []  # noqa: RUF012  # replaced, never changed
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(float(index))
+
+
 class Ring(Noisy):
     """Gives out the last hundred samples, the oldest of which a new one replaces."""
 
@@ -356,8 +387,54 @@ def test_what_cannot_be_kept_is_loaded_again(make: Maker) -> None:
     Job(make, resumable=True, method="skip").run(range(EPOCHS))  # the user has said that it does not matter
 
 
-def test_an_order_that_a_sampler_draws_with_the_first_index_is_drawn_again() -> None:
-    check_going_on_in_one_epoch(lambda: DataLoader(Noisy(), BATCH, sampler=OrderedSampler()))
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("sampler", [OrderedSampler, ToldSampler])
+def test_an_order_that_a_sampler_draws_for_each_epoch_is_drawn_again(sampler: Any, workers: int) -> None:
+    for stop in (MIDDLE, (2, 0), (1, 6)):
+        check_going_on(lambda: DataLoader(Noisy(), BATCH, sampler=sampler(), num_workers=workers), stop)
+
+
+def test_an_order_that_comes_from_the_one_before_is_refused_when_it_is_resumed() -> None:
+    def make() -> Any:
+        return DataLoader(Noisy(), BATCH, sampler=RefiningSampler())
+
+    Job(make, resumable=True).run(range(EPOCHS))
+    state = Job(make, resumable=True).run(range(EPOCHS), MIDDLE)
+    with pytest.raises(UnsupportedStateError, match=r"the training had changed sampler\.0\.order in its data when the snapshot was taken"):
+        Job(make, resumable=True).run(range(1, EPOCHS), first=state)
+
+
+def test_what_the_training_gives_a_sampler_and_cannot_be_kept_is_refused_when_the_next_epoch_begins() -> None:
+    def weigh(loader: Any, at: tuple[int, int]) -> None:
+        loader.sampler.order = [1.0 + at[1]] * 100
+
+    with pytest.raises(UnsupportedStateError, match=r"keeps what cannot be kept with a snapshot: sampler\.0\.order changed"):
+        Job(lambda: DataLoader(Noisy(), BATCH, sampler=OrderedSampler()), resumable=True, meanwhile=weigh).run(range(EPOCHS))
+
+
+def remember(loader: Any, at: tuple[int, int]) -> None:
+    loader.dataset.seen = [*loader.dataset.seen, *[at] * 40]
+
+
+@pytest.mark.parametrize("has_begun", [True, False], ids=["in its middle", "at its end"])
+def test_what_the_training_leaves_in_the_data_is_refused_in_a_process_that_has_other_of_it(has_begun: bool) -> None:
+    """A replay buffer that hooks have filled anew is not the one that was; between two epochs the snapshot says what there was."""
+
+    def make() -> Any:
+        return gemini_ft.resumable(DataLoader(Beside(), BATCH))
+
+    before = make()
+    for number, _ in enumerate(before):
+        remember(before, (0, number))
+        if has_begun and number == 2:
+            break
+    state = before.state_dict()
+    for filled in (0, 100):
+        after = make()
+        after.load_state_dict(state)
+        after.dataset.seen = [(0, 0)] * filled
+        with pytest.raises(UnsupportedStateError, match=r"dataset\.seen (in its data|changed)"):
+            list(after)
 
 
 def named(caplog: pytest.LogCaptureFixture) -> list[str]:

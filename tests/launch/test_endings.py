@@ -215,15 +215,19 @@ def test_what_another_rank_or_a_moment_is_to_blame_for_is_no_refusal() -> None:
 def test_a_refusal_is_one_whatever_a_script_makes_of_it() -> None:
     """Launchers of experiments wrap errors in their own, and an end that fails once more hides the first reason."""
     refusal = UnsupportedStateError("a deque")
-    for how in ("from the error", "from nothing", "in the end"):
-        with pytest.raises(RuntimeError) as caught:
+
+    def experiment(*, is_told: bool) -> None:
+        try:
             try:
-                try:
-                    raise refusal
-                except UnsupportedStateError as error:
-                    raise ValueError("the experiment has failed") from (error if how == "from the error" else None)
-            finally:
-                raise RuntimeError("the logger cannot be closed")
+                raise refusal
+            except UnsupportedStateError as error:
+                raise ValueError("the experiment has failed") from (error if is_told else None)
+        finally:
+            raise RuntimeError("the logger cannot be closed")
+
+    for is_told in (True, False):
+        with pytest.raises(RuntimeError) as caught:
+            experiment(is_told=is_told)
         assert refusal_behind(caught.value) is refusal
     caught.value.__context__ = None
     caught.value.__cause__ = caught.value  # a circle
