@@ -64,7 +64,7 @@ class LoaderParts:
             return "own"
         if not isinstance(loader, DataLoader):
             return "replay"
-        if is_torchdata(self._base) and is_stateful(loader.dataset):
+        if is_torchdata(self._base) and is_stateful(loader.dataset) and not _refills(loader.dataset):
             # With rarer snapshots it takes the workers back to the last one, whose random states are not known.
             return "own" if not loader.num_workers or getattr(loader, "snapshot_every_n_steps", 0) == 1 else "replay"
         if isinstance(loader.dataset, IterableDataset):
@@ -187,6 +187,17 @@ def is_stateful(item: Any) -> bool:
 def is_torchdata(base: Any) -> bool:
     """Whether a class is torchdata's StatefulDataLoader."""
     return any(kind.__module__.startswith("torchdata.") and kind.__name__ == "StatefulDataLoader" for kind in base.__mro__)
+
+
+def _refills(dataset: Any) -> bool:
+    """Whether an iterable dataset of Hugging Face's ``datasets`` has a shuffle buffer, which its own state does not."""
+    level = [getattr(dataset, "_ex_iterable", None)]
+    while level:
+        part = level.pop()
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        level += [*getattr(part, "ex_iterables", ()), *([part.ex_iterable] if hasattr(part, "ex_iterable") else [])]
+    return False
 
 
 def _samplers(loader: Any) -> list[Any]:

@@ -712,6 +712,35 @@ class Ordered(RememberingStream):
         self.position = 0
 
 
+class BufferShuffledExamplesIterable:
+    """Stands for the one of Hugging Face's ``datasets``, by whose name it is known."""
+
+
+class Mapped:
+    """Stands for another step of such a pipeline."""
+
+    def __init__(self, ex_iterable: Any) -> None:
+        self.ex_iterable = ex_iterable
+
+
+class Refilling(RememberingStream):
+    """Shuffles by a buffer that its own state does not have, as an ``IterableDataset`` of Hugging Face's ``datasets``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ex_iterable = Mapped(BufferShuffledExamplesIterable())
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        buffer, order = list[int](), random.Random(3)
+        while self.position < SAMPLES:
+            buffer.append(self.position)
+            self.position += 1
+            if len(buffer) > 5:
+                yield torch.tensor([float(buffer.pop(order.randrange(6)))])
+        self.position = 0
+        yield from torch.tensor(buffer).float()[:, None]
+
+
 def torchdata(dataset: Any, **options: Any) -> Any:
     return StatefulDataLoader(dataset, BATCH, **options)
 
@@ -729,6 +758,8 @@ TORCHDATA: dict[str, tuple[Maker, dict[str, Any]]] = {
     "stateful-dataset-rare": (lambda: torchdata(Remembering(), shuffle=True, num_workers=2, snapshot_every_n_steps=3), {}),
     "stateful-stream": (lambda: torchdata(Ordered()), {"in_advance": True}),
     "stateful-stream-workers": (lambda: torchdata(Ordered(), num_workers=2), {"in_advance": True}),
+    "buffered": (lambda: torchdata(Refilling()), {"in_advance": True}),
+    "buffered-workers": (lambda: torchdata(Refilling(), num_workers=2), {"in_advance": True}),
 }
 
 
