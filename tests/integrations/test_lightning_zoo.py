@@ -476,15 +476,19 @@ def test_what_is_shuffled_before_the_first_epoch_is_not_named(caplog: pytest.Log
     assert named(caplog) == []
 
 
-def test_an_array_over_a_mapped_file_is_not_looked_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def make() -> Any:
-        dataset = Noisy()
-        dataset.table = np.asarray(np.memmap(tmp_path / "table", np.int64, "w+", shape=40_000))[5:]  # type: ignore[attr-defined]
-        dataset.table[:] = range(39_995)  # type: ignore[attr-defined]
-        return shuffled(dataset)
+@pytest.mark.parametrize("view", [lambda table: table, lambda table: np.asarray(table)[5:]], ids=["file", "view"])
+def test_a_file_that_is_mapped_is_named_if_the_training_writes_to_it(view: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = np.memmap(tmp_path / "table", np.int64, "w+", shape=40_000)
+    file[:] = range(40_000)
+    for mode, name in (("r", None), ("r+", "the loader of a Noisy has other elements in dataset.table than")):
 
-    Job(make, resumable=True, meanwhile=lambda loader, _: np.random.shuffle(loader.dataset.table)).run(range(EPOCHS))
-    assert named(caplog) == []
+        def make(mode: Any = mode) -> Any:
+            dataset = Noisy()
+            dataset.table = view(np.memmap(tmp_path / "table", np.int64, mode, shape=40_000))  # type: ignore[attr-defined]
+            return shuffled(dataset)
+
+        Job(make, resumable=True, meanwhile=lambda loader, _: np.random.shuffle(file)).run(range(EPOCHS))
+        assert [text[: len(name or "")] for text in named(caplog)] == [name] * (name is not None)
 
 
 PLACES: dict[str, Callable[[], Any]] = {
