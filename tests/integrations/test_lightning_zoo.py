@@ -460,12 +460,17 @@ def test_what_is_shuffled_in_place_is_named_once_in_a_job_and_not_refused(name: 
     assert [said[: len(text)] for said in named(caplog)] == [text]
 
 
-def test_a_position_of_an_older_snapshot_knows_nothing_of_what_was_named() -> None:
-    plain = Job(lambda: shuffled(Noisy()), resumable=False)
+def test_a_position_of_an_older_snapshot_knows_nothing_of_what_was_named_and_of_digests() -> None:
+    def make() -> Any:
+        return DataLoader(Noisy(), BATCH, sampler=OrderedSampler())
+
+    plain = Job(make, resumable=False)
     plain.run(range(EPOCHS))
-    state = (before := Job(lambda: shuffled(Noisy()), resumable=True)).run(range(EPOCHS), MIDDLE)
-    del state["loader"]["named"]
-    (after := Job(lambda: shuffled(Noisy()), resumable=True, seed=99)).run(range(1, EPOCHS), first=state)
+    state = (before := Job(make, resumable=True)).run(range(EPOCHS), MIDDLE)
+    del state["loader"]["named"], state["loader"]["order"]
+    state["loader"]["lost_here"] = [*state["loader"]["lost_here"]]
+    assert state["loader"]["lost_here"] == ["sampler.0.order"]
+    (after := Job(make, resumable=True, seed=99)).run(range(1, EPOCHS), first=state)
     assert before.seen + after.seen == plain.seen
 
 
