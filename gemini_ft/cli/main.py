@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import gemini_ft
-from gemini_ft.errors import ConfigError, GeminiError, is_refusal
+from gemini_ft.errors import ConfigError, GeminiError, refusal_behind
 
 
 class Command(NamedTuple):
@@ -114,7 +114,7 @@ def _run(arguments: Sequence[str]) -> int:
         return int(getattr(importlib.import_module(chosen.module), chosen.function)(rest))
     except GeminiError as error:
         print(f"gemini {name}: {error}", file=sys.stderr)
-        return 1 if is_refusal(error) else int(getattr(error, "exit_status", 2 if isinstance(error, ConfigError) else 1))
+        return 1 if refusal_behind(error) is not None else int(getattr(error, "exit_status", 2 if isinstance(error, ConfigError) else 1))
     except UnicodeEncodeError as error:  # a name that was made of bytes (`--run-id $'\xff'`)
         print(f"gemini {name}: {error.object!r} is no text in {error.encoding}: give another name", file=sys.stderr)
         return 2

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import gemini_ft
-from gemini_ft.errors import is_refusal
+from gemini_ft.errors import FINAL, refusal_behind
 from gemini_ft.launch import autoprotect, build_locks, hooks, notes
 from gemini_ft.launch.failures import frames_of_script, record
 
@@ -104,7 +104,7 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
             sys.argv = list(program)
             _run_script(program[0], copy, main)
     except SystemExit as end:
-        refused = bool(end.code) and is_refusal(end.__context__)  # a script that shows its errors by itself
+        refused = bool(end.code) and refusal_behind(end) is not None  # a script that shows its errors by itself
         if end.code == _USAGE or isinstance(end.code, str) or refused:  # any other number is a word between the script and who starts it
             record(end)
         if refused:
@@ -116,7 +116,8 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
         record(error)
         sys.excepthook = partial(_show, sys.excepthook)
         status = getattr(error, "exit_status", 1)  # of this package's errors, where the launcher has to know which one it was
-        if is_refusal(error):
+        if refusal_behind(error) is not None:
+            status = FINAL
             notes.say(notes.REFUSED)  # ahead of the end, at which the other workers fail, too
         if status == 1 or not isinstance(status, int):
             raise

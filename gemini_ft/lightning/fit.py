@@ -31,7 +31,7 @@ from gemini_ft.lightning.options import EpochHooks
 from gemini_ft.lightning.trainer_data import Loading
 from gemini_ft.lightning.trainer_loggers import Logs
 from gemini_ft.loaders.loader import bookmark_of
-from gemini_ft.loaders.parts import of_sampler, refuse_gone
+from gemini_ft.loaders.parts import refuse_gone, split
 from gemini_ft.state.ddp import ddp_state, frozen_at_first, restore_buckets, restore_sync
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.rebuilding import ModuleTree
@@ -67,7 +67,7 @@ class Fit:
         self._made: float = 0  # those that optimizers had made by then; infinite: the user was told
         self._pauses = contextlib.ExitStack()
         self._waiting: dict[torch.Tensor, torch.Tensor] = {}  # gradients that a resumed loop adds to
-        self._to_be_drawn: set[str] = set()  # what the data had lost, and a sampler repeats no earlier than with the next batch
+        self._to_be_drawn: dict[str, str] = {}  # what the data had lost, and a sampler repeats no earlier than with the next batch
         self._hooks: list[Callable[[], None]] = [trainer_loops.before_each_batch(trainer, self._before_batch)]  # what ends each
         loop = trainer.fit_loop
         loading = functools.partial(Loading, trainer, present=self._present_modes, restore=self._restore_modes)
@@ -240,14 +240,13 @@ class Fit:
                 if self._ddp is not None:
                     restore_sync(self._ddp, found["ddp"])
                 self._restore_modes(found["modes"], but=[item for mark in loaders if mark is not None for item in mark.own_objects])
-                lost = set(found.get("lost", []))  # snapshots in storage may be older
-                self._refuse_lost({path for path in lost if not of_sampler(path)})
-                self._to_be_drawn = lost
+                of_data, self._to_be_drawn = split(found.get("lost", []))  # snapshots in storage may be older
+                self._refuse_lost(of_data)
         elif self._last_step is None:
             self._begin_files(None)
         else:
-            self._refuse_lost(self._to_be_drawn)
-            self._to_be_drawn = set()
+            self._refuse_lost(self._to_be_drawn, only_there=True)
+            self._to_be_drawn = {}
         step = self._steps
         if self._last_step is None:
             self._last_step = step  # as it was loaded, or initialised: nothing new yet
@@ -271,16 +270,16 @@ class Fit:
                 _PATIENCE,
             )
 
-    def _lost(self) -> list[str]:
-        """Attributes of the training data that have changed and that no snapshot can keep, unless batches do without or they come again."""
+    def _lost(self) -> dict[str, str]:
+        """Digests of attributes of the training data that no snapshot can keep, unless batches do without or they come again."""
         if self._epoch_hooks == "rerun" or self._trainer.strategy._gemini_data_resume == "skip":
-            return []
+            return {}
         marks = [mark for mark in map(bookmark_of, trainer_loops.training_loaders(self._trainer)) if mark is not None and mark.way != "own"]
-        return sorted({path for mark in marks for path in mark.lost_here})
+        return {path: digest for mark in marks for path, digest in mark.lost_here.items()}
 
-    def _refuse_lost(self, then: set[str]) -> None:
+    def _refuse_lost(self, then: dict[str, str], *, only_there: bool = False) -> None:
         """Refuses a snapshot whose data had changed in a way that loading the batches of the epoch again has not repeated."""
-        refuse_gone(then.difference(self._lost() if then else ()))
+        refuse_gone(then, self._lost() if then else {}, only_there=only_there)
 
     def _extras(self) -> dict[str, Any]:
         self.live = self._trainer.lightning_module.state_dict() if trainer_checkpoints.is_checkpoint_seen(self._trainer) else {}

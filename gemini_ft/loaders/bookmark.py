@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.launch import notes
 from gemini_ft.loaders.between import OF_WORKERS, Between
-from gemini_ft.loaders.parts import DataResume, LoaderParts, Way, facts, is_sized, is_stateful, is_torchdata, of_sampler, refuse_gone
+from gemini_ft.loaders.parts import DataResume, LoaderParts, Way, facts, is_sized, is_stateful, is_torchdata, of_sampler, refuse_gone, split
 from gemini_ft.loaders.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates, end_at_once
 from gemini_ft.state import iterators
 from gemini_ft.state.iterators import Resumption
@@ -77,6 +77,7 @@ class Bookmark:
         self._resume: dict[str, Any] | None = None
         self._iterations = 0
         self._together, self._gone_on_before = Resumption(), 0
+        self._lost_before: list[str] = []  # what the snapshot says that the data had lost, until an iteration goes on in its middle
         self._asks_in_vain = 0  # that follow from a restart
         self.began_anew = self.was_empty = False
         self.last_left = 0
@@ -94,6 +95,8 @@ class Bookmark:
         self._first: dict[str, Any] | None = None  # the moment its first batch was asked for
         self._sampler: dict[str, Any] | None = None  # the moment the sampler was first asked
         self._asks = 0  # iterators that the sampler was asked for when it was started
+        self._order: Mapping[str, str] = {}  # digests of what its sampler had changed, and cannot be kept, with its first index
+        self._changed_later: list[str] = []  # what its sampler had changed otherwise when it came to its end
         self._draws = False  # its batches draw random numbers in this process
         self._drew = False  # its first batch drew random numbers in this process
         self._own_begin: Any = None
@@ -112,7 +115,8 @@ class Bookmark:
         """The position before the first batch that was not used, as plain data."""
         if self._resume is not None:
             return self._resume
-        state: dict[str, Any] = {"gemini": 1, "iterations": self._iterations, "named": sorted(self._between.named)}
+        lost_here = self.lost_here if self._active is None and not self._may_lose else {}
+        state: dict[str, Any] = {"gemini": 1, "iterations": self._iterations, "named": sorted(self._between.named), "lost_here": lost_here}
         if not self._is_iterator and (self._over or self._rests or not self._running):
             state |= {"left": self._between.state(), "stepped": self._stepped, "ended": self._ended}
         if not self._running or (self._rests and not self._is_iterator):
@@ -136,11 +140,11 @@ class Bookmark:
             "first": self._first,
             "sampler": self._sampler,
             "asks": self._asks,
+            "order": {} if self._may_lose else self._order,
             "forked": self._between.forked,
             "ahead": ahead,
             "now": self._parts.present(),
             "lost": lost,
-            "lost_here": self.lost_here if self._active is None and not self._may_lose else [],
             "before_last": self._before_last if ahead else None,
             "workers": self._worker_states(start, batches),
             "own": own,
@@ -162,6 +166,7 @@ class Bookmark:
         self._together.to_go_on += _goes_on(state)
         self._resume = state if under_way else None
         self._between.named.update(state.get("named", ()))  # snapshots in storage may be older
+        self._lost_before = [] if self._may_lose else [*state.get("lost_here", ())]
         if "left" in state:
             self._between.restore(state["left"])
             self._gone_on_before = self._together.gone_on
@@ -195,6 +200,7 @@ class Bookmark:
         else:
             self._together.gone_on += 1
             self._together.to_go_on -= 1
+        self._lost_before = []
         if self._workers:
             self._workers.revived = False
         with unchanged_randomness():
@@ -259,7 +265,7 @@ class Bookmark:
     def _from_the_beginning(self, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         if self._is_iterator and self._begin:  # it goes on where it was, so that all of its batches count
             return self._batches(self._started(start))
-        if self._begin and not self._may_lose and (lost := self._parts.born.changes().lost):
+        if lost := self._lost_before or self._lost_for_good():  # in a process that begins anew the snapshot says so
             raise UnsupportedStateError(
                 f"the training data keeps what cannot be kept with a snapshot: {', '.join(lost[:5])} changed since the first epoch began, "
                 "and an epoch that is resumed would not find it. Keep it in small plain attributes (numbers, lists, small tensors), give "
@@ -340,6 +346,7 @@ class Bookmark:
                 # For Fabric the epoch is over. Lightning may be cycling through other, longer loaders.
                 self._running = self._running and self._epoch is not None
                 self._is_exhausted = True
+                self._changed_later = [path for path, now in split(self.lost_here)[1].items() if self._order.get(path) != now]
                 return
             if is_first and self._first is not None:
                 self._drew = self._first["random"] != randomness()
@@ -377,9 +384,10 @@ class Bookmark:
                 )
 
     def _batches_after(self, position: dict[str, Any], batches: Iterator[Any]) -> Iterator[Any]:
-        lost, before_last = set(position["lost_here"]), position["before_last"]
-        refuse_gone({path for path in lost if not of_sampler(path)}.difference(self.lost_here if lost else ()))
-        batches = self._drawn_again(batches, lost)
+        before_last = position["before_last"]
+        for_data, for_sampler = split(position["lost_here"])
+        refuse_gone(for_data, self._lost_now(for_data), only_there=bool(position["ahead"]))
+        batches = self._drawn_again(batches, for_sampler)
         if before_last is not None:
             set_randomness(before_last["random"])
             self._put(before_last, position)
@@ -391,12 +399,30 @@ class Bookmark:
         yield from batches
         self.was_empty = self._taken == position["batches"]
 
-    def _drawn_again(self, batches: Iterator[Any], lost: set[str]) -> Iterator[Any]:
+    def _drawn_again(self, batches: Iterator[Any], lost: dict[str, str]) -> Iterator[Any]:
         """The same batches; a sampler may change what cannot be kept no earlier than when it is asked for the first of them."""
         for batch in batches:
-            refuse_gone(lost.difference(self.lost_here if lost else ()))
-            lost = set()
+            refuse_gone(lost, self._lost_now(lost), only_there=True)
+            lost = {}
             yield batch
+
+    def _lost_now(self, then: Mapping[str, str]) -> dict[str, str]:
+        return self.lost_here if then else {}
+
+    def _lost_for_good(self) -> list[str]:
+        """Paths of those that no later epoch makes again: a sampler that draws an order when it is asked, and keeps it, draws anew."""
+        if not self._begin or self._may_lose:
+            return []
+        return [path for path in self.lost_here if not of_sampler(path) or path in self._changed_later]
+
+    def _note_order(self) -> None:
+        self._order, self._changed_later = split(self.lost_here)[1], []
+
+    def _noted(self, indices: Iterator[Any]) -> Iterator[Any]:
+        for number, index in enumerate(indices):
+            if not number:
+                self._note_order()
+            yield index
 
     def _put(self, then: dict[str, Any], position: dict[str, Any]) -> None:
         """Puts the loader's parts as they were, unless states of their own count more."""
@@ -434,13 +460,16 @@ class Bookmark:
         position, self._position = self._position, None
         if position is None or position["sampler"] is None:
             self._sampler = self._parts.moment()
-            yield from inner
+            yield from self._noted(inner)
             return
         first, present = self._taken, self._parts.present()
         with unchanged_randomness():
             self._parts.go_back_to(position["sampler"], samplers_only=bool(first or self._workers))
             before = script_states()
-            drawn = [next(inner, None) for _ in range(max(first, 1))]
+            drawn = [next(inner, None)]
+            self._note_order()
+            refuse_gone(position.get("order", {}), self._order)  # snapshots in storage may be older
+            drawn += [next(inner, None) for _ in range(first - 1)]
             used = {name: state for name, state in script_states().items() if state != before.get(name)}
         if first and not self._num_workers:
             self._parts.put(present)
@@ -499,9 +528,9 @@ class Bookmark:
         return self._way == "own" or self._insists or self._remade or self.lenient or self._rests
 
     @property
-    def lost_here(self) -> list[str]:
-        """Paths of attributes of the data that have changed in this process since the first epoch began, and cannot be kept."""
-        return self._parts.born.changes().lost
+    def lost_here(self) -> dict[str, str]:
+        """Digests of attributes of the data that have changed in this process since the first epoch began, and cannot be kept, by path."""
+        return self._parts.born.lost()
 
     @property
     def watches_indices(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -64,7 +64,7 @@ class LoaderParts:
             return "own"
         if not isinstance(loader, DataLoader):
             return "replay"
-        if is_torchdata(self._base) and is_stateful(loader.dataset):
+        if is_torchdata(self._base) and is_stateful(loader.dataset) and not _refills(loader.dataset):
             # With rarer snapshots it takes the workers back to the last one, whose random states are not known.
             return "own" if not loader.num_workers or getattr(loader, "snapshot_every_n_steps", 0) == 1 else "replay"
         if isinstance(loader.dataset, IterableDataset):
@@ -145,14 +145,27 @@ def _length(item: Any) -> int | None:
         return None
 
 
+def split(lost: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Digests of lost attributes by their paths, those of samplers apart; an older snapshot has paths alone, and digests are empty."""
+    known = lost if isinstance(lost, Mapping) else dict.fromkeys(lost, "")
+    of_data = {path: known[path] for path in known if not of_sampler(path)}
+    return of_data, {path: known[path] for path in known if path not in of_data}
+
+
 def of_sampler(path: str) -> bool:
     """Whether an attribute, by its path, is one of a sampler or of a part of one."""
     return path.startswith("sampler")
 
 
-def refuse_gone(paths: Collection[str]) -> None:
-    """Refuses a snapshot of which attributes of the data are gone that had changed."""
-    if paths:
+def refuse_gone(then: Mapping[str, str], now: Mapping[str, str], *, only_there: bool = False) -> None:
+    """Refuses a snapshot of which attributes of the data are gone, or are others, that had changed.
+
+    Args:
+        then: their digests, by path.
+        now: digests of those that have changed in this process.
+        only_there: whether they need not be the same, as batches have been loaded ahead meanwhile.
+    """
+    if paths := [path for path, one in then.items() if path not in now or (one and not only_there and one != now[path])]:
         raise UnsupportedStateError(
             f"the training had changed {', '.join(sorted(paths)[:5])} in its data when the snapshot was taken, and no snapshot can have "
             "that: what follows would be other batches. Keep it in small plain attributes (numbers, lists, small tensors), give the loader "
@@ -174,6 +187,17 @@ def is_stateful(item: Any) -> bool:
 def is_torchdata(base: Any) -> bool:
     """Whether a class is torchdata's StatefulDataLoader."""
     return any(kind.__module__.startswith("torchdata.") and kind.__name__ == "StatefulDataLoader" for kind in base.__mro__)
+
+
+def _refills(dataset: Any) -> bool:
+    """Whether an iterable dataset of Hugging Face's ``datasets`` has a shuffle buffer, which its own state does not."""
+    level = [getattr(dataset, "_ex_iterable", None)]
+    while level:
+        part = level.pop()
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        level += [*getattr(part, "ex_iterables", ()), *([part.ex_iterable] if hasattr(part, "ex_iterable") else [])]
+    return False
 
 
 def _samplers(loader: Any) -> list[Any]:

@@ -25,7 +25,20 @@ from torch.utils.data import DataLoader
 from gemini_ft.state.fields import FEW, NO_FIELDS, Fields, fields_of, is_a, parts_of, slots_of
 from gemini_ft.state.rng import GENERATORS  # whose states are kept beside attributes
 from gemini_ft.state.tensors import version_of
-from gemini_ft.state.values import ATOMS, MAPPINGS, SEQUENCES, NotPlain, Opaque, copy_of, entries, is_same, is_shared, snapshot, wrote
+from gemini_ft.state.values import (
+    ATOMS,
+    MAPPINGS,
+    SEQUENCES,
+    NotPlain,
+    Opaque,
+    copy_of,
+    digest,
+    entries,
+    is_same,
+    is_shared,
+    snapshot,
+    wrote,
+)
 
 Values = dict[str, dict[str, Any]]  # path of an object -> attribute -> value; `_GONE` -> path -> attributes that have been deleted
 
@@ -165,6 +178,15 @@ class Attributes:
         """Path and present value of the attributes that could not be kept at the mark."""
         for path, item in self._objects.items():
             yield from ((f"{path}.{name}", value) for name, value in self._of(path, item) if type(self._marked[path].get(name)) is Opaque)
+
+    def lost(self) -> dict[str, str]:
+        """The digests of those that have changed and are not plain, by path."""
+        found: dict[str, str] = {}
+        for path in self.changes().lost:
+            owner, _, name = path.rpartition(".")
+            item = self._objects.get(owner)
+            found[path] = digest(self._fields(item).get(name) if item is not None else self._objects.get(path))
+        return found
 
     def changed(self) -> list[Any]:
         """The objects of which attributes differ from the mark."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import nn
 
 from gemini_ft.state import codec
@@ -184,8 +185,8 @@ def _marked(value: Any, closely: bool, most: int) -> int:
         return int(updates) + sum(map(version_of, tensors)) + sum(_mark(tensor, closely) for tensor in tensors[:1])
     if closely and is_a(value, (bytearray, array.array)):
         return hash(bytes(value))
-    if closely and type(value) is np.ndarray and not value.dtype.hasobject:  # np.memmap is another type: no file is read
-        return hash(value.flat[:: max(1, value.size // _SAMPLED)].tobytes())  # copies the sample alone, whatever the strides
+    if closely and type(value) in (np.ndarray, np.memmap) and not value.dtype.hasobject:
+        return hash(_sampled(value).tobytes())
     parts = list(itertools.islice(entries(value), most))  # more are data
     count = len(entries(value)) + sum(_mark(part, closely) for part in parts if is_a(part, (torch.Tensor, nn.Module)))
     if not closely:
@@ -195,15 +196,12 @@ def _marked(value: Any, closely: bool, most: int) -> int:
 
 
 def sample_of(value: Any) -> Any:
-    """Some elements of a large list or array in memory, by which it shows that they were exchanged or replaced; None of other values.
+    """Some elements of a large list or array, by which it shows that they were exchanged or replaced; None of other values.
 
     Numbers and texts stand for themselves, and other objects for which they are.
     """
-    if type(value) is np.ndarray and value.dtype.kind in "biufc" and value.size:
-        base: Any = value
-        while type(base) is np.ndarray:
-            base = base.base
-        return None if is_a(base, (mmap.mmap, np.memmap, memoryview)) else value.flat[:: max(1, value.size // _SAMPLED)].copy()
+    if type(value) in (np.ndarray, np.memmap) and value.dtype.kind in "biufc" and value.size:
+        return _sampled(value)
     if type(value) is list:
         parts = value[:: max(1, len(value) // FEW)]
     elif type(value) is deque:
@@ -214,6 +212,39 @@ def sample_of(value: Any) -> Any:
     else:
         return None
     return [(type(part), part if type(part) in ATOMS else id(part)) for part in parts]
+
+
+def _sampled(array: Any) -> Any:
+    """Some elements of an array: few of a file that is mapped, each of which may lie on a page of its own, and none if it is only read."""
+    base, most = array, _SAMPLED
+    while is_a(base, np.ndarray):
+        base = base.base
+    if is_a(base, (mmap.mmap, memoryview)):
+        most = FEW if array.flags.writeable else 0
+    return np.array(array.flat[: array.size if most else 0 : max(1, array.size // max(1, most))])  # the sample alone, whatever the strides
+
+
+def digest(value: Any) -> str:
+    """A digest of the sizes and of some elements of a value that cannot be kept: two processes that make the same find the same one."""
+    return xxhash.xxh3_64_hexdigest(repr(_outline(value, depth=4)).encode(errors="surrogatepass"))
+
+
+def _outline(value: Any, depth: int) -> Any:
+    if type(value) in ATOMS or not depth:
+        return value if type(value) in ATOMS else type(value).__qualname__
+    if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided and not value.is_quantized:
+        value = _bits(value).numpy()
+    if type(value) is np.ndarray and not value.dtype.hasobject:
+        return value.shape, _sampled(value).tobytes()
+    if type(value) is deque:
+        parts = [*itertools.islice(value, FEW), *itertools.islice(reversed(value), FEW)]
+    elif type(value) in (list, tuple):
+        parts = [*value[:: max(1, len(value) // FEW)], *value[-FEW:]]
+    elif type(value) in MAPPINGS:
+        parts = [*itertools.islice(value.items(), FEW)]
+    else:
+        return type(value).__qualname__, len(value) if is_a(value, SEQUENCES) else 0
+    return len(value), [_outline(part, depth - 1) for part in parts]
 
 
 def fills(then: Any, now: Any) -> bool:

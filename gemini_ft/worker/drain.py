@@ -26,7 +26,7 @@ from types import FrameType
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.config import GeminiConfig
-from gemini_ft.errors import GeminiError, is_refusal
+from gemini_ft.errors import GeminiError, refusal_behind
 from gemini_ft.hosts import own_status
 from gemini_ft.launch import notes
 from gemini_ft.wire.worker_messages import Ended
@@ -139,8 +139,9 @@ def _part(run: str, host: str, pid: int) -> None:
     error = sys.exception() or getattr(sys, "last_value", None)
     if isinstance(error, SystemExit) and not error.code:
         error = None
-    is_told = "GEMINI_LAUNCHER_PID" in os.environ and not is_refusal(error)
-    if pid != os.getpid() or is_told or (error is not None and not is_refusal(error)):
+    refusal = refusal_behind(error)
+    is_told = "GEMINI_LAUNCHER_PID" in os.environ and refusal is None
+    if pid != os.getpid() or is_told or (error is not None and refusal is None):
         return
     with contextlib.suppress(GeminiError, OSError):
-        lifecycle.ask(run, host, Ended(refused=str(error) if error is not None else ""))
+        lifecycle.ask(run, host, Ended(refused=str(refusal) if refusal is not None else ""))

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from gemini_ft import accelerator
+from gemini_ft.errors import refusal_behind
 from gemini_ft.launch import notes
 from gemini_ft.launch.failures import record
 from gemini_ft.launch.in_place import BEGUN, FAILED, IN_PLACE, LEAVES, PARKED
@@ -136,7 +137,7 @@ def once(train: Callable[[], T], present: OwnAttempt) -> list[T]:
     except OverError:
         pass
     except Exception as error:
-        if getattr(error, "exit_status", 1) != 1:  # the launcher must see the exit status of this error
+        if getattr(error, "exit_status", 1) != 1 or refusal_behind(error) is not None:  # the launcher must see its status
             raise
         present.look()
         present.blame(error)

@@ -52,7 +52,7 @@ SUITE = {
     "one-cursor": Cell(
         {"kind": "stateful-cursor", "one_loader": True, "trainer": {"max_epochs": 2, "limit_train_batches": 3}}, ["1:1:1:end"]
     ),
-    "shared-epoch": Cell({"kind": "stream"} | PERSISTENT, ["0:0:2"]),
+    "shared-epoch": Cell({"kind": "stream"} | PERSISTENT, ["0:0:2", "1:1:1"]),
     "one-loader": Cell({"one_loader": True, "kind": "stream"} | PERSISTENT | {"trainer": {"num_sanity_val_steps": 2}}, ["0:1:1"]),
     "callbacks": Cell(CALLBACKS, ["0:1:2:end"]),
     "fills-places": Cell({"kind": "caching", "trainer": {"max_epochs": 2}}, ["0:1:2"]),

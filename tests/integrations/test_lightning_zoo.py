@@ -31,6 +31,7 @@ from torch.utils.data import (
     random_split,
 )
 
+import gemini_ft
 from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.loaders.loader import make_resumable
 from gemini_ft.state import codec
@@ -291,6 +292,36 @@ class OrderedSampler(ShuffledSampler):
         yield from (self.order[:SAMPLES] % SAMPLES).tolist()
 
 
+class ToldSampler(OwnEpochs):
+    """Makes an order when it is told the epoch, and keeps it."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order = torch.randperm(40_000, generator=torch.Generator().manual_seed(epoch)).tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (index % SAMPLES for index in self.order[:SAMPLES])
+
+
+class RefiningSampler(OwnEpochs):
+    """Makes its order out of the one of the epoch before."""
+
+    def __init__(self) -> None:
+        self.order = list(range(1000))
+
+    def __iter__(self) -> Iterator[int]:
+        self.order = [self.order[index] for index in torch.randperm(1000).tolist()]
+        yield from (index % SAMPLES for index in self.order[:SAMPLES])
+
+
+class Beside(Noisy):
+    """Data beside which the training keeps a buffer."""
+
+    seen: list[Any] = []  # noqa: RUF012  # replaced, never changed
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(float(index))
+
+
 class Ring(Noisy):
     """Gives out the last hundred samples, the oldest of which a new one replaces."""
 
@@ -356,8 +387,54 @@ def test_what_cannot_be_kept_is_loaded_again(make: Maker) -> None:
     Job(make, resumable=True, method="skip").run(range(EPOCHS))  # the user has said that it does not matter
 
 
-def test_an_order_that_a_sampler_draws_with_the_first_index_is_drawn_again() -> None:
-    check_going_on_in_one_epoch(lambda: DataLoader(Noisy(), BATCH, sampler=OrderedSampler()))
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("sampler", [OrderedSampler, ToldSampler])
+def test_an_order_that_a_sampler_draws_for_each_epoch_is_drawn_again(sampler: Any, workers: int) -> None:
+    for stop in (MIDDLE, (2, 0), (1, 6)):
+        check_going_on(lambda: DataLoader(Noisy(), BATCH, sampler=sampler(), num_workers=workers), stop)
+
+
+def test_an_order_that_comes_from_the_one_before_is_refused_when_it_is_resumed() -> None:
+    def make() -> Any:
+        return DataLoader(Noisy(), BATCH, sampler=RefiningSampler())
+
+    Job(make, resumable=True).run(range(EPOCHS))
+    state = Job(make, resumable=True).run(range(EPOCHS), MIDDLE)
+    with pytest.raises(UnsupportedStateError, match=r"the training had changed sampler\.0\.order in its data when the snapshot was taken"):
+        Job(make, resumable=True).run(range(1, EPOCHS), first=state)
+
+
+def test_what_the_training_gives_a_sampler_and_cannot_be_kept_is_refused_when_the_next_epoch_begins() -> None:
+    def weigh(loader: Any, at: tuple[int, int]) -> None:
+        loader.sampler.order = [1.0 + at[1]] * 100
+
+    with pytest.raises(UnsupportedStateError, match=r"keeps what cannot be kept with a snapshot: sampler\.0\.order changed"):
+        Job(lambda: DataLoader(Noisy(), BATCH, sampler=OrderedSampler()), resumable=True, meanwhile=weigh).run(range(EPOCHS))
+
+
+def remember(loader: Any, at: tuple[int, int]) -> None:
+    loader.dataset.seen = [*loader.dataset.seen, *[at] * 40]
+
+
+@pytest.mark.parametrize("has_begun", [True, False], ids=["in its middle", "at its end"])
+def test_what_the_training_leaves_in_the_data_is_refused_in_a_process_that_has_other_of_it(has_begun: bool) -> None:
+    """A replay buffer that hooks have filled anew is not the one that was; between two epochs the snapshot says what there was."""
+
+    def make() -> Any:
+        return gemini_ft.resumable(DataLoader(Beside(), BATCH))
+
+    before = make()
+    for number, _ in enumerate(before):
+        remember(before, (0, number))
+        if has_begun and number == 2:
+            break
+    state = before.state_dict()
+    for filled in (0, 100):
+        after = make()
+        after.load_state_dict(state)
+        after.dataset.seen = [(0, 0)] * filled
+        with pytest.raises(UnsupportedStateError, match=r"dataset\.seen (in its data|changed)"):
+            list(after)
 
 
 def named(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -383,12 +460,17 @@ def test_what_is_shuffled_in_place_is_named_once_in_a_job_and_not_refused(name: 
     assert [said[: len(text)] for said in named(caplog)] == [text]
 
 
-def test_a_position_of_an_older_snapshot_knows_nothing_of_what_was_named() -> None:
-    plain = Job(lambda: shuffled(Noisy()), resumable=False)
+def test_a_position_of_an_older_snapshot_knows_nothing_of_what_was_named_and_of_digests() -> None:
+    def make() -> Any:
+        return DataLoader(Noisy(), BATCH, sampler=OrderedSampler())
+
+    plain = Job(make, resumable=False)
     plain.run(range(EPOCHS))
-    state = (before := Job(lambda: shuffled(Noisy()), resumable=True)).run(range(EPOCHS), MIDDLE)
-    del state["loader"]["named"]
-    (after := Job(lambda: shuffled(Noisy()), resumable=True, seed=99)).run(range(1, EPOCHS), first=state)
+    state = (before := Job(make, resumable=True)).run(range(EPOCHS), MIDDLE)
+    del state["loader"]["named"], state["loader"]["order"]
+    state["loader"]["lost_here"] = [*state["loader"]["lost_here"]]
+    assert state["loader"]["lost_here"] == ["sampler.0.order"]
+    (after := Job(make, resumable=True, seed=99)).run(range(1, EPOCHS), first=state)
     assert before.seen + after.seen == plain.seen
 
 
@@ -399,15 +481,19 @@ def test_what_is_shuffled_before_the_first_epoch_is_not_named(caplog: pytest.Log
     assert named(caplog) == []
 
 
-def test_an_array_over_a_mapped_file_is_not_looked_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def make() -> Any:
-        dataset = Noisy()
-        dataset.table = np.asarray(np.memmap(tmp_path / "table", np.int64, "w+", shape=40_000))[5:]  # type: ignore[attr-defined]
-        dataset.table[:] = range(39_995)  # type: ignore[attr-defined]
-        return shuffled(dataset)
+@pytest.mark.parametrize("view", [lambda table: table, lambda table: np.asarray(table)[5:]], ids=["file", "view"])
+def test_a_file_that_is_mapped_is_named_if_the_training_writes_to_it(view: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = np.memmap(tmp_path / "table", np.int64, "w+", shape=40_000)
+    file[:] = range(40_000)
+    for mode, name in (("r", None), ("r+", "the loader of a Noisy has other elements in dataset.table than")):
 
-    Job(make, resumable=True, meanwhile=lambda loader, _: np.random.shuffle(loader.dataset.table)).run(range(EPOCHS))
-    assert named(caplog) == []
+        def make(mode: Any = mode) -> Any:
+            dataset = Noisy()
+            dataset.table = view(np.memmap(tmp_path / "table", np.int64, mode, shape=40_000))  # type: ignore[attr-defined]
+            return shuffled(dataset)
+
+        Job(make, resumable=True, meanwhile=lambda loader, _: np.random.shuffle(file)).run(range(EPOCHS))
+        assert [text[: len(name or "")] for text in named(caplog)] == [name] * (name is not None)
 
 
 PLACES: dict[str, Callable[[], Any]] = {
@@ -635,6 +721,35 @@ class Ordered(RememberingStream):
         self.position = 0
 
 
+class BufferShuffledExamplesIterable:
+    """Stands for the one of Hugging Face's ``datasets``, by whose name it is known."""
+
+
+class Mapped:
+    """Stands for another step of such a pipeline."""
+
+    def __init__(self, ex_iterable: Any) -> None:
+        self.ex_iterable = ex_iterable
+
+
+class Refilling(RememberingStream):
+    """Shuffles by a buffer that its own state does not have, as an ``IterableDataset`` of Hugging Face's ``datasets``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ex_iterable = Mapped(BufferShuffledExamplesIterable())
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        buffer, order = list[int](), random.Random(3)
+        while self.position < SAMPLES:
+            buffer.append(self.position)
+            self.position += 1
+            if len(buffer) > 5:
+                yield torch.tensor([float(buffer.pop(order.randrange(6)))])
+        self.position = 0
+        yield from torch.tensor(buffer).float()[:, None]
+
+
 def torchdata(dataset: Any, **options: Any) -> Any:
     return StatefulDataLoader(dataset, BATCH, **options)
 
@@ -652,6 +767,8 @@ TORCHDATA: dict[str, tuple[Maker, dict[str, Any]]] = {
     "stateful-dataset-rare": (lambda: torchdata(Remembering(), shuffle=True, num_workers=2, snapshot_every_n_steps=3), {}),
     "stateful-stream": (lambda: torchdata(Ordered()), {"in_advance": True}),
     "stateful-stream-workers": (lambda: torchdata(Ordered(), num_workers=2), {"in_advance": True}),
+    "buffered": (lambda: torchdata(Refilling()), {"in_advance": True}),
+    "buffered-workers": (lambda: torchdata(Refilling(), num_workers=2), {"in_advance": True}),
 }
 
 

@@ -26,7 +26,7 @@ from gemini_ft.errors import (
     ReplicaDivergedError,
     UnsupportedStateError,
     WorldSizeError,
-    is_refusal,
+    refusal_behind,
 )
 from gemini_ft.launch import endings as module
 from gemini_ft.launch.endings import LEFT, Endings, HostDrain, final_endings
@@ -206,9 +206,32 @@ class TestUnprotected:
 
 def test_what_another_rank_or_a_moment_is_to_blame_for_is_no_refusal() -> None:
     """A job with a gradient pipeline hears of a killed rank by an error of that pipeline: a restart mends that."""
-    assert all(map(is_refusal, (UnsupportedStateError("a deque"), LayoutMismatchError("another model"))))
+    for refusal in (UnsupportedStateError("a deque"), LayoutMismatchError("another model")):
+        assert refusal_behind(refusal) is refusal
     passing = AveragingError("rank 0 was killed"), WorldSizeError("2"), ReplicaDivergedError("w"), ConcurrentWriteError("w")
-    assert not any(map(is_refusal, passing))
+    assert not any(map(refusal_behind, (None, *passing)))
+
+
+def test_a_refusal_is_one_whatever_a_script_makes_of_it() -> None:
+    """Launchers of experiments wrap errors in their own, and an end that fails once more hides the first reason."""
+    refusal = UnsupportedStateError("a deque")
+
+    def experiment(*, is_told: bool) -> None:
+        try:
+            try:
+                raise refusal
+            except UnsupportedStateError as error:
+                raise ValueError("the experiment has failed") from (error if is_told else None)
+        finally:
+            raise RuntimeError("the logger cannot be closed")
+
+    for is_told in (True, False):
+        with pytest.raises(RuntimeError) as caught:
+            experiment(is_told=is_told)
+        assert refusal_behind(caught.value) is refusal
+    caught.value.__context__ = None
+    caught.value.__cause__ = caught.value  # a circle
+    assert refusal_behind(caught.value) is None
 
 
 @pytest.mark.parametrize("streams", [{}, {"main": {"unheard": ["given", "node-1-0a1b2c3d"]}, "of an agent of another release": {}}])

@@ -62,10 +62,10 @@ class Kept(NamedTuple):
 
 KEPT = {
     "storage.checkpoints.FORMAT_VERSION": Kept(
-        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, checkpoints.Mark, LAYOUT, *SMALL_STATE], "a8870108333ef729"
+        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, checkpoints.Mark, LAYOUT, *SMALL_STATE], "fed5760cd12ce7b1"
     ),
     "agent.memory.slot_memory.FORMAT": Kept(
-        slot_memory.FORMAT, ["agent.memory.slot_memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "addea193a1320e41"
+        slot_memory.FORMAT, ["agent.memory.slot_memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "5cc40b790a344404"
     ),
     "wire.messages.PROTOCOL_VERSION": Kept(
         messages.PROTOCOL_VERSION,

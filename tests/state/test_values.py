@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from collections import deque
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from torch import nn
 from gemini_ft.state.fields import fields_of
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.remembered import Attributes
-from gemini_ft.state.values import copy_of, is_same
+from gemini_ft.state.values import Opaque, copy_of, digest, is_same
 
 NAN = float("nan")
 
@@ -31,6 +33,25 @@ def test_what_is_no_number_is_the_same_as_itself(value: Any) -> None:
 def test_the_sign_of_a_zero_counts(of: Any) -> None:
     assert is_same(of(0.0), of(0.0))
     assert not is_same(of(0.0), of(-0.0))
+
+
+def test_a_write_to_a_mapped_file_shows(tmp_path: Path) -> None:
+    written = np.memmap(tmp_path / "file", np.int64, "w+", shape=40_000)
+    read = np.memmap(tmp_path / "file", np.int64, "r", shape=40_000)
+    marks = Opaque(written, closely=True), Opaque(read, closely=True)
+    written[:] = 1
+    assert not marks[0].is_now(written)
+    assert marks[1].is_now(read)  # nobody looks into it
+
+
+def test_values_that_two_processes_have_made_alike_have_one_digest() -> None:
+    def made(last: Any = 3.0) -> list[Any]:
+        parts = [torch.arange(9), np.arange(9), {"a": (1, "\ud800")}, last]
+        return [parts * 99, deque(parts * 99, 300), tuple(parts), np.array(parts, object), {5: parts}, {1, 2}, object()]
+
+    assert list(map(digest, made())) == list(map(digest, made()))
+    others = [digest(one) != digest(other) for one, other in zip(made(), made(last=torch.ones(2)), strict=True)]
+    assert others == [True, True, True, False, True, False, False]
 
 
 class Odd(nn.Module):
