@@ -91,15 +91,20 @@ def _the_environment_is_left_as_it_was() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _launchers_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Spares jobs the seconds in which each of their processes would load torch, but for those whose start is what is tested."""
-    preloaded = request.node.get_closest_marker("preloaded")
-    with launchers(*(preloaded.args if preloaded else ()), forked=request.node.get_closest_marker("started_anew") is None):
+    with _launchers_for(request.node):
         yield
 
 
 @pytest.fixture(autouse=True)
-def _launchers_of_a_test_are_started_anew(request: pytest.FixtureRequest) -> Iterator[None]:
-    with launchers(forked=False) if request.node.get_closest_marker("started_anew") else contextlib.nullcontext():
+def _launchers_of_a_test_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
+    with _launchers_for(request.node):
         yield
+
+
+def _launchers_for(node: pytest.Item) -> contextlib.AbstractContextManager[None]:
+    """The launchers that the marks of a test or of a module ask for."""
+    preloaded = node.get_closest_marker("preloaded")
+    return launchers(*(preloaded.args if preloaded else ()), forked=node.get_closest_marker("started_anew") is None)
 
 
 @pytest.fixture
