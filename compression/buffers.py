@@ -51,11 +51,9 @@ class Buffers:
         return torch.from_numpy(self.lend(nbytes)).view(dtype)
 
     def zeros(self, count: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
-        """The same, with zeros in it."""
         return self.empty(count, dtype, device).zero_()
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of a flat tensor."""
         return self.empty(tensor.numel(), tensor.dtype, tensor.device).copy_(tensor)
 
     @property

@@ -62,7 +62,6 @@ class ScopedGroups:
         return cls(topology=topology, flat=group, intra=intra, inter=inter)
 
     def at(self, scope: Scope) -> ProcessGroup | None:
-        """The group of a scope."""
         return {Scope.FLAT: self.flat, Scope.INTRA: self.intra, Scope.INTER: self.inter}[scope]
 
 

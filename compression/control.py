@@ -190,6 +190,5 @@ class DelayControl:
         return {"link": asdict(self.link), "ratio": self.ratio, "wanted": self._wanted, "delays": list(self._delays)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`."""
         self.link = LinkEstimate(**{**state["link"], "residuals": list(state["link"]["residuals"])})
         self.ratio, self._wanted, self._delays = state["ratio"], state["wanted"], list(state["delays"])

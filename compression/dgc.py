@@ -109,7 +109,6 @@ class MomentumCorrection(Reducer):
         return (yield from (WHOLE if self.dense else self.inner).share(payload, turn))
 
     def _picked(self, bundle: Bundle, velocity: Tensor, turn: Turn) -> Payload:
-        """The elements to send, which leave the memories."""
         whole, picked = self._pick(bundle, turn)
         indices = torch.cat([whole, picked])
         payload = Payload(layout=bundle.layout, data=join(bundle.flat.index_select(0, indices), indices))

@@ -132,7 +132,6 @@ class TrialStrategy:
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """The option of each tensor."""
         return tuple(self.table.options[number] for number in self.numbers)
 
     def assign(self, tensor: int, number: int) -> None:
@@ -316,7 +315,6 @@ class _Group:
         self._cpu = table.number[table.options[self._gpu].on(Processor.CPU)]
 
     def move(self, count: int) -> None:
-        """Puts ``count`` of the group's tensors on the CPU."""
         for index in range(min(count, self._count), max(count, self._count)):
             self._exchange.assign(self.tensors[index], self._cpu if index < count else self._gpu)
         self._count = count

@@ -176,7 +176,6 @@ class OptionExecutor(Reducer):
         return result
 
     def _by_option(self, layout: FlatLayout) -> dict[Option, tuple[int, ...]]:
-        """Numbers of the tensors of each option."""
         if isinstance(self.options, Option):
             return {self.options: tuple(range(len(layout.names)))}
         found: dict[Option, tuple[int, ...]] = {}
@@ -338,7 +337,6 @@ class _Course:
         return torch.empty(0, dtype=torch.uint8 if self.held.compressed else DENSE, device=self.device)
 
     def _receive(self, answers: Sequence[Tensor], lengths: Sequence[int]) -> None:
-        """Takes in what all have sent, in rank order."""
         messages = [self._cut(data, lengths) for data in answers]
         self.cells = [[tensor for cell in cells for tensor in cell] for cells in zip(*messages, strict=True)]
 

@@ -196,7 +196,6 @@ class _Stacks:
         self.rest = torch.empty(rest, dtype=torch.float32, device=device)
 
     def average(self, turn: Turn) -> Generator[CollectiveRequest, list[Tensor], None]:
-        """Averages the factors and the rest over all ranks."""
         (total,) = yield CollectiveRequest("sum", torch.cat([part.reshape(-1) for part in (*self.parts, self.rest)]))
         total = total.div_(turn.world) if turn.world > 1 else total
         *means, self.rest = total.split_with_sizes([part.numel() for part in (*self.parts, self.rest)])

@@ -28,7 +28,6 @@ class Part:
         return Bundle(self.layout, flat, own=True)
 
     def put(self, piece: Bundle, whole: Bundle) -> None:
-        """Writes the part into a bundle."""
         torch._foreach_copy_([whole.views[number][begin:end] for number, begin, end in self.runs], piece.views)
 
 

@@ -323,6 +323,5 @@ def shorten(quartic: Tensor) -> Tensor:
 
 
 def lengthen(runs: Tensor) -> Tensor:
-    """Undoes `shorten`."""
     lengths = (runs.int() - (_RUN - 2)).clamp_(min=1)
     return torch.repeat_interleave(runs.clamp(max=_RUN).masked_fill_(runs >= _RUN, _ZEROS), lengths)

@@ -83,7 +83,6 @@ class Grouping:
 
     @property
     def groups(self) -> tuple[range, ...]:
-        """The tensors of each group."""
         return tuple(range(*bounds) for bounds in pairwise((0, *self.ends)))
 
 

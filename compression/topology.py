@@ -40,7 +40,6 @@ class Topology:
 
     @property
     def world(self) -> int:
-        """The number of all ranks."""
         return self.machines * self.ranks
 
     @property

@@ -59,7 +59,6 @@ class Findings:
 
     @classmethod
     def unpack(cls, packed: Mapping[str, Any]) -> Findings:
-        """Makes a plan of the plain data that `pack` gave."""
         given = copy.deepcopy(dict(packed))
         if (traffic := given.pop("traffic")) is not None:
             given["traffic"] = Traffic(**{**traffic, "densities": dict(traffic["densities"])})

@@ -168,7 +168,6 @@ class Scheme(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`."""
         if state:
             raise ValueError(f"{self.name} has no state; given {sorted(state)}: was it another scheme's?")
 

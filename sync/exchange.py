@@ -114,7 +114,6 @@ class Exchange(ABC):
         return iter([*heads, *((rank, head, wire.payload(data)) for rank, (head, data) in enumerate(pairs))])
 
     def _lengths(self, message: torch.Tensor) -> list[int]:
-        """Bytes of each rank's message."""
         own = wire.wrap(wire.as_bytes(torch.tensor([len(message)], device=self.device)))
         return [int(wire.payload(each).view(torch.int64)) for each in self.share(own)]
 

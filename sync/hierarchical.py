@@ -52,7 +52,6 @@ class Hierarchical(Scheme):
         return from_matrix(padded[:rows], tensor)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the scheme between hosts."""
         return self.inter.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -222,7 +222,6 @@ class Client:
             raise SwitchSilentError(f"switch {self._named()}: {error.strerror}") from None
 
     def close(self) -> None:
-        """Ends the job, for all its ranks."""
         for part in self.parts:
             if self._job is not None:
                 part.say(SwitchLeave(job=self._job))

@@ -295,7 +295,6 @@ def derive(key: bytes, purpose: bytes, length: int = 32) -> bytes:
 
 
 def job_key(key: bytes, boot: str, job: str) -> AESGCM:
-    """The key of a job's packets."""
     return AESGCM(derive(key, b"job " + bytes.fromhex(boot + job), 16))
 
 

@@ -93,7 +93,6 @@ class SwitchLink:
         return not self._failed(share(exchange, problem.encode()), drop=True)
 
     def close(self) -> None:
-        """Ends the job at the switch."""
         self.ready = False
         if self._client is not None:
             self._client.close()
@@ -130,7 +129,6 @@ class SwitchLink:
         return True
 
     def _say(self, up: bool, text: str) -> None:
-        """Tells the log once whenever it goes up or down."""
         if self._speaks and self._said is not up:
             _log.log(logging.INFO if up else logging.WARNING, "%s", text)
         self._said = up

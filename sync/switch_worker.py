@@ -130,7 +130,6 @@ class Worker:
         return int(self._rounds.max())
 
     def start(self, stream: TensorStream, now: float) -> list[Packets]:
-        """Begins a tensor; the one before is done."""
         self._stream, self._columns = stream, stream.columns
         return [self._send(np.arange(stream.columns), stream.first(), None, now)]
 

@@ -84,7 +84,6 @@ def bitmap_limit(rows: int) -> int:
 
 
 def count(message: torch.Tensor) -> int:
-    """Units in an encoded message."""
     return int(_words(message)[4])
 
 

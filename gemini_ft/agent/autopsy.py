@@ -75,7 +75,6 @@ def _stacks_in(file: int, begin: int) -> str:
 
 
 async def log_stacks(worker: WorkerConnection, log: Callable[[str], None]) -> None:
-    """Writes a worker's stacks to the agent's log."""
     for text in (await stacks({worker: doing_of(worker.pid)})).values():
         log(f"rank {worker.rank} (pid {worker.pid}):\n{text}")
 

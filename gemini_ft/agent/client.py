@@ -30,7 +30,6 @@ _OFFERED = 64 * 1024  # bytes; Linux reports a Unix socket as writable while thr
 
 
 def as_error(failed: Failed) -> GeminiError:
-    """The exception that a refusal stands for."""
     kind = getattr(errors, failed.error, AgentError)
     return kind(failed.text) if isinstance(kind, type) and issubclass(kind, GeminiError) else AgentError(failed.text)
 
@@ -152,7 +151,6 @@ class AgentClient:
                 self._drop(answers.get())
 
     def _answered(self, message: Answer, fds: list[int]) -> None:
-        """Hands an answer to its call, if that still waits for it."""
         with self._calls_lock:
             waiting = self._calls.pop(message.call, None)
             if waiting is not None:

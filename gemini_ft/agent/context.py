@@ -124,12 +124,10 @@ class StreamContext:
         self.run.log(f"[{self.name}] {text}")
 
     def version(self, iteration: int) -> Version:
-        """The version of an iteration in the present incarnation."""
         assert self.spec is not None
         return Version(self.spec.incarnation, iteration)
 
     def claims(self, role: str, to: str) -> Claims:
-        """This host's introduction when it dials a peer."""
         incarnation = self.spec.incarnation if self.spec is not None else None
         return Claims(
             run=self.run.run_id,
@@ -142,11 +140,9 @@ class StreamContext:
         )
 
     def is_present(self, worker: WorkerConnection) -> bool:
-        """Whether a worker is of the present incarnation."""
         return self.spec is not None and worker.incarnation == self.spec.incarnation
 
     def tell_workers(self, message: ToWorker) -> None:
-        """Tells all workers of the present incarnation."""
         for worker in self.workers.values():
             if self.is_present(worker):
                 worker.send(message)

@@ -47,12 +47,10 @@ class Launches:
         self._refused = launch, text
 
     def refuse_again(self, newcomer: Launch) -> None:
-        """Raises StateError if the state of this launch was refused."""
         if self._refused is not None and self._refused[0].is_same(newcomer):
             raise StateError(f"a worker of this launch has ended with this refusal, which a restart does not change: {self._refused[1]}")
 
     def refuse_second(self, run: str, host: str, newcomer: Launch, workers: Collection[tuple[int, Launch]]) -> None:
-        """Raises RunAliveError if a launch other than the newcomer's is alive."""
         for launch in self.alive(workers):
             if not launch.is_same(newcomer):
                 raise RunAliveError(is_alive(run, host, launch))
@@ -118,12 +116,10 @@ class Departure:
             self._finished.add(worker)
 
     def ended(self, pid: int) -> None:
-        """Records a process that ends well."""
         self._finished = {worker for worker in self._finished if worker.pid != pid}
         self._ended.add(pid)
 
     def interrupt(self, worker: WorkerConnection) -> None:
-        """Records a worker that the user has interrupted."""
         self._interrupted.add(worker)
 
     @property
@@ -144,7 +140,6 @@ class Departure:
         return has_end and any(launch.is_of_run and launch.pid not in asked for launch in self._launches.alive())
 
     def is_due(self) -> bool:
-        """Whether the agent may leave now."""
         now, streams = time.monotonic(), self._streams.values()
         uploading = any(stream.uploading for stream in streams)
         if self.is_followed:

@@ -130,7 +130,6 @@ class Measures:
             self.waited_seconds.add(waited)
 
     def committed(self, iteration: int) -> None:
-        """Records a commit."""
         self._commits += 1
         self.commit_pace.add(time.monotonic(), self._commits)
         if (ended := self._ended.get(iteration)) is not None:
@@ -150,7 +149,6 @@ class Measures:
 
     @property
     def is_failing(self) -> bool:
-        """Whether a worker was lost in the present incarnation."""
         return bool(self._cause)
 
     def account(self) -> dict[str, Any]:

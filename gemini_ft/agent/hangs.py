@@ -38,7 +38,6 @@ class HangDetector:
         self.last, self._stepping, self._steps = now, True, _FIRST_STEPS
 
     def heard(self, now: float) -> None:
-        """Records a sign of life."""
         if not self._stepping:
             self.last = now
 
@@ -90,7 +89,6 @@ class HangWatch:
         self._tasks = Tasks()
 
     def begin(self, worker: WorkerConnection, start_timeout: float) -> None:
-        """Watches a worker that has just come."""
         self._detectors[worker] = HangDetector(start_limit=start_timeout, last=time.monotonic())
 
     def open(self, worker: WorkerConnection, hang_timeout: float | None, readopt: bool) -> None:
@@ -115,7 +113,6 @@ class HangWatch:
                 worker.parting = ""
 
     def kill_hanging(self) -> None:
-        """Kills the workers that hang now."""
         now = time.monotonic()
         for worker, detector in list(self._detectors.items()):
             silent = detector.hangs(now)

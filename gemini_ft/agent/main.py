@@ -42,7 +42,6 @@ _PARTING = 5.0  # seconds for an agent that leaves to clear the folder
 
 
 async def _serve(run: RunContext, streams: Streams, listener: socket.socket) -> None:
-    """Serves until it is time to leave."""
     requests, leaving = Requests(run, streams), asyncio.Event()
     worker_listener = WorkerListener(requests, listener)
     drains_by_sigterm = load_config().drain_signal == "SIGTERM"  # a file of options that has gone since must not keep the agent from ending

@@ -104,7 +104,6 @@ class OwnShards:
         self._hashing: dict[int, Hashing] = {}  # owner -> its shard on the way from a device, or the last one
 
     def on_message(self, worker: WorkerConnection, message: ToAgent) -> None:
-        """Handles a worker's message about its own shard."""
         context, owner = self._context, worker.rank
         match message:
             case Reserve():

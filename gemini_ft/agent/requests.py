@@ -75,7 +75,6 @@ class Requests:
         self.log = run.log
 
     def on_worker_message(self, worker: WorkerConnection, message: ToAgent, fds: list[int]) -> None:
-        """Handles one message from a worker, in order."""
         if not isinstance(message, Ping):  # which a thread sends that never hangs
             self.hangs.heard(worker)
             if worker in self._over:  # a thread that the attempt has left behind may ask, and must get no slot
@@ -139,7 +138,6 @@ class Requests:
                 stream.on_worker_message(worker, message)
 
     def _current(self, worker: WorkerConnection) -> Stream:
-        """The worker's stream, if the worker is of its present incarnation."""
         stream = self._stream(worker)
         if not stream.context.is_present(worker):
             current = stream.context.spec.incarnation if stream.context.spec is not None else "none"
@@ -331,7 +329,6 @@ class Requests:
         return [(worker.pid, worker.launch) for worker in self._workers if worker.alive and worker.launch is not None]
 
     def status(self) -> dict[str, Any]:
-        """This agent's account of itself."""
         return {
             "run": self._run.run_id,
             "host": self._run.host,

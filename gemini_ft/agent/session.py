@@ -122,7 +122,6 @@ class AgentSession:
         return self.failover.leader is not None and self.failover.leader.is_obeyed
 
     def join(self, connection: Connection, claims: Claims) -> MemberPort | CollectorPort | Refusal:
-        """Takes in a host that reports to this one."""
         return self.failover.join(connection, claims.host, claims.epoch, claims.promised)
 
     def report(self, message: PeerMessage) -> None:
@@ -141,7 +140,6 @@ class AgentSession:
 
     @property
     def reaches_leader(self) -> bool:
-        """Whether reports made now are sent at once."""
         return self.failover.reaches_leader
 
     def committed_roots(self, version: Version) -> Mapping[int, str]:

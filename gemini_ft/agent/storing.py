@@ -24,7 +24,6 @@ class Storing:
         self.said: list[ReportUploaded] = []  # until the upload is over, in case the leader has not heard
 
     def upload(self, owner: int, slot: int, version: Version) -> None:
-        """Uploads a frozen slot in the background."""
         host = self._context.host
 
         def done(record: str, error: str) -> None:

@@ -197,7 +197,6 @@ class Stream:
     # -- workers
 
     def on_worker_message(self, worker: WorkerConnection, message: ToAgent) -> None:
-        """Handles a message that only a worker of the present incarnation may send."""
         match message:
             case Observed(profile=profile):
                 self.session.outbound.pacing.observed(worker.rank, profile)
@@ -298,7 +297,6 @@ class Stream:
     # -- effects
 
     def perform(self, effects: list[Effect]) -> None:
-        """Carries out the protocol's decisions."""
         context = self.context
         context.slot_store.sync_headers()
         for effect in effects:
@@ -350,7 +348,6 @@ class Stream:
     # -- decisions
 
     def _on_decision(self, message: PeerMessage) -> None:
-        """Carries out a decision of the leader."""
         context, host = self.context, self.context.host
         match message:
             case Commit(version=version, freeze=freeze, roots=roots, agreed=agreed, compared=compared):
@@ -420,7 +417,6 @@ class Stream:
 
     @property
     def leader(self) -> str | None:
-        """The host that leads the commits, as far as this one knows."""
         return self._session.succession.leader if self._session is not None else None
 
     @property
@@ -430,7 +426,6 @@ class Stream:
 
     @property
     def stores(self) -> bool:
-        """Whether the last session has a storage."""
         return self.last_spec is not None and self.last_spec.storage is not None
 
     @property
@@ -439,7 +434,6 @@ class Stream:
         return self._session is not None and self._session.uploading
 
     def status(self) -> dict[str, object]:
-        """The figures that ``gemini status`` shows of this stream."""
         spec, host, session = self.context.spec, self.context.host, self._session
         is_at_work = any(worker.alive and worker.parting != "goodbye" for worker in self.context.workers.values())
         ages = [slot.age for slot in self.context.slot_store.inventory() if slot.version == host.committed]

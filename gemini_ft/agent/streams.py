@@ -85,13 +85,11 @@ class Streams:
         self._listening: asyncio.Task[None] | None = None
 
     def named(self, name: str) -> Stream:
-        """The stream of that name; a new one if there is none."""
         if name not in self.by_name:
             self.by_name[name] = Stream(name, self._run)
         return self.by_name[name]
 
     def note(self, incarnation: Incarnation) -> None:
-        """Records an incarnation that a worker opens."""
         self.known = incarnation if self.known is None else max(self.known, incarnation)
 
     # -- before and after this agent
@@ -136,7 +134,6 @@ class Streams:
 
     @property
     def further(self) -> list[str]:
-        """This host's addresses in other networks, at which it can be reached too."""
         return self._server.further if self._server is not None else []
 
     async def listen(self, hello: Hello) -> None:

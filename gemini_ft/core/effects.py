@@ -32,7 +32,6 @@ class Copies:
     roots: dict[int, str]  # owner -> root of the copy
 
     def each(self) -> list[Completed]:
-        """The reports one by one."""
         return [
             Completed(owner=owner, host=self.host, version=self.version, layout=self.layout, digest=self.digest, root=root)
             for owner, root in self.roots.items()
@@ -54,7 +53,6 @@ class Gathered:
 
     @property
     def hosts(self) -> Collection[str]:
-        """The hosts that report."""
         return self.roots.keys()
 
     def each(self, held: Mapping[str, Sequence[int]]) -> list[Copies]:
@@ -91,12 +89,10 @@ class GatheredSkips:
     owners: dict[str, list[int]]  # host -> owners that are there
 
     def only(self, counts: Callable[[str], bool]) -> GatheredSkips:
-        """The same without the hosts whose word does not count."""
         return replace(self, owners={host: owners for host, owners in self.owners.items() if counts(host)})
 
     @property
     def hosts(self) -> Collection[str]:
-        """The hosts that report."""
         return self.owners.keys()
 
 

@@ -181,7 +181,6 @@ def forecast(cluster: Cluster, days: float = 30.0, runs: int = 20, seed: int = 1
 
 
 def draw(cluster: Cluster, until: float, rng: Random) -> Iterator[Failure]:
-    """Failures in the order of time."""
     rates = [cluster.hosts * cluster.process_failures, cluster.hosts * cluster.host_failures, cluster.domains * cluster.domain_failures]
     at = 0.0
     while sum(rates) and (at := at + rng.expovariate(sum(rates) / DAY)) < until:

@@ -62,7 +62,6 @@ class Bundles:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is anything to send."""
         return bool(self._waiting)
 
     def forget(self) -> None:
@@ -113,13 +112,11 @@ class Gathering:
         return True
 
     def leave(self, host: str) -> None:
-        """Removes a host whose connection is closed."""
         self.admitted.discard(host)
         self._awaited.discard(host)
         self.greeted.pop(host, None)
 
     def exclude(self, pairs: Iterable[Pair]) -> None:
-        """Replaces the set of holders that are left out."""
         self._excluded = {}
         for owner, host in pairs:
             self._excluded.setdefault(host, set()).add(owner)
@@ -155,7 +152,6 @@ class Gathering:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is anything to send."""
         return bool(self._waiting) or any(self._skips.values())
 
     def take(self) -> list[Gathered | Copies | GatheredSkips]:

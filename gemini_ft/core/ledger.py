@@ -62,11 +62,9 @@ class Ledger:
 
     @property
     def hosts(self) -> Collection[str]:
-        """All hosts that hold anything."""
         return self._folded.held.keys()
 
     def owns(self, host: str, rank: int) -> bool:
-        """Whether a rank is one of the host's."""
         return self.holders.get(rank, ("",))[0] == host
 
     @property
@@ -414,7 +412,6 @@ class Ledger:
         return self._abort(version, f"rank {owner} has {'finished' if at == _END else f'gone on to {at}'} without it")
 
     def _judge(self, version: Version, current: Round, now: float) -> list[Decision]:
-        """Aborts, waits or commits."""
         if current.disputed:
             return self._abort(version, "the ranks disagree")
         return self._try_commit(version, current, now)

@@ -49,7 +49,6 @@ class History:
                 del self._series[of]
 
     def forget(self, target: str) -> None:
-        """Forgets all samples of a target."""
         self._looked.pop(target, None)
         self._series = {of: points for of, points in self._series.items() if ("instance", target) not in of}
 

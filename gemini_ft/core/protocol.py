@@ -391,7 +391,6 @@ class Host:
             slots.sealed = sealed
 
     def _retire_strangers(self) -> None:
-        """Retires shards that are not held here any more."""
         for owner, slots in self.shards.items():
             if self.is_stranger(owner):
                 slots.retire()

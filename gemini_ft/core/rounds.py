@@ -64,7 +64,6 @@ class Round:
                 self._settle((owner, holder), agrees)
 
     def exclude(self, pairs: Iterable[Pair]) -> None:
-        """Stops counting pairs."""
         for pair in pairs:
             if self._agrees(*pair):
                 self.back.add(pair)
@@ -72,7 +71,6 @@ class Round:
                 self._lacking -= 1
 
     def readmit(self, pairs: Iterable[Pair]) -> None:
-        """Counts pairs again."""
         for pair in pairs:
             if pair in self.back:
                 self.back.remove(pair)
@@ -162,7 +160,6 @@ class FoldedRound:
         self.forget()
 
     def forget(self) -> None:
-        """Forgets every report."""
         self.version: Version | None = None  # None: there is nothing
         self.own_since: float | None = None  # when the last owner's own copy was complete
         self._label = ("", "")  # layout, digest
@@ -176,14 +173,12 @@ class FoldedRound:
     # -- the pairs that count
 
     def exclude(self, pairs: Collection[Pair]) -> None:
-        """Stops counting pairs."""
         for owner, host in pairs:
             for concerned in (host, self._holders[owner][0]):
                 self._excluded_at.setdefault(concerned, set()).add((owner, host))
         self._awaited -= {host for _, host in pairs if self._has_said_all(host)}
 
     def readmit(self, pairs: Collection[Pair]) -> None:
-        """Counts pairs again."""
         for owner, host in pairs:
             for concerned in (host, self._holders[owner][0]):
                 self._excluded_at.get(concerned, set()).discard((owner, host))
@@ -268,7 +263,6 @@ class FoldedRound:
         return host in self._whole or all(owner in said or (owner, host) in self._excluded for owner in self.held[host])
 
     def _root(self, owner: int, host: str) -> str | None:
-        """The root of a copy, if it is reported."""
         text = self._whole.get(host)
         return self._piece(text, owner, host, self._size) if text is not None else self._partly.get(host, {}).get(owner)
 
@@ -280,11 +274,9 @@ class FoldedRound:
 
     @property
     def complete(self) -> bool:
-        """Whether every owner's own copy is there, and every pair that counts agrees."""
         return self.own_since is not None and not self._awaited and next(self.missing(), None) is None
 
     def missing(self) -> Iterator[Pair]:
-        """The pairs that count and do not agree; of use when every owner's own copy is there."""
         if self._stretches is None:
             self._stretches = list(_stretches(self._holders, self.held))
         size, whole = self._size, self._whole
@@ -303,17 +295,14 @@ class FoldedRound:
         return any(self._agrees(*pair) for host in hosts for pair in self._excluded_at.get(host, ()))
 
     def has_own(self, owner: int) -> bool:
-        """Whether an owner's own copy is there."""
         return owner in self._holders and self._root(owner, self._holders[owner][0]) is not None
 
     @property
     def compared(self) -> bool:
-        """Whether every owner has given a digest of its replicated state."""
         return self.own_since is not None and self._label[1] != ""
 
     @property
     def roots(self) -> dict[int, str]:
-        """Owner -> root of its own copy, where that is there."""
         size, roots = self._size, dict[int, str]()
         for host, text in self._whole.items():
             for at, owner in enumerate(self.held[host]):

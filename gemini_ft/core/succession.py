@@ -53,7 +53,6 @@ class Succession:
 
     @property
     def leader(self) -> str:
-        """The host that leads, as far as this one knows."""
         return self.leader_of(self.epoch)
 
     @property
@@ -68,7 +67,6 @@ class Succession:
     # -- what is seen
 
     def reach(self) -> None:
-        """Records that the leader is reached."""
         self._lost = None
 
     def lose(self, now: float) -> None:

@@ -80,12 +80,10 @@ class Ways(Generic[W]):
         return lost
 
     def through(self, way: W) -> set[str]:
-        """The hosts that are reached on a way."""
         return self._hosts.get(way, set())
 
     @property
     def open(self) -> list[W]:
-        """All ways on which a host is reached."""
         return list(self._hosts)
 
     def audiences(self, apart: AbstractSet[str]) -> Iterator[tuple[W, set[str] | None]]:

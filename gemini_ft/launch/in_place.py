@@ -63,7 +63,6 @@ class Attempt:
 
     @property
     def signs(self) -> list[int]:
-        """Descriptors that can be read when there is news of the worker."""
         return [*self.process.signs, *self._survivors.signs(self.process.pid)]
 
     def poll(self) -> int | None:
@@ -82,7 +81,6 @@ class Attempt:
         return self.process.poll() if self._status is None else self._status
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for the end as Popen's method does."""
         return self.process.wait(timeout) if self._status is None else self._status
 
     def end_in_place(self) -> bool:

@@ -341,7 +341,6 @@ def meet(options: argparse.Namespace, place: slurm.Rendezvous | None) -> None:
 
 
 def _is_default(options: argparse.Namespace, names: Sequence[str]) -> bool:
-    """Whether none of these options of torchrun was given."""
     parser = torchrun.get_args_parser()
     return all(getattr(options, name) == parser.get_default(name) for name in names)
 

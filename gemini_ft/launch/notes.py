@@ -80,11 +80,9 @@ class Notes:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def have(self, word: str) -> bool:
-        """Whether a worker has said it."""
         return word in self._words()
 
     def count(self, word: str) -> int:
-        """How often workers have said it."""
         return self._words().count(word)
 
     def keeps(self) -> bool:
@@ -119,7 +117,6 @@ class Notes:
 
 @contextmanager
 def notes_of_workers() -> Iterator[Notes]:
-    """The notes of workers that are started inside."""
     notes = Notes()
     os.environ[NOTES] = notes.path
     try:

@@ -227,7 +227,6 @@ def _took_part(state: Any, nodes: Iterable[Any]) -> list[Any]:
 
 
 def _idle(ctx: Any) -> Any:
-    """The action of a host that waits."""
     return _Action.KEEP_ALIVE if torch_rendezvous._should_keep_alive(ctx) else _Action.SYNC
 
 

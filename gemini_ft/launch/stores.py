@@ -305,7 +305,6 @@ class Standby:
 
 
 def state_at(store: TCPStore, run: str) -> bytes | None:
-    """The state of the rendezvous in a store."""
     found = C10dRendezvousBackend(store, run).get_state()
     return found[0] if found is not None else None
 

@@ -93,7 +93,6 @@ class ProgressEstimate:
         return status
 
     def ended(self) -> dict[str, Any]:
-        """The report for the end."""
         return _status(100, self._total) | {"estimatedRemainingSeconds": 0}
 
 

@@ -78,7 +78,6 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Process id of the server."""
         return self._process.pid
 
     def wait_ready(self) -> str | None:
@@ -200,7 +199,6 @@ class WarmStart:
     """The source of forked workers: a fork server, a new one if that has died, or none once it has refused."""
 
     def __init__(self, start_server: Callable[[], ForkServer]) -> None:
-        """Starts the server, which imports in the background."""
         self._start_server = start_server
         self._server: ForkServer | None = self._start_server()
 
@@ -222,7 +220,6 @@ class WarmStart:
             return None
 
     def close(self) -> None:
-        """Ends the server, as :meth:`ForkServer.close`."""
         if self._server is not None:
             self._server.close()
             self._server = None

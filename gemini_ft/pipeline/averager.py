@@ -125,11 +125,9 @@ class Averager:
         return {name for group in groups for name in group.names if name not in self._arrived}
 
     def has(self, name: str) -> bool:
-        """Whether the gradient has come in this step."""
         return name in self._arrived
 
     def missing(self) -> list[str]:
-        """Tensors whose gradients have not come in this step."""
         return [tensor.name for tensor in self.tensors if tensor.name not in self._arrived]
 
     def wait(self) -> None:
@@ -265,7 +263,6 @@ class Averager:
         return {"steps": self.step, "rounds": self.rounds, "plan": self._plan_digest, "choices": choices}
 
     def close(self) -> None:
-        """Ends the threads."""
         self._lanes.close()
 
     # -- inside

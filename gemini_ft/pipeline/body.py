@@ -205,12 +205,10 @@ class Body:
 
     @property
     def last_step(self) -> Step | None:
-        """Costs of the last step, by rule."""
         self._settle()
         return self.averager.telemetry.last
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """The costs of the last step as plain data."""
         self._settle()
         return self.averager.telemetry.summary()
 

@@ -93,14 +93,12 @@ class Controls:
         }
 
     def problem(self, state: Mapping[str, Any], world: int) -> str | None:
-        """The reason why a state cannot be loaded, or None."""
         strange = sorted(set(state) - {str(number) for number in self._steered})
         if world == 1 or not strange:
             return None
         return f"the state has ratios under control of rules {', '.join(strange)}, which control nothing here; load one of this pipeline"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`."""
         for number, saved in state.items():
             if (steered := self._steered.get(int(number))) is None:
                 continue  # one rank alone has no network to follow; see `problem`

@@ -167,7 +167,6 @@ class _Bucket:
             self._end()
 
     def give_up(self) -> None:
-        """Leaves the bucket as it is."""
         self._end()
 
     def _end(self) -> None:

@@ -177,14 +177,12 @@ class ReadyTimes:
         self._at = {}  # of a forward pass without a step: evaluation
 
     def ready(self, name: str) -> None:
-        """Records a gradient that is final."""
         now = time.perf_counter()
         if self._end is None:
             self._end = now
         self._at[name] = now - self._end
 
     def step_over(self) -> None:
-        """Records that the backward pass is over."""
         if self._at:
             self.steps.append((self._forward, self._at))
         self._at, self._end, self._forward, self.begun = {}, None, 0.0, None

@@ -86,7 +86,6 @@ class Plan:
 
     @classmethod
     def unpack(cls, packed: Mapping[str, Any]) -> Plan:
-        """Makes a plan of the plain data that `pack` gave."""
         return _PLAN.validate_python(packed)
 
 
@@ -194,7 +193,6 @@ def nothing(param: torch.Tensor, sparse: bool) -> torch.Tensor:
 
 
 def _sparse(model: nn.Module) -> set[str]:
-    """Names of parameters whose gradients are sparse tensors."""
     inner = unwrap_model(model)
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return {

@@ -37,7 +37,6 @@ class Routes:
         self._still = False
 
     def of(self, group: Group) -> Route:
-        """The route that a group takes."""
         key = group.rule, group.way
         if key not in self._routes:
             self._routes[key] = self.fresh(*key)
@@ -46,7 +45,6 @@ class Routes:
         return self._routes[key]
 
     def fresh(self, rule: int, way: str) -> Route:
-        """A route without any memory."""
         match way:
             case "rule":
                 return self._by_rule(rule)
@@ -112,7 +110,6 @@ class Routes:
         self._routes = {key: route for key, route in self._routes.items() if key in used}
 
     def forget(self, names: Collection[str]) -> None:
-        """Forgets all that is kept of these parameters' gradients."""
         for route in self._routes.values():
             route.forget(names)
 

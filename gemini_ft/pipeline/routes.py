@@ -60,7 +60,6 @@ class Route(ABC):
         return  # most have none
 
     def forget(self, names: Collection[str]) -> None:
-        """Forgets all that is kept of these parameters' gradients."""
         return  # most keep nothing
 
     def choices(self) -> Any:
@@ -72,7 +71,6 @@ class Route(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`."""
         if state:
             raise StateError(f"a {type(self).__name__.lower()} route has no state; given {sorted(state)}: was it another rule's?")
 

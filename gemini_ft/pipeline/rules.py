@@ -103,7 +103,6 @@ class Sync(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The scheme's own options."""
         return dict(self.model_extra or {})
 
     @model_validator(mode="after")
@@ -114,7 +113,6 @@ class Sync(BaseModel):
         return self
 
     def make(self) -> Scheme:
-        """A scheme ready for use."""
         check_options(f"sync {self.scheme}", SCHEME_OPTIONS[self.scheme], self.options)
         if self.scheme == "hierarchical":
             options = {"inter": "zen"} | self.options

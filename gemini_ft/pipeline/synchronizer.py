@@ -257,7 +257,6 @@ class GradientSynchronizer(Body):
 
     @property
     def discards_all(self) -> bool:
-        """Whether nothing is averaged at present."""
         return self._discarding.issuperset(self._parameters)
 
     def _settle(self, *_: Any) -> None:
@@ -320,11 +319,9 @@ class GradientSynchronizer(Body):
             self._outer.stepped()
 
     def ready(self, name: str) -> None:
-        """Records that a gradient is final."""
         self._ready_times.ready(name)
 
     def name_of(self, param: torch.Tensor) -> str:
-        """The name that rules know a parameter by."""
         return self._names[id(param)]
 
     def _ready(self, param: torch.Tensor) -> None:

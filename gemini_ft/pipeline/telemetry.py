@@ -60,7 +60,6 @@ class Telemetry:
         self.last: Step | None = None
 
     def add(self, number: int, seconds: float, blocked: float, groups: Sequence[tuple[Group, GroupCost]]) -> None:
-        """Adds a step that is over."""
         by_rule: dict[int, list[GroupCost]] = {}
         for group, figures in groups:
             by_rule.setdefault(group.rule, []).append(figures)

@@ -196,12 +196,10 @@ class _RuleTrial:
         return self.candidates[self.trial.current]
 
     def pack(self) -> dict[str, Any]:
-        """The trial as plain data."""
         return {"rule": self.rule, "candidates": _CANDIDATES.dump_python(self.candidates, mode="json"), **asdict(self.trial)}
 
     @classmethod
     def unpack(cls, packed: Mapping[str, Any]) -> _RuleTrial:
-        """Makes a trial of the plain data that `pack` gave."""
         given = deepcopy(dict(packed))
         rule, candidates = given.pop("rule"), _CANDIDATES.validate_python(given.pop("candidates"))
         return cls(rule, candidates, Trial(**given))

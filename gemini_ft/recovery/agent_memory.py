@@ -80,7 +80,6 @@ class Remembered:
 
     @property
     def secret(self) -> bytes:
-        """The secret of the run."""
         return next(iter(self.hosts.values())).secret
 
     def missing(self, version: Version) -> list[int]:
@@ -131,7 +130,6 @@ class RememberedShard:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the copy that is read."""
         return self._shard.layout
 
     @property
@@ -170,7 +168,6 @@ class RememberedShard:
             self._shard.renew()
 
     def close(self) -> None:
-        """Releases the copy."""
         with _keeping:
             _kept.discard(self)
         self._shard.close()

@@ -354,6 +354,5 @@ class ShardReaders:
         raise RecoveryError(f"no copy of rank {owner}'s shard of {self.plan.version} could be read: {'; '.join(failures)}")
 
     def close(self) -> None:
-        """Closes all that is kept open."""
         while self._kept:
             self._kept.popitem()[1][1].close()

@@ -97,7 +97,6 @@ class StateRestore:
         self.restored: dict[str, int] = {}
 
     def note(self, where: str, nbytes: int) -> None:
-        """Counts bytes that have been read."""
         self.restored[where] = self.restored.get(where, 0) + nbytes
 
     def read(self, without: Iterable[int] = ()) -> None:

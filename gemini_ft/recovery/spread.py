@@ -193,7 +193,6 @@ class Outflow:
         self._free.put(block)
 
     def close(self) -> None:
-        """Ends the reading, done or not."""
         self._free.put(None)
         self._thread.join()
 

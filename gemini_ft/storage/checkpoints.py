@@ -76,7 +76,6 @@ class Manifest(BaseModel):
 
     @property
     def version(self) -> Version:
-        """The version of the state."""
         return Version(self.incarnation, self.iteration)
 
     @property
@@ -86,7 +85,6 @@ class Manifest(BaseModel):
 
     @property
     def descent(self) -> Descent:
-        """The descent of the state's incarnation."""
         return Descent(lineage=self.lineage, overtaken=frozenset(self.overtaken), aside=frozenset(self.aside))
 
     @model_validator(mode="before")
@@ -278,7 +276,6 @@ class Mark(BaseModel):
 
 
 def mark_key(run: str, stream: str) -> str:
-    """Key of the mark in storage."""
     return f"{run}/{stream}.stored.json"
 
 

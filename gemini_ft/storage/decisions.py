@@ -50,7 +50,6 @@ class Sighting:
 
     @property
     def iteration(self) -> int:
-        """Iterations done in it."""
         return self.version.iteration
 
     @property

@@ -44,7 +44,6 @@ class PartBody:
         return 0
 
     def crc32(self) -> int:
-        """The CRC-32 of all bytes."""
         crc = 0
         for block in self._blocks:
             crc = zlib.crc32(block, crc)

@@ -193,7 +193,6 @@ class StoredShard:
 
     @cached_property
     def extras(self) -> bytes:
-        """The encoded small state."""
         return self._small("extras", self.record.extras)
 
     def check_identity(self, owner: int, version: Version) -> None:

@@ -19,7 +19,6 @@ _MOST_DESCRIPTORS = 5  # the message, three standard streams, and the starting g
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected ends of a channel."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 

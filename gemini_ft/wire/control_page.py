@@ -139,11 +139,9 @@ class ControlPage:
         return shape.unpack(record) if is_whole else None
 
     def listen(self, wanted: bool) -> None:
-        """Sets whether the bell is to be rung."""
         self._memory[_LISTENS] = wanted
 
     def answer(self) -> None:
-        """Records that the bell was heard."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.bell)
 

@@ -46,7 +46,6 @@ class FairShare(Generic[U]):
         self._in_use -= units
 
     def end_all(self) -> None:
-        """Ends what all users do."""
         for user in list(self._users):
             self._lose(user)
 

@@ -207,7 +207,6 @@ class Connection(asyncio.BufferedProtocol):
         self._lanes = [None] * count
 
     def attach(self, number: int, lane: LaneThread) -> None:
-        """Takes a lane."""
         if self._aborted or self.closed.is_set():
             lane.stop()
             return
@@ -222,7 +221,6 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def lanes(self) -> int:
-        """The number of lanes."""
         return len(self._lanes)
 
     def _lane(self, payload: int) -> LaneThread:

@@ -115,7 +115,6 @@ class OwnAttempt:
         kept.clear()
 
     def keep_groups(self) -> None:
-        """Keeps the process groups that there are."""
         if dist.is_initialized():
             self.defaults.append(dist.group.WORLD)
             self.groups += dist.distributed_c10d._world.pg_map

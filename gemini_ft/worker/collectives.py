@@ -151,7 +151,6 @@ class Observer:
         return self._traffic.polled
 
     def look(self, look: Callable[[], _Seen]) -> _Seen | None:
-        """Returns what a look at the observed does; see `CollectiveTraffic.observed`."""
         return self._traffic.observed(look)
 
     # -- told by the traffic, which holds its lock
@@ -489,7 +488,6 @@ class Observation:
         self._report()
 
     def step_over(self, iteration: int) -> None:
-        """Records that a step has ended."""
         step = self._observer.look(self._observer.step_over)
         if step is None:
             return
@@ -502,7 +500,6 @@ class Observation:
             self._tell(Worked(window=iteration, times=times), ())
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Shows meanwhile that the training stands still until a snapshot has travelled."""
         return self._observer.waiting()
 
     def close(self) -> None:

@@ -56,7 +56,6 @@ class CopyWindow:
         return True
 
     def begin(self) -> None:
-        """Records that a copy begins."""
         self._refused = 0
 
     @property

@@ -58,7 +58,6 @@ class Drain:
 
     @property
     def begun(self) -> bool:
-        """Whether this rank is to leave."""
         return self._since is not None
 
     def begin(self) -> None:
@@ -98,7 +97,6 @@ class Drain:
             signal.signal(number, _on_signal)
 
     def forget(self) -> None:
-        """Ends what :meth:`heed` has begun."""
         for number, drains in _heeding.items():
             drains.discard(self)
             if not drains and signal.getsignal(number) is _on_signal and threading.current_thread() is threading.main_thread():

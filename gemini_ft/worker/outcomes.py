@@ -45,7 +45,6 @@ class Stats:
             del self.blocked[: -self.KEPT]
 
     def note_commit(self, iteration: int, seconds: float, lag: int) -> None:
-        """Counts a committed snapshot of this rank."""
         self.commit_seconds[iteration], self.lag[iteration] = seconds, lag
         _forget_oldest(self.commit_seconds, self.KEPT)
         _forget_oldest(self.lag, self.KEPT)
@@ -77,7 +76,6 @@ class Outcomes:
         self.newest = 0  # iteration of the last snapshot
 
     def begin(self, iteration: int) -> None:
-        """Records a snapshot that is being made."""
         self.newest = iteration
         self._ended[iteration] = time.perf_counter()
 
@@ -87,7 +85,6 @@ class Outcomes:
         return self.newest in self._ended
 
     def committed(self, iteration: int, now: int) -> None:
-        """Records a commit, at the end of iteration ``now``."""
         self._write("committed", iteration=iteration)
         if (ended := self._ended.pop(iteration, None)) is not None:
             self._stats.note_commit(iteration, time.perf_counter() - ended, now - iteration)

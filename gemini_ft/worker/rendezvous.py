@@ -220,7 +220,6 @@ def forget_group() -> None:
 
 
 def _board() -> _Board:
-    """The board of the present default group."""
     group = dist.group.WORLD
     if _current is not None and _current.group is group:
         return _current

@@ -294,7 +294,6 @@ class Chooser:
                 return plan
 
     def _best_in_memory(self, refused: frozenset[Version]) -> RecoveryPlan | None:
-        """The plan that memory alone allows."""
         try:
             return plan_recovery(self._holdings, len(self._everyone), None, None, sorted(refused), self._resizable)
         except WorldSizeError:

@@ -290,7 +290,6 @@ class Snapshotter:
         self._diligence.answered()
 
     def granted(self, iteration: int, slot: int) -> None:
-        """Takes the agent's grant of a slot."""
         self.answered()
         with self._condition:
             self._impatient = False

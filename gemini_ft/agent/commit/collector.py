@@ -89,7 +89,6 @@ class Collector:
     # -- upwards
 
     def join(self, connection: Connection, host: str) -> CollectorPort:
-        """Takes in a host that reports here."""
         if (earlier := self._ports.get(host)) is not None:
             earlier.connection.abort(f"host {host} has dialled again")
             self.leave(earlier)
@@ -98,7 +97,6 @@ class Collector:
         return port
 
     def leave(self, port: CollectorPort) -> None:
-        """Removes a host whose connection is closed."""
         if self._ports.get(port.host) is port:
             del self._ports[port.host]
             self._gone |= {port.host} & self._gathering.greeted.keys()
@@ -144,7 +142,6 @@ class Collector:
             self._late = asyncio.get_running_loop().call_later(GATHER, self.flush)
 
     def flush(self) -> None:
-        """Sends what waits."""
         self._stop_waiting()
         for message in self._gathering.take():
             if self._send is None:

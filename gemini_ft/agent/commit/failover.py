@@ -93,7 +93,6 @@ class Failover:
 
     @property
     def reaches_leader(self) -> bool:
-        """Whether reports made now are sent at once."""
         return self.leader is not None or (self.member is not None and self.member.reaches_leader)
 
     # -- the other hosts

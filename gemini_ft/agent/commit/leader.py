@@ -365,7 +365,6 @@ class Leader:
         return set(self.book.hosts) <= {self._host, *(host for port in heard for host in self._ways.through(port) - port.silent)}
 
     def _absent(self, now: float) -> set[str]:
-        """Hosts of which nothing is heard."""
         found = {host for host, heard in self._lost.items() if now - heard > SILENCE}
         for port in self._ways.open:
             hosts = self._ways.through(port)
@@ -481,7 +480,6 @@ class MemberPort(MessagesOnly):
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other host is reached here."""
         return self._leader.through(self) <= {self.host}
 
     def on_message(self, message: PeerMessage) -> memoryview | None:

@@ -203,7 +203,6 @@ class MemberLink:
         self._flush()
 
     def on_lost(self, reason: str, way: _Way | None = None) -> None:
-        """Records that a connection is closed."""
         if way in (None, self._way):
             self._leave(_End.BROKEN, reason)
 

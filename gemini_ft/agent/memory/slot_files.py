@@ -144,13 +144,11 @@ def in_use(folder: Path) -> bool:
 
 
 def folder_of(root: Path, run: str, host: str) -> Path:
-    """The folder of one run on one host."""
     digest = hashlib.sha256(f"{run}\0{host}".encode()).hexdigest()[:24]
     return root / f"gemini-ft-{os.getuid()}" / digest
 
 
 def remove(folder: Path) -> None:
-    """Removes a run's files and folder, if they are there."""
     with contextlib.suppress(OSError):
         for path in [*folder.glob(f"{SLOT[1:]}*"), *folder.glob(IDENTITY[1:])]:
             path.unlink(missing_ok=True)

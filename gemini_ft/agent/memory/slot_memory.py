@@ -102,7 +102,6 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def address_of(memory: mmap.mmap) -> int:
-    """The address at which a writable mapping starts."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
@@ -263,7 +262,6 @@ class SlotMemory:
         return True
 
     def is_whole(self, extras_bytes: int) -> bool:
-        """Whether every chunk has been laid down."""
         cuts = self.cuts(extras_bytes)
         return self.chunks.keys() >= set(range(len(cuts))) and all(self.chunks[i][:2] == cut for i, cut in enumerate(cuts))
 
@@ -315,7 +313,6 @@ class SlotMemory:
 
     @property
     def inode(self) -> int:
-        """The inode, which two descriptors of the same memory have in common."""
         return os.fstat(self.fd).st_ino
 
     @property

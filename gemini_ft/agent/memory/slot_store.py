@@ -328,7 +328,6 @@ class SlotStore:
                     await asyncio.to_thread(populate, memory.memory, 0, memory.shape.total)
 
     def free(self, owner: int, slot: int) -> None:
-        """Gives the memory of a slot back."""
         memory = self.memory.pop((owner, slot))
         self._donors.pop((owner, slot), None)
         self._budget.give_back(memory.shape.total)

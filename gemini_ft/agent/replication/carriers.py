@@ -132,7 +132,6 @@ class ByWorkers:
             await self._change()
 
     def dispatched(self, tag: int, error: str) -> None:
-        """Takes a worker's report that a piece has left, or could not."""
         if tag not in self._under_way:
             return
         nbytes, ordered = self._under_way.pop(tag)

@@ -154,11 +154,9 @@ class Pacing:
         self._nbytes.pop((owner, peer), None)
 
     def paced(self, interval: int) -> None:
-        """Takes the leader's decision."""
         self._gate.interval = interval
 
     def status(self) -> dict[str, object]:
-        """The figures that ``gemini status`` shows."""
         link, profile = self._gate.link, self._profile
         return {
             "interval": self._gate.interval,

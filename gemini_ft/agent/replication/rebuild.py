@@ -61,7 +61,6 @@ class Rebuilding:
         self._task = asyncio.get_running_loop().create_task(self._rebuild())
 
     def reached(self, iteration: int) -> None:
-        """Records how far a worker has come."""
         if iteration >= self._resumed.iteration + _STEPS:
             self._stepped.set()
 

@@ -27,7 +27,6 @@ Landed = Callable[[int, int, str], None]
 
 
 def shape_of(context: StreamContext, owner: int, wanted: ShardLayout) -> SlotShape:
-    """The shape that a slot for a shard must have."""
     spec = context.spec
     assert spec is not None
     return SlotShape(
@@ -175,7 +174,6 @@ class Inbound:
     # -- inside
 
     def _keepers(self, owner: int) -> list[WorkerConnection]:
-        """Workers that keep memory of a replica, and live."""
         kept = [self._context.custodians.keeper(memory) for (of, _), memory in self._context.slot_store.memory.items() if of == owner]
         return [keeper for keeper in kept if keeper is not None]
 
@@ -262,7 +260,6 @@ class Receiver:
         self._open.clear()
 
     def collected(self, source: int, tag: int, error: str) -> None:
-        """Takes a local worker's report that it has received a piece, or could not."""
         found = self._parcels.landed(source, tag)
         if found is None:
             return

@@ -357,15 +357,12 @@ class Outbound:
             self._links[peer].cancel(owner, version)
 
     def links_of(self, owner: int) -> list[PeerLink]:
-        """The links on which an owner's shard travels."""
         return [self._links[peer] for peer in self._context.host.holders.get(owner, ())[1:] if peer in self._links]
 
     def copied(self, owner: int, version: Version, end: End) -> None:
-        """Records that the worker has copied everything."""
         for link in self._links.values():
             link.copied(owner, version, end)
 
     def dispatched(self, message: Dispatched) -> None:
-        """Takes a worker's report that it has sent a piece, or could not."""
         for link in self._links.values():
             link.dispatched(message.tag, message.error)

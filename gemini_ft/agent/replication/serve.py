@@ -38,11 +38,9 @@ class Lease:
         self._timer = self._schedule()
 
     def renew(self) -> None:
-        """Records a sign of life."""
         self._idle = 0
 
     def end(self) -> None:
-        """Ends the lease: the reader has gone."""
         self._timer.cancel()
 
     def _schedule(self) -> asyncio.TimerHandle:
