@@ -10,11 +10,12 @@ import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gemini_ft
-from gemini_ft.core.goodput import Phase, TimeLedger
+from gemini_ft.core.goodput import FailureCost, Phase, TimeLedger
 from gemini_ft.core.promql import Sample
 from gemini_ft.core.versions import Version
 from gemini_ft.wire.worker_messages import ENDING, LATE, WRITTEN
@@ -28,6 +29,7 @@ Values = Value | Mapping[str, Value]  # a mapping: a value for each value of the
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _PACED = 32  # events of which the mean interval is taken
+_FAILURES = 8  # the newest ones, that an account tells of
 _UNDECIDED = 64  # the most iterations that are remembered until they are committed; some never are
 
 
@@ -162,11 +164,16 @@ class Measures:
             "skips": self.skips,
             "restarts": self.restarts,
             "failed_at": self.failed_at,
+            "failures": list(map(self._failure, self.time.failures[-_FAILURES:])),
             "seconds": {phase.replace(" ", "_"): seconds for phase, seconds in self.time.seconds.items() if phase != Phase.STORAGE},
             "commit_seconds": self.commit_seconds.account(),
             "blocked_seconds": self.blocked_seconds.account(),
             "waited_seconds": self.waited_seconds.account(),
         }
+
+    def _failure(self, failure: FailureCost) -> dict[str, Any]:
+        seconds = {phase.replace(" ", "_"): seconds for phase, seconds in failure.seconds.items()}
+        return {**asdict(failure), "at": time.time() - (time.monotonic() - failure.at), "seconds": seconds}
 
 
 class Figure(NamedTuple):
