@@ -71,6 +71,9 @@ class RunContext:
         files: where slots are made; None: in memory without a name.
         leaving: launchers (process id, beginning) of a drained host: the workers that they start meanwhile have to leave as well.
         metrics: address at which figures are served; empty: none yet; None: they are not asked for.
+        has_page: whether the web page is served there, too.
+        spares: hosts that wait to take another's place, and those that the job lacks, as the launcher here sees; None: it has not said.
+        account: gives this agent's account of itself, but for what never leaves the host.
     """
 
     def __init__(self, run_id: str, host: str, files: SlotFiles | None = None) -> None:
@@ -79,6 +82,9 @@ class RunContext:
         self.budget = Budget(None)
         self.leaving: set[tuple[int, int]] = set()
         self.metrics: str | None = None
+        self.has_page = False
+        self.spares: dict[str, int] | None = None
+        self.account: Callable[[], dict[str, Any]] = dict
 
     def log(self, text: str) -> None:
         lines = "\n    ".join(map(printable, text.splitlines()))  # no text passes for another line

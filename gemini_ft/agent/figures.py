@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import accumulate
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gemini_ft
-from gemini_ft.core.goodput import Phase, TimeLedger
+from gemini_ft.core.goodput import FailureCost, Phase, TimeLedger
 from gemini_ft.core.promql import Sample
 from gemini_ft.core.versions import Version
 from gemini_ft.wire.worker_messages import ENDING, LATE, WRITTEN
@@ -28,6 +30,7 @@ Values = Value | Mapping[str, Value]  # a mapping: a value for each value of the
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _PACED = 32  # events of which the mean interval is taken
+_FAILURES = 8  # the newest ones, that an account tells of
 _UNDECIDED = 64  # the most iterations that are remembered until they are committed; some never are
 
 
@@ -160,11 +163,16 @@ class Measures:
             "skips": self.skips,
             "restarts": self.restarts,
             "failed_at": self.failed_at,
+            "failures": list(map(self._failure, self.time.failures[-_FAILURES:])),
             "seconds": {phase.replace(" ", "_"): seconds for phase, seconds in self.time.seconds.items() if phase != Phase.STORAGE},
             "commit_seconds": self.commit_seconds.account(),
             "blocked_seconds": self.blocked_seconds.account(),
             "waited_seconds": self.waited_seconds.account(),
         }
+
+    def _failure(self, failure: FailureCost) -> dict[str, Any]:
+        seconds = {phase.replace(" ", "_"): seconds for phase, seconds in failure.seconds.items()}
+        return {**asdict(failure), "at": time.time() - (time.monotonic() - failure.at), "seconds": seconds}
 
 
 class Figure(NamedTuple):
@@ -181,12 +189,18 @@ def _launches(of: Account) -> Values:
     return {of["run"]: 0 if is_over else len(of["launches"])}
 
 
+def _spares(name: str) -> Callable[[Account], Values]:
+    return lambda of: {of["run"]: of["spares"][name]} if of.get("spares") else None
+
+
 OF_HOST = (
     Figure("gemini_agent_start_timestamp_seconds", "When this agent began.", lambda of: of["began"]),
     Figure("gemini_launches", "Launches of this host that are at work, whether or not workers are connected.", _launches, "run"),
     Figure("gemini_workers", "Workers of this host that are connected.", lambda of: {of["run"]: len(of["workers"])}, "run"),
     Figure("gemini_memory_used_bytes", "Memory of all slots.", lambda of: of["memory"]["used"]),
     Figure("gemini_memory_limit_bytes", "The most memory that slots may take.", lambda of: of["memory"]["limit"]),
+    Figure("gemini_spares", "Hosts that wait to take the place of a lost one, as the launcher here sees.", _spares("waiting"), "run"),
+    Figure("gemini_lacking_hosts", "Hosts without which the job does not go on, as the launcher here sees.", _spares("lacking"), "run"),
     Figure("gemini_hangs_total", "Workers of this host that were killed because they made no progress.", lambda of: of["hangs"]),
 )
 
@@ -214,6 +228,19 @@ def _committed_at(of: Account) -> Value:
 def _lag(of: Account) -> Value:
     step, committed = of["measures"]["step"], of["committed"]
     return None if step is None or committed is None else max(0, step - committed)
+
+
+def _of_gradients(name: str, unit: float = 1.0) -> Callable[[Account], Values]:
+    """A figure of the gradients' pipeline by rule, the mean of the ranks here (`gemini_ft.state.gradients.GradientState.summary`)."""
+
+    def read(of: Account) -> Values:
+        found = defaultdict[str, list[float]](list)
+        for rules in of["gradients"].values():
+            for rule, figures in rules.items():
+                found[rule] += [unit * figures[name]] if name in figures else []
+        return {rule: fmean(values) for rule, values in found.items() if values}
+
+    return read
 
 
 def _slots(of: Account) -> Values:
@@ -258,6 +285,13 @@ OF_STREAM = (
     Figure("gemini_time_seconds_total", "Time of the run by phase, as this host sees it.", _measured("seconds"), "phase"),
     Figure("gemini_leader_changes_total", "Times that another host has come to lead the commits.", _counted("leader_changes")),
     Figure("gemini_leader_reached", "Whether the leader of the commits hears this host at once.", lambda of: of["reaches_leader"]),
+    Figure("gemini_gradient_bytes", "Bytes of a rank's gradients in a step, as they were.", _of_gradients("bytes_before"), "rule"),
+    Figure("gemini_gradient_sent_bytes", "Bytes of a rank's gradients in a step, as they travelled.", _of_gradients("bytes_after"), "rule"),
+    Figure("gemini_gradient_encode_seconds", "Time to encode gradients in a step.", _of_gradients("encode_ms", 1e-3), "rule"),
+    Figure("gemini_gradient_communication_seconds", "Time for which gradients travelled.", _of_gradients("communication_ms", 1e-3), "rule"),
+    Figure("gemini_gradient_decode_seconds", "Time to decode gradients in a step.", _of_gradients("decode_ms", 1e-3), "rule"),
+    Figure("gemini_gradient_overlap_ratio", "Part of the communication that backward hid.", _of_gradients("overlap"), "rule"),
+    Figure("gemini_gradient_density_ratio", "Part of the gradients' elements that travelled.", _of_gradients("density"), "rule"),
     Figure("gemini_stragglers", "Ranks of the job that are slow now.", lambda of: len(of["stragglers"])),
     Figure("gemini_job_hosts", "Hosts of the job, as its leader says.", _of_job("hosts")),
     Figure("gemini_job_ranks", "Ranks of the job, as its leader says.", _of_job("ranks")),

@@ -45,7 +45,7 @@ async def _serve(run: RunContext, streams: Streams, listener: socket.socket) -> 
     requests, leaving = Requests(run, streams), asyncio.Event()
     worker_listener = WorkerListener(requests, listener)
     drains_by_sigterm = load_config().drain_signal == "SIGTERM"  # a file of options that has gone since must not keep the agent from ending
-    page = MetricsPage(run, requests.status) if run.metrics is not None else None
+    page = MetricsPage(run, requests.status, requests.job) if run.metrics is not None else None
     run.log(f"agent {os.getpid()} of run {run.run_id!r} on host {run.host!r}; may hold {run.budget.limit:,} bytes")
 
     def told_to_end() -> None:

@@ -1,4 +1,4 @@
-"""``/metrics`` of an agent: its figures as Prometheus reads them, served from the agent's own event loop.
+"""``/metrics`` of an agent: its figures as Prometheus reads them, and its web page, served from the agent's own event loop.
 
 No reader holds up the agent: the figures are taken at most once a second, and a connection whose answer is not fetched within seconds
 is cut off.
@@ -11,14 +11,16 @@ import importlib.util
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from gemini_ft.agent.context import RunContext
 from gemini_ft.agent.figures import families
 from gemini_ft.agent.tasks import Tasks
+from gemini_ft.agent.web_page import PageAnswer, WebPage, read_token
 from gemini_ft.config import GeminiConfig, load_config
-from gemini_ft.errors import ConfigError
+from gemini_ft.errors import ConfigError, SecretError
 from gemini_ft.wire.fair_share import FairShare
 from gemini_ft.wire.network import bound
 
@@ -37,11 +39,13 @@ _OPEN_METRICS = "application/openmetrics-text; version=1.0.0"  # whatever versio
 
 
 def check_metrics(config: GeminiConfig) -> None:
-    """Refuses the option ``metrics`` where prometheus-client is not installed.
+    """Refuses the option ``metrics`` where prometheus-client is not installed, and a token of the web page that is none.
 
     Raises:
-        ConfigError: metrics are asked for, and the library is missing.
+        ConfigError: metrics are asked for, and the library is missing; or see `read_token`.
+        SecretError: see `read_token`.
     """
+    read_token(config)
     if config.metrics is not None and importlib.util.find_spec("prometheus_client") is None:
         raise ConfigError(
             f"metrics={config.metrics!r} needs prometheus-client, which is not installed for {os.path.realpath('/proc/self/exe')}: "
@@ -54,10 +58,12 @@ class MetricsPage:
 
     Args:
         account: gives the agent's account of itself, as ``gemini status --json`` prints it.
+        job: gives the accounts of all hosts, for the web page.
     """
 
-    def __init__(self, run: RunContext, account: Callable[[], dict[str, Any]]) -> None:
-        self._run, self._account = run, account
+    def __init__(self, run: RunContext, account: Callable[[], dict[str, Any]], job: Callable[[], dict[str, Any]] = dict) -> None:
+        self._run, self._account, self._job = run, account, job
+        self._web: WebPage | None = None
         self._said = set[str]()  # about figures that could not be read
         self._pages: dict[str, tuple[float, bytes]] = {}  # content type -> when it was written, and the page
         self._readers = FairShare[asyncio.StreamWriter](_READERS, lambda reader: reader.transport.abort())  # that are being answered
@@ -74,7 +80,7 @@ class MetricsPage:
         """Listens as soon as the port is free: the agent of another run may have it, as agents outlive their jobs."""
         try:
             check_metrics(config := load_config())
-        except ConfigError as error:  # the option may have been set after a worker had checked it
+        except (ConfigError, SecretError) as error:  # the option may have been set after a worker had checked it
             self._run.log(str(error))
             return
         try:  # of which a reader should not be the first: it takes longer than the agent's loop may wait
@@ -95,9 +101,14 @@ class MetricsPage:
                     is_told = True
                     self._run.log(f"metrics are not served while this lasts, and all else goes on: {error}")
             await asyncio.sleep(RETRY_SECONDS)
+        if (token := await asyncio.to_thread(read_token, config)) is not None:
+            self._web = await asyncio.to_thread(WebPage, token, host.strip("[]"), self._job)
         self._server = await asyncio.start_server(self._answer, sock=listener, limit=_REQUEST_BYTES)
+        self._run.has_page = self._web is not None
         self._run.metrics = f"{host}:{listener.getsockname()[1]}"
         self._run.log(f"metrics are served at http://{self._run.metrics}{_PATH}")
+        if self._run.has_page:
+            self._run.log(f"a web page is served at http://{self._run.metrics}/; {config.page_token_file} has its token")
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._readers.take(writer, "{}:{}".format(*writer.get_extra_info("peername") or ("", 0)))  # no name: it has hung up
@@ -116,19 +127,24 @@ class MetricsPage:
         first, *rest = request.decode("latin-1").split("\r\n")
         method, target, *_ = [*first.split(" "), "", ""]
         if method not in ("GET", "HEAD"):
-            return _response("405 Method Not Allowed", "text/plain", b"only GET and HEAD\n")
-        if target.partition("?")[0] != _PATH:
-            return _response("404 Not Found", "text/plain", f"figures are at {_PATH}\n".encode())
-        accepted = next((value for name, _, value in (line.partition(":") for line in rest) if name.strip().lower() == "accept"), "")
+            return PageAnswer(status=HTTPStatus.METHOD_NOT_ALLOWED, body=b"only GET and HEAD\n").encoded()
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in rest)}
         try:
-            kind, page = self._page(accepted)
+            answer = self._answer_to(target.partition("?")[0], headers)
         except Exception as error:  # of any kind: a figure must not leave the reader without an answer
             text = f"the figures cannot be read: {type(error).__name__}: {error}"
             if text not in self._said and len(self._said) < _TEXTS:
                 self._said.add(text)
                 self._run.log(text)
-            return _response("500 Internal Server Error", "text/plain", b"the figures cannot be read; see the agent's log\n")
-        return _response("200 OK", kind, page, is_asked_for=method == "GET")
+            answer = PageAnswer(status=HTTPStatus.INTERNAL_SERVER_ERROR, body=b"the figures cannot be read; see the agent's log\n")
+        return answer.encoded(has_body=method == "GET")
+
+    def _answer_to(self, path: str, headers: Mapping[str, str]) -> PageAnswer:
+        if path == _PATH:
+            kind, page = self._page(headers.get("accept", ""))
+            return PageAnswer(kind=kind, body=page)
+        of_page = self._web.answer(path, headers, time.monotonic()) if self._web is not None else None
+        return of_page or PageAnswer(status=HTTPStatus.NOT_FOUND, body=f"figures are at {_PATH}\n".encode())
 
     def _page(self, accepted: str) -> tuple[str, bytes]:
         from prometheus_client.exposition import choose_encoder
@@ -144,8 +160,3 @@ class MetricsPage:
     def collect(self) -> Iterator[Metric]:
         """Yields the figures. It is the only method of a registry that the writers of prometheus-client call."""
         return families(self._account())
-
-
-def _response(status: str, kind: str, body: bytes, is_asked_for: bool = True) -> bytes:
-    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    return head.encode() + (body if is_asked_for else b"")

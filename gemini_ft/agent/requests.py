@@ -49,6 +49,7 @@ from gemini_ft.wire.worker_messages import (
     Staged,
     Status,
     StreamInfo,
+    TellSpares,
     ToAgent,
     Verified,
     Verify,
@@ -73,6 +74,7 @@ class Requests:
         self._agent_timeout = 0.0  # as the job has it; this agent only repeats it to its watchmen
         self._tasks = Tasks()
         self.log = run.log
+        run.account = self._account
 
     def on_worker_message(self, worker: WorkerConnection, message: ToAgent, fds: list[int]) -> None:
         if not isinstance(message, Ping):  # which a thread sends that never hangs
@@ -92,6 +94,9 @@ class Requests:
                 worker.send(self._drain(message))
             case Ended(refused=refused):
                 self._ended(worker.pid, refused)
+                worker.send(Noted(call=message.call))
+            case TellSpares(waiting=waiting, lacking=lacking):
+                self._run.spares = {"waiting": waiting, "lacking": lacking}
                 worker.send(Noted(call=message.call))
             case Leave(finished=finished):
                 self.departure.ask(worker, finished)
@@ -337,9 +342,30 @@ class Requests:
             "launches": [launch.model_dump(exclude={"environ"}) for launch in self._launches.alive(self._at_work())],
             "memory": {"limit": self._run.budget.limit, "used": self._run.budget.used},
             "metrics": self._run.metrics,
+            "page": self._run.has_page,
+            "spares": self._run.spares,
             "hangs": self.hangs.killed,
             "linger": self.departure.linger,
             "idle": time.monotonic() - self.departure.idle_since,
             "workers": {w.rank: w.pid for w in self._workers if w.alive and w.rank >= 0},
             "streams": {name: stream.status() for name, stream in self._streams.by_name.items()},
         }
+
+    def _account(self) -> dict[str, Any]:
+        """The same for other hosts and the web page: without commands and folders of launches, which never leave the host."""
+        own = self.status()
+        streams = {name: {figure: value for figure, value in of.items() if figure != "command"} for name, of in own["streams"].items()}
+        return {**own, "launches": [], "streams": streams}
+
+    def job(self) -> dict[str, Any]:
+        """The accounts of all hosts that this agent knows: of the job where it leads the commits, else its own.
+
+        Each has ``heard``, the seconds since it came, and ``account``, as JSON. All hosts of a stream that this one leads are asked anew.
+        """
+        now, found = time.monotonic(), dict[str, tuple[float, str]]()
+        for stream in self._streams.by_name.values():
+            for host, (at, account) in stream.accounts().items():
+                found[host] = max(found.get(host, (0.0, "")), (at, account))
+        found[self._run.host] = (now, json.dumps(self._account()))
+        hosts = {host: {"heard": now - at, "account": account} for host, (at, account) in sorted(found.items())}
+        return {"run": self._run.run_id, "host": self._run.host, "at": time.time(), "hosts": hosts}

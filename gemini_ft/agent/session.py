@@ -112,6 +112,13 @@ class AgentSession:
         absent = len(leader.missing(time.monotonic()))
         return {"ranks": spec.world_size, "hosts": len(set(spec.hosts)), "absent": absent, "left_out": len(leader.book.excluded)}
 
+    def accounts(self) -> dict[str, tuple[float, str]]:
+        """The newest accounts of all hosts, on the host that leads, which are asked for new ones; host -> when it came, and the account."""
+        if (leader := self.failover.leader) is None:
+            return {}
+        leader.ask_accounts()
+        return leader.accounts
+
     @property
     def unheard(self) -> list[str]:
         """The hosts of which nothing was heard just now, on the host that leads."""

@@ -5,6 +5,7 @@ Everything runs on the agent's event loop, so nothing here needs a lock.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -25,7 +26,18 @@ from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Lac
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, PeerError, RecoveryError, ReplicaDivergedError, SupersededError
 from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of
-from gemini_ft.wire.peer_messages import AllFinished, Autopsied, DrainHost, Examine, PeerMessage, ReportFinished, Stragglers, UploadSoon
+from gemini_ft.wire.peer_messages import (
+    AllFinished,
+    AskAccount,
+    Autopsied,
+    DrainHost,
+    Examine,
+    PeerMessage,
+    ReportAccount,
+    ReportFinished,
+    Stragglers,
+    UploadSoon,
+)
 from gemini_ft.wire.worker_messages import (
     Collected,
     Dispatched,
@@ -340,6 +352,10 @@ class Stream:
         await self.context.slot_store.top_up(owner)
         self._inbound.entrust_all()
 
+    def accounts(self) -> dict[str, tuple[float, str]]:
+        """Asks all hosts for their accounts of themselves, if this one leads; returns those that have come: when, and the account."""
+        return self._session.accounts() if self._session is not None else {}
+
     def report(self, message: PeerMessage) -> None:
         """Tells the leader, if there is a session."""
         if self._session is not None:
@@ -388,6 +404,8 @@ class Stream:
                 self.session.autopsy.conclude(message)
             case Stragglers(ranks=ranks, text=text):
                 context.note_stragglers(ranks, text)
+            case AskAccount():
+                self.report(ReportAccount(host=host.name, document=json.dumps(context.run.account())))
             case ReportFinished():
                 pass  # of the leader's own ranks: the next leader hears it from this host (`Failover`)
             case DrainHost(host=name):

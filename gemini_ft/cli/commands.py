@@ -267,7 +267,8 @@ def _describe(document: dict[str, Any]) -> str:
         f"{memory['used']:,} of {memory['limit']:,} bytes, workers {document['workers'] or 'none'}{left}"
     ]
     if document.get("metrics"):
-        lines.append(f"  metrics: http://{document['metrics']}/metrics")
+        page = f", page: http://{document['metrics']}/" if document.get("page") else ""
+        lines.append(f"  metrics: http://{document['metrics']}/metrics{page}")
     for name, stream in document["streams"].items():
         age = "" if stream["committed_age"] is None else f", {in_words(stream['committed_age'])} ago"
         state = "finished" if stream["finished"] else f"committed iteration {stream['committed']}{age}"

@@ -33,6 +33,7 @@ class FailureCost:
         host: that worker's host; empty: unknown.
         step: the last step that had ended.
         resumed: the step that was resumed; None: none yet.
+        incarnation: number of the attempt that it has ended.
         seconds: time lost by phase, the replay included.
     """
 
@@ -40,6 +41,7 @@ class FailureCost:
     cause: str
     host: str
     step: int
+    incarnation: int = 0
     resumed: int | None = None
     seconds: dict[Phase, float] = field(default_factory=dict)
 
@@ -165,7 +167,7 @@ class TimeLedger:
             self._begin_failure(at=self._at, cause="", host="")
 
     def _begin_failure(self, at: float, cause: str, host: str) -> None:
-        self.failures.append(FailureCost(at=at, cause=cause, host=host, step=self._step))
+        self.failures.append(FailureCost(at=at, cause=cause, host=host, step=self._step, incarnation=self._incarnation))
         self._is_running, self._is_lost = False, True
 
     def _close(self, at: float, phase: Phase, begins: tuple[str, str] | None = None) -> None:

@@ -43,7 +43,7 @@ from gemini_ft.launch.failures import may_go_away
 from gemini_ft.launch.notes import DRAINED, DRAINED_STATUS, PROTECTED, REFUSED, Notes
 from gemini_ft.launch.replaced import replaced
 from gemini_ft.wire.private import newest_first, runtime_folder
-from gemini_ft.wire.worker_messages import AskDrain, Draining, GetStatus, Status, ToWorker
+from gemini_ft.wire.worker_messages import AskDrain, Draining, GetStatus, Status, TellSpares, ToWorker
 
 LEFT = DRAINED_STATUS
 ENDED_ELSEWHERE = 69  # EX_UNAVAILABLE
@@ -180,6 +180,14 @@ def unheard(run: str) -> set[str]:
     """The lasting names of the hosts of which this host's agent hears nothing, if it leads the commits of a run."""
     streams = account_of(run, _UNHEARD_SECONDS).get("streams", {}).values()
     return {name for stream in streams for host in stream.get("unheard", ()) for name in lasting_names(host)}
+
+
+def tell_spares(run: str, waiting: int, lacking: int) -> bool:
+    """Tells this host's agent how many hosts wait as spares, and how many the job lacks; returns whether it has heard."""
+    try:
+        return lifecycle.ask(run, host_id(), TellSpares(waiting=waiting, lacking=lacking), _UNHEARD_SECONDS) is not None
+    except (GeminiError, OSError):
+        return False
 
 
 def _uploading(run: str) -> list[str]:

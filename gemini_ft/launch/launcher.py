@@ -52,6 +52,7 @@ from gemini_ft.launch.endings import (
     account_of,
     final_endings,
     own_log_dir,
+    tell_spares,
     unheard,
 )
 from gemini_ft.launch.launched import LAUNCH, default_run_id, is_passing
@@ -110,7 +111,7 @@ def command(argv: Sequence[str]) -> int:
             stack.enter_context(started_ahead(run_id, host_id()))
             notes = stack.enter_context(notes_of_workers())
             hosts = torchrun.parse_min_max_nnodes(options.nnodes)[1]
-            stack.enter_context(better_rendezvous(hosts, notes, partial(unheard, run_id)))
+            stack.enter_context(better_rendezvous(hosts, notes, partial(unheard, run_id), partial(tell_spares, run_id)))
             stack.enter_context(surviving_stores())
             stack.enter_context(whole_rounds())
             stack.enter_context(own_log_dir(options))

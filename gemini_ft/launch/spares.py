@@ -49,6 +49,7 @@ _LOST = "gemini_lost"  # host that its agent's peers have lost, too -> its last 
 _KEPT = "gemini_kept"  # stream -> the hosts that have what was committed of it last, in the words of `gemini_ft.launch.notes`
 _ASKING = 0.2  # seconds between two questions to the agent
 _LONG = 0.1  # seconds: while an agent does not answer, this host gives no sign of life
+_TELLING = 30.0  # seconds until the agent is told the same again
 _REST = 5.0  # seconds until the next question to an agent that took long
 _QUICKEST = 0.05  # seconds between two looks in the smallest job
 _HOSTS_PER_SECOND = 100  # in a look every host reads the states of all: large jobs keep torch's pace
@@ -69,7 +70,19 @@ class LaunchingHost:
     has_taken_part: bool = False  # in a world that began
     world: str | None = None  # of the last complete round that it found its place in
     size: int = 0  # hosts of that round
+    needs: int = 0  # hosts without which nothing begins
+    tell: Callable[[int, int], bool] = lambda waiting, lacking: True  # tells this host's agent (`TellSpares`); whether it has heard
+    _told: tuple[int, int] | None = None
+    _tells_from: float = 0.0  # when the agent is told the same again; it may have been started since
     lacked: int = 0  # how often its workers had found that the state lacks absent hosts, when it wished to join last
+
+    def report(self, state: Any) -> None:
+        """Tells the agent how many hosts wait as spares, and how many the job lacks."""
+        lacking = max(0, (getattr(state, _HOSTS, None) or self.needs) - len(state.participants))
+        found = (len(state.redundancy_list & state.last_heartbeats.keys()), lacking)
+        if found != self._told or time.monotonic() >= self._tells_from:
+            is_heard = self.tell(*found)
+            self._told, self._tells_from = found, time.monotonic() + (_TELLING if is_heard else _REST)
 
 
 class PatientJoin:
@@ -86,6 +99,8 @@ class PatientJoin:
     def __call__(self, ctx: Any, deadline: float) -> Any:
         if self._yields and ctx.node not in ctx.state.participants:
             setattr(ctx.state, _NAMES, {node: name for node, name in getattr(ctx.state, _NAMES, {}).items() if node != ctx.node})
+        self._host.needs = ctx.settings.min_nodes
+        self._host.report(ctx.state)
         action = self._wanted(ctx, deadline)
         if action not in _STEPS:
             return action
@@ -250,6 +265,7 @@ def nodes_waiting(original: Callable[[Any], int], host: LaunchingHost, handler: 
     if has_lost_one(handler._state_holder.state, handler._this_node, host):
         logger.warning("a host of this job gives no sign of life: all begin anew with a spare in its place")
         return 1
+    host.report(handler._state_holder.state)
     is_fixed = host.notes.have(FIXED)
     with handler._heartbeat_lock:
         holder = handler._state_holder
@@ -329,7 +345,12 @@ def pause(hosts: int) -> float:
 
 
 @contextmanager
-def better_rendezvous(hosts: int, notes: Notes, unheard: Callable[[], Collection[str]] = tuple) -> Iterator[None]:
+def better_rendezvous(
+    hosts: int,
+    notes: Notes,
+    unheard: Callable[[], Collection[str]] = tuple,
+    tell: Callable[[int, int], bool] = lambda waiting, lacking: True,
+) -> Iterator[None]:
     """Inside, torch's launcher joins a job of ``hosts`` hosts in the way described above.
 
     Torch has no settings for that, so its classes and its functions are replaced.
@@ -338,12 +359,13 @@ def better_rendezvous(hosts: int, notes: Notes, unheard: Callable[[], Collection
         hosts: of the job, at most.
         notes: of this host's workers.
         unheard: the names of the hosts of which this host's agent hears nothing.
+        tell: tells that agent how many hosts wait as spares, and how many the job lacks; returns whether it has heard.
     """
     theirs: Any = torch_rendezvous
     join, delay, state = theirs._RendezvousJoinOp, theirs._delay, theirs._BackendRendezvousStateHolder
     handler = torch_rendezvous.DynamicRendezvousHandler
     waiting, interval = handler.num_nodes_waiting, pause(hosts)
-    this = LaunchingHost(patience=interval + _GRACE, notes=notes)
+    this = LaunchingHost(patience=interval + _GRACE, notes=notes, tell=tell)
     changes = {
         "_RendezvousJoinOp": lambda: PatientJoin(join(), this),
         "_delay": lambda seconds: delay(interval if seconds == 1 else seconds),

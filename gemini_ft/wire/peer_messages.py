@@ -273,6 +273,17 @@ class Stragglers(Message):
     text: Text
 
 
+class AskAccount(Message):
+    """Asks a host for its agent's account of itself: somebody looks at the leader's web page."""
+
+
+class ReportAccount(Message):
+    """Gives a host's account of itself (``gemini status --json``), but for what never leaves the host."""
+
+    host: str
+    document: str
+
+
 class AllFinished(Message):
     """Tells agents that they may go: every rank has finished, and the last upload is over."""
 
@@ -323,6 +334,7 @@ PeerMessage = (
     Claims | Accepted | Offer | Ready | Refused | Begin | End | Drop | Ack | Parcel | Astray | Unchanged | Resend | ReportUploaded
     | ReportFinished | Heartbeat | ReportNeed | Rejoin | Relayed | Admitted | Silent | WayUp | UploadSoon | DrainHost | AllFinished | Fetch
     | Describe | Description | GetRoots | Roots | Data | Chunk | Failed | Notice | Paced | Completed | Copies | Gathered | GatheredSkips
-    | Skipped | Examine | Examined | Autopsied | ReportWork | Stragglers | Commit | Abort | Holders | Thaw | Fatal
+    | Skipped | Examine | Examined | Autopsied | ReportWork | Stragglers | AskAccount | ReportAccount
+    | Commit | Abort | Holders | Thaw | Fatal
 )  # fmt: skip
 peers: Channel[PeerMessage] = Channel(PeerMessage)

@@ -37,18 +37,26 @@ def read_secret(config: GeminiConfig) -> bytes:
     """
     if config.secret_file is None:
         return os.fsencode(os.environ.get("GEMINI_SECRET", ""))
-    path = Path(config.secret_file)
+    way = "give the path of a file, made with `umask 077; openssl rand -hex 32 > FILE`; GEMINI_SECRET takes the secret itself"
+    if not (secret := private_file("secret_file", config.secret_file, way)):
+        raise SecretError(f"secret_file={config.secret_file} is empty; it must hold the run secret, the same on all hosts")
+    return secret
+
+
+def private_file(option: str, path: Path, way: str) -> bytes:
+    """The content of a file that nobody else may read, without the space around it; ``way``: the way out where there is no file.
+
+    Raises:
+        SecretError: it is missing, or readable by others.
+    """
     try:
-        mode, secret = path.stat().st_mode, path.read_bytes().strip()
+        mode, content = path.stat().st_mode, path.read_bytes().strip()
     except OSError as error:
         shown = without_passwords(str(path)) if path.is_absolute() else "(no absolute path: not shown, since it may be the secret itself)"
-        way = "give the path of a file, made with `umask 077; openssl rand -hex 32 > FILE`; GEMINI_SECRET takes the secret itself"
-        raise SecretError(f"secret_file={shown}: {error.strerror}; {way}") from None
+        raise SecretError(f"{option}={shown}: {error.strerror}; {way}") from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise SecretError(f"secret_file={path} has mode {stat.S_IMODE(mode):04o} and may be read by others; `chmod 600 {path}`")
-    if not secret:
-        raise SecretError(f"secret_file={path} is empty; it must hold the run secret, the same on all hosts")
-    return secret
+        raise SecretError(f"{option}={path} has mode {stat.S_IMODE(mode):04o} and may be read by others; `chmod 600 {path}`")
+    return content
 
 
 def fingerprint(secret: bytes) -> str:

@@ -297,6 +297,13 @@ class Ended(Call):
     refused: str = ""  # the refusal
 
 
+class TellSpares(Call):
+    """Tells how many hosts wait to take the place of a lost one, and how many the job lacks, as the launcher of this host sees."""
+
+    waiting: int
+    lacking: int
+
+
 class GetStatus(Call):
     """Asks for the agent's status (``gemini status``)."""
 
@@ -328,7 +335,7 @@ class Inject(Message):
 ToAgent = (
     Hello | GetInventory | OpenSession | Reserve | Request | Copied | GiveUp | Progress | Watch | Observed | Worked | Figures | Dispatched
     | Collected | Excuse | Verify | Stage | Map | Adopt | Ping | Goodbye | Over | Ended | GetStatus | Visit | Leave | AskDrain | Inject
-    | Chunk | Landed | HoldsBack
+    | Chunk | Landed | HoldsBack | TellSpares
 )  # fmt: skip
 to_agent: Channel[ToAgent] = Channel(ToAgent)
 
@@ -348,7 +355,7 @@ class Staged(ShardAnswer):
 
 
 class Noted(Answer):
-    """The answer to Ended."""
+    """The answer to Ended and TellSpares."""
 
 
 class Left(Message):

@@ -176,6 +176,7 @@ def _check_for_agents(config: GeminiConfig, run: str) -> None:
         ("memory.folder", "GEMINI_MEMORY__FOLDER", config.memory.folder, theirs.memory.folder),
         ("agent_cpus", "GEMINI_AGENT_CPUS", config.agent_cpus, theirs.agent_cpus),
         ("metrics", "GEMINI_METRICS", config.metrics, theirs.metrics),
+        ("page_token_file", "GEMINI_PAGE_TOKEN_FILE", config.page_token_file, theirs.page_token_file),
     ):
         if given is not None and heard != given:
             raise ConfigError(
@@ -237,7 +238,9 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: s
         welcome=welcome,
         inventory=inventory,
         configured_secret=configured_secret,
-        config=config.model_dump_json(exclude={"domain", "secret_file", "memory_limit", "interface", "agent_cpus", "metrics"}),
+        config=config.model_dump_json(
+            exclude={"domain", "secret_file", "memory_limit", "interface", "agent_cpus", "metrics", "page_token_file"}
+        ),
         orders=Orders.read(run),
         stored=mark.version if mark is not None else None,
         launch=launch,

@@ -19,7 +19,7 @@ def quiet(host: str, at: float) -> Figures:
     """The figures of a host in a job that goes well: a commit every five seconds, the last one a second ago."""
     figures: Figures = {"launches": 1, "workers": 2, "hangs_total": 0, "committed_timestamp_seconds": at - 1, "commit_interval_seconds": 5}
     figures |= {f"restarts_total/{cause}": 0 for cause in CAUSES}
-    figures |= {"finished": 0, "finishing": 0, "left_out": 0}
+    figures |= {"lacking_hosts": 0, "finished": 0, "finishing": 0, "left_out": 0}
     figures |= {"divergences_total": 0, "stragglers": 0, "storage_failing_since_timestamp_seconds": 0, "damaged_copies_total": 0}
     figures |= {"blocked_seconds_sum": 0.01 * at}
     return figures | ({"job_absent_hosts": 0, "job_left_out_replicas": 0} if host == "a" else {})
@@ -34,12 +34,14 @@ class Drill:
         fires: alert -> seconds since ``SINCE`` until it must have fired, to 30 seconds.
         hosts: of the job; of several runs, as RUN/HOST.
         until: seconds since ``SINCE`` for which it lasts.
+        spares: that there are.
     """
 
     change: Callable[[str, float], Figures | None]
     fires: dict[str, float]
     hosts: tuple[str, ...] = ("a", "b")
     until: float = LENGTH
+    spares: int = 1
 
     def answers(self, at: float) -> dict[str, Answer]:
         """The answers of all agents."""
@@ -48,13 +50,13 @@ class Drill:
             is_wrong = SINCE <= at < SINCE + self.until
             changed = self.change(host, at - SINCE) if is_wrong or host == "spare" else {}
             run = host.rpartition("/")[0] or "llm"
-            found[host] = None if changed is None else samples(quiet(host, at) | changed, run)
+            found[host] = None if changed is None else samples(quiet(host, at) | {"spares": self.spares} | changed, run)
         return found
 
 
 def samples(figures: Figures, run: str) -> list[Sample]:
     """Figures as an agent of a run has them."""
-    of_host = {"launches": {"run": run}, "workers": {"run": run}, "hangs_total": {}}
+    of_host = {name: {"run": run} for name in ("launches", "workers", "spares", "lacking_hosts")} | {"hangs_total": {}}
     found = list[Sample]()
     for name, value in figures.items():
         figure, _, cause = name.partition("/")
@@ -133,6 +135,10 @@ DRILLS = {
     "a straggler": Drill(change=lambda _, __: {"stragglers": 1}, fires={"GeminiStraggler": 600}),
     "an absent host": Drill(change=on("a", job_absent_hosts=1), fires={"GeminiHostAbsent": 120}),
     "a replica that is left out": Drill(change=on("a", job_left_out_replicas=1), fires={"GeminiUnprotected": 600}),
+    "no spare for a lost host": Drill(change=lambda _, __: {"spares": 0, "lacking_hosts": 1}, fires={"GeminiSparesExhausted": 120}),
+    "the last spare is taken": Drill(change=lambda _, __: {"spares": 0}, fires={"GeminiLastSpareTaken": 60}),
+    "a round in which spares take places": Drill(change=lambda _, __: {"spares": 0, "lacking_hosts": 2}, fires={}, until=30),
+    "a job that never had spares": Drill(change=on("b"), fires={}, spares=0),
     "storage": Drill(change=on("b", storage_failing_since_timestamp_seconds=SINCE), fires={"GeminiStorageAway": 900}),
     "damaged copies": Drill(change=on("b", damaged_copies_total=1), fires={"GeminiCopiesDamaged": 0}),
     "held up": Drill(

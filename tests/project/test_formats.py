@@ -70,7 +70,7 @@ KEPT = {
     "wire.messages.PROTOCOL_VERSION": Kept(
         messages.PROTOCOL_VERSION,
         [peer_messages.Claims, peer_messages.PeerMessage, worker_messages.ToAgent, worker_messages.ToWorker],
-        "ce1c591df6aa973f",
+        "f562aeb9a54d4c30",
     ),
 }
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import page_kit
 import pytest
 import yaml
 from drills import DRILLS, EVERY, LENGTH, SINCE, Answer, Drill
 
-from gemini_ft.agent.figures import DISTRIBUTIONS, OF_HOST, OF_STREAM
+from gemini_ft.agent.figures import DISTRIBUTIONS, OF_HOST, OF_STREAM, families
 from gemini_ft.cli.watch import RULES, Alerts, read_rules
 from gemini_ft.config import load_config
-from gemini_ft.core.promql import History, evaluate
+from gemini_ft.core.promql import History, evaluate, vector
 
 MONITORING = Path(__file__).parents[2] / "examples" / "monitoring"
 # Figure -> its labels, those beside that Prometheus gives all.
@@ -96,6 +98,49 @@ def test_a_summary_names_the_host_and_the_figure() -> None:
     assert said["GeminiTrainingHeldUp"].endswith("% of the training")
 
 
+# -- the dashboard
+
+
+def queries() -> list[str]:
+    panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
+    return [target["expr"] for panel in panels for target in panel.get("targets", ())]
+
+
+@cache
+def drilled() -> tuple[History, float]:
+    """All figures of a recorded drill, those of each moment when they were recorded; and the last moment."""
+    pytest.importorskip("prometheus_client", reason="needs prometheus-client: pip install 'gemini-ft[metrics]'")
+    history, at = History(3600.0), 0.0
+    for document in page_kit.recorded():
+        at = document["at"]
+        read = {host: families(of["account"]) for host, of in document["hosts"].items() if of["heard"] < 2}
+        answers = {host: [tuple(sample[:3]) for family in found for sample in family.samples] for host, found in read.items()}
+        history.add(at, cast("dict[str, Answer]", answers))
+    return history, at
+
+
+@pytest.mark.parametrize("query", queries())
+def test_a_query_of_the_dashboard_has_a_result_in_a_recorded_drill(query: str) -> None:
+    named = set(re.findall(r"\bgemini_\w+", query))
+    assert named
+    assert named <= FIGURES.keys()
+    found = vector(evaluate(query, *drilled()))
+    assert found
+    assert all(math.isfinite(value) for value in found.values())
+
+
+def test_the_dashboard_leaves_out_the_figures_that_this_lists_and_asks_one_source() -> None:
+    text = (MONITORING / "dashboard.json").read_text()
+    asked = set(re.findall(r"\bgemini_\w+", " ".join(queries())))
+    left = {name for name in FIGURES if not name.endswith(("_bucket", "_count"))} - asked
+    stays = """agent_start_timestamp_seconds launches finished finishing left_out step commit_interval_seconds snapshot_interval_steps
+        commits_total uploads_total failed_uploads_total stored_step failed_timestamp_seconds leader_changes_total leader_reached job_ranks
+        gradient_density_ratio"""
+    assert left == {f"gemini_{name}" for name in stays.split()}
+    assert set(re.findall(r'"uid": "([^"]+)"', text)) == {"gemini-ft", "${datasource}"}
+    assert "http" not in text
+
+
 # -- Prometheus itself
 
 promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus")
@@ -109,6 +154,13 @@ def checked(folder: Path, kind: str, *arguments: object) -> None:
 @promtool
 def test_prometheus_reads_its_files() -> None:
     checked(MONITORING, "check", "config", "prometheus.yml")
+
+
+@promtool
+def test_prometheus_reads_the_queries_of_the_dashboard(tmp_path: Path) -> None:
+    read = [{"record": f"query_{number}", "expr": query} for number, query in enumerate(queries())]
+    (tmp_path / "queries.yml").write_text(json.dumps({"groups": [{"name": "dashboard", "rules": read}]}))
+    checked(tmp_path, "check", "rules", "queries.yml")
 
 
 @promtool

@@ -26,6 +26,7 @@ from gemini_ft.wire.peer_messages import (
     PeerMessage,
     Rejoin,
     Relayed,
+    ReportAccount,
     ReportFinished,
     ReportNeed,
     ReportUploaded,
@@ -40,7 +41,10 @@ SILENCE = 2.5  # seconds after which a host, or a collector, of which nothing is
 GATHER = 0.25  # seconds for which a host waits for more to report, and a collector for hosts that have not reported
 _TICK = 0.5  # seconds between looks at who is silent
 HEARTBEAT = 1.0  # seconds without a word after which a member, or a collector, gives a sign of life
-_REPORTS = Rejoin | Copies | Skipped | ReportUploaded | ReportFinished | ReportNeed | UploadSoon | DrainHost | Examined | ReportWork
+_REPORTS = (
+    Rejoin | Copies | Skipped | ReportUploaded | ReportFinished | ReportNeed | UploadSoon | DrainHost | Examined
+    | ReportWork | ReportAccount
+)  # fmt: skip
 
 
 class Collector:
@@ -123,7 +127,7 @@ class Collector:
         if isinstance(message, Skipped) and self._gathering.skip(port.host, message):
             self._wait()
             return
-        if not isinstance(message, ReportWork):
+        if not isinstance(message, ReportWork | ReportAccount):
             self.flush()
         if isinstance(message, Rejoin):
             self._gathering.greet(port.host, message.attempt)

@@ -33,12 +33,14 @@ from gemini_ft.wire.messages import Notice, Paced, kind_of, pack
 from gemini_ft.wire.peer_messages import (
     Admitted,
     AllFinished,
+    AskAccount,
     DrainHost,
     Examined,
     Heartbeat,
     PeerMessage,
     Rejoin,
     Relayed,
+    ReportAccount,
     ReportFinished,
     ReportNeed,
     ReportUploaded,
@@ -62,6 +64,7 @@ WITHHELD = 60.0  # seconds without a commit while a version is under way: more t
 LOST_SECONDS = 20.0  # of silence, after which a host's part of an upload is not waited for any longer
 NO_COLLECTORS: Mapping[str, Sequence[str]] = MappingProxyType({})
 TIDY_AGAIN = 2.0  # seconds between two attempts to delete old checkpoints
+_LONGEST_ACCOUNT = 2**18  # characters of a host's account of itself
 _AHEAD = 8  # steps that a change of pace is announced before it counts; a rank that hears it later loses a snapshot
 
 
@@ -115,6 +118,7 @@ class Leader:
         self._pace: Pace | None = None  # begins with the knowledge of the first to report: this leader may have been restarted
         self._paced: Paced | None = None  # the last change
         self._inquest, self._stragglers = inquest, stragglers
+        self.accounts: dict[str, tuple[float, str]] = {}  # host -> when its account of itself came, and that account
         self._began = time.monotonic()
         self._newest = 0  # iteration that was spoken of
         self._upload: tuple[Version | None, float] = (None, 0.0)  # under way, since (or when that was last said)
@@ -190,7 +194,7 @@ class Leader:
         match message:
             case Skipped(owner=rank) | ReportUploaded(owner=rank) if not self.book.owns(host, rank):
                 return
-            case ReportNeed(host=of) | Examined(host=of) | ReportWork(host=of) if of != host:
+            case ReportNeed(host=of) | Examined(host=of) | ReportWork(host=of) | ReportAccount(host=of) if of != host:
                 return
             case ReportFinished(rank=rank) if not self.book.owns(host, rank):  # the leader before this one may have told it
                 self._finish(rank)
@@ -246,6 +250,9 @@ class Leader:
         elif isinstance(message, ReportWork) and self._stragglers is not None:
             if (text := self._stragglers.add(message.host, message.window, message.ranks)) is not None:
                 self._tell(Stragglers(ranks=sorted(self._stragglers.slow), text=text))
+        elif isinstance(message, ReportAccount):
+            if len(message.document) <= _LONGEST_ACCOUNT:
+                self.accounts[message.host] = now, message.document
         elif isinstance(message, ReportFinished):
             self._apply(self.book.finish(message.rank))
             if member is None and message.rank in self._at_work:  # other hosts remember their own ranks
@@ -428,6 +435,10 @@ class Leader:
             self.book.obstacle = trouble
             await asyncio.sleep(TIDY_AGAIN)
         self._apply(self.book.unobstructed(time.monotonic()))
+
+    def ask_accounts(self) -> None:
+        """Asks all hosts for their accounts of themselves, which come in `accounts`."""
+        self._tell(AskAccount())
 
     def _tell(self, message: PeerMessage, member: Audience | None = None) -> None:
         """Tells all hosts, this one last; or one of them alone."""

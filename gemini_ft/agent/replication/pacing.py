@@ -8,7 +8,7 @@ host needs, and tells all (`gemini_ft.core.traffic.Pace`).
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -84,6 +84,7 @@ def end_of(owner: int, memory: SlotMemory, digest: str = "") -> End:
 
 _SAMPLES = 8  # newest transfers from which the cost of sending is known
 _MEASURABLE = 2**16  # bytes below which one says nothing
+_SPANS = 128  # of a step, that the account tells of
 _TELLING = 8 * 2**20  # bytes after which a transfer that is still on its way says enough
 
 
@@ -106,6 +107,9 @@ class Pacing:
         self._nbytes: dict[tuple[int, str], int] = {}  # (owner, peer) -> bytes that the last snapshot sent
         self._copies: dict[int, tuple[int, str]] = {}  # rank -> steps between snapshots that its device's copies need, and why
         self.need: ReportNeed | None = None  # as it was said last
+        self._used: dict[
+            tuple[int, str], Counter[int]
+        ] = {}  # (owner, peer) -> span of the step -> bytes of the last snapshot that went in it
         self._totals = {"bytes": 0, "bytes_outside": 0, "spans": 0}
 
     def observed(self, rank: int, profile: Profile | None) -> None:
@@ -135,6 +139,9 @@ class Pacing:
         self._totals["bytes"] += out.sent
         self._totals["bytes_outside"] += out.outside
         self._totals["spans"] += len(out.spans)
+        self._used[out.owner, peer] = used = Counter[int]()
+        for use in out.spans.values():
+            used[use.begun] += use.nbytes
         self._tell(
             Travelled(
                 iteration=out.version.iteration,
@@ -152,6 +159,7 @@ class Pacing:
     def left_out(self, owner: int, peer: str) -> None:
         """Records a replica that is not waited for any more."""
         self._nbytes.pop((owner, peer), None)
+        self._used.pop((owner, peer), None)
 
     def paced(self, interval: int) -> None:
         self._gate.interval = interval
@@ -164,10 +172,17 @@ class Pacing:
             "step_seconds": self._gate.step_seconds,
             "idle_seconds": profile.idle if profile is not None else None,
             "idle_spread_seconds": max(profile.spread) if profile is not None else None,
+            "idle_spans": self._spans(profile) if profile is not None else [],
             **self._totals,
         }
 
     # -- inside
+
+    def _spans(self, profile: Profile) -> list[tuple[float, float, int]]:
+        """The longest idle spans of a step: when each begins, its seconds, and the bytes that left in it at the last snapshot."""
+        used = sum(self._used.values(), Counter[int]())
+        spans = [(begin, seconds, used[at]) for at, (begin, seconds) in enumerate(zip(profile.begins, profile.gaps, strict=False))]
+        return sorted(sorted([span for span in spans if span[1] > 0], key=lambda span: (span[2] > 0, span[1]))[-_SPANS:])
 
     def _learn(self, out: Outgoing, meter: Meter) -> None:
         before = out.busy_before
