@@ -96,7 +96,9 @@ class PowerSGD(Reducer):
         lengths = norms(rows)
         if not bool(lengths.all()):
             for number, q in zip(run.numbers, kept, strict=True):
-                self._draw(names[number], q, turn)
+                fresh = generator(names[number], self.seed, turn, SHARED).standard_normal(tuple(q.shape), dtype="float32")
+                zero = (q == 0).all(1, keepdim=True)
+                q.copy_(torch.where(zero, torch.from_numpy(fresh).to(q.device), q))
             lengths = norms(rows)
         return _aligned((len(kept), run.rank, run.columns), device).copy_(torch.stack(kept)).div_(lengths.view(-1, run.rank, 1))
 
@@ -107,11 +109,6 @@ class PowerSGD(Reducer):
         if factor.shape != (rank, columns):
             raise ValueError(f"{name!r} had a factor of {tuple(factor.shape)}, now {(rank, columns)}: start with a fresh method")
         return factor
-
-    def _draw(self, name: str, factor: Tensor, turn: Turn) -> None:
-        fresh = generator(name, self.seed, turn, SHARED).standard_normal(tuple(factor.shape), dtype="float32")
-        zero = (factor == 0).all(1, keepdim=True)
-        factor.copy_(torch.where(zero, torch.from_numpy(fresh).to(factor.device), factor))
 
     def _keep_factors(self, names: Sequence[str], runs: Sequence[Run], projections: _Stacks) -> list[int]:
         """Keeps Q' for the next step, where it is finite; returns numbers of the tensors where not, alike on all ranks."""

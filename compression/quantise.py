@@ -168,15 +168,13 @@ class AdaQ(WithRatio, Compressor):
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         layout = bundle.layout
-        parts = [part for view, at in zip(bundle.views, layout.starts, strict=True) for part in self._sides(view, at)]
-        indices = [part[0] for part in parts]
-        means = torch.stack([part[1] for part in parts])
-        counts = torch.tensor([part.numel() for part in indices], dtype=torch.int32, device=means.device)
-        return Payload(layout=layout, data=join(means, counts, torch.cat(indices).int()))
-
-    def _sides(self, view: Tensor, at: int) -> list[tuple[Tensor, Tensor]]:
-        sides = [self._largest(view), self._largest(-view)]
-        return [(picked + at, view.index_select(0, picked).sum() / max(1, picked.numel())) for picked in sides]
+        indices, means = list[Tensor](), list[Tensor]()
+        for view, at in zip(bundle.views, layout.starts, strict=True):
+            for picked in (self._largest(view), self._largest(-view)):
+                indices.append(picked + at)
+                means.append(view.index_select(0, picked).sum() / max(1, picked.numel()))
+        counts = torch.tensor([part.numel() for part in indices], dtype=torch.int32, device=bundle.flat.device)
+        return Payload(layout=layout, data=join(torch.stack(means), counts, torch.cat(indices).int()))
 
     def _largest(self, signed: Tensor) -> Tensor:
         """Indices of about ``ratio`` of the positive elements."""
@@ -225,7 +223,9 @@ class Sketch(Compressor):
     def decompress(self, payload: Payload) -> Bundle:
         layout, count = payload.layout, len(payload.layout.names)
         means, packed = cut(payload.data, (torch.float32, count * _BINS), (torch.uint8, layout.total * 3 // 4))
-        flat = kernels.look_up_each(_unpack6(packed), layout, means.view(count, _BINS, 1))
+        x, y, z = packed.view(-1, 3).unbind(1)
+        codes = torch.stack([x & 63, x >> 6 | (y & 15) << 2, y >> 4 | (z & 3) << 4, z >> 2], dim=1).view(-1)
+        flat = kernels.look_up_each(codes, layout, means.view(count, _BINS, 1))
         return Bundle(layout, layout.clear_padding(flat))
 
 
@@ -258,11 +258,6 @@ def _pack6(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     packed[:, 1] = b >> 2 | c << 4
     packed[:, 2] = c >> 4 | d << 2
     return packed.reshape(-1)
-
-
-def _unpack6(packed: Tensor) -> Tensor:
-    x, y, z = packed.view(-1, 3).unbind(1)
-    return torch.stack([x & 63, x >> 6 | (y & 15) << 2, y >> 4 | (z & 3) << 4, z >> 2], dim=1).view(-1)
 
 
 # 3LC: bytes 0 to 242 are five ternary digits; 243 to 255 are runs of 2 to 14 bytes of five zeros each.
@@ -299,13 +294,8 @@ class ThreeLC(Compressor):
         layout = payload.layout
         count = len(layout.names)
         scales, runs = cut(payload.data, (torch.float32, count), (torch.uint8, payload.data.numel() - 4 * count))
-        tables = _digits(runs.device) * scales.view(-1, 1, 1)
+        tables = (torch.arange(_RUN).unsqueeze(1) // _WEIGHTS % 3 - 1).float().to(runs.device) * scales.view(-1, 1, 1)
         return Bundle(layout, kernels.look_up_each(lengthen(runs), layout, tables))
-
-
-def _digits(device: torch.device) -> Tensor:
-    """The five values of each byte, float32 (243, 5)."""
-    return (torch.arange(_RUN).unsqueeze(1) // _WEIGHTS % 3 - 1).float().to(device)
 
 
 def shorten(quartic: Tensor) -> Tensor:

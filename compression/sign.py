@@ -101,9 +101,10 @@ class MajorityVote(Reducer):
         if not finite:
             bad = non_finite(bundle)
         block = -(-bits.numel() // turn.world)
-        flags = torch.zeros(len(layout.names), dtype=torch.uint8, device=device)
-        flags[bad] = 1
-        ballots = [join(part, _packed(flags)) for part in _blocks(bits, block, turn.world)]
+        flags = torch.zeros(-(-len(layout.names) // 8) * 8, dtype=torch.bool, device=device)
+        flags[bad] = True
+        packed = kernels.pack(flags)
+        ballots = [join(part, packed) for part in _blocks(bits, block, turn.world)]
         sent = torch.cat(ballots)
         length = ballots[0].numel()
         votes = yield CollectiveRequest("all_to_all", sent, [length] * turn.world, length)
@@ -165,12 +166,6 @@ def _blocks(data: Tensor, length: int, count: int) -> list[Tensor]:
     padded = data.new_zeros(length * count)
     padded[: data.numel()] = data
     return list(padded.view(count, length).unbind())
-
-
-def _packed(flags: Tensor) -> Tensor:
-    padded = flags.new_zeros(-(-flags.numel() // 8) * 8)
-    padded[: flags.numel()] = flags
-    return kernels.pack(padded.bool())
 
 
 def _flagged(packed: Sequence[Tensor], count: int) -> list[int]:

@@ -48,7 +48,8 @@ def encode(flat: Tensor, bound: int) -> list[Tensor]:
         for tag, parts in words.items():
             picked = values.index_select(0, _places(found, tag))
             parts.append(picked.mul_(1 / _unit(tag, bound)).to(_WORDS[tag]))
-    return [*map(torch.cat, words.values()), _pack(tags)]
+    lanes = tags.view(torch.int32)  # the tags of one byte, a byte each
+    return [*map(torch.cat, words.values()), (lanes | lanes >> 6 | lanes >> 12 | lanes >> 18).to(torch.uint8)]
 
 
 def decode(data: Tensor, out: Tensor, bound: int) -> Tensor:
@@ -109,11 +110,6 @@ def _places(tags: Tensor, tag: int) -> Tensor:
 def _count(tags: Tensor, tag: int) -> int:
     """The number of values with a tag."""
     return int((tags == tag).sum()) if holds(tags) else int(np.count_nonzero(tags.numpy() == np.uint8(tag)))
-
-
-def _pack(tags: Tensor) -> Tensor:
-    words = tags.view(torch.int32)  # the tags of one byte, a byte each
-    return (words | words >> 6 | words >> 12 | words >> 18).to(torch.uint8)
 
 
 def _unpack(packed: Tensor) -> Tensor:

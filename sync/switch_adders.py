@@ -131,22 +131,6 @@ def _nearest(values: Array, shift: Array) -> Array:
     return found
 
 
-class FpisaHalf(FpisaAdder):
-    fraction, exponent, travels, register_bytes = 10, 5, np.uint16, 4.0
-
-
-class FpisaBFloat(FpisaAdder):
-    fraction, exponent, travels, register_bytes = 7, 8, np.uint16, 4.0
-
-
-class FpisaAHalf(FpisaAAdder):
-    fraction, exponent, travels, register_bytes = 10, 5, np.uint16, 4.0
-
-
-class FpisaABFloat(FpisaAAdder):
-    fraction, exponent, travels, register_bytes = 7, 8, np.uint16, 4.0
-
-
 class IntegerAdder(Adder):
     """Adds 32-bit integers; their order makes no difference. Workers see to it that no sum overflows; it would wrap."""
 
@@ -192,15 +176,6 @@ class FloatAdder(Adder):
         return np.ascontiguousarray(sums.astype(self.travels, copy=False)).view(np.uint8)
 
 
-class DoubleAdder(FloatAdder):
-    travels = adds = np.float64
-
-
-class HalfAdder(FloatAdder):
-    register_bytes = 2.0
-    travels = np.float16
-
-
 class BFloatAdder(FloatAdder):
     """bfloat16, which numpy lacks: the upper half of a float32."""
 
@@ -216,17 +191,20 @@ class BFloatAdder(FloatAdder):
         return np.where(np.isnan(sums), 0x7FC0, even >> 16).astype(np.uint16).view(np.uint8)
 
 
+_HALF = {"fraction": 10, "exponent": 5, "travels": np.uint16, "register_bytes": 4.0}
+_BFLOAT = _HALF | {"fraction": 7, "exponent": 8}
+
 ADDERS: Mapping[str, type[Adder]] = {
     "int32": IntegerAdder,
     "float32": FloatAdder,
-    "float64": DoubleAdder,
-    "float16": HalfAdder,
+    "float64": type("DoubleAdder", (FloatAdder,), {"travels": np.float64, "adds": np.float64}),
+    "float16": type("HalfAdder", (FloatAdder,), {"travels": np.float16, "register_bytes": 2.0}),
     "bfloat16": BFloatAdder,
     "fpisa-float32": FpisaAdder,
-    "fpisa-float16": FpisaHalf,
-    "fpisa-bfloat16": FpisaBFloat,
+    "fpisa-float16": type("FpisaHalf", (FpisaAdder,), _HALF),
+    "fpisa-bfloat16": type("FpisaBFloat", (FpisaAdder,), _BFLOAT),
     "fpisa-a-float32": FpisaAAdder,
-    "fpisa-a-float16": FpisaAHalf,
-    "fpisa-a-bfloat16": FpisaABFloat,
+    "fpisa-a-float16": type("FpisaAHalf", (FpisaAAdder,), _HALF),
+    "fpisa-a-bfloat16": type("FpisaABFloat", (FpisaAAdder,), _BFLOAT),
 }
 """All of them, by the name under which a job asks for one."""

@@ -18,7 +18,7 @@ import socket
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -219,11 +219,7 @@ class Datagrams:
         return None
 
 
-class Readable(Protocol):
-    def fileno(self) -> int: ...
-
-
-def await_any(sockets: Sequence[Readable], seconds: float | None = None) -> set[int]:
+def await_any(sockets: Sequence[Datagrams | socket.socket], seconds: float | None = None) -> set[int]:
     """Waits until one of the sockets can be read, or for so long; the descriptors of those that can.
 
     Not with ``select``, which takes no descriptor from 1024 on: a training process may have that many files open.

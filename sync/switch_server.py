@@ -112,7 +112,8 @@ class Slots:
         other = np.where(rows < self._size, rows + self._size, rows - self._size)
         held = self._round[rows]
         begins = (packets.rounds == held + 2) & (self._round[other] == held + 1) & (self._missing[other] == 0)
-        self._begin(rows[begins], packets.rounds[begins])
+        begun = rows[begins]
+        self._round[begun], self._given[begun], self._missing[begun], self._filled[begun] = packets.rounds[begins], 0, self._world, False
         known = (self._given[rows] >> np.uint64(rank)) & np.uint64(1) != 0
         current = (packets.rounds == held) | begins
         fresh = current & ~known
@@ -126,9 +127,6 @@ class Slots:
         self._add(rank, rows, packets)
         complete = self._missing[rows] == 0
         outcome.everybody += self._read(rows[complete], packets.pick(complete) if not complete.all() else packets)
-
-    def _begin(self, rows: Array, rounds: Array) -> None:
-        self._round[rows], self._given[rows], self._missing[rows], self._filled[rows] = rounds, 0, self._world, False
 
     def _add(self, rank: int, rows: Array, packets: Packets) -> None:
         first = self._given[rows] == 0

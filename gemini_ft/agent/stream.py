@@ -342,15 +342,16 @@ class Stream:
 
     def _use_room(self, find: Callable[[Callable[[int], bool]], list[int]]) -> None:
         """Makes the slots that ``find`` says there is room for now: a replica's at once, a worker's own when it asks."""
+
+        async def top_up(owner: int) -> None:
+            await self.context.slot_store.top_up(owner)
+            self._inbound.entrust_all()
+
         for owner in find(lambda owner: owner in self.context.workers or not self.context.host.owns(owner)):
             if not self.context.host.owns(owner):
-                self._tasks.spawn(self._top_up(owner))
+                self._tasks.spawn(top_up(owner))
             else:
                 self.context.workers[owner].send(Room())
-
-    async def _top_up(self, owner: int) -> None:
-        await self.context.slot_store.top_up(owner)
-        self._inbound.entrust_all()
 
     def accounts(self) -> dict[str, tuple[float, str]]:
         """Asks all hosts for their accounts of themselves, if this one leads; returns those that have come: when, and the account."""

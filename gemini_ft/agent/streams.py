@@ -158,13 +158,10 @@ class Streams:
             lambda: run.secret,
             self._accept,
             RateLimitedLog(run.log),
-            self._encrypts,
+            lambda stream: self.by_name[stream].context.encrypt,
             preferred=hello.preferred_port,
             further=hello.further,
         )
-
-    def _encrypts(self, stream: str) -> bool:
-        return self.by_name[stream].context.encrypt
 
     def _accept(self, connection: Connection, claims: Claims) -> Handler:
         run = self._run

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_ft.compression.base import FlatLayout, Primitive, Reducer, layout_of
+from gemini_ft.compression.base import FlatLayout, Primitive, layout_of
 from gemini_ft.compression.sparse import kept
 from gemini_ft.core.words import table
 from gemini_ft.errors import ConfigError
@@ -189,7 +189,7 @@ def _wire(
     try:
         return sum(reducer.wire_bytes(layout, world=ranks) for layout in layouts), "formula", reducer.primitive
     except ValueError:  # how many elements travel depends on the data
-        ratio = _ratio(reducer)
+        ratio: float | None = getattr(getattr(reducer, "inner", reducer), "ratio", None)
     if ratio is None:
         return None, f"depends on the data: {rule.compress.method} has no ratio", reducer.primitive
     picked = [sum(kept(size, ratio) for size in layout.sizes) for layout in layouts]
@@ -199,11 +199,6 @@ def _wire(
 
 def _layout(group: Sequence[Tensor], dtypes: Mapping[str, torch.dtype], align: int) -> FlatLayout:
     return layout_of(tuple(t.name for t in group), tuple(t.shape for t in group), tuple(dtypes[t.name] for t in group), align)
-
-
-def _ratio(reducer: Reducer) -> float | None:
-    inner: Any = getattr(reducer, "inner", reducer)
-    return getattr(inner, "ratio", None)
 
 
 def _seconds(primitive: Primitive, nbytes: int, ranks: int, rate: float) -> float:

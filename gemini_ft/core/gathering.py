@@ -156,11 +156,9 @@ class Gathering:
 
     def take(self) -> list[Gathered | Copies | GatheredSkips]:
         """Everything that waits, the older versions first; hosts that have said all they are to hold at once are gathered, others apart."""
-        return [*self._take_copies(), *self._take_skips()]
-
-    def _take_skips(self) -> list[GatheredSkips]:
         waiting, self._skips = self._skips, {version: {} for version in self._skips}
-        return [GatheredSkips(version, reason, owners) for version in sorted(waiting) for reason, owners in waiting[version].items()]
+        skips = [GatheredSkips(version, reason, owners) for version in sorted(waiting) for reason, owners in waiting[version].items()]
+        return [*self._take_copies(), *skips]
 
     def _take_copies(self) -> list[Gathered | Copies]:
         out: list[Gathered | Copies] = []

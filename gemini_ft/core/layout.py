@@ -207,7 +207,7 @@ def build_layout(specs: Sequence[TensorSpec], rank: int, world_size: int) -> Lay
                     logical=spec.logical,
                 )
             )
-            offset += _aligned(nbytes)
+            offset += nbytes + -nbytes % ALIGNMENT
     return Layout(tuple(pieces), offset, logical_hash(specs), world_size, tuple(group for _, group in lines))
 
 
@@ -252,13 +252,13 @@ def plan_reads(specs: Sequence[TensorSpec], rank: int, layouts: Mapping[int, Lay
         raise LayoutMismatchError(f"rank {rank} needs the layouts of owners {absent}, got those of {sorted(layouts)}")
     stored = _stored(rank, layouts)
     if differing := list(_differences(specs, stored)):
-        raise LayoutMismatchError(_explain(differing))
+        more = f"; and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+        raise LayoutMismatchError(
+            f"the snapshot belongs to another model or optimizer, {len(differing)} tensors differ: {'; '.join(differing[:_NAMED])}{more}. "
+            "Resume with the model that made it, or start afresh with another run_id or resume='never'."
+        )
     reads = [Read.of(owner, piece, piece.name) for held in stored.values() for owner, piece in held if piece.nbytes]
     return sorted(reads, key=lambda read: (read.owner, read.offset))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _share(specs: Sequence[TensorSpec], index: int, parts: int) -> Iterator[tuple[TensorSpec, int, int]]:
@@ -377,11 +377,3 @@ def _difference(spec: TensorSpec, pieces: Sequence[Piece]) -> Iterator[str]:
     gaps = [left for (_, left), (right, _) in pairwise([(0, 0), *bounds, (spec.numel, spec.numel)]) if left != right]
     if gaps:
         yield f"{spec.name} is not whole in the snapshot: its pieces do not meet at element {gaps[0]} of {spec.numel}"
-
-
-def _explain(differing: Sequence[str]) -> str:
-    more = f"; and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
-    return (
-        f"the snapshot belongs to another model or optimizer, {len(differing)} tensors differ: {'; '.join(differing[:_NAMED])}{more}. "
-        "Resume with the model that made it, or start afresh with another run_id or resume='never'."
-    )

@@ -153,7 +153,9 @@ class Ledger:
             return decisions + self._abandon(report.version, gone)
         if len(self._rounds) > _MOST_ROUNDS:
             return decisions + self._abort(max(self._rounds), f"more than {_MOST_ROUNDS} versions are under way")
-        return decisions + self._judge(report.version, current, now)
+        if current.disputed:
+            return decisions + self._abort(report.version, "the ranks disagree")
+        return decisions + self._try_commit(report.version, current, now)
 
     def finish(self, owner: int) -> list[Decision]:
         """Records that an owner has finished, and has no snapshot but those that it has completed; others may go on for a while."""
@@ -410,11 +412,6 @@ class Ledger:
     def _abandon(self, version: Version, owner: int) -> list[Decision]:
         at = self._passed[owner]
         return self._abort(version, f"rank {owner} has {'finished' if at == _END else f'gone on to {at}'} without it")
-
-    def _judge(self, version: Version, current: Round, now: float) -> list[Decision]:
-        if current.disputed:
-            return self._abort(version, "the ranks disagree")
-        return self._try_commit(version, current, now)
 
     def _close(self, version: Version) -> None:
         self.committed, self.roots = version, {}

@@ -61,7 +61,10 @@ class Round:
                 self.own_since = now
         for holder, agreed in zip(affected, before, strict=True):
             if agreed != (agrees := self._agrees(owner, holder)):
-                self._settle((owner, holder), agrees)
+                if (pair := (owner, holder)) in self._excluded:
+                    (self.back.add if agrees else self.back.discard)(pair)
+                else:
+                    self._lacking += -1 if agrees else 1
 
     def exclude(self, pairs: Iterable[Pair]) -> None:
         for pair in pairs:
@@ -120,12 +123,6 @@ class Round:
     def _agrees(self, owner: int, host: str) -> bool:
         root = self._roots[host].get(owner) if host in self._roots else None
         return root is not None and self.own.get(owner) == root
-
-    def _settle(self, pair: Pair, agrees: bool) -> None:
-        if pair in self._excluded:
-            (self.back.add if agrees else self.back.discard)(pair)
-        else:
-            self._lacking += -1 if agrees else 1
 
     def _count(self, label: Label, is_own: bool, sign: int) -> None:
         layout, digest = label

@@ -151,16 +151,12 @@ def summary(steps: Iterable[ObservedStep]) -> Profile:
     spans = list(zip(*(step.idle() for step in steps), strict=True))  # of each number of collectives, those of all steps
     lengths = [[seconds for _, seconds in each] for each in spans]
     return Profile(
-        gaps=tuple(map(_low, lengths)),
+        gaps=tuple(sorted(each)[math.floor(_LOW * (len(each) - 1))] for each in lengths),
         begins=tuple(statistics.median(begin for begin, _ in each) for each in spans),
         spread=tuple(map(statistics.pstdev, lengths)),
         seconds=statistics.median(step.seconds for step in steps),
         steps=len(steps),
     )
-
-
-def _low(values: Sequence[float]) -> float:
-    return sorted(values)[math.floor(_LOW * (len(values) - 1))]
 
 
 def common(profiles: Sequence[Profile]) -> Profile:

@@ -35,13 +35,9 @@ def _acquire(original: Callable[[Any], bool], baton: Any) -> bool:
     path = Path(baton.lock_file_path).absolute()
     is_ours = original(baton) or (_took_away(path) and original(baton))
     if is_ours:
-        _sign(path)
+        with contextlib.suppress(OSError), open(path, "r+") as file:  # an empty file is a lock as well
+            file.write(f"{_place()} {os.getpid()} {began(os.getpid())}\n")
     return is_ours
-
-
-def _sign(path: Path) -> None:
-    with contextlib.suppress(OSError), open(path, "r+") as file:  # an empty file is a lock as well
-        file.write(f"{_place()} {os.getpid()} {began(os.getpid())}\n")
 
 
 def _took_away(path: Path) -> bool:
@@ -49,7 +45,13 @@ def _took_away(path: Path) -> bool:
     try:
         with _alone_in(path.parent):
             if not (words := path.read_text().split()):
-                _warn_of(path)
+                if (age := time.time() - path.stat().st_mtime) > _OLD_SECONDS:
+                    _log.warning(
+                        "torch waits for the lock %s, which is %.0f s old and does not say which process has made it. If that was killed, "
+                        "and no other one builds an extension there, delete the file: nothing else will",
+                        path,
+                        age,
+                    )
             elif len(words) == 4 and " ".join(words[:2]) == _place() and str(began(int(words[2]))) != words[3]:
                 path.unlink()
                 _log.warning("%s is taken away: process %s was killed while it built or loaded an extension there", path, words[2])
@@ -59,17 +61,6 @@ def _took_away(path: Path) -> bool:
     except (OSError, ValueError):
         pass  # torch will wait for it, and say what is wrong
     return False
-
-
-def _warn_of(path: Path) -> None:
-    age = time.time() - path.stat().st_mtime
-    if age > _OLD_SECONDS:
-        _log.warning(
-            "torch waits for the lock %s, which is %.0f s old and does not say which process has made it. If that was killed, and no "
-            "other one builds an extension there, delete the file: nothing else will",
-            path,
-            age,
-        )
 
 
 @contextlib.contextmanager

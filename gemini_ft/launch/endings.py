@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from tempfile import mkdtemp
 from types import FrameType
 from typing import Any
@@ -346,7 +345,9 @@ def own_log_dir(options: argparse.Namespace) -> Iterator[None]:
         return
     try:
         folder = runtime_folder()
-        _sweep(folder)
+        left = [path for path in folder.glob(f"{_REPORTS}*") if began(int(path.name.split("-")[1])) is None]
+        for _, path in newest_first(left)[_KEPT:]:
+            shutil.rmtree(path, ignore_errors=True)
         options.log_dir = mkdtemp(prefix=f"{_REPORTS}{os.getpid()}-", dir=folder)
     except OSError as error:
         raise ConfigError(
@@ -354,9 +355,3 @@ def own_log_dir(options: argparse.Namespace) -> Iterator[None]:
         ) from None
     yield
     shutil.rmtree(options.log_dir, ignore_errors=True)
-
-
-def _sweep(folder: Path) -> None:
-    left = [path for path in folder.glob(f"{_REPORTS}*") if began(int(path.name.split("-")[1])) is None]
-    for _, path in newest_first(left)[_KEPT:]:
-        shutil.rmtree(path, ignore_errors=True)

@@ -158,7 +158,9 @@ def _serve(channel: socket.socket, refusal: str | None, dispositions: Mapping[in
                     os.close(other)
                 for target, stream in enumerate(streams):
                     os.dup2(stream, target)
-                _restore(dispositions)
+                for signum, disposition in dispositions.items():
+                    if signal.getsignal(signum) is signal.SIG_IGN:  # else an import has asked for it
+                        signal.signal(signum, disposition)
 
             try:
                 pid, failed = _fork_worker(prepare), None
@@ -213,12 +215,6 @@ def _ending_on_error() -> Iterator[None]:
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-
-
-def _restore(dispositions: Mapping[int, Any]) -> None:
-    for signum, disposition in dispositions.items():
-        if signal.getsignal(signum) is signal.SIG_IGN:  # else an import has asked for it
-            signal.signal(signum, disposition)
 
 
 def _await_start(gun: int, launcher: int) -> None:

@@ -128,11 +128,12 @@ def this_launch(name: str) -> Launch:
     """This process's knowledge of the launch ``name``."""
     pid = _starter()
     ticks = began(pid) or 0
+    booted = float(next(line.split()[1] for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")))
     return Launch(
         id=name,
         pid=pid,
         ticks=ticks,
-        started=_boot_time() + ticks / os.sysconf("SC_CLK_TCK"),
+        started=booted + ticks / os.sysconf("SC_CLK_TCK"),
         command=without_secrets(own_command()),
         folder=os.getcwd() if ray_run_name() is None else "",  # Ray makes one for each session of a cluster
         script=_digest_of_script(),
@@ -147,10 +148,6 @@ def _starter() -> int:
             raise ConfigError(f"GEMINI_LAUNCHER_PID={given[:_DIGITS]!r}: must be the number of a process; unset it, `gemini run` sets it")
         return int(given)
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-
-
-def _boot_time() -> float:
-    return float(next(line.split()[1] for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")))
 
 
 def _digest_of_script() -> str:

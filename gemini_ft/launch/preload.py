@@ -98,7 +98,8 @@ class _Reader:
             case ast.Import():
                 return any(self._module(alias.name) for alias in node.names)
             case ast.ImportFrom():
-                return node.level == 0 and self._from(node)
+                name = node.module or ""
+                return node.level == 0 and (self._module(name) or any(self._local(f"{name}.{alias.name}") for alias in node.names))
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 self._functions[node.name] = node.body
             case ast.ClassDef():
@@ -139,10 +140,6 @@ class _Reader:
 
     def _is_too_late(self, name: str) -> bool:
         return "torch" not in self._heavy and name.startswith(_OF_TORCH)
-
-    def _from(self, node: ast.ImportFrom) -> bool:
-        name = node.module or ""
-        return self._module(name) or any(self._local(f"{name}.{alias.name}") for alias in node.names)
 
     def _module(self, name: str) -> bool:
         if (package := name.partition(".")[0]) in self._heavy:

@@ -181,12 +181,6 @@ class Standby:
         """Whether no store has been there for so long that a launcher which needs one had better end."""
         return time.monotonic() - self._answered_at > self.patience
 
-    @property
-    def _has_taken_part(self) -> bool:
-        """Whether this host is of the job, as far as it is known which are."""
-        members = members_of(pickle.loads(self._last)) if self._last is not None else frozenset()
-        return not members or lasting_name() in members
-
     def _ask(self, question: Callable[[C10dRendezvousBackend], S]) -> S:
         try:
             answer = _within(ANSWER_SECONDS, lambda: question(self._backend))
@@ -260,7 +254,9 @@ class Standby:
 
         A host that has not taken part writes only where nothing is, and makes no store better than it is by that.
         """
-        key, is_first, is_member = _GENERATION + self._run, self._last is None, self._has_taken_part
+        key, is_first = _GENERATION + self._run, self._last is None
+        members = members_of(pickle.loads(self._last)) if self._last is not None else frozenset()
+        is_member = not members or lasting_name() in members  # of the job, as far as it is known which hosts are
         is_behind = place.generation < self._generation
         if takes_over and place.number != self._number:
             is_behind |= place.generation == self._generation  # hosts that have not taken part have been there before

@@ -127,7 +127,7 @@ class DdpBuckets:
         """Ends all buckets with an error: DDP waits for every one, so none may be forgotten."""
         self._error = error
         for waiting in list(self._waiting):
-            waiting.give_up()
+            waiting.end()
 
 
 def _queue_callback(call: Callable[[], None]) -> None:
@@ -164,12 +164,10 @@ class _Bucket:
             self._left -= 1
             is_last = not self._left
         if is_last:
-            self._end()
+            self.end()
 
-    def give_up(self) -> None:
-        self._end()
-
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Answers with the bucket as it is now, unless that has been done."""
         with self._lock:
             is_first, self._is_over = not self._is_over, True
         if is_first:

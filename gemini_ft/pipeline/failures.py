@@ -67,7 +67,9 @@ class Failures:
         """The error of the rank that was the first to fail, whether it has told of it or not; None: all live, and none has."""
         end = time.monotonic() + PATIENCE
         while True:
-            gone, is_answered = self._gone(), True  # first: a rank that ends because of a failure has left word in the store
+            # First those whose processes have ended, to which nothing can be sent: one that ends because of a failure has left word before.
+            gone = [rank for rank in range(self._control.size()) if rank != self._rank and not self._can_send(rank)]
+            is_answered = True
             try:
                 if (told := self._told(step)) is not None:
                     return told
@@ -87,10 +89,6 @@ class Failures:
             if time.monotonic() > end:
                 return None
             time.sleep(_LOOK)
-
-    def _gone(self) -> list[int]:
-        """Ranks whose processes have ended: nothing can be sent to them, whatever the living ones are doing."""
-        return [rank for rank in range(self._control.size()) if rank != self._rank and not self._can_send(rank)]
 
     def _can_send(self, rank: int) -> bool:
         try:

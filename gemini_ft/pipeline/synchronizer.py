@@ -122,7 +122,9 @@ class GradientSynchronizer(Body):
             averaged = [param for name, param in parameters.items() if name not in self._local]
             self._handles += [param.register_post_accumulate_grad_hook(self._ready) for param in averaged]  # type: ignore[no-untyped-call]
             if own is not None:
-                _broadcast(model, own)
+                with torch.no_grad():
+                    for tensor in (*model.parameters(), *model.buffers()):
+                        dist.broadcast(tensor.detach(), group=own, group_src=0)
         self._outer = self._outer_steps(local, ranks, group) if local else None
         announce(self, parameters.values())
         close_with(self)
@@ -185,7 +187,12 @@ class GradientSynchronizer(Body):
                 f"the gradient of {changed[0]} was changed between the backward pass and synchronize(), while it was being averaged: clip, "
                 "unscale, divide and zero it after synchronize(); or run the backward pass in no_sync(), then change it, then synchronize()"
             )
-        self._check_parameters()
+        if any(param.grad is not None and id(param) not in self._names for param in self._model.parameters() if param.requires_grad):
+            name = next(name for name, param in trained(self._model).items() if param.grad is not None and id(param) not in self._names)
+            raise StateError(
+                f"the gradient of {name} is not averaged: the parameter was frozen, or not there, when GradientSynchronizer was made. "
+                "Freeze after that, with find_unused_parameters=True, or close() it and make another one"
+            )
         if untouched and not self._find_unused:
             raise StateError(
                 f"no gradient for {', '.join(untouched[:5])}{' and others' if len(untouched) > 5 else ''} ({len(untouched)} of "
@@ -274,14 +281,6 @@ class GradientSynchronizer(Body):
             raise StateError(
                 "the model is trained in a DistributedDataParallel that the gradient pipeline does not belong to, and which averages its "
                 "gradients without it: make GradientSynchronizer(ddp_model, ...) of that one, after close() of this one"
-            )
-
-    def _check_parameters(self) -> None:
-        if any(param.grad is not None and id(param) not in self._names for param in self._model.parameters() if param.requires_grad):
-            name = next(name for name, param in trained(self._model).items() if param.grad is not None and id(param) not in self._names)
-            raise StateError(
-                f"the gradient of {name} is not averaged: the parameter was frozen, or not there, when GradientSynchronizer was made. "
-                "Freeze after that, with find_unused_parameters=True, or close() it and make another one"
             )
 
     def _count(self) -> None:
@@ -454,9 +453,3 @@ def _together(make: Callable[[], T], settings: Mapping[str, Any], group: Any) ->
                 raise ConfigError(f"{name} differs between ranks: rank 0 has {everybody[0][1][name]}, rank {rank} has {value}")
     assert made is not None
     return made
-
-
-def _broadcast(model: nn.Module, group: Any) -> None:
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), group=group, group_src=0)

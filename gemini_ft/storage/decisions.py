@@ -153,7 +153,11 @@ def decide(look: Look, history: str | None = None, found: bool = False) -> Answe
         return Unclear(_nothing_whole(look, seen, history))
     tips = newest_of_each(line)
     if len(tips) > 1:
-        return Unclear(_contested(tips), contested=True)
+        return Unclear(
+            f"there are {len(tips)} histories that do not descend from each other: {'; '.join(map(describe, tips))}. "
+            "Choose one by storage.history (GEMINI_STORAGE__HISTORY=NUMBER-NONCE), the other stays as it is",
+            contested=True,
+        )
     if not found and (lost := [mark for mark in look.marks if not _accounted_for(mark, seen, whole)]):
         newest = max(lost, key=lambda version: version.iteration)
         return Unclear(f"{newest} was reported as stored, but neither it nor any checkpoint that descends from it is there")
@@ -380,11 +384,3 @@ def _nothing_whole(look: Look, seen: Sequence[Sighting], history: str | None) ->
     newest = max(seen, key=lambda one: one.version)
     found = f"the newest, step {newest.iteration}, is {newest.condition}"
     return f"{len(seen)} checkpoints are there, but none is sound ({found})"
-
-
-def _contested(tips: Sequence[Sighting]) -> str:
-    listed = "; ".join(describe(tip) for tip in tips)
-    return (
-        f"there are {len(tips)} histories that do not descend from each other: {listed}. "
-        "Choose one by storage.history (GEMINI_STORAGE__HISTORY=NUMBER-NONCE), the other stays as it is"
-    )

@@ -56,8 +56,9 @@ def last_byte(path: Path) -> float:
 
 def create(folder: Path, prefix: str = "") -> tuple[Path, int]:
     """Makes an empty file in ``folder``, its name beginning with ``prefix``, locked by this process until its descriptor is closed."""
+    host = (re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname()) or "host")[:64]
     while True:
-        path = folder / f"{prefix}{_name(folder)}"
+        path = folder / f"{prefix}{host}.{_domain(folder)}.{os.getpid()}.{int(time.time())}.{secrets.token_hex(4)}"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with suppress(OSError):  # no locks on this file system: only age counts
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -106,11 +107,6 @@ def _remove_if_dead(path: Path, old: bool, remove: Callable[[Path], None]) -> No
         remove(path)
     finally:
         os.close(fd)
-
-
-def _name(folder: Path) -> str:
-    host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname()) or "host"
-    return f"{host[:64]}.{_domain(folder)}.{os.getpid()}.{int(time.time())}.{secrets.token_hex(4)}"
 
 
 def _domain(folder: Path) -> str:

@@ -148,7 +148,7 @@ def write_shard(
     sizes = {name: len(blob) for name, blob in small.items()} | {"data": layout.nbytes}
     header = _header(layout, _arrange(sizes, base=0))
 
-    front = [header, *(part for blob in small.values() for part in (blob, _padding(blob)))]
+    front = [header, *(part for blob in small.values() for part in (blob, bytes(-len(blob) % ALIGNMENT)))]
     whole = xxhash.xxh3_64()
 
     def hashed() -> Iterator[bytes | memoryview]:
@@ -247,13 +247,9 @@ class StoredShard:
         _ = (self.layout, self.extras, self.digests)
         count = len(self.digests)
         for index in sorted({0, count - 1, randrange(count)}) if count else ():
-            self._verify_chunk(index)
-
-    def _verify_chunk(self, index: int) -> None:
-        """Compares a chunk with its checksum. Raises CorruptDataError: it is damaged."""
-        begin, end = self._chunk(index)
-        found = self._hashed(self.record.data.offset + begin, end - begin, self._get)
-        self._compare(f"bytes {begin} to {end} of its data", found, f"{self.digests[index]:016x}")
+            begin, end = self._chunk(index)
+            found = self._hashed(self.record.data.offset + begin, end - begin, self._get)
+            self._compare(f"bytes {begin} to {end} of its data", found, f"{self.digests[index]:016x}")
 
     @staticmethod
     def _hashed(offset: int, nbytes: int, get: Callable[[int, memoryview], None]) -> str:
@@ -338,10 +334,6 @@ def _arrange(sizes: Mapping[str, int], base: int) -> dict[str, Span]:
     """Lays blocks end to end from ``base`` on, each at the next multiple of `ALIGNMENT`."""
     starts = accumulate((-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes.values()), initial=base)
     return {name: Span(offset=start, nbytes=nbytes) for (name, nbytes), start in zip(sizes.items(), starts, strict=False)}
-
-
-def _padding(blob: bytes | memoryview) -> bytes:
-    return bytes(-len(blob) % ALIGNMENT)
 
 
 def _header(layout: Layout, spans: Mapping[str, Span]) -> bytes:

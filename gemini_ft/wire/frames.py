@@ -77,10 +77,12 @@ class BlockingWire:
                 plain = on_error.enter_context(_connected(addresses, 0, timeout))
                 self.socket: ssl.SSLSocket = on_error.enter_context(tls_context(secret, server=False).wrap_socket(plain))
                 accepted = self._be_accepted(claims)
-                self._lanes = [
-                    self._lane(on_error.enter_context(_connected(addresses, number, timeout)), opens, accepted.encrypt)
-                    for number, opens in enumerate(accepted.lanes)
-                ]
+                self._lanes = list[BlockingLane]()
+                for number, opens in enumerate(accepted.lanes):
+                    sock = on_error.enter_context(_connected(addresses, number, timeout))
+                    sock.sendall(MARK + opens[:ID_BYTES])
+                    where = f"the agent at {self.peer}"
+                    self._lanes.append(BlockingLane(sock, opens[ID_BYTES:], dialled=True, encrypt=accepted.encrypt, peer=where))
                 self._payloads = itertools.count()
             except OSError as error:
                 raise as_peer_error(error, f"the agent at {self.peer}", timeout) from None
@@ -96,10 +98,6 @@ class BlockingWire:
         except PeerError as error:
             raise PeerError(f"the agent at {self.peer}: {error}") from None
         return answer
-
-    def _lane(self, sock: socket.socket, opens: bytes, encrypt: bool) -> BlockingLane:
-        sock.sendall(MARK + opens[:ID_BYTES])
-        return BlockingLane(sock, opens[ID_BYTES:], dialled=True, encrypt=encrypt, peer=f"the agent at {self.peer}")
 
     def send(self, message: PeerMessage) -> None:
         try:

@@ -58,16 +58,14 @@ class _Dialling(MessagesOnly):
             self.connection.handler = self._handler
             self.accepted.set_result(message)
         elif isinstance(message, Failed):
-            self._fail(PeerError(f"it refused this host: {message.text}"))
+            _fail(self.accepted, PeerError(f"it refused this host: {message.text}"))
         else:
-            self._fail(PeerError(f"it sent {kind_of(message)!r} in place of a handshake; another gemini-ft listens there"))
+            text = f"it sent {kind_of(message)!r} in place of a handshake; another gemini-ft listens there"
+            _fail(self.accepted, PeerError(text))
         return None
 
     def on_lost(self, reason: str) -> None:
-        self._fail(PeerError(reason))
-
-    def _fail(self, error: GeminiError) -> None:
-        _fail(self.accepted, error)
+        _fail(self.accepted, PeerError(reason))
 
 
 async def dial(address: Address, claims: Claims, secret: bytes, handler: Handler, *, further: Sequence[str] = ()) -> Connection:

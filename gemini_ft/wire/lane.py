@@ -14,7 +14,7 @@ import math
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext, AEADEncryptionContext, Cipher
@@ -126,20 +126,6 @@ def in_time(end: float) -> None:
         raise TimeoutError("only a trickle of bytes came")
 
 
-def _slices(targets: Sequence[memoryview]) -> Iterator[memoryview]:
-    """The same memory, in pieces of SLICE bytes at most."""
-    for target in targets:
-        for at in range(0, target.nbytes, SLICE):
-            yield target[at : at + SLICE]
-
-
-def _unwanted(nbytes: int) -> Iterator[memoryview]:
-    """Memory for a payload that nobody wants, in pieces of SLICE bytes at most: the same memory each time."""
-    scratch = memoryview(bytearray(min(nbytes, SLICE)))
-    for at in range(0, nbytes, SLICE):
-        yield scratch[: nbytes - at]
-
-
 class BlockingLane:
     """One end of a lane, for one thread that sends or receives one payload after the other.
 
@@ -178,7 +164,12 @@ class BlockingLane:
             PeerError: the payload is not what the other end sent, or the lane was stopped.
         """
         checksum = running_checksum()  # beside the tag, because a piece is in the core's cache only now
-        for piece in _unwanted(nbytes) if targets is None else _slices(targets):
+        if targets is None:  # the same memory each time
+            scratch = memoryview(bytearray(min(nbytes, SLICE)))
+            pieces = (scratch[: nbytes - at] for at in range(0, nbytes, SLICE))
+        else:
+            pieces = (target[at : at + SLICE] for target in targets for at in range(0, target.nbytes, SLICE))
+        for piece in pieces:
             self._go_on()
             self._fill(piece)
             self._unseal.add(piece)

@@ -92,7 +92,7 @@ class Drain:
             return
         number = signal.Signals[self._signal]
         handler = signal.getsignal(number)
-        if handler is _on_signal or (handler is signal.SIG_DFL and not _is_caught(number)):
+        if handler is _on_signal or (handler is signal.SIG_DFL and not int(own_status("SigCgt"), 16) >> (number - 1) & 1):
             _heeding[number].add(self)
             signal.signal(number, _on_signal)
 
@@ -115,11 +115,6 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         os.kill(os.getpid(), number)
     for drain in drains:
         drain.begin()
-
-
-def _is_caught(number: int) -> bool:
-    """Whether the process handles a signal outside of Python's knowledge, as `faulthandler.register` does."""
-    return bool(int(own_status("SigCgt"), 16) >> (number - 1) & 1)
 
 
 def attend(run: str, host: str) -> None:

@@ -181,7 +181,9 @@ def leftovers(present: OwnAttempt, known: Collection[object]) -> str:
         return "it uses a device, and groups of devices are not yet made anew in place"
     if present.refusal:
         return present.refusal
-    _end_loaders(known)
+    for iterator in list(instances(_MultiProcessingDataLoaderIter)):
+        if iterator not in known:  # when collected, it would close the queues that tell its processes to end first, and wait without end
+            iterator._shutdown_workers()
     present.close()
     # DDP's Reducer holds the interpreter's lock when it is freed. Were its reference to the group the last one, it would wait for the
     # group's threads with that lock held, and one of them may be about to call Python: neither would ever go on.
@@ -227,10 +229,3 @@ def _hooks_of_all() -> Iterator[Any]:
         for name, hooks in vars(module).items():
             if name.startswith("_global_") and name.endswith("_hooks"):
                 yield from (hook for hook in hooks.values() if not (getattr(hook, "__module__", None) or "").startswith("gemini_ft."))
-
-
-def _end_loaders(known: Collection[object]) -> None:
-    """Ends the processes of loaders. Garbage collection would close the queues that tell them to end first, and wait without end."""
-    for iterator in list(instances(_MultiProcessingDataLoaderIter)):
-        if iterator not in known:
-            iterator._shutdown_workers()

@@ -124,7 +124,14 @@ class Recorder:
         self._recorded = self.session.plan.version.iteration if self.session.plan.version is not None else 0
         try:
             self._observe()
-            self._employ()
+            if self._travels and self._config.traffic.transport == "collective":  # this worker carries replicas
+                self._courier = Courier(
+                    config.traffic,
+                    config.replica_timeout,
+                    lambda message: self.client.tell(message),
+                    lambda: self._copying.slots,
+                    lambda: self.client.custody,
+                )
             self._announce()
             self.drain.heed()
         except BaseException:
@@ -158,7 +165,8 @@ class Recorder:
         written, self._copying.written = self._copying.written, []
         if self._copy_when.judge(written, iteration):
             self.events.write("copied at step", iteration=iteration, tensors=written[:5])
-        is_compared = self._is_compared(iteration)  # asked for each iteration by all ranks, those too that leave this one out
+        before, self._recorded, every = self._recorded, iteration, self._config.compare_every  # the same on all ranks
+        is_compared = self.session.world_size > 1 and iteration // every > before // every
         if self.slots_lock.acquire(blocking=self._config.waits or not self._stats.snapshots):
             try:
                 self._submit(iteration, state, {"extras": extras, "given": given}, is_compared)
@@ -196,11 +204,6 @@ class Recorder:
     def compare(self, state: TrainingState) -> None:
         """Compares what all ranks must hold alike, now. Collective. Raises ReplicaDivergedError: it differs."""
         self._reservation.compare(state, state.survey())
-
-    def _is_compared(self, iteration: int) -> bool:
-        """Whether the ranks' replicated state is compared after ``iteration`` though no upload is due; the same on all ranks."""
-        before, self._recorded, every = self._recorded, iteration, self._config.compare_every
-        return self.session.world_size > 1 and iteration // every > before // every
 
     def marks(self) -> dict[str, list[tuple[int, int]]]:
         """Marks by which a write to the last snapshot's tensors is seen; empty before the first one."""
@@ -409,18 +412,6 @@ class Recorder:
                 observation.close()
                 raise
             self._observation = observation
-
-    def _employ(self) -> None:
-        """Lets this worker carry replicas, where that is wanted. Collective."""
-        if self._travels and self._config.traffic.transport == "collective":
-            config = self._config
-            self._courier = Courier(
-                config.traffic,
-                config.replica_timeout,
-                lambda message: self.client.tell(message),
-                lambda: self._copying.slots,
-                lambda: self.client.custody,
-            )
 
     @property
     def _travels(self) -> bool:

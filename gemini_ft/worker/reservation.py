@@ -14,7 +14,7 @@ from functools import partial
 from gemini_ft import accelerator
 from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.agent.memory.slot_memory import SlotShape, extras_room
-from gemini_ft.core.layout import Layout, TensorSpec, build_layout
+from gemini_ft.core.layout import Layout, build_layout
 from gemini_ft.core.roots import layout_digest, shard_root
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, MemoryBudgetError
@@ -127,7 +127,7 @@ class Reservation:
     def _plan(self, sources: list[Source], extras_bytes: int, at_step: bool) -> None:
         """Lays the state out; at the first time compares it across ranks and checks that every host has room for its part."""
         session, before, timeout = self._session, self._layout, self._session.config.timeout
-        specs = [self._settled(source.spec) for source in sources]
+        specs = [replace(source.spec, frozen=self._frozen.setdefault(source.spec.name, source.spec.frozen)) for source in sources]
         layout = build_layout(specs, session.rank, session.world_size)
         self._sources, self._layout = sources, layout
         self._snapshotter.plan = CopyPlan(sources, layout, session.spec.chunk_bytes, at_step)
@@ -140,10 +140,6 @@ class Reservation:
             exchange_or_raise(lambda: self._reserve_or_mend(extras_bytes), timeout + 10)
         else:
             self._reserve_or_mend(extras_bytes)
-
-    def _settled(self, spec: TensorSpec) -> TensorSpec:
-        """Fixes which tensors are frozen when they are first seen: training that freezes and unfreezes in turns moves nothing."""
-        return replace(spec, frozen=self._frozen.setdefault(spec.name, spec.frozen))
 
     def _reserve_or_mend(self, extras_bytes: int) -> None:
         """Does what `_reserve` does, on the training thread, and starts another agent if that dies over it."""

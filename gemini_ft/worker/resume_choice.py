@@ -127,7 +127,9 @@ class Chooser:
             StorageUnclearError: storage cannot say what there is, and memory does not have it.
             StorageError: the newest checkpoint is of a format that cannot be read.
         """
-        stuck = self._stuck()
+        # Versions that every attempt since has failed to get beyond, and the number of attempts
+        welcomes = [welcome for welcome in self._welcomes if welcome.attempts >= self._config.max_retries]
+        stuck = {welcome.resumed: welcome.attempts for welcome in welcomes if welcome.resumed is not None}
         given_up = frozenset(version for about in self._everyone for version in about.inventory.given_up) | stuck.keys()
         if self._resume == "never":
             self._stored = self._look(frozenset(), insist=self._config.storage is not None and self._config.storage.required)
@@ -256,17 +258,13 @@ class Chooser:
         present = frozenset(folder for folder, version in self._stored.present if not this.descends_from(version))
         return Choice(plan=plan, given_up=given_up, descent=descent, damaged=frozenset(self._damaged), present=present)
 
-    def _stuck(self) -> dict[Version, int]:
-        """Versions that every attempt since has failed to get beyond, and the number of attempts."""
-        welcomes = [welcome for welcome in self._welcomes if welcome.attempts >= self._config.max_retries]
-        return {welcome.resumed: welcome.attempts for welcome in welcomes if welcome.resumed is not None}
-
     def _find(self, refused: frozenset[Version]) -> RecoveryPlan:
         """Plans, checks the copies the plan needs against their checksums, and plans again without those that are damaged."""
         while True:
             in_memory = self._best_in_memory(refused)
             memory = in_memory.version if in_memory is not None else None
-            turned_down = memory is not None and self._is_turned_down(memory)
+            history = self._config.storage.history if self._config.storage is not None else None
+            turned_down = memory is not None and history is not None and not is_of(memory, self._told_by_sessions(), history)
             stored = self._stored = self._look(refused, insist=memory is None or turned_down)
             if stored.unclear and memory is not None:
                 self._warn("storage cannot say which checkpoints it has (%s); the job resumes from memory, which is whole", stored.unclear)
@@ -402,11 +400,6 @@ class Chooser:
             )
         return answer
 
-    def _is_turned_down(self, memory: Version) -> bool:
-        """Whether memory is of another line than the user's choice, so that storage must be heard."""
-        settings = self._config.storage
-        return settings is not None and settings.history is not None and not is_of(memory, self._told_by_sessions(), settings.history)
-
     def _told_by_sessions(self) -> Told:
         told = (
             (w.incarnation, Descent(lineage=tuple(w.lineage), overtaken=frozenset(w.overtaken), aside=frozenset(w.aside)))
@@ -415,13 +408,10 @@ class Chooser:
         )
         return tuple(dict.fromkeys(told))  # nearly all say the same
 
-    def _told_by_hosts(self) -> Told:
-        known = dict.fromkeys(welcome.info.known for welcome in self._welcomes)
-        return (*self._told_by_sessions(), *((incarnation, Descent()) for incarnation in known if incarnation is not None))
-
     def _descent(self, resumed: Version | None) -> Descent:
         """The descent of the incarnation that is about to begin."""
-        told = (*self._told_by_hosts(), *self._stored.told)
+        by_hosts = dict.fromkeys((name, Descent()) for welcome in self._welcomes if (name := welcome.info.known) is not None)
+        told = (*self._told_by_sessions(), *by_hosts, *self._stored.told)
         if resumed is not None:
             descent = continued(resumed, told)
             return replace(descent, aside=descent.aside | self._stored.aside & descent.overtaken)
@@ -448,7 +438,8 @@ class Chooser:
             try:
                 done = exchange_or_raise(partial(self._stage, manifest), _STAGE_SECONDS)
             except StorageError as error:
-                left = exchange(self._time_left(), self._config.timeout)[0]
+                self._since = self._since or time.monotonic()
+                left = exchange(self._since + self._patience - time.monotonic(), self._config.timeout)[0]
                 if left <= 0:
                     raise StorageUnclearError(
                         f"{error}. Nothing has been begun; start the same command when storage is well again"
@@ -475,11 +466,6 @@ class Chooser:
             events = EventLog(self._everyone[0].run, stream=self._stream, rank=0, host=self._everyone[0].welcome.info.host)
             events.write("waited", seconds=time.monotonic() - self._since)
             events.close()
-
-    def _time_left(self) -> float:
-        """Seconds for which storage is still waited for."""
-        self._since = self._since or time.monotonic()
-        return self._since + self._patience - time.monotonic()
 
     def _stage(self, manifest: Manifest) -> bool:
         """Gets our part of the shards into our host's memory; False if one is damaged in storage, or has been deleted.

@@ -343,7 +343,9 @@ class Snapshotter:
                 if job is not None:
                     job.is_seen, self._at_hand = True, job
             if not due:
-                self._mend()
+                if self._client().lost and self.slots:  # the other hosts cannot commit without it
+                    with contextlib.suppress(GeminiError):
+                        self._bring_back()
                 continue
             assert job is not None
             try:
@@ -365,12 +367,6 @@ class Snapshotter:
     @property
     def _has_work(self) -> bool:
         return bool(self._unseen) or (self._job is not None and self._job.state is SnapshotState.WAITING)
-
-    def _mend(self) -> None:
-        """Revives an agent that has died between two snapshots: the other hosts cannot commit without it."""
-        if self._client().lost and self.slots:
-            with contextlib.suppress(GeminiError):
-                self._bring_back()
 
     def _bring_back(self) -> None:
         """Revives the agent; where that fails it takes its time, and training shall not wait for it at every step.
@@ -500,18 +496,9 @@ class Snapshotter:
             job.state = SnapshotState.ISSUED
             self._condition.notify_all()
         for upto, event in landings:
-            self._land(job, upto, event)
+            event.synchronize()
+            self._client().tell(Landed(iteration=job.iteration, upto=upto))
         return True
-
-    def _land(self, job: PendingSnapshot, upto: int, event: accelerator.Event) -> None:
-        """Tells the agent, once they are there, that all bytes up to some place have come."""
-        event.synchronize()
-        self._client().tell(Landed(iteration=job.iteration, upto=upto))
-
-    def _await_device(self) -> None:
-        """Waits for copies that are given up: they need their slots, which go when there is another agent, or none."""
-        if self._stream is not None:
-            self._stream.synchronize()
 
     def _copy_extras(self, job: PendingSnapshot, slot: MappedSlot) -> None:
         assert self.plan is not None
@@ -550,7 +537,8 @@ class Snapshotter:
         """Revives an agent that went away in the middle, and tells it that this snapshot is lost."""
         job.cancelled = str(error)
         self._on_discard(job.iteration, str(error))
-        self._await_device()
+        if self._stream is not None:
+            self._stream.synchronize()  # copies that are given up need their slots, which go when there is another agent, or none
         with self._condition:
             job.state = SnapshotState.DONE  # the update need not wait for another agent
             self._condition.notify_all()

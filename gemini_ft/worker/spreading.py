@@ -131,7 +131,7 @@ class _Spread:
     ) -> None:
         self._rank, self._sources, self._filling, self._shards = session.rank, sources, filling, shards
         longest = max((shard.nbytes for shard in shards.values()), default=0)
-        self._block = _rounded(min(longest, MOST, max(LEAST, ROUND // session.world_size)))
+        self._block = -(-min(longest, MOST, max(LEAST, ROUND // session.world_size)) // 64) * 64
         self._rounds = -(-longest // self._block) if longest else 0
         self._rings = [_Ring(session.world_size, self._block) for _ in range(min(2, self._rounds))]
         others = {owner: shard for owner, shard in shards.items() if owner != self._rank and shard.covers(filling.reads.get(owner, ()))}
@@ -306,7 +306,3 @@ def _allowing(seconds: float) -> Iterator[None]:
 
 def _lost(error: RuntimeError) -> PeerError:
     return PeerError(f"another rank was lost, or did not go on, while the ranks gave each other the state; see the others' logs ({error})")
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // 64) * 64

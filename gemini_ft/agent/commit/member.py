@@ -234,7 +234,10 @@ class MemberLink:
             if served or self._succession.epoch > before:
                 self._begin_anew()
             if self._is_leader and (served or not asks):
-                self._note_loss(end)
+                if end in (_End.SILENT, _End.DECLINED):  # it may hang, and would take the next connection too; or is another agent
+                    self._succession.give_up()
+                else:
+                    self._succession.lose(time.monotonic())
             if not self._is_next_clear(asks, served, end):
                 await asyncio.sleep(self._redial_in)
                 self._redial_in = min(2 * self._redial_in, _LONGEST)
@@ -245,16 +248,6 @@ class MemberLink:
         self._redial_in = _DELAY
         self._failures, self._declined, self._rounds = 0, 0, 0
         self._has_said = False  # in the log, that nothing is reached
-
-    def _note_loss(self, end: _End) -> None:
-        """Records how the leader was lost.
-
-        What is silent may hang, and would take the next connection and be silent again. What says that it does not lead is another agent.
-        """
-        if end in (_End.SILENT, _End.DECLINED):
-            self._succession.give_up()
-        else:
-            self._succession.lose(time.monotonic())
 
     def _is_next_clear(self, asks: bool, served: bool, end: _End) -> bool:
         """Chooses the host that is dialled next; returns whether that is done at once."""

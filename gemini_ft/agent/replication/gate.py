@@ -125,7 +125,9 @@ class Gate:
             while (found := self._look(nbytes, late_at() - time.monotonic())) is None:
                 self._changed.clear()
                 try:
-                    async with asyncio.timeout(max(_BREATH, self._pause(late_at() - time.monotonic()))):
+                    # No bell rings when the last bytes arrive, nor when a collective does not come.
+                    seconds = min(late_at() - time.monotonic(), _BREATH if self._under_way else _OVERDUE)
+                    async with asyncio.timeout(max(_BREATH, seconds)):
                         await self._changed.wait()
                 except TimeoutError:
                     pass
@@ -147,10 +149,6 @@ class Gate:
             return None
         moment = next(iter(moments.values()))
         return Pass(min(nbytes, free, self._part), span=(moment.step, moment.begun))
-
-    def _pause(self, left: float) -> float:
-        """Seconds to wait at most: no bell rings when the last bytes arrive, nor when a collective does not come."""
-        return min(left, _BREATH if self._under_way else _OVERDUE)
 
     @property
     def _slice(self) -> int:

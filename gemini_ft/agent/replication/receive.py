@@ -102,7 +102,9 @@ class Inbound:
             raise PeerError("the layout has changed since; the next commit brings a copy")
 
         def reuse() -> bool:
-            return not (may_be_written_by_another(self._context, owner) or self._is_kept_by_stranger(owner))
+            spec = self._context.spec  # of a former incarnation, a worker may still receive into a replica's memory
+            strange = (spec is not None and keeper.incarnation != spec.incarnation for keeper in self._keepers(owner))
+            return not (may_be_written_by_another(self._context, owner) or any(strange))
 
         indices = await slot_store.ensure_beside(owner, shape, REPLICA_SLOTS, reuse, lambda: self._context.spec is spec)
         fresh = [index for index in indices if slot_store.memory[owner, index] not in before]  # a number may be that of a slot just freed
@@ -177,11 +179,6 @@ class Inbound:
         kept = [self._context.custodians.keeper(memory) for (of, _), memory in self._context.slot_store.memory.items() if of == owner]
         return [keeper for keeper in kept if keeper is not None]
 
-    def _is_kept_by_stranger(self, owner: int) -> bool:
-        """Whether a worker of a former incarnation, which may still receive into a replica's memory, lives."""
-        spec = self._context.spec
-        return any(spec is not None and keeper.incarnation != spec.incarnation for keeper in self._keepers(owner))
-
 
 FULL = 0.05  # seconds after which a sender may try again, when there is no slot
 
@@ -235,7 +232,10 @@ class Receiver:
         if isinstance(message, Parcel):
             self._collect(message)
         elif isinstance(message, Unchanged):
-            self._keep(message.chunk)
+            chunk = message.chunk
+            memory = self._memory(chunk.owner, chunk.iteration)
+            if memory is not None and not memory.keep(chunk.index, chunk.offset, chunk.nbytes, chunk.digest):
+                self._connection.send(Resend(owner=chunk.owner, iteration=chunk.iteration, chunks=[chunk.index]))
         elif isinstance(message, Offer):
             self._tasks.spawn(self._answer(message))
         elif isinstance(message, Begin):
@@ -329,12 +329,6 @@ class Receiver:
             return
         self._inbound.log(f"chunk {chunk.index} of rank {chunk.owner} from host {self.host} arrived damaged; asking again")
         self._connection.send(Resend(owner=chunk.owner, iteration=chunk.iteration, chunks=[chunk.index]))
-
-    def _keep(self, chunk: Chunk) -> None:
-        """Keeps the bytes of an unchanged chunk that are here already (frozen parameters); asks for them if they are not."""
-        memory = self._memory(chunk.owner, chunk.iteration)
-        if memory is not None and not memory.keep(chunk.index, chunk.offset, chunk.nbytes, chunk.digest):
-            self._connection.send(Resend(owner=chunk.owner, iteration=chunk.iteration, chunks=[chunk.index]))
 
     def _begin(self, begin: Begin) -> None:
         self._inbound.check_sender(self.host, begin.owner)

@@ -203,7 +203,9 @@ class PeerLink(MessagesOnly):
     async def _run(self) -> None:
         delay = 0.05
         while True:
-            await self._something_to_send()
+            while not self._active:
+                self._wake.clear()
+                await self._wake.wait()
             try:
                 connection = await dial(self._address, self._claims, self._common.secret(), self, further=self._further)
             except GeminiError as error:
@@ -217,7 +219,11 @@ class PeerLink(MessagesOnly):
             delay = 0.05
             self._connection = connection
             connection.drained = self._gate.poke
-            self._carrier = self._choose_carrier(connection)
+            if self._by_workers:
+                order, keeper = self._order, self._keepers.__getitem__
+                self._carrier = ByWorkers(connection, self._common.traffic, self._common.tags, order, keeper, self.astray)
+            else:
+                self._carrier = ByAgents(connection, self._common.traffic)
             self._gate.register(self, self._carrier)
             self._rooms.clear()
             self._ready.clear()
@@ -225,18 +231,8 @@ class PeerLink(MessagesOnly):
                 out.restart()
             await self._pump(connection, self._carrier)
 
-    def _choose_carrier(self, connection: Connection) -> Carrier:
-        if not self._by_workers:
-            return ByAgents(connection, self._common.traffic)
-        return ByWorkers(connection, self._common.traffic, self._common.tags, self._order, self._keepers.__getitem__, self.astray)
-
     def _order(self, owner: int, dispatch: Dispatch) -> None:
         self._context.workers[owner].send(dispatch)
-
-    async def _something_to_send(self) -> None:
-        while not self._active:
-            self._wake.clear()
-            await self._wake.wait()
 
     async def _pump(self, connection: Connection, carrier: Carrier) -> None:
         while not connection.closed.is_set():
@@ -324,11 +320,6 @@ class PeerLink(MessagesOnly):
         return True
 
 
-def _default_lanes() -> int:
-    """Lanes to each peer: their threads, at both ends, must leave processors to the training."""
-    return max(1, min(_LANES, len(os.sched_getaffinity(0)) // 4))
-
-
 class Outbound:
     """The links of one session."""
 
@@ -346,7 +337,9 @@ class Outbound:
 
     def send(self, owner: int, version: Version, slot: int, memory: SlotMemory, peer: str) -> None:
         if peer not in self._links:
-            claims = self._context.claims("replicate", peer).model_copy(update={"lanes": self._spec.traffic.lanes or _default_lanes()})
+            # The lanes' threads, at both ends, must leave processors to the training.
+            lanes = self._spec.traffic.lanes or max(1, min(_LANES, len(os.sched_getaffinity(0)) // 4))
+            claims = self._context.claims("replicate", peer).model_copy(update={"lanes": lanes})
             further = self._spec.further.get(peer, ())
             self._links[peer] = PeerLink(self._common, peer, self._spec.addresses[peer], claims, further=further)
         end = end_of(owner, memory) if memory.version == version else None  # copied already, with an agent before this one
