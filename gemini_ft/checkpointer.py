@@ -585,7 +585,7 @@ class Checkpointer:
 
     def _unreduced(self) -> Iterable[Finding]:
         state = self._bound
-        if not isinstance(state, PlainState) or not state.is_replicated:
+        if not isinstance(state, PlainState) or not (state.is_replicated or getattr(self._gradients, "lets_ranks_differ", False)):
             return ()
         return ddp.unreduced(self._wrapped | self._wrappers, state.optimizers)
 

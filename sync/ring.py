@@ -66,10 +66,10 @@ class Ring(Scheme):
 class Ring8(Ring):
     """A ring whose messages have 8 bits a value, or the 16 of bfloat16: each hop quantises anew, by chance and without bias.
 
-    A value becomes one of the two numbers beside it that the words have, by chance, so that the value is what is expected; words of 8 bits
-    are fractions of the largest magnitude of their bucket, which travels in float32. A sum of n ranks is rounded n times, each time by
-    less than the distance of two words. A part with an infinity or a NaN travels in float32. The chances depend on the seed, the number
-    of the sum and the rank alone.
+    A value becomes one of the two numbers beside it that the words have, by chance, so that the value is what is expected; words of 8
+    bits are fractions of the largest magnitude of their bucket, which travels in float32. A sum of n ranks is rounded n times, each
+    time by less than the distance of two words. A part with an infinity, a NaN or a subnormal scale travels in float32. The chances
+    depend on the seed, the number of the sum and the rank alone.
 
     Args:
         words: int8, evenly spaced; e4m3 or e5m2, floats of 8 bits; or bf16.
@@ -100,20 +100,20 @@ class Ring8(Ring):
         return f"{self.name} in {self._words}, buckets of {self._bucket}, seed {self._seed},"
 
     def _around(self, flat: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-        self._chances.manual_seed(stream_seed(self._seed, self._sums, exchange.rank))
+        self._chances.manual_seed(stream_seed(self._seed, f"{self._sums} of {len(flat)}", exchange.rank))
         self._sums += 1
         return super()._around(flat, exchange)
 
     def _encoded(self, part: torch.Tensor) -> torch.Tensor:
-        buckets = torch.cat([part, part.new_zeros(-len(part) % self._bucket)]).view(-1, self._bucket)
-        if not bool(part.isfinite().all()):
+        buckets, kind = torch.cat([part, part.new_zeros(-len(part) % self._bucket)]).view(-1, self._bucket), _KINDS[self._words]
+        largest = buckets.abs().amax(1, keepdim=True)
+        scales = largest / kind.most if kind.most is not None else torch.ones_like(largest)
+        if not bool(part.isfinite().all()) or bool(((largest > 0) & (scales < torch.finfo(torch.float32).tiny)).any()):
             return _message(0, wire.as_bytes(part))
-        kind = _KINDS[self._words]
-        scales = (buckets.abs().amax(1, keepdim=True) / kind.most).float() if kind.most is not None else torch.ones_like(buckets[:, :1])
         scales = scales.where(scales > 0, 1.0)
-        scaled = buckets / scales
+        scaled = buckets.double() / scales
         distance = kind.distance(scaled)
-        up = torch.rand(scaled.shape, generator=self._chances).to(scaled.device)
+        up = torch.rand(scaled.shape, generator=self._chances, dtype=torch.float64).to(scaled.device)
         rounded = (scaled / distance + up).floor_().mul_(distance)
         if kind.most is not None:
             rounded.clamp_(-kind.most, kind.most)

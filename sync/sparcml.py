@@ -25,7 +25,7 @@ from .rows import SparseRows, add_up, from_dense
 _FLAG = 8  # bytes: whether what follows is quantised
 
 
-def stream_seed(seed: int, number: int, rank: int) -> int:
+def stream_seed(seed: int, number: int | str, rank: int) -> int:
     """The seed of a rank's chances for one sum: one that no other sum and no other rank has."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {number} {rank}".encode(), digest_size=7).digest(), "little")
 

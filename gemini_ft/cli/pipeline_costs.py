@@ -11,7 +11,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -100,8 +100,11 @@ def describe(model: nn.Module, rules: Rules, ranks: int, rate: float, latency: f
     Raises:
         ConfigError: as in training, where the rules do not fit the model.
     """
-    tensors = assign(model, rules)
-    dtypes = {name: param.dtype for name, param in trained(model).items()}
+    tensors = [_as_it_travels(tensor, rules) for tensor in assign(model, rules)]
+    wide = {tensor.name: tensor.rule != NO_RULE and rules[tensor.rule].is_local for tensor in tensors}
+    dtypes = {
+        name: torch.promote_types(param.dtype, torch.float32) if wide[name] else param.dtype for name, param in trained(model).items()
+    }
     plan = first_plan(tensors, rules)
     group_of = {name: number for number, group in enumerate(plan.groups, 1) for name in group.names}
     costs = []
@@ -120,6 +123,11 @@ def describe(model: nn.Module, rules: Rules, ranks: int, rate: float, latency: f
         dense=textbook(ranks, 4 * elements, link),
         switched=switched(ranks, elements, link),
     )
+
+
+def _as_it_travels(tensor: Tensor, rules: Rules) -> Tensor:
+    """What ranks have moved alone is in float32 at least."""
+    return replace(tensor, itemsize=max(4, tensor.itemsize)) if tensor.rule != NO_RULE and rules[tensor.rule].is_local else tensor
 
 
 def _row(tensor: Tensor, rule: Rule, group: int) -> Row:

@@ -263,7 +263,10 @@ class Averager:
         return {"steps": self.step, "rounds": self.rounds, "plan": self._plan_digest, "choices": choices}
 
     def close(self) -> None:
+        """Ends the threads, and forgets the step."""
         self._lanes.close()
+        self._failures.forget()
+        self._forget_step()
 
     # -- inside
 

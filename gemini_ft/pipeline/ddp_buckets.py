@@ -68,12 +68,9 @@ class DdpBuckets:
                 "join(divide_by_initial_world_size=False) divides by the ranks that still have inputs, and a gradient pipeline by all of "
                 "them: leave that option out; DDP forgets a join() that is over in `with ddp_model.join(enable=False): pass`"
             )
-        if self._synchronizer.lets_ranks_differ and self._synchronizer.ddp._join_config.enable:
-            raise StateError(
-                "join() lets a rank whose inputs have ended answer the others' collectives, and between two averages of a rule with every "
-                "nobody trains for it: give all ranks as many batches, or leave every out"
-            )
         names = [self._synchronizer.name_of(param) for param in bucket.parameters()]
+        if self._synchronizer.lets_ranks_differ:
+            return self._kept(bucket, names)
         if any(self._averager.has(name) for name in names):  # of the backward pass before
             self._synchronizer.backward_over()
         if self.otherwise is not None and self._ours.isdisjoint(names):
@@ -86,12 +83,9 @@ class DdpBuckets:
         gradients = dict(zip(names, _views(bucket), strict=True))
         waiting = _Bucket(bucket.buffer(), len(names), self._waiting.discard)
         self._waiting.add(waiting)
-        local = {name for name in gradients if self._synchronizer.is_local(name)}
-        if beside := {name: gradient for name, gradient in gradients.items() if name not in self._ours | local}:
+        if beside := {name: gradient for name, gradient in gradients.items() if name not in self._ours}:
             self._averager.beside(beside, partial(_take_all, waiting, beside))
         for name, gradient in gradients.items():
-            if name in local:
-                waiting.take(gradient, gradient)
             if name not in self._ours:
                 continue
             if self._synchronizer.is_discarded(name):
@@ -102,6 +96,18 @@ class DdpBuckets:
             self._averager.ready(name, gradient, partial(waiting.take, gradient))
         found: Future[Tensor] = waiting.future
         return found
+
+    def _kept(self, bucket: GradBucket, names: list[str]) -> Future[Tensor]:
+        """Leaves the gradients of a bucket as they are: every rank steps with its own."""
+        ddp = self._synchronizer.ddp
+        if ddp is not None and ddp._join_config.enable:
+            raise StateError(
+                "join() lets a rank whose inputs have ended answer the others' collectives, and between two averages of a rule with every "
+                "nobody trains for it: give all ranks as many batches, or leave every out"
+            )
+        if not self._synchronizer.discards_all:
+            self._synchronizer.trained_alone(names)
+        return _answered(bucket.buffer())
 
     def _ask_for_end(self) -> None:
         if not self._will_end:
@@ -115,8 +121,6 @@ class DdpBuckets:
         if self._error is None:
             try:
                 self._averager.wait()
-                if not self._synchronizer.discards_all:
-                    self._synchronizer.stepped_alone()
             except BaseException as error:
                 self._fail(error)
         if self._error is not None:

@@ -109,6 +109,10 @@ class Failures:
         rank, when, text = json.loads(store.get(_KEY)) if store.check([_KEY]) else (self._rank, step, "")
         return None if rank == self._rank or when != step else AveragingError(text)
 
+    def forget(self) -> None:
+        """Forgets the error, whose traceback has frames of the script."""
+        self._resolved = None
+
     def abort(self) -> None:
         """Ends the connections, so that the others, which may wait for this rank, look for its word."""
         if self._group is not None:

@@ -193,7 +193,12 @@ class Lanes:
         """Ends both threads, after what was submitted. Nothing can be averaged any more."""
         self._communicating.close()  # first: it hands work to the other one
         self._computing.close()
-        self._broken = self._broken or AveragingError("the gradient pipeline has been closed; to train on without it, wrap the model anew")
+        why = (
+            "the gradient pipeline has been closed; to train on without it, wrap the model anew"
+            if self._broken is None
+            else str(self._broken)
+        )
+        self._broken = AveragingError(why)  # without a traceback, whose frames would keep the script's objects
 
     def _advance(self, job: GroupInFlight, answer: Any = None) -> None:
         if job.done.done():

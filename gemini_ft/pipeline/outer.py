@@ -19,23 +19,27 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gemini_ft.errors import StateError
 from gemini_ft.pipeline.body import Body
 from gemini_ft.pipeline.plan import Tensor
 from gemini_ft.pipeline.rules import Outer, Rules
+from gemini_ft.state.replicas import tensor_digest
+
+_PLAIN = Outer(lr=1.0, momentum=0.0, nesterov=False)
 
 
 class OuterSteps(Body):
-    """The outer steps of one model, for the parameters whose rules say ``every``. Constructing it is collective.
+    """The outer steps of one model, whose rules all say ``every``. Constructing it is collective.
 
-    An outer step follows the update of the step in which it is due, within ``optimizer.step()``, so that whatever is done after that sees
-    its result. Where no optimizer of torch steps by then, as for a step that a loss scaler skips, it comes with the next `stepped`.
+    An outer step follows the last update of the step in which it is due, within ``optimizer.step()``, so that whatever comes after that
+    sees its result; where parameters that have a gradient are not updated, it comes with the next forward pass.
 
     Args:
         model: whose forward passes are watched.
-        parameters: by name; of floats, and the same on all ranks now.
+        parameters: by name; of floats.
         tensors: the same, as rules see them.
         group: of the ranks, for the averages alone; None: one rank.
         control: of the same ranks and on CPUs, for what the training thread asks; None: one rank.
@@ -56,47 +60,80 @@ class OuterSteps(Body):
         super().__init__(model, parameters, tensors, rules, group=group, control=control, device=device, profile_steps=0)
         self._rules = {tensor.name: rules[tensor.rule] for tensor in tensors}
         self._turns = _turns(tensors, rules)
-        self._anchors = {name: _wide(param).clone() for name, param in self._parameters.items()}
-        self._momenta = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items() if self._outer(name).momentum}
-        self._steps = 0
-        self._is_due = False
-        following = weakref.WeakMethod(self._updated)  # of all optimizers of the process: it must not keep this object alive
-        self._handle = register_optimizer_step_post_hook(
-            lambda optimizer, *_: updated(optimizer) if (updated := following()) is not None else None
-        )
-
-    def _outer(self, name: str) -> Outer:
-        return self._rules[name].outer or Outer(lr=1.0, momentum=0.0, nesterov=False)
+        self._anchors: dict[str, torch.Tensor] = {}  # from the first step on: weights may be loaded until then
+        self._momenta: dict[str, torch.Tensor] = {}
+        self._first = ""  # digests of the anchors when they were set
+        self._steps = self._updates = 0
+        self._due: set[str] = set()
+        self._awaited: set[str] | None = None  # of those that are due, the ones whose update is still to come; None: none has come
+        self._stepping: int | None = None  # the id of the optimizer whose step() is under way, of those that have any of the parameters
+        self._has_counted = False  # a step within it
+        begun, ended = weakref.WeakMethod(self._step_begins), weakref.WeakMethod(self._updated)  # hooks of all optimizers of the process:
+        self._handles = [  # they must not keep this object alive
+            register_optimizer_step_pre_hook(lambda optimizer, *_: call(optimizer) if (call := begun()) is not None else None),
+            register_optimizer_step_post_hook(lambda optimizer, *_: call(optimizer) if (call := ended()) is not None else None),
+        ]
 
     def stepped(self) -> None:
-        """Counts a step, whose update comes now. Collective where an outer step is due that no update has been seen for."""
-        self.catch_up()
+        """Counts a step, whose update comes now.
+
+        Raises:
+            StateError: it is the second one within one call of an optimizer.
+        """
+        if self._stepping is not None and self._has_counted:
+            raise StateError(
+                "an optimizer has the loss evaluated several times in a step, as LBFGS does, and each would count as a step of a rule with "
+                "every: take another optimizer, or leave every out"
+            )
+        self._has_counted = self._stepping is not None
+        if not self._anchors:
+            self._begin({name: _wide(param).clone() for name, param in self._parameters.items()})
         self._steps += 1
-        self._is_due = bool(self._names_due())
+        self._due |= {name for name, turn in self._turns.items() if self._steps % (self._rules[name].every or 1) == turn}
+        self._awaited = None
 
-    def catch_up(self) -> None:
-        """Makes the outer step that is due, if one is. Collective then."""
-        if self._is_due:
-            self._is_due = False
-            self._step()
+    def _begin(self, anchors: dict[str, torch.Tensor]) -> None:
+        self._anchors = anchors
+        self._momenta = {name: torch.zeros_like(anchor) for name, anchor in anchors.items() if self._outer(name).momentum}
+        self._first = " ".join(map(tensor_digest, anchors.values()))
 
-    def _updated(self, optimizer: torch.optim.Optimizer) -> None:
+    def _outer(self, name: str) -> Outer:
+        """The outer optimizer; what is frozen is only averaged, and stays as it is then."""
+        return (self._rules[name].outer if self._parameters[name].requires_grad else None) or _PLAIN
+
+    def _own(self, optimizer: Optimizer) -> set[str]:
+        return {name for group in optimizer.param_groups for param in group["params"] if (name := self._names.get(id(param)))}
+
+    def _step_begins(self, optimizer: Optimizer) -> None:
+        if self._stepping in (None, id(optimizer)) and self._own(optimizer):
+            self._stepping, self._has_counted = id(optimizer), False
+
+    def _updated(self, optimizer: Optimizer) -> None:
+        if not (own := self._own(optimizer)):
+            return
+        self._stepping = None if self._stepping == id(optimizer) else self._stepping
         if "ZeroRedundancyOptimizer" in [kind.__name__ for kind in type(optimizer).__mro__]:
             raise StateError(
                 "a ZeroRedundancyOptimizer sends each parameter from the one rank that updates it to all others in every step, so no rank "
                 "trains alone: leave every out of the gradient pipeline, or give each rank the optimizer that it wraps"
             )
-        if self._is_due and any(id(param) in self._names for group in optimizer.param_groups for param in group["params"]):
+        self._updates += 1
+        if not self._due:
+            return
+        if self._awaited is None:
+            self._awaited = {name for name in self._due if self._parameters[name].grad is not None}
+        self._awaited -= own
+        if not self._awaited:
             self.catch_up()
 
-    def _names_due(self) -> list[str]:
-        return [name for name, turn in self._turns.items() if self._steps % (self._rules[name].every or 1) == turn]
-
     @torch.no_grad()
-    def _step(self) -> None:
+    def catch_up(self) -> None:
+        """Makes the outer step that is due, if one is. Collective then."""
+        if not self._due:
+            return
+        names, self._due, self._awaited = [name for name in self._parameters if name in self._due], set(), None
         with self._telling():
-            gradients = {name: self._anchors[name] - _wide(self._parameters[name]) for name in self._names_due()}
-            means = self.averager.average(gradients)
+            means = self.averager.average({name: self._moved(name) for name in names})
         for name, mean in means.items():
             anchor, outer = self._anchors[name], self._outer(name)
             if outer.momentum:
@@ -106,31 +143,37 @@ class OuterSteps(Body):
             self._parameters[name].copy_(anchor)
         self.step_over()
 
+    def _moved(self, name: str) -> torch.Tensor:
+        """The way from where all ranks began this period, which is the anchor as the parameter's dtype has it, the other way round."""
+        param = self._parameters[name].detach()
+        return _wide(self._anchors[name].to(param.dtype)) - _wide(param)
+
     def _common(self) -> dict[str, Any]:
-        return {**super()._common(), "local steps": self._steps}
+        return {**super()._common(), "first weights": self._first, "local steps": self._steps, "updates": self._updates}
 
     def state_dict(self) -> dict[str, Any]:
         """As `Body.state_dict`, with the anchors, the momenta and the number of local steps."""
-        own = {"anchors": self._anchors, "momenta": self._momenta, "steps": self._steps, "is_due": self._is_due}
-        return {**super().state_dict(), **own}
+        own = {"anchors": self._anchors, "momenta": self._momenta, "due": sorted(self._due)}
+        return {**super().state_dict(), **own, "first": self._first, "steps": self._steps, "updates": self._updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a `state_dict`; see `Body.load_state_dict`."""
-        for own, saved in ((self._anchors, state["anchors"]), (self._momenta, state["momenta"])):
-            for name, tensor in own.items():
-                tensor.copy_(saved[name])
-        self._steps, self._is_due = state["steps"], state["is_due"]
+        self._steps, self._updates, self._first = state["steps"], state["updates"], state["first"]  # which ranks compare
         super().load_state_dict(state)
+        self._due, self._awaited = {*state["due"]}, None
+        self._anchors = {name: tensor.to(self._parameters[name].device, copy=True) for name, tensor in state["anchors"].items()}
+        self._momenta = {name: tensor.to(self._parameters[name].device, copy=True) for name, tensor in state["momenta"].items()}
 
     def close(self) -> None:
         """Ends the threads, and looks at optimizers no more."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         self._ready_times.close()
         self.averager.close()
 
 
 def _wide(param: torch.Tensor) -> torch.Tensor:
-    """The parameter's values, at least in float32, in which small outer steps are not rounded away."""
+    """The values, at least in float32, in which small outer steps are not rounded away."""
     return param.detach().to(torch.promote_types(param.dtype, torch.float32))
 
 

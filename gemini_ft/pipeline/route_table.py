@@ -132,6 +132,7 @@ class Routes:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._routes.clear()
+        self._schemes = {rule: make for rule, make in self._schemes.items() if not make().state_dict()}  # others begin anew
         for key, saved in state.items():
             rule, _, way = key.partition("/")
             self.of(Group(int(rule), (), way)).load_state_dict(saved)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -88,15 +88,17 @@ class GradientSynchronizer(Body):
             devices = {param.device for param in trained(model).values()}
             if len(devices) > 1:
                 raise ConfigError(f"parameters lie on {', '.join(sorted(map(str, devices)))}: they must all be on one device")
-            return rules, assign(model, rules)
+            tensors = assign(model, rules)
+            _check_local(rules, tensors, scaler)
+            return rules, tensors
 
         settings = {"find_unused_parameters": find_unused_parameters, "profile_steps": profile_steps}
         rules, tensors = _together(assigned, settings, own)
         if otherwise is not None:
             tensors = [tensor for tensor in tensors if tensor.rule != NO_RULE]
         local = [tensor for tensor in tensors if tensor.rule != NO_RULE and rules[tensor.rule].is_local]
-        tensors = [tensor for tensor in tensors if tensor not in local]
-        self._local = {tensor.name for tensor in local}  # parameters that every rank trains alone
+        tensors = [] if local else tensors
+        self._outer: OuterSteps | None = None  # of parameters that every rank trains alone: of all, or there is none
         self._find_unused, self._paused = find_unused_parameters, False
         self._touched: set[str] = set()  # have got a gradient in this step
         self._sent: dict[str, tuple[torch.Tensor, int]] = {}  # gradients of this step that are being averaged, and their versions
@@ -106,7 +108,7 @@ class GradientSynchronizer(Body):
         device = next(iter(parameters.values())).device
         # Before the hooks of `ReadyTimes`.
         self._handles: list[Any] = [
-            model.register_forward_pre_hook(ModelHook(self._settle)),
+            model.register_forward_pre_hook(ModelHook(self._forward_begins)),
             unwrap_model(model).register_forward_pre_hook(ModelHook(self._check_wrapper)),
         ]
         # The training thread asks in a group of its own: other ranks may be waiting in theirs for gradients that this rank lacks.
@@ -119,13 +121,14 @@ class GradientSynchronizer(Body):
             ddp.register_comm_hook(self._buckets, communication_hook)
         else:
             self._model = model
-            averaged = [param for name, param in parameters.items() if name not in self._local]
+            averaged = [] if local else parameters.values()
             self._handles += [param.register_post_accumulate_grad_hook(self._ready) for param in averaged]  # type: ignore[no-untyped-call]
             if own is not None:
                 with torch.no_grad():
                     for tensor in (*model.parameters(), *model.buffers()):
                         dist.broadcast(tensor.detach(), group=own, group_src=0)
-        self._outer = self._outer_steps(local, ranks, group) if local else None
+        if local:
+            self._outer = self._outer_steps(local, ranks, group)
         announce(self, parameters.values())
         close_with(self)
 
@@ -153,10 +156,6 @@ class GradientSynchronizer(Body):
         """Whether parameters and optimizer state are each rank's own between two averages."""
         return self._outer is not None
 
-    def is_local(self, name: str) -> bool:
-        """Whether each rank trains the parameter alone: its gradients stay as they are."""
-        return name in self._local
-
     @property
     def ddp(self) -> DistributedDataParallel | None:
         """The DDP model whose gradients are averaged; None: it is none, or is gone."""
@@ -175,13 +174,15 @@ class GradientSynchronizer(Body):
         if self.is_ddp:
             raise StateError("DistributedDataParallel waits for its communication hook by itself: leave synchronize() out")
         if self._outer is not None:
-            self._outer.stepped()
+            if not self.discards_all:
+                self._outer.catch_up()
+                self._outer.stepped()
+            self._check_parameters()
+            return
         untouched = [name for name in self.averager.missing() if name not in self._touched | self._discarded]
-        changed = list[str]()
-        if self.averager.tensors:
-            self._complete()
-            changed = self._changed()
-            self.step_over()
+        self._complete()
+        changed = self._changed()
+        self.step_over()
         if changed:
             raise StateError(
                 f"the gradient of {changed[0]} was changed between the backward pass and synchronize(), while it was being averaged: clip, "
@@ -266,7 +267,12 @@ class GradientSynchronizer(Body):
     def discards_all(self) -> bool:
         return self._discarding.issuperset(self._parameters)
 
-    def _settle(self, *_: Any) -> None:
+    def _forward_begins(self, model: nn.Module, *_: Any) -> None:
+        self._settle()
+        if self._outer is not None and model.training and torch.is_grad_enabled():
+            self._outer.catch_up()
+
+    def _settle(self) -> None:
         """Notices between steps that a DDP step is over, which DDP does not announce. The tuner, which is collective, hears later."""
         if self.is_ddp and self.averager.is_complete:
             self.averager.wait()
@@ -312,9 +318,12 @@ class GradientSynchronizer(Body):
         self._settle()
         self._tune()
 
-    def stepped_alone(self) -> None:
-        """Records that a backward pass is over whose gradients are to be stepped with. Collective where an outer step is late."""
-        if self._outer is not None:
+    def trained_alone(self, names: Collection[str]) -> None:
+        """Records that the gradients of these parameters are final, which each rank steps with alone; all of them are a step."""
+        assert self._outer is not None
+        self._touched.update(names)
+        if self._touched.issuperset(self._parameters):
+            self._touched.clear()
             self._outer.stepped()
 
     def ready(self, name: str) -> None:
@@ -367,9 +376,14 @@ class GradientSynchronizer(Body):
             self._outer.load_state_dict(state["outer"])
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """The costs of the last step as plain data; of parameters that are trained alone, of their last average."""
-        outer = {} if self._outer is None else self._outer.summary()
-        return outer | super().summary()
+        """The costs of the last step as plain data; of local steps, those of their last average."""
+        return super().summary() if self._outer is None else self._outer.summary()
+
+    def forget(self, parameters: Iterable[torch.Tensor | str] | None = None) -> None:
+        """Forgets residuals; see `Body.forget`."""
+        super().forget(parameters)
+        if self._outer is not None:
+            self._outer.forget(self._named(parameters))
 
     def close(self) -> None:
         """Removes all hooks from the model, and ends the threads."""
@@ -420,6 +434,24 @@ def _check_alone(model: nn.Module, ddp: DistributedDataParallel | None, ranks: l
                 "the model's gradients are averaged by another GradientSynchronizer already: close() that one, or make one for all models "
                 "that share parameters"
             )
+
+
+def _check_local(rules: Rules, tensors: Sequence[Tensor], scaler: Any) -> None:
+    """Checks that all parameters are trained alone, or none.
+
+    Raises:
+        ConfigError: some are, or a loss scaler would have ranks skip updates apart.
+    """
+    alone = {tensor.name for tensor in tensors if tensor.rule != NO_RULE and rules[tensor.rule].is_local}
+    if alone and (others := [tensor.name for tensor in tensors if tensor.name not in alone]):
+        raise ConfigError(
+            f"a rule has every, and {others[0]} is trained by none such: ranks would clip, scale and skip what they average in each step "
+            "by gradients of their own. Give all rules every, and the last one params: '*'"
+        )
+    if alone and scaler is not None and scaler.is_enabled():
+        raise ConfigError(
+            "a loss scaler skips updates on single ranks, which a rule with every has train alone: take bfloat16, or no every"
+        )
 
 
 def _fill(param: torch.Tensor, mean: torch.Tensor) -> None:

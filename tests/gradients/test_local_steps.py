@@ -47,9 +47,24 @@ def test_each_rank_goes_on_with_its_own_state_after_kills(tmp_path: Path) -> Non
 
 
 def test_what_lets_no_rank_train_alone_is_refused(tmp_path: Path) -> None:
-    for sharded, joined in on_ranks(tmp_path, 2, local_steps_case.refusals):
+    for sharded, joined, searching in on_ranks(tmp_path, 2, local_steps_case.refusals):
+        assert "an optimizer has the loss evaluated several times in a step, as LBFGS does" in searching
         assert "a ZeroRedundancyOptimizer sends each parameter from the one rank that updates it to all others" in sharded
         assert "join() lets a rank whose inputs have ended answer the others' collectives" in joined
+
+
+def test_ranks_that_are_not_together_where_they_should_be_are_told(tmp_path: Path) -> None:
+    for begun, left_out in on_ranks(tmp_path, 2, local_steps_case.apart):
+        assert "their first weights differ on ranks 0 and 1" in begun
+        assert "their updates differ: rank 0 has 2, rank 1 has 1" in left_out
+
+
+def test_all_parameters_are_trained_alone_or_none() -> None:
+    with pytest.raises(ConfigError, match=r"a rule has every, and 2.bias is trained by none such: ranks would clip"):
+        gemini_ft.GradientSynchronizer(local_steps_case.network(), [{"params": "0.*", "every": 2}])
+    scaler = local_steps_case.torch.amp.GradScaler("cpu")
+    with pytest.raises(ConfigError, match=r"a loss scaler skips updates on single ranks"):
+        gemini_ft.GradientSynchronizer(local_steps_case.network(), [{"params": "*", "every": 2}], scaler=scaler)
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,7 @@ def test_hooks_of_lightning_may_fail_in_place(trainers: tuple[Path, Outcome], tm
         pytest.param("sharded-alone", "sharded", marks=pytest.mark.soak),
         ("transformers-alone", "transformers"),
         ("pipeline-alone", "pipeline"),
+        pytest.param("pipeline-local-alone", "pipeline-local", marks=pytest.mark.soak),
     ],
 )
 def test_others_begin_anew_in_the_same_process_too(other: str, keeper: str, tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 ``in_place_case.py FOLDER KEEPER [ATTEMPT:RANK:MOMENT:DEED]...``; KEEPER is "gemini", "nothing", "generator" or "dataset": gemini, with
 a generator of the process's own in its state, and never closed, or with a dataset of its own that counts; "sharded" and
-"sharded-alone": by FSDP2, with gemini and without; "pipeline" and "pipeline-alone": gradients are compressed, with residuals, and ranks
-train a layer alone between averages; "compiled": with gemini, and the model is compiled. A MOMENT is "start", "group", "model",
+"sharded-alone": by FSDP2, with gemini and without; "pipeline", "pipeline-local" and those with "-alone": gradients are compressed, with
+residuals, or ranks train alone between averages; "compiled": with gemini, and the model is compiled. A MOMENT is "start", "group", "model",
 "loading", "resumed", a number of steps, or "leaving". Each rank writes what every step has computed to a file of its own, in hex, with
 its process id.
 """
@@ -201,7 +201,9 @@ def train() -> None:
             ends[0].send(b"a")
         if KEEPER.startswith("pipeline"):
             topk = {"compress": {"method": "topk", "ratio": 0.1}}
-            GradientSynchronizer(model, [{"params": "2.*", "every": 3, "outer": {}, **topk}, {"params": "*", **topk}])
+            GradientSynchronizer(
+                model, [{"params": "*", **topk, **({"every": 3, "outer": {}} if KEEPER.startswith("pipeline-local") else {})}]
+            )
         reached("model")
         torch.manual_seed(int(rank))
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -210,7 +212,7 @@ def train() -> None:
         if KEEPER == "dataset":
             loader = DataLoader(counting, 8, shuffle=True)
         start, checkpointer = 0, None
-        if KEEPER not in ("nothing", "sharded-alone", "pipeline-alone"):
+        if KEEPER != "nothing" and not KEEPER.endswith("-alone"):
             loader = gemini_ft.resumable(loader)
             state: dict[str, Any] = {"scheduler": scheduler, "loader": loader, "telling": Telling()}
             state |= {"generator": generator} if KEEPER == "generator" else {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from contextlib import closing
-from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from pipeline_case import alike, error_of
 from plain_case import Net, start_ranks
 from sync_case import join
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import gemini_ft
 from gemini_ft.testing import digest, first_difference
@@ -35,8 +37,11 @@ class Case:
     ddp: bool = False
     micro: int = 1
     dtype: torch.dtype = torch.float32
-    names: str = "*"  # that the rule is for; the others' gradients are averaged
-    skips: bool = False  # whether one rank leaves an update out in which an outer step is due, as a loss scaler does
+    optimizers: int = 1  # that share the layers
+    hook: bool = False  # whether DDP has a hook of the script's own
+    again: bool = False  # whether layers are computed again in the backward pass, with a graph of their own
+    loads: bool = False  # whether weights are loaded after the synchronizer was made
+    freezes: bool = False  # whether the first layer is frozen after five steps
 
 
 CASES = {
@@ -50,10 +55,27 @@ CASES = {
         "fragments": {"rule": {"every": 4, "outer": DILOCO, "fragments": 2}},
         "micro-batches": {"rule": {"every": 3, "outer": DILOCO}, "micro": 2},
         "bfloat16": {"rule": {"every": 3, "outer": DILOCO}, "dtype": torch.bfloat16},
-        "only some": {"rule": {"every": 3, "outer": DILOCO}, "names": "0.*"},
-        "a step left out": {"rule": {"every": 3, "outer": DILOCO}, "skips": True},
+        "two optimizers": {"rule": {"every": 3, "outer": DILOCO}, "optimizers": 2},
+        "two optimizers, each step": {"rule": {"every": 1, "outer": DILOCO}, "optimizers": 2},
+        "weights that are loaded": {"rule": {"every": 3, "outer": DILOCO}, "loads": True},
+        "frozen": {"rule": {"every": 3, "outer": DILOCO}, "freezes": True},
+        **({"a hook": {"rule": {"every": 3}, "hook": True}, "again": {"rule": {"every": 3}, "again": True}} if ddp else {}),
     }.items()
 }
+
+
+class Again(nn.Module):
+    """Layers whose activations are computed again in the backward pass, in a graph of their own."""
+
+    def __init__(self, inner: nn.Sequential) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        given = given.requires_grad_()
+        for layer in self.inner:
+            given = checkpoint(layer, given, use_reentrant=True)
+        return given
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -70,55 +92,43 @@ def in_one_process(case: Case) -> list[nn.Module]:
     """The models of all ranks after `STEPS` steps, with torch's own SGD as the outer optimizer. Written by the papers, not by our code."""
     world, rule = dist.get_world_size(), {"outer": {"lr": 1.0}, "fragments": 1, **case.rule}
     models: list[nn.Module] = [network(case.dtype) for _ in range(world)]
-    inner = [torch.optim.AdamW(model.parameters(), 1e-2) for model in models]
     anchor = network(case.dtype).float()
+    if case.loads:
+        for model in [*models, anchor]:
+            load(model)
+    inner = [torch.optim.AdamW(model.parameters(), 1e-2) for model in models]
     outer = torch.optim.SGD(anchor.parameters(), **rule["outer"])
-    names = [name for name, _ in anchor.named_parameters()]
-    local = {name for name in names if case.names == "*" or name.startswith(case.names[:2])}
-    last_first = [name for name in reversed(names) if name in local]
+    last_first = [name for name, _ in anchor.named_parameters()][::-1]
     sizes = [anchor.get_parameter(name).numel() for name in last_first]
     fragment = {name: sum(sizes[:place]) * rule["fragments"] // sum(sizes) for place, name in enumerate(last_first)}
-    stale: nn.Module | None = (
-        None  # the one that has left an update out, before the outer step, which it makes after its next backward pass
-    )
     for step in range(STEPS):
+        frozen = {name for name in last_first if case.freezes and step >= 5 and name.startswith("0.")}
         for rank, model in enumerate(models):
             inner[rank].zero_grad()
-            trained = stale if stale is not None and rank == 1 else model
             for micro in range(case.micro):
-                loss_of(trained, step, micro, rank, case.dtype).backward()
-            for param, other in zip(model.parameters(), trained.parameters(), strict=True):
-                param.grad = other.grad
-        for name in set(names) - local:
-            mean = torch.stack([_gradient(model, name) for model in models]).sum(0) / world
-            for model in models:
-                model.get_parameter(name).grad = mean.clone()
-        is_left_out = case.skips and step == 2
-        for rank, optimizer in enumerate(inner):
-            if not (is_left_out and rank == 1):
-                optimizer.step()
-        stale = deepcopy(models[1]) if is_left_out else None
-        if stale is not None:
-            stale.zero_grad()
+                loss_of(model, step, micro, rank, case.dtype).backward()
+            for name in frozen:
+                model.get_parameter(name).grad = None
+            inner[rank].step()
         turn, parts = (step + 1) % rule["every"], rule["fragments"]
-        _outer_step(
-            models, anchor, outer, {name for name in local if turn == (fragment[name] + 1) * rule["every"] // parts % rule["every"]}
-        )
+        due = {name for name in last_first if turn == (fragment[name] + 1) * rule["every"] // parts % rule["every"]}
+        _outer_step(models, anchor, outer, due - frozen)
+        _outer_step(models, anchor, torch.optim.SGD(anchor.parameters(), 1.0), due & frozen)
     return models
 
 
-def _gradient(model: nn.Module, name: str) -> torch.Tensor:
-    found = model.get_parameter(name).grad
-    assert found is not None
-    return found
+def load(model: nn.Module) -> None:
+    """Gives a model other weights, as a script does that loads a checkpoint."""
+    model.load_state_dict({name: 2 * value for name, value in network().state_dict().items()})
 
 
 @torch.no_grad()
 def _outer_step(models: list[nn.Module], anchor: nn.Module, outer: torch.optim.Optimizer, due: set[str]) -> None:
     outer.zero_grad()
     for name in due:
-        start = anchor.get_parameter(name)
-        start.grad = torch.stack([start - model.get_parameter(name).float() for model in models]).sum(0) / len(models)
+        start, dtype = anchor.get_parameter(name), models[0].get_parameter(name).dtype
+        moved = [start.to(dtype).float() - model.get_parameter(name).float() for model in models]
+        start.grad = torch.stack(moved).sum(0) / len(models)
     outer.step()
     for name in due:
         for model in models:
@@ -128,18 +138,27 @@ def _outer_step(models: list[nn.Module], anchor: nn.Module, outer: torch.optim.O
 def on_each_rank(case: Case) -> nn.Module:
     """This rank's model after `STEPS` steps of its own."""
     model, rank = network(case.dtype), dist.get_rank()
-    wrapped: Any = DistributedDataParallel(model) if case.ddp else model
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    with closing(gemini_ft.GradientSynchronizer(wrapped, [{"params": case.names, **case.rule}])) as synchronizer:
+    trained = Again(model) if case.again else model
+    wrapped: Any = DistributedDataParallel(trained, find_unused_parameters=case.freezes) if case.ddp else trained
+    parts = [model.parameters()] if case.optimizers == 1 else [layer.parameters() for layer in (model[0], model[2])]
+    optimizers = [torch.optim.AdamW(part, 1e-2) for part in parts]
+    options = {"otherwise": (None, allreduce_hook)} if case.hook else {}
+    with closing(gemini_ft.GradientSynchronizer(wrapped, [{"params": "*", **case.rule}], **options)) as synchronizer:
+        if case.loads:
+            load(model)
         for step in range(STEPS):
-            optimizer.zero_grad()
+            if case.freezes and step == 5:
+                model[0].requires_grad_(False)
+            wrapped.zero_grad()
             for micro in range(case.micro):
                 last = micro == case.micro - 1
                 with contextlib.nullcontext() if last else wrapped.no_sync() if case.ddp else synchronizer.no_sync():
                     loss_of(wrapped, step, micro, rank, case.dtype).backward()
             if not case.ddp:
                 synchronizer.synchronize()
-            if not (case.skips and step == 2 and rank == 1):
+            for param in model.parameters():
+                param.grad = param.grad if param.requires_grad else None
+            for optimizer in optimizers:
                 optimizer.step()
     return model
 
@@ -180,17 +199,47 @@ def refusals() -> list[str]:
     wrapped = DistributedDataParallel(network())
     with closing(gemini_ft.GradientSynchronizer(wrapped, [{"params": "*", "every": 2}])), wrapped.join():
         said.append(error_of(loss_of(wrapped, 0, 0, 0, torch.float32).backward))
+    ahead = network()
+    with closing(gemini_ft.GradientSynchronizer(ahead, [{"params": "*", "every": 100}])) as synchronizer:
+
+        def again() -> float:
+            loss = loss_of(ahead, 0, 0, 0, torch.float32)
+            loss.backward()
+            synchronizer.synchronize()
+            return float(loss)
+
+        said.append(error_of(partial(torch.optim.LBFGS(ahead.parameters()).step, again)))
+    return said
+
+
+def apart() -> list[str]:
+    """What is said where ranks begin with other weights, or one of them leaves an update out."""
+    rank, said = join().rank(), []
+    for begins_apart in (True, False):
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        with closing(gemini_ft.GradientSynchronizer(model, [{"params": "*", "every": 2}])) as synchronizer:
+            if begins_apart:
+                nn.init.constant_(model[0].bias, rank)
+
+            def step(number: int, model: nn.Module = model, synchronizer: Any = synchronizer, optimizer: Any = optimizer) -> None:
+                loss_of(model, number, 0, rank, torch.float32).backward()
+                synchronizer.synchronize()
+                if begins_apart or number != 1 or rank != 1:  # noqa: B023
+                    optimizer.step()
+
+            said.append(next((text for number in range(5) if (text := error_of(partial(step, number)))), ""))
     return said
 
 
 def train(out: str) -> int:
-    """Trains to the end, with ring8 beside local steps; loss, weights and anchors of each iteration go to ``<out>.<rank>``."""
+    """Trains to the end, with two periods; loss, weights and anchors of each iteration go to ``<out>.<rank>``."""
     rank, _ = start_ranks()
     torch.manual_seed(0)
     net = Net(16)
     torch.manual_seed(rank)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    rules = [{"params": "last.*", "sync": "ring8"}, {"params": "*", "every": 4, "outer": DILOCO, "fragments": 2, "compress": TOPK}]
+    rules = [{"params": "last.*", "every": 3}, {"params": "*", "every": 4, "outer": DILOCO, "fragments": 2, "compress": TOPK}]
     synchronizer = gemini_ft.GradientSynchronizer(net, rules)
     checkpointer = gemini_ft.Checkpointer(net, optimizer, replicated=True, on_late="wait")
     start = checkpointer.resume()
