@@ -685,7 +685,7 @@ gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters(), 0.1), storage=
 """
 
 
-@pytest.mark.parametrize("cold", [(), ("--cold",)], ids=["forked", "cold"])
+@pytest.mark.parametrize("cold", [(), pytest.param(("--cold",), marks=pytest.mark.soak)], ids=["forked", "cold"])
 def test_storage_that_cannot_say_what_there_is_ends_the_job_with_a_status_of_its_own(
     launch: Callable[..., Job], tmp_path: Path, cold: tuple[str, ...]
 ) -> None:
