@@ -71,7 +71,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> list[Batches]:
     """By rank."""
-    return in_batches(tmp_path_factory, 8, every, CASES)
+    return in_batches(tmp_path_factory, 6, every, CASES)
 
 
 def assert_same(ran: Sequence[Mapping[str, Any]], one: str, other: str) -> None:
