@@ -19,9 +19,9 @@ _UNSHARED = 3  # references to the dict of a frame's variables: of the frame, of
 
 def script_modules() -> list[ModuleType]:
     """The modules of the script that have been imported."""
-    return [
-        module for name, module in [*sys.modules.items()] if is_a(module, ModuleType) and name != "builtins" and not is_of_library(name)
-    ]
+    # By name: a forked process would copy the pages of thousands of modules, as references to them are counted.
+    own = [name for name in [*sys.modules] if name != "builtins" and not is_of_library(name)]
+    return [module for module in map(sys.modules.get, own) if module is not None and is_a(module, ModuleType)]
 
 
 def script_frames() -> Iterator[FrameType]:
@@ -38,9 +38,13 @@ def is_of_library(module: str | None) -> bool:
     """Whether what has been defined in a module, by its name, is not of the script's own code."""
     if module is None or module == "builtins":
         return False
-    package = module.partition(".")[0]
-    files = [getattr(sys.modules.get(name), "__file__", None) or "" for name in (package, module)]
-    return package in sys.stdlib_module_names or any(map(is_library_file, files))
+    return _is_library(module.partition(".")[0]) or _is_library(module)
+
+
+@functools.cache
+def _is_library(module: str) -> bool:
+    """Whether a module, which may be a package, is Python's or is installed as libraries are."""
+    return module in sys.stdlib_module_names or is_library_file(getattr(sys.modules.get(module), "__file__", None) or "")
 
 
 def is_library_file(file: str) -> bool:

@@ -92,7 +92,7 @@ def test_on_ranks(start: int, number: int, ran: Callable[[int], list[list[Any]]]
     assert ran(start)[number] == [[]] * STARTS[start][0]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_sparse_schemes_are_dense_all_reduce(world: int, tmp_path: Path) -> None:
     assert on_ranks(tmp_path, world, pipeline_case.sparse_schemes) == [[]] * world
 

@@ -95,13 +95,13 @@ def test_pipeline(tmp_path: Path) -> None:
 
 
 class TestWhereFrom:
-    @pytest.mark.parametrize("stage", [pytest.param(0, marks=LONG), pytest.param(1, marks=LONG), 2, 3])
+    @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=LONG) for stage in range(3)), 3])
     def test_a_peer(self, tmp_path: Path, stage: int) -> None:
         """A host is lost with its agent: its rank's state is at the other host alone."""
         results = check(tmp_path, Case(stage, bf16=True, steps=7), faults="step=4:host=1:kill")
         assert "peer host0" in results[1]["restored"]
 
-    @pytest.mark.parametrize("stage", [pytest.param(0, marks=LONG), 1, pytest.param(2, marks=LONG), 3])
+    @pytest.mark.parametrize("stage", [pytest.param(0, marks=LONG), 1, pytest.param(2, marks=LONG), pytest.param(3, marks=LONG)])
     def test_storage(self, tmp_path: Path, stage: int) -> None:
         store = {"url": f"file://{tmp_path / 'store'}", "every_steps": 2}
         case = Case(stage, steps=7, pause=0.2, options={"storage": store, "replicas": 1})

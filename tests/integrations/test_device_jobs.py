@@ -37,7 +37,7 @@ def check(folder: Path, train: Callable[[str], Any], *, lag: float, faults: str)
 @pytest.mark.parametrize(
     "case",
     [
-        plain_case.Case(options=WAIT),
+        pytest.param(plain_case.Case(options=WAIT), marks=pytest.mark.soak),
         plain_case.Case(options=WAIT | {"verify": True, "chunk_bytes": 512}),
         plain_case.Case(accumulate=2, pause=0.05),
     ],

@@ -42,9 +42,7 @@ PERSISTENT = {"workers": "persistent"}
 CALLBACKS = {"callbacks": ["best", "often", "all", "patient", "inheriting"]}
 SUITE = {
     "asks-for-steps": Cell({"early": "steps@configure_optimizers"} | every(2), ["1:0:3", "0:2:2"]),
-    "reloads": Cell(every(2), ["0:1:3"]),
     "reloads-a-drawing-one": Cell({"kind": "drawing"} | PERSISTENT | every(1, max_epochs=2), ["1:1:1"]),
-    "cursor": Cell({"kind": "stateful-cursor", "workers": "2"}, ["1:1:1"]),
     "cursor-here": Cell({"kind": "stateful-cursor", "trainer": {"limit_train_batches": 4, "max_epochs": 2}}, ["0:0:3", "0:1:0"]),
     "one-loader-with-a-sampler": Cell(
         {"one_loader": True, "kind": "stateful-table", "workers": "2", "trainer": {"max_epochs": 2}}, ["0:0:2"]
@@ -56,10 +54,12 @@ SUITE = {
     "one-loader": Cell({"one_loader": True, "kind": "stream"} | PERSISTENT | {"trainer": {"num_sanity_val_steps": 2}}, ["0:1:1"]),
     "callbacks": Cell(CALLBACKS, ["0:1:2:end"]),
     "fills-places": Cell({"kind": "caching", "trainer": {"max_epochs": 2}}, ["0:1:2"]),
-    "fills-places-persistent": Cell({"kind": "caching", "trainer": {"max_epochs": 2}} | PERSISTENT, ["1:0:3"]),
     "validations": Cell({"validation": ["shuffled", "noise", "private", "iterator", "private-there"]} | PERSISTENT, ["1:1:2"]),
 }
 EARLY = {
+    "reloads": Cell(every(2), ["0:1:3"]),
+    "cursor": Cell({"kind": "stateful-cursor", "workers": "2"}, ["1:1:1"]),
+    "fills-places-persistent": Cell({"kind": "caching", "trainer": {"max_epochs": 2}} | PERSISTENT, ["1:0:3"]),
     "steps-in-setup": Cell({"early": "steps@setup"} | PERSISTENT, ["0:0:3"]),
     "steps-in-the-sanity-check": Cell({"early": "steps@on_sanity_check_start"}, ["1:1:2"]),
     "batch-before-the-fit": Cell({"early": "batch@on_fit_start", "kind": "stream"}, ["1:1:3"]),
@@ -173,9 +173,11 @@ def test_ends_as_plain_ddp_does(job: str, name: str, folder_of: Callable[[str, s
 
 
 @pytest.mark.parametrize("way", ["undisturbed", "killed"])
-@pytest.mark.parametrize("name", ["fills-places", "fills-places-persistent"])
-def test_a_cache_is_not_named(way: str, name: str, folder_of: Callable[[str, str, str], Path]) -> None:
-    assert "other elements" not in (folder_of("suite", way, name) / "output").read_text()
+@pytest.mark.parametrize(
+    ("job", "name"), [("suite", "fills-places"), pytest.param("early", "fills-places-persistent", marks=pytest.mark.soak)]
+)
+def test_a_cache_is_not_named(way: str, job: str, name: str, folder_of: Callable[[str, str, str], Path]) -> None:
+    assert "other elements" not in (folder_of(job, way, name) / "output").read_text()
 
 
 class InAnotherOrder(Case):

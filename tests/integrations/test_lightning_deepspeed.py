@@ -63,7 +63,7 @@ def survive(folder: Path, case: Case, faults: str, expected: Path) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 2, 3])  # 1 and 2 are one class of DeepSpeed
 def test_killed_in_a_step_and_in_validation(stage: int, tmp_path: Path, undisturbed: Undisturbed) -> None:
     case = Case(stage)
     results = survive(tmp_path, case, "step=2:rank=1:sigkill; step=5:rank=0:sigkill:moment=validation_start", undisturbed(case))

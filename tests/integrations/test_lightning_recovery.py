@@ -258,7 +258,7 @@ def read(folder: Path, rank: int) -> Diary:
 
 
 # Two ranks under `gemini run` do the same as those; of kinds of training and data the suite has the ones that differ most.
-SOAK = {"anywhere-else", "torchrun", "often", "four-ranks", "however", "more-data"}
+SOAK = {"anywhere-else", "torchrun", "often", "four-ranks", "however", "more-data", "otherwise-on-a-device"}
 
 
 def test_plain_lightning_trains_undisturbed(runs: Runs) -> None:

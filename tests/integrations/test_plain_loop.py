@@ -46,11 +46,11 @@ class TestSameBits:
     @pytest.mark.parametrize(
         "case",
         [
-            Case(accumulate=2),
+            pytest.param(Case(accumulate=2), marks=pytest.mark.soak),
             Case(accumulate=2, options={"interval": 3}),
             Case(overflow_every=4),
             Case(optimizers=2),
-            Case(options={"interval": 3}),
+            pytest.param(Case(options={"interval": 3}), marks=pytest.mark.soak),
             Case(options={"verify": True, "on_late": "wait", "chunk_bytes": 512}),
         ],
         ids=["accumulation", "interval in an accumulation", "overflows", "two optimizers", "interval", "verify, small chunks"],

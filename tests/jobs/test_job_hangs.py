@@ -9,19 +9,17 @@ from hang_case import Act, broadcasts, computes, hang, hangs, leaves, locks, sto
 from rank_kit import World
 
 CULPRIT = 1
+ACTS = [
+    (stops, "stopped", "is stopped, by SIGSTOP or a debugger"),
+    (locks, "asleep", "is asleep outside of all collectives"),
+    (computes, "at work", "is at work outside of all collectives"),
+    (broadcasts, "mismatch", "is not the same on all ranks: rank 0"),
+    (leaves, "left", "is done: it has left the loop"),
+]
 
 
-@pytest.mark.parametrize(
-    ("act", "cause", "why"),
-    [
-        (stops, "stopped", "is stopped, by SIGSTOP or a debugger"),
-        (locks, "asleep", "is asleep outside of all collectives"),
-        (computes, "at work", "is at work outside of all collectives"),
-        (broadcasts, "mismatch", "is not the same on all ranks: rank 0"),
-        (leaves, "left", "is done: it has left the loop"),
-    ],
-)
-@pytest.mark.parametrize("hosts", [["a", "b", "c"], ["a", "a", "a"]], ids=["three hosts", "one host"])
+@pytest.mark.parametrize(("act", "cause", "why"), ACTS)
+@pytest.mark.parametrize("hosts", [["a", "b", "c"], pytest.param(["a", "a", "a"], marks=pytest.mark.soak)], ids=["three hosts", "one host"])
 def test_the_rank_that_keeps_the_others_waiting_is_named(tmp_path: Path, hosts: list[str], act: Act, cause: str, why: str) -> None:
     with World(tmp_path, hosts=hosts, GEMINI_EVENTS=str(tmp_path / "events")) as world:
         results = world.outcome(hang, act, CULPRIT)

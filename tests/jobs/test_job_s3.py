@@ -337,8 +337,8 @@ class TestTrouble:
             yield running
 
     def test_upload_that_is_slow_says_how_far_it_is(self, two: World, server: s3_server.Server, proxy: S3Proxy) -> None:
-        proxy.rate = 8e6
-        two.start(*run(proxy.endpoint, 10_000, {"every_steps": 3}, width=1_200_000, during=None, pause=0.3))
+        proxy.rate = 4e6
+        two.start(*run(proxy.endpoint, 10_000, {"every_steps": 3}, width=600_000, during=None, pause=0.3))
         begun = eventually(lambda: (state := upload(two)) and state["uploading"], "an upload")
         committed = committed_of(two)
         eventually(lambda: committed_of(two) > committed + 3, "further steps")

@@ -11,8 +11,8 @@ At its end exit handlers run, and the interpreter is not taken apart, which woul
 job of eight, so that what goes wrong there is seen.
 
 Each launcher has a server of its own, forked before it has done anything, so that the server of workers that it starts is forked as well,
-and torchrun's workers are, and the agent that waits for the first worker; that one has torch in its memory, and cannot import it. Agents
-that workers start are not forked.
+and torchrun's workers are, and the agent that waits for the first worker; that one has torch in its memory, and cannot import it. What
+workers start, agents for example, is not forked.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,11 +47,12 @@ from gemini_ft.launch.script import die_with, starter
 from gemini_ft.wire import channel as messages
 
 _LAUNCHERS = ("torch.distributed.run", "gemini_ft.cli.commands", "gemini_ft.cli.store", "gemini_ft.launch.launcher")
+_FORK_SERVER = starter("gemini_ft.launch.forkserver")
 _WARM = [
     ("-m", "gemini_ft.cli.main", "run"),
     ("-m", "gemini_ft.cli.main", "store"),
     ("-m", "torch.distributed.run"),
-    starter("gemini_ft.launch.forkserver"),
+    _FORK_SERVER,
     ("-X", "warm"),
 ]
 _AGENT = ("-m", "gemini_ft.agent.main")
@@ -304,7 +306,7 @@ def _become(question: Mapping[str, Any]) -> None:
         held.append(os.dup(held[-1]))
     high = [os.dup(each) for each in passed]
     args = question["args"]
-    following = None if _is_agent(args) or _is_worker(args) else _following(held[0])
+    following = None if _is_agent(args) or _is_worker(args) or tuple(args[2:4]) == _FORK_SERVER else _following(held[0])
     for target, each in zip(targets, high, strict=True):
         os.dup2(each, target)
     kept = {*targets, *([] if following is None else [following.fileno()])}
@@ -506,6 +508,9 @@ def _is_taken_apart(argv: Sequence[str]) -> bool:
 def _leave(status: int) -> NoReturn:
     """Ends this process as Python does, but without taking apart what its server has loaded: that takes longer than all that a job does."""
     threading._shutdown()  # type: ignore[attr-defined]
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]  # torch's operators would be unregistered one by one
+        if (call := finalizer.peek()) is not None and call[1].__module__ == "torch.library":
+            finalizer.atexit = False
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr, *(item for item in gc.get_objects() if isinstance(item, io.IOBase) and not item.closed)):
         with contextlib.suppress(OSError, ValueError):

@@ -142,9 +142,9 @@ class Interrupter:
 
 
 @pytest.mark.filterwarnings("ignore:.*FileIO:pytest.PytestUnraisableExceptionWarning")  # it may interrupt the line before a `with`
-@pytest.mark.parametrize("first", range(3))
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak)])
 def test_wherever_a_signal_interrupts_the_exchange_every_worker_saves_once(scene: Scene, first: int) -> None:
-    """At each line of it, in a server that is slow and serves all these jobs, of which it is left in the middle again and again."""
+    """At each third line of it, in a server that is slow and serves all these jobs, of which it is left in the middle again and again."""
     with scene.job():
         counter = Interrupter(-1)
         counter.run(lambda: (scene.start("three"), scene.workers.go_on()))

@@ -36,6 +36,7 @@ from gemini_ft.storage.checkpoints import FORMAT_VERSION, body_checksum
 from gemini_ft.wire.messages import PROTOCOL_VERSION
 from gemini_ft.wire.worker_messages import GetStatus, Leave, Ping, to_agent
 
+RUN = f"launcher-{os.getpid()}"  # hosts and agents are found by names that all tests of a machine share
 GEMINI_RUN = ("-m", "gemini_ft.cli.main", "run")
 TORCHRUN = ("-m", "torch.distributed.run")
 RENDEZVOUS = ["c10d", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("static", "standalone"))]
@@ -213,7 +214,7 @@ def asked() -> Iterator[list[object]]:
     """What was asked of this host's agent, in whose place a listener takes notes."""
     asked: list[object] = []
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(lifecycle.socket_name("run-7", "this-host"))
+        listener.bind(lifecycle.socket_name(RUN, "this-host"))
         listener.listen()
 
         def listen() -> None:
@@ -246,13 +247,13 @@ class TestEnding:
         self, asked: list[object], tmp_path: Path, launch: Callable[..., Job]
     ) -> None:
         (tmp_path / "endings.py").write_text(ENDINGS)
-        job = launch("--run-id", "run-7", "--nproc-per-node", "2", "endings.py", GEMINI_HOST_ID="this-host")
+        job = launch("--run-id", RUN, "--nproc-per-node", "2", "endings.py", GEMINI_HOST_ID="this-host")
         assert job.wait() == 0, job.err
         for status in (1, 3, -signal.SIGSEGV):
             assert f"failed (exitcode: {status})" in job.err
         assert 'endings.py", line 5, in <module>\n    raise ValueError("the reason")\nValueError: the reason' in job.err
         assert "forkserver.py" not in job.err
-        assert asked == [Leave(run="run-7", finished=True)]
+        assert asked == [Leave(run=RUN, finished=True)]
 
     @pytest.mark.parametrize(
         ("end", "status", "attempts", "repeated"),
@@ -268,7 +269,7 @@ class TestEnding:
         self, end: str, status: int, attempts: int, repeated: str, asked: list[object], tmp_path: Path, launch: Callable[..., Job]
     ) -> None:
         (tmp_path / "fails.py").write_text(f"import argparse, sys, time\nsys.stdout.write('try\\n')\n{end}\n")
-        job = launch("--run-id", "run-7", "--max-restarts", "2", "fails.py", GEMINI_HOST_ID="this-host")
+        job = launch("--run-id", RUN, "--max-restarts", "2", "fails.py", GEMINI_HOST_ID="this-host")
         assert job.wait() == status
         assert job.out == "try\n" * attempts
         report = job.err[job.err.index("Root Cause") :]
@@ -279,13 +280,13 @@ class TestEnding:
         job.wait_for(lambda: job.processes() == set())
         assert asked == []  # the same command may come again and resume
 
-    @pytest.mark.parametrize(("stop", "expected"), [(signal.SIGINT, [Leave(run="run-7")]), (signal.SIGTERM, [])])
+    @pytest.mark.parametrize(("stop", "expected"), [(signal.SIGINT, [Leave(run=RUN)]), (signal.SIGTERM, [])])
     def test_signals_are_passed_on(
         self, stop: signal.Signals, expected: list[object], asked: list[object], tmp_path: Path, launch: Callable[..., Job]
     ) -> None:
         say = f"signal.signal({int(stop)}, lambda *_: sys.exit(sys.stdout.write('told\\n')))"
         (tmp_path / "waits.py").write_text(f"import signal, sys\n{say}\nsys.stdout.write('up\\n')\nsignal.pause()\n")
-        job = launch("--run-id", "run-7", "--nproc-per-node", "2", "waits.py", GEMINI_HOST_ID="this-host")
+        job = launch("--run-id", RUN, "--nproc-per-node", "2", "waits.py", GEMINI_HOST_ID="this-host")
         job.wait_for(lambda: job.out == "up\n" * 2)
         job.process.send_signal(stop)
         assert job.wait() == 128 + stop
@@ -684,7 +685,7 @@ gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters(), 0.1), storage=
 """
 
 
-@pytest.mark.parametrize("cold", [(), ("--cold",)], ids=["forked", "cold"])
+@pytest.mark.parametrize("cold", [(), pytest.param(("--cold",), marks=pytest.mark.soak)], ids=["forked", "cold"])
 def test_storage_that_cannot_say_what_there_is_ends_the_job_with_a_status_of_its_own(
     launch: Callable[..., Job], tmp_path: Path, cold: tuple[str, ...]
 ) -> None:
@@ -703,7 +704,7 @@ import sys
 from gemini_ft.wire import messages
 messages.PROTOCOL_VERSION = 1
 from gemini_ft.agent import main
-main.main(["--run", "versions", "--host", "here"])
+main.main(["--run", sys.argv[1], "--host", "here"])
 """
 
 
@@ -716,18 +717,18 @@ def test_what_another_version_has_kept_is_refused_once(
     with contextlib.ExitStack() as stack:
         if keeper == "storage":
             body = {"format": 1, "versions": {"gemini_ft": "0.0.1"}}
-            folder = store / "versions" / "main" / "step-00000003-inc-1-nonce"
+            folder = store / RUN / "main" / "step-00000003-inc-1-nonce"
             folder.mkdir(parents=True)
             (folder / "manifest.json").write_text(json.dumps({**body, "xxh3": body_checksum(body)}))
             said = f"this gemini_ft reads format {FORMAT_VERSION}; use the gemini_ft that wrote it ({{'gemini_ft': '0.0.1'}})"
         else:
-            agent = stack.enter_context(subprocess.Popen([sys.executable, "-c", OTHER_AGENT]))
+            agent = stack.enter_context(subprocess.Popen([sys.executable, "-c", OTHER_AGENT, RUN]))
             stack.callback(agent.kill)
-            eventually(lambda: lifecycle.status("versions", "here"), "the agent")
+            eventually(lambda: lifecycle.status(RUN, "here"), "the agent")
             assert cli.main(["ps", "--all"]) == 0
-            assert re.search("^versions +here", capsys.readouterr().out, re.MULTILINE)
+            assert re.search(f"^{RUN} +here", capsys.readouterr().out, re.MULTILINE)
             said = f"the worker {PROTOCOL_VERSION}: another gemini-ft started it, and only that one can go on from its memory"
-        job = launch("--nproc-per-node", "1", "--max-restarts", "3", "script.py", GEMINI_RUN_ID="versions", GEMINI_HOST_ID="here")
+        job = launch("--nproc-per-node", "1", "--max-restarts", "3", "script.py", GEMINI_RUN_ID=RUN, GEMINI_HOST_ID="here")
         assert job.wait() == 70, job.err
     assert job.out.count("attempt") == 1
     assert said in job.err

@@ -56,7 +56,7 @@ def test_a_drill_on_two_hosts_survives_the_loss_of_a_worker_and_of_a_host(
 
     monkeypatch.setattr(example, "HOSTS", 2)
     monkeypatch.setattr(sys, "argv", ["survive_failures.py", "--folder", str(tmp_path)])
-    drill = Small(24, ["--width=64", "--layers=2"])
+    drill = Small(24, ["--width=32", "--layers=1"])
     assert example.main(drill, drill) == 0
     assert_survived(capsys.readouterr().out, tmp_path, drill.steps, all_have_all=True)
 
