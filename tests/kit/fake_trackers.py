@@ -87,7 +87,8 @@ def _wandb(server: FakeTracker) -> dict[str, dict[str, Any]]:
     quiet = {"config": FakeConfig(), "define_metric": lambda *_, **__: None, "termwarn": lambda *_, **__: None}
     lib = {"RunDisabled": type("RunDisabled", (), {})}
     errors = {"ConfigError": type("ConfigError", (Exception,), {})}
-    parts = {"wandb.sdk": {}, "wandb.sdk.lib": lib, "wandb.sdk.lib.config_util": errors, "wandb.wandb_run": {"Run": FakeWandbRun}}
+    parts: dict[str, dict[str, Any]] = {"wandb.sdk": {}, "wandb.sdk.lib": lib, "wandb.sdk.lib.config_util": errors}
+    parts["wandb.wandb_run"] = {"Run": FakeWandbRun}
     return {"wandb": {"run": None, "init": init, "log": log, **quiet}, **parts}
 
 
