@@ -60,7 +60,7 @@ def served_page(job: Callable[[], Job], folder: Path) -> Iterator[str]:
     async def serve() -> MetricsPage:
         return MetricsPage(cast("Any", run), dict, account)
 
-    async def end(page: MetricsPage) -> None:
+    async def finish(page: MetricsPage) -> None:
         page.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
@@ -78,7 +78,7 @@ def served_page(job: Callable[[], Job], folder: Path) -> Iterator[str]:
             time.sleep(0.01)
         yield run.metrics
     finally:
-        asyncio.run_coroutine_threadsafe(end(page), loop).result(30)
+        asyncio.run_coroutine_threadsafe(finish(page), loop).result(30)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(30)
         loop.close()
