@@ -179,6 +179,7 @@ class GeminiConfig(_Model):
     interface: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = Field((), description="Networks for replicas, interface names or CIDRs separated by commas; messages take the first that works, and lanes are spread over all; default: the route to the master.")
     port_range: tuple[int, int] | None = Field(None, description="First and last TCP port agents may listen on; default: any.")
     metrics: Annotated[str | None, BeforeValidator(_endpoint)] = Field(None, description="Address, host:port or a port of 127.0.0.1, at which the agent of this host serves its figures to Prometheus (/metrics), to whoever reaches it; port 0: any free one, which `gemini status` names. Needs `gemini-ft[metrics]`. Set it as a variable, where agents start.")
+    log_time: bool = Field(False, description="Give the loggers of Lightning's and transformers' Trainers the ledger of the run's time, every 30 s, as gemini/training_seconds and so on, gemini/goodput and gemini/restarts.")
     page_token_file: Path | None = Field(None, description="File (mode 0600) with a token of at least 16 characters: the agent serves a web page about the job as well, at / of `metrics`, and shows figures to whoever has the token. Set it as a variable, where agents start.")
     domain: str | None = Field(None, description="Failure domain of this host, for example its rack.")
     secret_file: Path | None = Field(None, description="File (mode 0600) with the run secret.")

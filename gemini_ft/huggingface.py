@@ -38,6 +38,7 @@ from gemini_ft.state import codec
 from gemini_ft.state.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.state.hyperparameters import of_scheduler
 from gemini_ft.state.rng import rng_state, set_rng_state
+from gemini_ft.trackers import TimeFigures, continued, open_runs
 from gemini_ft.transformers_state import EvaluationData, OwnAttributes, TrainingData, ranks
 from gemini_ft.transformers_versions import SEAMS, check_trainer, counts, told_of_epochs
 from gemini_ft.worker import attempt
@@ -78,6 +79,8 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         self._attributes: Any = None
         self._evaluates_on_start = False
         self._paused = ExitStack()
+        self._tracked = ExitStack()  # closed once other callbacks have begun, or gone on with, runs of trackers
+        self._time: TimeFigures | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Makes copies and pickles callbacks of their own: they have no part in the training under way."""
@@ -95,11 +98,13 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             self._restore_counts(self._found)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._tracked.close()
         if self._found is not None:  # no epoch was left, as the Trainer began at its last checkpoint
             self._arrive(self._found)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._paused.close()
+        self._tracked.close()
         if self._protection is None:
             return
         if self._found is not None:
@@ -108,6 +113,10 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             self._save()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._time is not None and (figures := self._time.due()):
+            is_due = control.should_log  # the Trainer's own figures, which this call would take for logged
+            self._trainer.log(figures)
+            control.should_log = is_due
         if control.should_evaluate or control.should_save:
             self._pause()
 
@@ -126,6 +135,9 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             resumed = self._protection.resumed
             self._data = TrainingData(prepared[1], trainer.args.gradient_accumulation_steps)
             self._evaluations = EvaluationData(trainer)
+            checkpointer = self._protection.checkpointer
+            if checkpointer.config.log_time and trainer.is_world_process_zero():
+                self._time = TimeFigures(checkpointer.run, checkpointer.name)
             self._attributes = OwnAttributes(trainer)
         found = self._protection.client_state.get(_KEY) if resumed is not None else None
         if found is not None and (checkpoint is None or not self._is_overtaken(found, checkpoint, max_steps)):
@@ -133,6 +145,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
                 operator.itemgetter("data", "ranks", "attributes")(found)  # which are put back later
                 self._restore_state(found)
             self._found = found
+            self._tracked.enter_context(continued(found.get("trackers", {})))  # snapshots in storage may be older
             self._evaluates_on_start, trainer.args.eval_on_start = trainer.args.eval_on_start, False  # that evaluation belongs to the past
         elif checkpoint is not None:  # as the Trainer does where it was given none
             if trainer.is_deepspeed_enabled:
@@ -252,6 +265,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             "history": self._history[1],
             "counts": counts(trainer),
             "loss": trainer._tr_loss.item(),
+            "trackers": open_runs(),
             "callbacks": [[name, callback.state()["attributes"]] for name, callback in _with_state(trainer)],
         }
         if getattr(trainer.model_wrapped, "lr_scheduler", None) is None:  # else it is the engine's, and saved with it

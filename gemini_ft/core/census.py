@@ -180,7 +180,7 @@ LOGS = declare(
 LOGGERS = declare(
     "other loggers, and profilers, of Lightning's Trainer",
     Fate.USERS,
-    "made by the script; what was logged of an iteration that is computed again is logged again",
+    "made by the script; runs of W&B and MLflow go on; what was logged of an iteration that is computed again is logged again",
 )
 TRAINER = declare(
     "step, epoch, position in the data, schedulers, logs of transformers' Trainer, attributes of its callbacks and subclasses",

@@ -36,6 +36,7 @@ from gemini_ft.state.ddp import ddp_state, frozen_at_first, restore_buckets, res
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.rebuilding import ModuleTree
 from gemini_ft.storage.checkpoints import state_folder
+from gemini_ft.trackers import TimeFigures
 from gemini_ft.worker import attempt
 
 log = logging.getLogger("gemini_ft")
@@ -54,8 +55,9 @@ class Fit:
         self.checkpointer = Checkpointer(config=config, name=attempt.next_name("fit"), hooks=False, replicated=replicated)
         # The module's state dict while Lightning makes a checkpoint for a snapshot; empty if no hook would see it.
         self.live: dict[str, torch.Tensor] | None = None
-        self._trainer, self._package, self._epoch_hooks = trainer, package, epoch_hooks
+        self._trainer, self._package, self._epoch_hooks, self._config = trainer, package, epoch_hooks, config
         self._logs = Logs(trainer, package)
+        self._time: TimeFigures | None = None  # None: loggers do not want them, or this rank has none
         self._modes: Modes | None = None
         self._tree = ModuleTree({})
         self._optimizers: Any = None  # bound optimizers, with the properties that replacements must share
@@ -93,6 +95,8 @@ class Fit:
         if self._trainer.max_steps > 0:  # an option counts more: it is said later
             notes.say_total(self._trainer.max_steps)
         found = self.checkpointer.open()
+        if self._config.log_time and self._trainer.is_global_zero:
+            self._time = TimeFigures(self.checkpointer.run, self.checkpointer.name)
         if self.checkpointer.has_past:
             save_config_again(self._trainer.callbacks)
         if found is None:
@@ -248,6 +252,9 @@ class Fit:
             self._refuse_lost(self._to_be_drawn, only_there=True)
             self._to_be_drawn = {}
         step = self._steps
+        if self._time is not None and (figures := self._time.due()):
+            for logger in self._trainer.loggers:
+                logger.log_metrics(figures, trainer_loops.steps_logged(self._trainer))
         if self._last_step is None:
             self._last_step = step  # as it was loaded, or initialised: nothing new yet
         if step == self._last_step:

@@ -1,7 +1,8 @@
-"""Loggers of Lightning that write files of their own: they go on where the resumed step had left them.
+"""Loggers of Lightning: those that write files of their own, and those of Weights & Biases and MLflow, go on where they had been.
 
 A logger without a version takes the next free one at every start of the script, so that a restart would cut its curves. It gets
-back the version that it had, and what was logged after the resumed step is taken away, because it is logged again.
+back the version that it had, and what was logged after the resumed step is taken away, because it is logged again. A tracker's
+logger goes on with the run that it had begun.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import Any
 
 from gemini_ft.lightning.around import Around
 from gemini_ft.lightning.trainer_callbacks import shipped_names
+from gemini_ft.trackers import told_too_early
 
 _MOST_ROWS = 100  # that a snapshot holds because the logger has not written them to its file yet
 
 
 class Logs:
-    """The CSVLogger and TensorBoardLogger objects of one Trainer. ``trainer``: the Trainer, whose process group exists."""
+    """The loggers of one Trainer. ``trainer``: the Trainer, whose process group exists."""
 
     def __init__(self, trainer: Any, package: str) -> None:
         self._trainer, self._package = trainer, package
@@ -26,8 +28,9 @@ class Logs:
         self._counting: list[Around] = []
 
     def state(self) -> dict[int, dict[str, Any]]:
-        """Version of each logger by its index, and how much it has written."""
-        return {index: self._state_of(index, logger) for index, logger in self._files()}
+        """By the index of each logger its version, and how much it has written, or the id of its run."""
+        runs = {index: {"run": run} for index, logger in enumerate(self._trainer.loggers) if (run := _run_of(logger)) is not None}
+        return runs | {index: self._state_of(index, logger) for index, logger in self._files()}
 
     def go_on(self, saved: Mapping[int, Mapping[str, Any]], step: int) -> None:
         """Prepares the loggers of a resumed fit; called before Lightning opens them.
@@ -36,6 +39,9 @@ class Logs:
             saved: what :meth:`state` gave.
             step: the first number under which metrics will be logged.
         """
+        for index, logger in enumerate(self._trainer.loggers):
+            if (run := saved.get(index, {}).get("run")) is not None:
+                _continue(logger, run)
         for index, logger in self._files():
             then = saved.get(index)
             if then is None or logger._version not in (None, then["version"]):
@@ -102,6 +108,27 @@ class Logs:
 def is_followed(logger: Any) -> bool:
     """Whether a resumed fit goes on where this logger stood."""
     return bool(shipped_names(logger) & {"CSVLogger", "TensorBoardLogger"})
+
+
+def _run_of(logger: Any) -> str | None:
+    """The id of the run that a tracker's logger has begun, on the rank that logs; None: there is none."""
+    kinds = shipped_names(logger)
+    if "WandbLogger" in kinds:
+        run = getattr(logger._experiment, "id", None)
+        return run if isinstance(run, str) else None
+    return logger._run_id if "MLFlowLogger" in kinds and logger._initialized else None
+
+
+def _continue(logger: Any, run: str) -> None:
+    """Has a tracker's logger go on with a run, unless it has begun one, or the script names another one."""
+    kinds, now = shipped_names(logger), _run_of(logger)
+    if now is not None:
+        if now != run:
+            told_too_early(type(logger).__name__, run, now)
+    elif "MLFlowLogger" in kinds:
+        logger._run_id = logger._run_id or run
+    elif "WandbLogger" in kinds and logger._wandb_init.get("id") is None:
+        logger._wandb_init["id"] = logger._id = run
 
 
 def _read(writer: Any) -> tuple[list[str], list[dict[str, str]]]:

@@ -79,6 +79,11 @@ def step_to_log(trainer: Any) -> int | None:
     """The number under which loggers are told of the step under way; None: ``log_every_n_steps`` leaves it out."""
     if not trainer._logger_connector.should_update_logs:
         return None
+    return steps_logged(trainer)
+
+
+def steps_logged(trainer: Any) -> int:
+    """The number under which loggers are told of the step under way."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 

@@ -274,7 +274,7 @@ class Stragglers(Message):
 
 
 class AskAccount(Message):
-    """Asks a host for its agent's account of itself: somebody looks at the leader's web page."""
+    """Asks a host for its agent's account of itself, as the leader's web page is being read."""
 
 
 class ReportAccount(Message):

@@ -17,9 +17,11 @@ import pytest
 from agent_kit import Job, eventually
 from page_kit import TOKEN, Browser, of_size, recorded, served_page
 
+from gemini_ft.agent import lifecycle
 from gemini_ft.agent.web_page import WebPage, read_token
 from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError, GeminiError, SecretError
+from gemini_ft.wire.worker_messages import TellSpares
 
 pytest.importorskip("prometheus_client", reason="needs prometheus-client: pip install 'gemini-ft[metrics]'")
 KEY = {"Authorization": f"Bearer {TOKEN}"}
@@ -27,13 +29,13 @@ KEY = {"Authorization": f"Bearer {TOKEN}"}
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """Two agents of one job that serve the page; the one of host a leads."""
+    """Five agents of one job that serve the page; the one of host a leads, and some report to it by way of others."""
     token = token_file(tmp_path_factory.mktemp("token"), TOKEN)
     with Job(tmp_path_factory.mktemp("served")) as job:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("GEMINI_METRICS", "0")
             patch.setenv("GEMINI_PAGE_TOKEN_FILE", str(token))
-            ranks = job.start("a", "b")
+            ranks = job.start(*"abcde", fan_in=2)
         job.commit(ranks, 1, 2)
         yield job
 
@@ -67,11 +69,11 @@ def test_the_leaders_page_has_what_every_agent_says_of_itself(job: Job) -> None:
         status, headers, text = get(address, "/status.json", KEY)
         assert (status, headers["Content-Type"]) == (200, "application/json")
         found = json.loads(text)
-        return found if found["hosts"].keys() == {"a", "b"} and found["hosts"]["b"]["account"]["page"] else None
+        return found if found["hosts"].keys() == {*"abcde"} and all(of["account"]["page"] for of in found["hosts"].values()) else None
 
-    found = eventually(told, "the account of the other host")
+    found = eventually(told, "the accounts of the other hosts")
     assert found["host"] == "a"
-    for host in "ab":
+    for host in "abcde":
         own, shown = job.status(host), found["hosts"][host]["account"]
         assert 0 <= found["hosts"][host]["heard"] < 30
         assert shown["launches"] == []
@@ -86,6 +88,11 @@ def test_the_leaders_page_has_what_every_agent_says_of_itself(job: Job) -> None:
     assert member["hosts"]["b"]["account"]["streams"]["main"]["leader"] == "a"
     assert f"a web page is served at http://{address}/" in job.log("a")
     assert TOKEN not in job.log("a")
+    lifecycle.ask(job.run, "a", TellSpares(waiting=1, lacking=2))
+    figures = get(address, "/metrics")[2]
+    assert f'gemini_spares{{run="{job.run}"}} 1.0' in figures
+    assert f'gemini_lacking_hosts{{run="{job.run}"}} 2.0' in figures
+    assert "gemini_spares{" not in get(address_of(job, "b"), "/metrics")[2]
 
 
 def test_figures_are_for_whoever_has_the_token_and_nothing_is_kept(job: Job) -> None:

@@ -60,6 +60,14 @@ def served_page(job: Callable[[], Job], folder: Path) -> Iterator[str]:
     async def serve() -> MetricsPage:
         return MetricsPage(cast("Any", run), dict, account)
 
+    async def finish(page: MetricsPage) -> None:
+        page.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()  # one for each connection that the browser keeps
+        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.sleep(0.05)
+
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     page = asyncio.run_coroutine_threadsafe(serve(), loop).result(30)
@@ -70,8 +78,8 @@ def served_page(job: Callable[[], Job], folder: Path) -> Iterator[str]:
             time.sleep(0.01)
         yield run.metrics
     finally:
-        loop.call_soon_threadsafe(page.close)
-        loop.call_soon_threadsafe(loop.call_later, 0.1, loop.stop)
+        asyncio.run_coroutine_threadsafe(finish(page), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
         thread.join(30)
         loop.close()
         for name, value in before.items():

@@ -518,3 +518,33 @@ def test_a_spare_replaces_a_lost_host_and_never_a_living_one(tmp_path: Path) -> 
         iterations = [event["iteration"] for event in hosts.events("joined") if event["rank"] == 0]
     assert worlds == [["host0", "host1", "host2"]] * 2 + [["host0", "host2", "host3"]] * 2
     assert iterations in ([0, 19, 39, 59], [0, 19, 38, 59])  # the host may have died before its last commit
+
+
+def test_an_agent_is_told_of_spares_when_they_change_and_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, told, is_heard = [100.0], list[tuple[int, int]](), [True]
+
+    def tell(waiting: int, lacking: int) -> bool:
+        told.append((waiting, lacking))
+        return is_heard[0]
+
+    monkeypatch.setattr(spares.time, "monotonic", lambda: now[0])
+    with notes_of_workers() as notes:
+        host = LaunchingHost(patience=1.0, notes=notes, tell=tell, needs=2)
+        state = SimpleNamespace(
+            participants={"a": 0, "b": 1}, redundancy_list={"c", "dead"}, wait_list={"b"}, last_heartbeats=dict.fromkeys("abc")
+        )
+        host.report(state)
+        host.report(state)
+        assert told == [(1, 0)], "hosts of the job that wait for the next round are no spares, nor are the dead"
+        state.participants = {"a": 0}
+        state.gemini_hosts = 3  # the job's state is made for more than it needs to begin
+        host.report(state)
+        now[0] += 29
+        host.report(state)
+        assert told[1:] == [(1, 2)]
+        now[0] += 2
+        is_heard[0] = False  # the agent may have been started since, or is away
+        host.report(state)
+        now[0] += 6
+        host.report(state)
+        assert told[2:] == [(1, 2)] * 2

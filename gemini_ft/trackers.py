@@ -1,0 +1,79 @@
+"""What loggers of Trainers get beside a Trainer's own figures: the run that they go on with after a restart, and the ledger of time.
+
+Trackers of experiments, Weights & Biases and MLflow, are not imported here: a script that uses one has done so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+from gemini_ft.launch.endings import account_of
+
+_log = logging.getLogger("gemini_ft")
+_EVERY = 30.0  # seconds between two questions to the agent
+_ANSWER_SECONDS = 0.5  # for its answer, in which a step waits
+_VARIABLES = {"wandb": {"WANDB_RUN_ID": "{}", "WANDB_RESUME": "allow"}, "mlflow": {"MLFLOW_RUN_ID": "{}"}}
+
+
+def open_runs() -> dict[str, str]:
+    """Returns tracker -> id of the run that this process has begun, or goes on with."""
+    found = dict[str, str]()
+    if (run := getattr(sys.modules.get("wandb"), "run", None)) is not None:
+        found["wandb"] = str(run.id)
+    if (active := getattr(sys.modules.get("mlflow"), "active_run", None)) is not None and (run := active()) is not None:
+        found["mlflow"] = str(run.info.run_id)
+    return found
+
+
+@contextmanager
+def continued(then: Mapping[str, str]) -> Iterator[None]:
+    """Inside, whoever begins a run of a tracker goes on with that of ``then``, unless the user names another one in the environment."""
+    now = open_runs()
+    with ExitStack() as stack:
+        for tracker, run in then.items():
+            if now.get(tracker, run) != run:
+                told_too_early(tracker, run, now[tracker])
+            for name, value in _VARIABLES.get(tracker, {}).items():
+                if name not in os.environ and tracker not in now:
+                    os.environ[name] = value.format(run)
+                    stack.callback(os.environ.pop, name, None)
+        yield
+
+
+def told_too_early(tracker: str, then: str, now: str) -> None:
+    """Warns of a run that was begun before it was known which one would be continued."""
+    _log.warning(
+        "%s has begun run %s before the training was resumed, whose figures had gone to run %s: they go to the new one from here on; to "
+        "continue the old one, begin it with that id, or leave the beginning to the Trainer",
+        *(tracker, now, then),
+    )
+
+
+class TimeFigures:
+    """The ledger of a run's time as this host's agent sees it, for loggers; asked for at most every thirty seconds.
+
+    Args:
+        run, stream: whose ledger it is.
+    """
+
+    def __init__(self, run: str, stream: str) -> None:
+        self._run, self._stream, self._next = run, stream, 0.0
+
+    def due(self) -> dict[str, float]:
+        """Returns ``gemini/training_seconds`` and so on, ``gemini/goodput`` and ``gemini/restarts``; nothing where they are not due."""
+        if (now := time.monotonic()) < self._next:
+            return {}
+        self._next = now + _EVERY
+        stream = account_of(self._run, _ANSWER_SECONDS).get("streams", {}).get(self._stream)
+        if stream is None:
+            return {}
+        seconds = stream["measures"]["seconds"]
+        total = sum(seconds.values())
+        found = {f"gemini/{phase}_seconds": float(value) for phase, value in seconds.items()}
+        goodput = seconds["training"] / total if total else 0.0
+        return {**found, "gemini/goodput": goodput, "gemini/restarts": float(sum(stream["measures"]["restarts"].values()))}

@@ -1,0 +1,154 @@
+"""Runs of W&B and MLflow that a restarted training continues, and the ledger of time in the loggers of Trainers."""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_trackers import FakeTracker, install
+from rank_kit import World
+
+from gemini_ft import trackers
+from gemini_ft.trackers import continued, open_runs
+
+pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, WandbLogger
+from test_lightning_hooks import CRASH, Boom, Case, fit, table
+
+__all__ = ["fit"]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+]
+
+
+@pytest.fixture
+def anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[FakeTracker, FakeTracker]]]:
+    """Gives a process the doubles of both packages, as if it had just begun."""
+    before = dict(sys.modules)
+    for kind in ("wandb._WANDB", "mlflow._MLFLOW", "mlflow._MLFLOW_SYNCHRONOUS"):
+        monkeypatch.setattr(f"lightning.pytorch.loggers.{kind}_AVAILABLE", True)
+    yield lambda: install(tmp_path / "trackers")
+    for name in sys.modules.keys() - before.keys():
+        if name.partition(".")[0] in ("wandb", "mlflow"):
+            del sys.modules[name]
+
+
+def test_runs_of_lightnings_loggers_go_on_and_are_not_begun_anew(
+    fit: Callable[..., Case], anew: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("GEMINI_LOG_TIME", "1")
+
+    def loggers(**options: Any) -> list[Any]:
+        return [WandbLogger(project="p", **options), MLFlowLogger("e"), CSVLogger(tmp_path, "csv")]
+
+    anew()
+    with pytest.raises(Boom):
+        fit(Case, table, "gemini", CRASH, logger=loggers(), log_every_n_steps=1)
+    wandb, mlflow = anew()
+    fit(Case, table, "gemini", logger=loggers(), log_every_n_steps=1)
+    assert set(wandb.begun()) == {"wandb-0"}
+    assert set(mlflow.begun()) == {"mlflow-0"}
+    for tracker in (wandb, mlflow):
+        assert {line["run"] for line in tracker.told() if line["what"] == "logged"} == {f"{tracker.told()[0]['tracker']}-0"}
+        assert {name for line in tracker.told() for name in line.get("names", ())} >= {"gemini/training_seconds", "gemini/goodput"}
+    with (tmp_path / "csv" / "version_0" / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = {f"gemini/{name}" for name in ("training_seconds", "restore_seconds", "rendezvous_seconds", "goodput", "restarts")}
+    assert names <= rows[0].keys()
+    assert max(float(row["gemini/restarts"]) for row in rows if row["gemini/restarts"]) == 1
+    assert "continue the old one" not in caplog.text
+    anew()
+    given = WandbLogger(project="p", id="my-own")  # the script's word counts
+    fit(Case, table, "gemini", logger=[given, MLFlowLogger("e", run_id="mine")], log_every_n_steps=1)
+    assert given.version == "my-own"
+    anew()
+    early = WandbLogger(project="p")
+    assert early.experiment.id not in ("wandb-0", "my-own")
+    fit(Case, table, "gemini", logger=early, log_every_n_steps=1)
+    assert "WandbLogger has begun run" in caplog.text
+
+
+def goes_on(folder: Path, steps: int) -> list[dict[str, Any]]:
+    """Trains by transformers' Trainer with its callbacks for both trackers, and ends as a crash would after so many steps."""
+    lines = install(folder / "trackers")
+    from huggingface_case import Texts, model
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.integrations import MLflowCallback, WandbCallback
+
+    from gemini_ft.huggingface import GeminiCallback
+
+    class Ends(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == steps:
+                raise KeyError("over")
+
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):  # without a process group
+        os.environ.pop(name)
+    options: dict[str, Any] = {"report_to": [], "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+    options |= {"output_dir": str(folder), "per_device_train_batch_size": 2, "max_steps": 100, "dataloader_pin_memory": False}
+    callbacks = [WandbCallback(), MLflowCallback(), Ends(), GeminiCallback(on_late="wait", log_time=True)]
+    trainer = Trainer(model=model(), args=TrainingArguments(**options), train_dataset=Texts(22), callbacks=callbacks)
+    with pytest.raises(KeyError, match="over"):
+        trainer.train()
+    assert not {"WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID"} & os.environ.keys()
+    return [line for tracker in lines for line in tracker.told()]
+
+
+@pytest.mark.preloaded("deepspeed", "transformers")  # one interpreter for this test and those of test_huggingface.py
+def test_runs_of_transformers_callbacks_go_on_and_are_not_begun_anew(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+    with World(tmp_path) as world:
+        world.outcome(goes_on, tmp_path, 3)
+        (told,) = world.outcome(goes_on, tmp_path, 6)
+    for tracker in ("wandb", "mlflow"):
+        lines = [line for line in told if line["tracker"] == tracker]
+        runs = [(line["run"], line["what"]) for line in lines if line["what"] != "logged"]
+        assert runs == [(f"{tracker}-0", what) for what in ("begun", "continued")]
+        assert {line["step"] for line in lines if line["what"] == "logged"} == {1, 2, 3, 4, 5, 6}
+        assert any(name.endswith("gemini/goodput") for line in lines for name in line.get("names", ()))
+
+
+# -- without a training
+
+
+def test_the_environment_is_as_before_and_the_users_word_counts(anew: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert open_runs() == {}
+    anew()
+    assert open_runs() == {}
+    monkeypatch.setenv("MLFLOW_RUN_ID", "mine")
+    with continued({"wandb": "one", "mlflow": "two", "another": "three"}):
+        assert (os.environ["WANDB_RUN_ID"], os.environ["WANDB_RESUME"], os.environ["MLFLOW_RUN_ID"]) == ("one", "allow", "mine")
+    assert os.environ.get("WANDB_RUN_ID") is None
+    sys.modules["wandb"].init(id="other")  # type: ignore[attr-defined]
+    sys.modules["mlflow"].start_run()  # type: ignore[attr-defined]
+    assert open_runs() == {"wandb": "other", "mlflow": "mine"}
+    with continued({"wandb": "one"}):
+        assert "WANDB_RUN_ID" not in os.environ
+
+
+def test_figures_are_asked_for_now_and_then_and_an_agent_that_is_away_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked = [100.0], list[str]()
+    accounts: list[dict[str, Any]] = [{}, {"streams": {"other": {}}}]
+    accounts.append({"streams": {"main": {"measures": {"seconds": {"training": 3.0, "replay": 1.0}, "restarts": {"died": 2, "hang": 1}}}}})
+    accounts.append({"streams": {"main": {"measures": {"seconds": {"training": 0.0}, "restarts": {}}}}})
+
+    def account_of(run: str, seconds: float) -> dict[str, Any]:
+        asked.append(run)
+        return accounts.pop(0)
+
+    monkeypatch.setattr(trackers, "account_of", account_of)
+    monkeypatch.setattr(trackers.time, "monotonic", lambda: now[0])
+    figures, found = trackers.TimeFigures("r", "main"), []
+    for _ in range(4):
+        found.append(figures.due())
+        assert figures.due() == {}
+        now[0] += 31
+    assert asked == ["r"] * 4
+    told = {"gemini/training_seconds": 3.0, "gemini/replay_seconds": 1.0, "gemini/goodput": 0.75, "gemini/restarts": 3.0}
+    assert found == [{}, {}, told, {"gemini/training_seconds": 0.0, "gemini/goodput": 0.0, "gemini/restarts": 0.0}]
