@@ -66,6 +66,14 @@ def _patterns(value: object) -> object:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
+def _verify(value: object) -> object:
+    """One message for whatever is wrong."""
+    words = {"true": True, "1": True, "false": False, "0": False, "replay": "replay"}
+    if (key := str(value).strip().lower()) not in words:
+        raise ValueError("must be true, false or replay")
+    return words[key]
+
+
 def processors(value: object) -> tuple[int, ...] | None:
     """Turns ``"0-3,8"`` into numbers, as ``taskset -c`` does."""
     if value is None:
@@ -184,7 +192,7 @@ class GeminiConfig(_Model):
     encrypt: bool = Field(False, description="Encrypt replicas between hosts; without it they are sealed against changes and can be read on the wire.")
     on_late: Literal["skip", "wait"] | None = Field(None, description="What to do when the previous snapshot is still uncommitted at the next update; default: wait where interval is a number, else skip.")
     copy_when: Literal["auto", "background", "at_step"] = Field("auto", description="Copy the state beside the next forward pass (background), or at once when a step ends (at_step), for loops that write it in forward; auto: at_step from when such a write has been found.")
-    verify: bool = Field(False, description="Compare each copy with the live state just before the next update.")
+    verify: Annotated[Literal["replay"] | bool, BeforeValidator(_verify)] = Field(False, description="true: compare each copy with the live state just before the next update. replay: every compare_every steps do so, compute the last micro-batch and the update once more, and check the replicas in memory; a rank that gets other bits is named, and the job resumes what was committed before (docs/failure_model.md).")
     compare_every: int = Field(1000, ge=1, description="Compare what all ranks must hold alike (plain data parallelism) every this many steps, and before each upload; each time takes 0.1 to 0.2 s per GB of a thread of every worker, or of the GPU. With 1, no step is committed in which they differ.")
     ignore: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = Field((), description="Names in the census (`gemini run --explain`) that are not captured because the script sees to them; patterns as for files, separated by commas.")
     chunk_bytes: Bytes = Field(8 * 2**20, le=LARGEST_CHUNK, description="Bytes that travel to a peer at a time.")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch.distributed.tensor import DTensor
 
 from gemini_ft import accelerator
 from gemini_ft.errors import ReplicaDivergedError
@@ -26,7 +27,7 @@ _MIXER = -7046029254386353131  # odd, with bits of both kinds in no order: 2**64
 
 def tensor_digests(sources: Iterable[Source]) -> Digests:
     """A digest of every tensor that other ranks hold too: 16 hex digits of XXH3-64 over its bytes."""
-    return {(source.spec.group, source.spec.name): _digest(source.tensor) for source in sources if len(source.spec.group) > 1}
+    return {(source.spec.group, source.spec.name): tensor_digest(source.tensor) for source in sources if len(source.spec.group) > 1}
 
 
 def replicated_digest(sources: Iterable[Source]) -> str:
@@ -47,7 +48,7 @@ def begin_digest(sources: Iterable[Source]) -> Callable[[], str]:
     """
     words, queues = list[str](), dict[torch.device, _Queue]()
     for source in sorted(_plain(sources), key=lambda source: source.spec.name):
-        words.append(f"{source.spec.name} {'' if accelerator.holds(source.tensor) else _digest(source.tensor)}")
+        words.append(f"{source.spec.name} {'' if accelerator.holds(source.tensor) else tensor_digest(source.tensor)}")
         if accelerator.holds(source.tensor):
             queue = queues.setdefault(source.tensor.device, _Queue())
             for pieces in _strides(source.tensor, _AT_A_TIME // source.tensor.itemsize):
@@ -120,7 +121,10 @@ def check_replicas(sources: Iterable[Source], exchange: Callable[[Any], list[Any
         )
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Digests the bytes of a tensor, or of its part here: 16 hex digits of XXH3-64."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
     hasher = xxhash.xxh3_64()
     for pieces in _strides(tensor, _STRIDE):
         for piece in pieces:
