@@ -204,6 +204,9 @@ class GeminiConfig(_Model):
     start_timeout: float = Field(1800.0, ge=0, description="Seconds without progress until local workers are killed that join, restore or make their first three steps; 0 = never.")
     hang_timeout: float | None = Field(None, ge=0, description="Seconds without progress until local workers are killed; 0 = never; default: the greater of 300 s and 10 median steps.")
     straggler_factor: float = Field(1.5, ge=0, description="A rank that works this many times as long between collectives as the median of all ranks is named as slow within 30 steps (logs, events, metrics); more than 1; 0 = none is named.")
+    straggler: Literal["warn", "drain"] = Field("warn", description="What `gemini run` does with a host whose rank is named as slow for 10 s: nothing more (warn), or drain it where a spare host waits (drain); at most one in ten minutes.")
+    health: str | None = Field(None, min_length=1, description="Command, run by sh, that judges a host before `gemini run` joins with it, and when a rank of it was named as slow, as a hang's culprit, or as one with other results; where it fails, the host stays out of use (docs/launcher.md#hosts-that-are-not-well).")
+    health_timeout: float = Field(60.0, gt=0, description="Seconds after which the health command has failed.")
     restart: Literal["process", "in_place"] = Field("process", description="After a failure, `gemini run` starts all workers anew (process), or keeps those inside `gemini_ft.run` that live, and has them begin anew in the same process (in_place).")
     in_place_timeout: float = Field(10.0, gt=0, description="Seconds for a surviving worker to come back from the step that is given up; then it is killed, and another one started.")
     drain_signal: Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "none"] = Field("SIGUSR1", description="Signal at which `gemini run`, or a worker, finishes its step, commits it and ends with status 85, unless the script has its own use of it.")
@@ -228,6 +231,8 @@ class GeminiConfig(_Model):
             raise ValueError(f"port_range={self.port_range} must be (first, last) with 0 < first <= last < 65536")
         if 0 < self.straggler_factor <= 1:
             raise ValueError(f"straggler_factor={self.straggler_factor} must be 0, or more than 1: half of all ranks are slower than the median")
+        if self.straggler == "drain" and not self.straggler_factor:
+            raise ValueError("straggler='drain' with straggler_factor=0: no rank is ever named as slow; give a factor above 1")
         if self.chunk_bytes % 64:
             raise ValueError(f"chunk_bytes={self.chunk_bytes} must be a multiple of 64, so that no element is cut")
         if self.encrypt and self.traffic.transport == "collective":

@@ -35,6 +35,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_ren
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _Action
 
 from gemini_ft.hosts import lasting_name
+from gemini_ft.launch.health import HostHealth
 from gemini_ft.launch.notes import FIXED, LACKS, Notes
 from gemini_ft.launch.replaced import replaced
 
@@ -69,6 +70,7 @@ class LaunchingHost:
     has_taken_part: bool = False  # in a world that began
     world: str | None = None  # of the last complete round that it found its place in
     size: int = 0  # hosts of that round
+    health: HostHealth | None = None
     lacked: int = 0  # how often its workers had found that the state lacks absent hosts, when it wished to join last
 
 
@@ -84,6 +86,8 @@ class PatientJoin:
         self._yields, host.lacked = lacks > host.lacked, lacks  # to hosts that may have the state
 
     def __call__(self, ctx: Any, deadline: float) -> Any:
+        if self._host.health is not None and self._host.health.stays_away(ctx.state):
+            return _Action.KEEP_ALIVE
         if self._yields and ctx.node not in ctx.state.participants:
             setattr(ctx.state, _NAMES, {node: name for node, name in getattr(ctx.state, _NAMES, {}).items() if node != ctx.node})
         action = self._wanted(ctx, deadline)
@@ -258,6 +262,8 @@ def nodes_waiting(original: Callable[[Any], int], host: LaunchingHost, handler: 
         if is_fixed and state.complete and handler._this_node in state.participants and not hasattr(state, _HOSTS):
             setattr(state, _HOSTS, len(state.participants))
             is_news = True
+        if host.health is not None and handler._this_node in state.participants:
+            is_news |= host.health.at_work(state)
         if is_news:
             holder.mark_dirty()
             holder.sync()
@@ -330,7 +336,9 @@ def pause(hosts: int) -> float:
 
 
 @contextmanager
-def better_rendezvous(hosts: int, notes: Notes, unheard: Callable[[], Collection[str]] = tuple) -> Iterator[None]:
+def better_rendezvous(
+    hosts: int, notes: Notes, unheard: Callable[[], Collection[str]] = tuple, health: HostHealth | None = None
+) -> Iterator[None]:
     """Inside, torch's launcher joins a job of ``hosts`` hosts in the way described above.
 
     Torch has no settings for that, so its classes and its functions are replaced.
@@ -339,12 +347,13 @@ def better_rendezvous(hosts: int, notes: Notes, unheard: Callable[[], Collection
         hosts: of the job, at most.
         notes: of this host's workers.
         unheard: the names of the hosts of which this host's agent hears nothing.
+        health: of this host.
     """
     theirs: Any = torch_rendezvous
     join, delay, state = theirs._RendezvousJoinOp, theirs._delay, theirs._BackendRendezvousStateHolder
     handler = torch_rendezvous.DynamicRendezvousHandler
     waiting, interval = handler.num_nodes_waiting, pause(hosts)
-    this = LaunchingHost(patience=interval + _GRACE, notes=notes)
+    this = LaunchingHost(patience=interval + _GRACE, notes=notes, health=health)
     changes = {
         "_RendezvousJoinOp": lambda: PatientJoin(join(), this),
         "_delay": lambda seconds: delay(interval if seconds == 1 else seconds),

@@ -22,7 +22,7 @@ from gemini_ft.core.decisions import Abort, Commit
 from gemini_ft.core.diligence import Diligence
 from gemini_ft.core.faults import World
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import AgentError, GeminiError
+from gemini_ft.errors import AgentError, GeminiError, ReplayError, ReplicaDivergedError
 from gemini_ft.events import EventLog
 from gemini_ft.faults import inject as faults
 from gemini_ft.launch import notes
@@ -228,7 +228,14 @@ class Recorder:
         error = refusal(self._recorded, found, self.session.spec.hosts)
         ranks = {str(rank): names for rank, names in enumerate(found) if names}
         self.events.write("replayed", iteration=self._recorded, ranks=ranks, text=str(error))
+        self._note_suspicion(error)
         raise error
+
+    def _note_suspicion(self, error: GeminiError) -> None:
+        """Tells the launcher if an error names this rank as one with other results."""
+        session = self.session
+        if isinstance(error, ReplayError | ReplicaDivergedError) and f"rank {session.rank} (host {session.host})" in str(error):
+            notes.say(notes.SUSPECTED)
 
     def _scrub(self) -> None:
         """Has the agent compare the copies that this host has of the last commit with their checksums; it names those that differ.
@@ -514,6 +521,7 @@ class Recorder:
                 self._copying.aborted(iteration)
             case Failed():
                 self.fatal = as_error(message)
+                self._note_suspicion(self.fatal)
             case WriteRecord(path=path):
                 write_record(f"{path}-rank_{self.session.rank}")
             case Notice(text=text):
