@@ -13,6 +13,7 @@ import signal
 import subprocess
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +26,10 @@ from gemini_ft.launch.out_of_use import out_of_use, publish, taken_back
 
 UNHEALTHY = 71  # EX_OSERR
 _OUT = "gemini_out"  # in the state of the rendezvous: lasting name -> why the host is out of use
-_SLOW = "gemini_slow"  # there: (when, ranks) of the last drain of a slow host, by the wall clock of whoever began it
-_SLOW_SECONDS = 10.0  # for which a rank must have been named as slow, which takes up to thirty steps itself
+_SLOW = "gemini_slow"  # there: (a name, ranks) of the last drain of a slow host
+SLOW_SECONDS = 10.0  # for which a rank must have been named as slow, which takes up to thirty steps itself
 _BETWEEN = 600.0  # seconds between two drains of slow hosts
-_LOOK = 1.0  # seconds between two questions to the agent
+LOOK = 1.0  # seconds between two questions to the agent
 _SHOWN = 300  # characters of the command's output
 _log = logging.getLogger(__name__)
 
@@ -64,13 +65,14 @@ def judge(command: str, seconds: float) -> str:
 
 
 class HostHealth:
-    """What this host's launcher knows and does about hosts that are not well.
+    """Keeps a host that is not well out of the job, on behalf of its launcher.
 
     Args:
         account: gives the account of this host's agent.
         drain: begins the drain of this host.
 
     Attributes:
+        reason: why this host is out of use, until the list says so.
         ranks: of this host's workers.
     """
 
@@ -81,10 +83,14 @@ class HostHealth:
         notes: Notes,
         account: Callable[[], Mapping[str, Any]] = dict,
         drain: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run, self._options, self._notes, self._account, self.drain = run, options, notes, account, drain
+        self._clock = clock
+        self._last_drain: tuple[str, list[int]] | None = None  # of a slow host, as the state has it
+        self._last_seen = 0.0  # when that was seen first
         self.name = lasting_name()
-        self._reason = ""  # why this host is out of use, until the list says so
+        self.reason = ""
         self._why: str | None = "before it joins"  # it is to be judged; None: it is not suspected
         self._suspected = 0  # how often workers had said that they are, at the last look
         self._slow_since: float | None = None
@@ -112,14 +118,16 @@ class HostHealth:
             )
         if (said := self._notes.count(SUSPECTED)) > self._suspected:
             self._suspected, self._why = said, "as its results differ"
-        if self._why is not None and self._options.command is not None and not self._reason:
+        if self._why is not None and self._options.command is not None and not self.reason:
             _log.info("judging this host %s: %s", self._why, self._options.command)
-            self._reason = judge(self._options.command, self._options.seconds)
+            self.reason = judge(self._options.command, self._options.seconds)
         self._why = None
         return self._put_out(state) or changed
 
     def tend(self, state: Any) -> bool:
         """Takes hosts back as the user wishes, and publishes the list; whether the state has changed, and is to be written."""
+        if (last := getattr(state, _SLOW, None)) != self._last_drain:
+            self._last_drain, self._last_seen = last, self._clock()
         back = taken_back(self._run, _out(state)) if _out(state) else set()
         if back:
             setattr(state, _OUT, {name: why for name, why in _out(state).items() if name not in back})
@@ -132,19 +140,19 @@ class HostHealth:
     def at_work(self, state: Any) -> bool:
         """Looks after this host while it trains; whether the state has changed, and is to be written."""
         changed = self.tend(state)
-        if (now := time.monotonic()) >= self._next_look and (self._options.drains or self._options.command is not None):
-            self._next_look = now + _LOOK
+        if (now := self._clock()) >= self._next_look and (self._options.drains or self._options.command is not None):
+            self._next_look = now + LOOK
             self._look(now)
-        if self._slow_since is None or now - self._slow_since < _SLOW_SECONDS or not _has_spare(state):
+        if self._slow_since is None or now - self._slow_since < SLOW_SECONDS or not _has_spare(state):
             return changed
-        if self._reason:
-            _log.error("this host is put out of use, and a spare takes its place: %s", self._reason)
-        elif not (self._options.drains and self._may_drain(state)):
+        if self.reason:
+            _log.error("this host is put out of use, and a spare takes its place: %s", self.reason)
+        elif not (self._options.drains and self._may_drain()):
             return changed
         else:
             _log.warning("this host is slow, and is drained, as a spare waits: ranks %s", self._slow)
         self._put_out(state)
-        setattr(state, _SLOW, (time.time(), self._slow))
+        setattr(state, _SLOW, (uuid.uuid4().hex, self._slow))
         self._slow_since = None
         self.drain()
         return True
@@ -164,17 +172,16 @@ class HostHealth:
     def _judge_slow(self, command: str) -> None:
         if reason := judge(command, self._options.seconds):
             _log.error("this host is slow, and %s; it goes on until a spare waits", reason)
-            self._reason = reason
+            self.reason = reason
 
-    def _may_drain(self, state: Any) -> bool:
+    def _may_drain(self) -> bool:
         """Whether no host was drained for the same just now: then the next one is slow for another reason than its own."""
-        when, before = getattr(state, _SLOW, (0.0, []))
-        return abs(time.time() - when) >= _BETWEEN and before != self._slow
+        return self._last_drain is None or (self._clock() - self._last_seen >= _BETWEEN and self._last_drain[1] != self._slow)
 
     def _put_out(self, state: Any) -> bool:
-        if not self._reason or self.name in _out(state):
+        if not self.reason or self.name in _out(state):
             return False
-        setattr(state, _OUT, _out(state) | {self.name: self._reason})
+        setattr(state, _OUT, _out(state) | {self.name: self.reason})
         return True
 
 

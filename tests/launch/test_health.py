@@ -30,7 +30,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scene_with(
-    command: str | None = None, drains: bool = False, slow: Callable[[], list[int]] = list
+    command: str | None = None, drains: bool = False, slow: Callable[[], list[int]] = list, clock: Callable[[], float] = time.monotonic
 ) -> tuple[Scene, HostHealth, list[float]]:
     """A host that comes to an open round, and the times at which it was drained."""
     scene, drained = Scene(), list[float]()
@@ -39,7 +39,7 @@ def scene_with(
     def account() -> dict[str, Any]:
         return {"streams": {"main": {"stragglers": slow()}}}
 
-    found = HostHealth(RUN, options, scene.host.notes, account, lambda: drained.append(time.time()))
+    found = HostHealth(RUN, options, scene.host.notes, account, lambda: drained.append(clock()), clock)
     scene.host.health, found.name = found, "spare"
     found.ranks = {3}
     scene.state.redundancy_list.clear()
@@ -105,10 +105,9 @@ def complete(scene: Scene, spare: bool) -> Any:
     return scene.state
 
 
-def test_a_slow_host_is_drained_where_a_spare_waits_and_not_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_host_is_drained_where_a_spare_waits_and_not_one_after_the_other() -> None:
     clock, slow = [1000.0], [[3]]
-    monkeypatch.setattr(health.time, "monotonic", lambda: clock[0])
-    scene, host, drained = scene_with(drains=True, slow=lambda: slow[0])
+    scene, host, drained = scene_with(drains=True, slow=lambda: slow[0], clock=lambda: clock[0])
 
     def looks(seconds: int, spare: bool = True) -> bool:
         changed = False
@@ -125,8 +124,7 @@ def test_a_slow_host_is_drained_where_a_spare_waits_and_not_one_after_the_other(
     assert looks(5)
     assert len(drained) == 1
     assert not looks(30), "the host in its place is slow, too"
-    when, ranks = scene.state.gemini_slow  # type: ignore[attr-defined]
-    scene.state.gemini_slow = when - 601, ranks  # type: ignore[attr-defined]
+    clock[0] += 600.0
     assert not looks(30), "the rank is slow wherever it is"
     slow[0], host.ranks = [4], {4}
     assert looks(30)
@@ -134,10 +132,10 @@ def test_a_slow_host_is_drained_where_a_spare_waits_and_not_one_after_the_other(
 
 
 def test_a_slow_host_that_is_not_well_is_put_out_of_use_when_a_spare_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "_SLOW_SECONDS", 0.0)
-    monkeypatch.setattr(health, "_LOOK", 0.0)
+    monkeypatch.setattr(health, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(health, "LOOK", 0.0)
     scene, host, drained = scene_with("exit 1", slow=lambda: [3])
-    while not host._reason:
+    while not host.reason:
         assert not host.at_work(complete(scene, spare=False))
         time.sleep(0.01)
     assert host.at_work(complete(scene, spare=True))
