@@ -9,7 +9,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from agent_kit import eventually
 from test_elastic import HOSTS, SPARE, Scene
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _Action
 
@@ -95,7 +97,7 @@ def test_a_host_is_judged_again_only_when_it_is_suspected(tmp_path: Path, monkey
 def test_a_command_that_hangs_has_failed(tmp_path: Path) -> None:
     assert judge(f"sleep 60 & echo $! > {tmp_path}/pid; wait", 0.5) == "the health command took longer than 0.5 s"
     pid = (tmp_path / "pid").read_text().strip()
-    assert not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text()
+    eventually(lambda: not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE)
 
 
 def complete(scene: Scene, spare: bool) -> Any:
