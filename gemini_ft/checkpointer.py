@@ -51,6 +51,7 @@ from gemini_ft.worker.attempt import close_with, keep_groups, watch
 from gemini_ft.worker.outcomes import Stats
 from gemini_ft.worker.recorder import Recorder
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise, on_all_ranks
+from gemini_ft.worker.replay import Replay
 from gemini_ft.worker.spreading import fill
 
 _LAST_SECONDS = 2.0  # for the last snapshot of a script that ends without a close
@@ -140,6 +141,7 @@ class Checkpointer:
         self._has_looked = False  # at how the loop steps
         self._watch = LoopWatch()
         self._updates = 0
+        self._replay: Replay | None = None
         self._blocked = self._waited = 0.0  # seconds of this step
         self._steps = OptimizerSteps(self._wait_for_copy)
         self._hyperparameters = Hyperparameters(self._stateful)
@@ -252,6 +254,8 @@ class Checkpointer:
         notes.say(notes.PROTECTED)
         keep_groups()
         self._recorder = recorder = Recorder(self.config, self.name, self.stats, self._resizable)
+        if self.config.verify == "replay":
+            self._replay = Replay(lambda found: exchange(found, self.config.timeout), recorder.take_differing, recorder.refuse)
         if not self._resizable:
             notes.say(notes.FIXED)
         if self.config.storage is not None:
@@ -308,6 +312,10 @@ class Checkpointer:
 
     def bind_state(self, state: TrainingState) -> None:
         """Names a state to capture that is no plain module and optimizer; the caller calls ``wait_before_update`` and ``save``."""
+        if self.config.verify == "replay" and not isinstance(state, PlainState):
+            raise ConfigError(
+                "verify='replay' computes updates of torch optimizers again, not those of a DeepSpeed engine; give verify=True"
+            )
         self._steps.forget()
         self._bound = state
         self._state = state if self._gradients is None else WithGradients(state, self._gradients)
@@ -451,6 +459,8 @@ class Checkpointer:
         """Gives a sign of life for the hang detection, in place of ``save``, after a step of which no snapshot is due."""
         self._iteration = iteration
         self._joined.alive(iteration)
+        if self._replay is not None and self._replay.is_over:
+            self._replay.disarm()
         self._report()
 
     def wait_before_update(self) -> None:
@@ -472,10 +482,10 @@ class Checkpointer:
         return self._steps.made
 
     def _wait_for_copy(self) -> None:
-        faults.at_step(self._iteration, "before_update")
+        faults.at_step(self._iteration, "before_update", self._any_tensor)
         begin = time.perf_counter()
         if self._recorder is not None:
-            self._recorder.before_update()
+            self._recorder.before_update(self._replay.changed_at_rest() if self._replay is not None else ())
         waited = time.perf_counter() - begin
         self._blocked, self._waited = self._blocked + waited, self._waited + waited
 
@@ -505,6 +515,8 @@ class Checkpointer:
     def close(self, finished: bool = True, interrupted: bool = False) -> None:
         """Leaves the run. Only a finished or interrupted one lets its agents go; after a failure they keep the state."""
         self._steps.forget()
+        if self._replay is not None:
+            self._replay.disarm()
         atexit.unregister(self._end_with_process)
         if self._recorder is not None:
             self._recorder.close(finished, interrupted)
@@ -600,8 +612,16 @@ class Checkpointer:
         self._find_gradients()
         self._take_census()
         self._joined.record(iteration, self._state, extras, self._hyperparameters.saved())
+        self._prepare_replay()
         self._report()
-        faults.at_step(iteration, "in_copy")
+        faults.at_step(iteration, "in_copy", self._any_tensor)
+
+    def _prepare_replay(self) -> None:
+        """Has the iteration that begins checked where it is due (``verify: replay``)."""
+        if self._replay is not None:
+            self._replay.disarm()
+            if self._joined.checked is not None:
+                self._replay.arm(self._models, every_optimizer(self._optimizers).values())
 
     def _report(self) -> None:
         if self._reporter is not None:
@@ -611,7 +631,18 @@ class Checkpointer:
         notes.step = self._iteration
         blocked = self.stats.blocked[-1] if self.stats.blocked else 0.0
         self._joined.events.write("step", iteration=self._iteration, blocked=blocked)
-        faults.at_step(self._iteration)
+        faults.at_step(self._iteration, live=self._any_tensor)
+
+    def _any_tensor(self, place: str) -> torch.Tensor | None:
+        """A weight, its gradient, or a moment of it, for the drill of a flipped bit; None: there is none."""
+        for optimizer in every_optimizer(self._optimizers).values():
+            for param in (param for group in optimizer.param_groups for param in group["params"]):
+                moments = [value for value in optimizer.state.get(param, {}).values() if isinstance(value, torch.Tensor) and value.dim()]
+                places: dict[str, torch.Tensor | None] = {"weight": param, "gradient": param.grad, "moment": next(iter(moments), None)}
+                found = places[place]
+                if found is not None:
+                    return found
+        return None
 
     @property
     def _has_begun(self) -> bool:

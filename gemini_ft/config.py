@@ -66,6 +66,14 @@ def _patterns(value: object) -> object:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
+def _verify(value: object) -> object:
+    """One message for whatever is wrong."""
+    words = {"true": True, "1": True, "false": False, "0": False, "replay": "replay"}
+    if (key := str(value).strip().lower()) not in words:
+        raise ValueError("must be true, false or replay")
+    return words[key]
+
+
 def processors(value: object) -> tuple[int, ...] | None:
     """Turns ``"0-3,8"`` into numbers, as ``taskset -c`` does."""
     if value is None:
@@ -186,7 +194,7 @@ class GeminiConfig(_Model):
     encrypt: bool = Field(False, description="Encrypt replicas between hosts; without it they are sealed against changes and can be read on the wire.")
     on_late: Literal["skip", "wait"] | None = Field(None, description="What to do when the previous snapshot is still uncommitted at the next update; default: wait where interval is a number, else skip.")
     copy_when: Literal["auto", "background", "at_step"] = Field("auto", description="Copy the state beside the next forward pass (background), or at once when a step ends (at_step), for loops that write it in forward; auto: at_step from when such a write has been found.")
-    verify: bool = Field(False, description="Compare each copy with the live state just before the next update.")
+    verify: Annotated[Literal["replay"] | bool, BeforeValidator(_verify)] = Field(False, description="true: compare each copy with the live state just before the next update. replay: every compare_every steps do so, compute the last micro-batch and the update once more, and check the replicas in memory; a rank that gets other bits is named, and the job resumes what was committed before (docs/failure_model.md).")
     compare_every: int = Field(1000, ge=1, description="Compare what all ranks must hold alike (plain data parallelism) every this many steps, and before each upload; each time takes 0.1 to 0.2 s per GB of a thread of every worker, or of the GPU. With 1, no step is committed in which they differ.")
     ignore: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = Field((), description="Names in the census (`gemini run --explain`) that are not captured because the script sees to them; patterns as for files, separated by commas.")
     chunk_bytes: Bytes = Field(8 * 2**20, le=LARGEST_CHUNK, description="Bytes that travel to a peer at a time.")
@@ -198,6 +206,9 @@ class GeminiConfig(_Model):
     start_timeout: float = Field(1800.0, ge=0, description="Seconds without progress until local workers are killed that join, restore or make their first three steps; 0 = never.")
     hang_timeout: float | None = Field(None, ge=0, description="Seconds without progress until local workers are killed; 0 = never; default: the greater of 300 s and 10 median steps.")
     straggler_factor: float = Field(1.5, ge=0, description="A rank that works this many times as long between collectives as the median of all ranks is named as slow within 30 steps (logs, events, metrics); more than 1; 0 = none is named.")
+    straggler: Literal["warn", "drain"] = Field("warn", description="What `gemini run` does with a host whose rank is named as slow for 10 s: nothing more (warn), or drain it where a spare host waits (drain); at most one in ten minutes.")
+    health: str | None = Field(None, min_length=1, description="Command, run by sh, that judges a host before `gemini run` joins with it, and when a rank of it was named as slow, as a hang's culprit, or as one with other results; where it fails, the host stays out of use (docs/launcher.md#hosts-that-are-not-well).")
+    health_timeout: float = Field(60.0, gt=0, description="Seconds after which the health command has failed.")
     restart: Literal["process", "in_place"] = Field("process", description="After a failure, `gemini run` starts all workers anew (process), or keeps those inside `gemini_ft.run` that live, and has them begin anew in the same process (in_place).")
     in_place_timeout: float = Field(10.0, gt=0, description="Seconds for a surviving worker to come back from the step that is given up; then it is killed, and another one started.")
     drain_signal: Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "none"] = Field("SIGUSR1", description="Signal at which `gemini run`, or a worker, finishes its step, commits it and ends with status 85, unless the script has its own use of it.")
@@ -222,6 +233,8 @@ class GeminiConfig(_Model):
             raise ValueError(f"port_range={self.port_range} must be (first, last) with 0 < first <= last < 65536")
         if 0 < self.straggler_factor <= 1:
             raise ValueError(f"straggler_factor={self.straggler_factor} must be 0, or more than 1: half of all ranks are slower than the median")
+        if self.straggler == "drain" and not self.straggler_factor:
+            raise ValueError("straggler='drain' with straggler_factor=0: no rank is ever named as slow; give a factor above 1")
         if self.chunk_bytes % 64:
             raise ValueError(f"chunk_bytes={self.chunk_bytes} must be a multiple of 64, so that no element is cut")
         if self.encrypt and self.traffic.transport == "collective":

@@ -10,6 +10,7 @@
     │   ├── LayoutMismatchError   another model under the same run id
     │   ├── WorldSizeError        the copies were made by another number of ranks
     │   ├── ReplicaDivergedError  ranks that must hold the same bytes do not
+    │   ├── ReplayError           an iteration that was computed again has other bits
     │   ├── AveragingError        gradients are averaged no more, because another rank or the network has failed
     │   └── ConcurrentWriteError  a tensor was written while it was being copied
     ├── RecoveryError             the operator: nothing can be resumed although it was required
@@ -96,6 +97,12 @@ class ReplicaDivergedError(StateError):
     """Ranks that must hold the same bytes hold different ones."""
 
     exit_status = 1  # a bit may have flipped: what was committed before is sound
+
+
+class ReplayError(StateError):
+    """What was computed a second time, or what lay in memory meanwhile, has other bits."""
+
+    exit_status = 1  # what was committed before is sound
 
 
 class AveragingError(StateError):

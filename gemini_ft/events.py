@@ -16,6 +16,8 @@ system's clock), ``pid``, ``run``, ``host``, ``rank`` and ``stream``, and beside
     hang       cause, ranks, text, report: why the job hangs, as this host's agent has learnt before it kills workers (docs/metrics.md)
     straggler  ranks: those that are slow from now on, perhaps none; text: what has changed (docs/metrics.md); ``rank`` is null
     diverged   ranks: those that differ in what all must hold alike; text: the error that all of them raise; ``rank`` is null
+    damaged    owner, iteration: this host's copy of that rank's shard was not what its owner made, and is discarded; ``rank`` is null
+    replayed   iteration, ranks (rank -> what it found), text: an iteration that was computed again has other bits
     lost       cause ("died", "failed" in place, "hang", "drain"), incarnation, stood (seconds without progress, of a hang): the agent has
                seen the end of this rank's worker, which had not left
 """

@@ -122,7 +122,7 @@ class StreamContext:
         self.host = Host(name=run.host)
         self.workers: dict[int, WorkerConnection] = {}
         self.custodians = Custodians(self.workers.values)
-        self.slot_store = SlotStore(self.host, run.budget, self.log, self.custodians.take_back, run.files)
+        self.slot_store = SlotStore(self.host, run.budget, self.log, self.custodians.take_back, run.files, self.note_damage)
         self.counters = dict.fromkeys(_COUNTED, 0)
         self.measures = Measures()
 
@@ -214,4 +214,5 @@ class StreamContext:
     def note_damage(self, owner: int, version: Version) -> None:
         """Records a copy here that had to be discarded."""
         self.counters["damaged"] += 1
+        self._write_event("damaged", owner=owner, iteration=version.iteration)
         self.notify(f"host {self.host.name}'s copy of rank {owner}'s shard of {version} is not the one that its owner made: discarded")

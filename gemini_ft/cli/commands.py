@@ -21,6 +21,7 @@ from gemini_ft.core.versions import Version
 from gemini_ft.core.words import in_words, table
 from gemini_ft.errors import AgentError, ConfigError, CorruptDataError, StorageError
 from gemini_ft.hosts import host_id
+from gemini_ft.launch.out_of_use import out_of_use
 from gemini_ft.recovery.agent_memory import Remembered, remembered
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import Manifest, examine, list_checkpoints
@@ -60,6 +61,7 @@ def status(arguments: Sequence[str]) -> int:
     if len(runs := {document["run"] for document in documents}) > 1:
         raise ConfigError(f"which run? give --run-id or set GEMINI_RUN_ID; here are {', '.join(sorted(runs))} (gemini ps)")
     for document in documents:
+        document["out_of_use"] = out_of_use(document["run"])
         print(json.dumps(document) if options.json else _describe(document))
     return int(options.at_work and not any(document["workers"] for document in documents))
 
@@ -269,6 +271,7 @@ def _describe(document: dict[str, Any]) -> str:
     if document.get("metrics"):
         page = f", page: http://{document['metrics']}/" if document.get("page") else ""
         lines.append(f"  metrics: http://{document['metrics']}/metrics{page}")
+    lines += [f"  out of use: host {name}: {why}" for name, why in sorted(document["out_of_use"].items())]
     for name, stream in document["streams"].items():
         age = "" if stream["committed_age"] is None else f", {in_words(stream['committed_age'])} ago"
         state = "finished" if stream["finished"] else f"committed iteration {stream['committed']}{age}"

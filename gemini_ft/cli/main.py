@@ -33,6 +33,7 @@ COMMANDS = {
     "ps": Command("gemini_ft.cli.commands", "ps", "list the runs of this host"),
     "leave": Command("gemini_ft.cli.commands", "leave", "end this host's agent"),
     "drain": Command("gemini_ft.cli.commands", "drain", "have a host leave its run after a step that is committed"),
+    "hosts": Command("gemini_ft.cli.hosts", "command", "list the hosts that a run has put out of use, and take one back"),
     "checkpoints": Command(
         "gemini_ft.cli.commands", "checkpoints", "list the checkpoints in storage and in memory, and what is wrong with them"
     ),

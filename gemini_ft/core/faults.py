@@ -25,6 +25,7 @@ RANK_KINDS = {
     "exception": "the worker raises gemini_ft.faults.inject.InjectedFault",
     "exit": "the worker ends by os._exit (code=1)",
     "delay": "the worker does nothing for some seconds (seconds=60)",
+    "flip": "a bit flips in the worker's memory (of=weight, moment or gradient)",
 }
 # Done once on each host that is hit.
 HOST_KINDS = {
@@ -35,6 +36,8 @@ HOST_KINDS = {
     "storage_full": "the file system of storage.url is filled (until=STEP: and freed again)",
 }
 KINDS = RANK_KINDS | HOST_KINDS
+INSIDE_KINDS = [kind for kind in RANK_KINDS if kind != "flip"]  # at PROCESS_MOMENTS
+PLACES = ("weight", "moment", "gradient")  # of a flip
 OCCURRENCE = re.compile(r"\d+-[0-9a-f]{8}(-\d+)?")  # all that `Fault.occurrence` can return
 
 MOMENTS = {
@@ -97,6 +100,7 @@ class Fault:
     probability: float | None = None
     seed: int | None = None
     code: int = 1
+    of: str = "weight"  # flip: where the bit is
     share: float = 0.02  # slow: of each second, in which the process may run
     seconds: float = 60.0  # slow, delay: for which it is
 
@@ -235,8 +239,8 @@ def _check_relations(fault: Fault) -> None:
         problem = "a random fault needs a seed, so that the drill can be repeated: seed=7"
     elif not is_random and fault.seed is not None:
         problem = "seed goes with probability: probability=0.01"
-    elif is_inside and (fault.kind not in RANK_KINDS or fault.everyone or fault.group is not None or is_random):
-        problem = f"at {fault.moment} goes one of {', '.join(RANK_KINDS)}, with {_said_of(fault.moment)}"
+    elif is_inside and (fault.kind not in INSIDE_KINDS or fault.everyone or fault.group is not None or is_random):
+        problem = f"at {fault.moment} goes one of {', '.join(INSIDE_KINDS)}, with {_said_of(fault.moment)}"
     elif is_inside and fault.step is not None and fault.moment in _OF_NO_SNAPSHOT:
         problem = f"at {fault.moment} goes {_said_of(fault.moment)}; the moment is about no snapshot"
     elif is_inside and fault.rank is not None and fault.moment in _OF_NO_RANK:
@@ -253,6 +257,8 @@ def _check_relations(fault: Fault) -> None:
         problem = "owner goes with corrupt"
     elif fault.code != 1 and fault.kind != "exit":
         problem = "code goes with exit"
+    elif fault.of != "weight" and fault.kind != "flip":
+        problem = "of goes with flip"
     elif fault.share != 0.02 and fault.kind != "slow":
         problem = "share goes with slow"
     elif fault.seconds != 60.0 and fault.kind not in ("slow", "delay"):
@@ -305,6 +311,7 @@ _KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
     "probability": (_number(float, lambda number: 0 < number <= 1), "above 0 and at most 1"),
     "seed": (int, "a whole number"),
     "code": (_from_0, _COUNTED),
+    "of": ({place: place for place in PLACES}.__getitem__, f"one of {', '.join(PLACES)}"),
     "share": (_number(float, lambda number: 0 < number < 1), "above 0 and below 1"),
     "seconds": (_number(float, lambda number: 0 < number < math.inf), "above 0"),
 }

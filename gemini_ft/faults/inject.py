@@ -33,6 +33,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -47,6 +48,7 @@ from gemini_ft.wire.worker_messages import Inject
 
 __all__ = ["Fault", "InjectedFault", "at_step", "from_environment"]
 
+Live = Callable[[str], Any]  # place of a flip -> a tensor there, or None
 _log = logging.getLogger("gemini_ft")
 _GATHER_SECONDS = 2.0  # a rank that never comes to the moment delays the fault by this much
 _FILL_LIMIT = "256MiB"  # that storage_full may write; GEMINI_FAULTS_FILL_LIMIT
@@ -58,17 +60,18 @@ def from_environment() -> tuple[Fault, ...]:
     return parse(os.environ.get("GEMINI_FAULTS", ""))
 
 
-def at_step(iteration: int, moment: str = "end_of_step") -> None:
+def at_step(iteration: int, moment: str = "end_of_step", live: Live | None = None) -> None:
     """Carries out the faults that are due at this moment of this iteration. Without GEMINI_FAULTS this is one comparison.
 
     Args:
         moment: a key of ``gemini_ft.core.faults.MOMENTS``.
+        live: gives a tensor of this rank's training, for a fault of kind ``flip``.
 
     Raises:
         InjectedFault: asked for by a fault of kind ``exception``.
     """
     if drill is not None:
-        drill.at(iteration, moment)
+        drill.at(iteration, moment, live)
 
 
 # -- before the first step ------------------------------------------------------------------------
@@ -175,7 +178,7 @@ class Drill:
         self._faults, self._happened, self._folder, self._scene = faults, happened, folder, scene
         self._launcher = own_launcher()
 
-    def at(self, iteration: int, moment: str) -> None:
+    def at(self, iteration: int, moment: str, live: Live | None) -> None:
         """Carries out the faults that are due, in the order of the list."""
         for fault in self._faults:
             self._end(fault, iteration)
@@ -193,7 +196,7 @@ class Drill:
             if mine:
                 scene.events.write("fault", fault=fault.text, iteration=iteration, moment=moment)
                 _log.warning("fault injection at iteration %d, %s: %s", iteration, moment, fault.text)
-                _do(fault, scene, self._launcher)
+                _do(fault, scene, self._launcher, live)
 
     def rest(self) -> list[str]:
         """The planned faults that have not happened."""
@@ -224,7 +227,7 @@ def _gather(name: str, rank: int, world_size: int, wait: bool) -> None:
 # -- deeds ----------------------------------------------------------------------------------------
 
 
-def _do(fault: Fault, scene: Scene, launcher: psutil.Process | None) -> None:
+def _do(fault: Fault, scene: Scene, launcher: psutil.Process | None, live: Live | None) -> None:
     match fault.kind:
         case "agent":
             _kill([*_process(scene.client().welcome.pid)])
@@ -238,6 +241,9 @@ def _do(fault: Fault, scene: Scene, launcher: psutil.Process | None) -> None:
             for process in _process(scene.client().welcome.pid):
                 with contextlib.suppress(ProcessLookupError):
                     slow_down(process.pid, fault.share, fault.seconds)
+        case "flip":
+            if live is not None and (tensor := live(fault.of)) is not None:
+                _flip(tensor)
         case "storage_full":
             check_room(scene.storage)
             _fill(_storage_folder(scene.storage) / _FILLER)
@@ -254,6 +260,14 @@ def _kill_host(agent: int, launcher: psutil.Process | None) -> None:
     own = psutil.Process()
     family = [launcher, *launcher.children(recursive=True)] if launcher is not None and launcher in own.parents() else []
     _kill([*_process(agent), *(process for process in family if process != own), own])
+
+
+def _flip(tensor: Any) -> None:
+    """Flips a bit, as faulty memory does: no version counter shows it."""
+    import torch
+
+    part = getattr(tensor, "_local_tensor", tensor).data
+    part.as_strided((1,), (1,)).view(torch.uint8)[-2:-1].bitwise_xor_(16)
 
 
 def _fill(path: Path) -> None:

@@ -39,6 +39,7 @@ from gemini_ft.errors import FINAL, AgentTimeoutError, ConfigError, GeminiError,
 from gemini_ft.hosts import began, host_id, lasting_names
 from gemini_ft.launch import grace
 from gemini_ft.launch.failures import may_go_away
+from gemini_ft.launch.health import HostHealth
 from gemini_ft.launch.notes import DRAINED, DRAINED_STATUS, PROTECTED, REFUSED, Notes
 from gemini_ft.launch.replaced import replaced
 from gemini_ft.wire.private import newest_first, runtime_folder
@@ -92,6 +93,11 @@ class HostDrain:
         else:
             self._give_up("the signal has come a second time")
         return True
+
+    def heard_once(self) -> None:
+        """Begins the drain, unless it has begun."""
+        if self._begun_at is None:
+            self.heard()
 
     def _tell(self) -> None:
         try:
@@ -229,6 +235,7 @@ class Endings:
         self._since = time.monotonic()
         self._has_warned = False
         self._hang: dict[str, Any] | None = None  # the last one that was said
+        self.hung: set[int] = set()  # ranks that kept the job waiting then
 
     def judge(self, failures: Iterable[ProcessFailure]) -> bool:
         """Workers have failed; whether that is final."""
@@ -272,6 +279,7 @@ class Endings:
         for stream in account_of(self._run, _HANG_SECONDS).get("streams", {}).values():
             if (hang := stream.get("hang")) is not None and hang != self._hang:
                 self._hang = hang
+                self.hung = {*hang["ranks"]}
                 _log.error("the job hung: %s; %s has the report", hang["text"], hang["report"])
 
     def _kept(self) -> str:
@@ -302,16 +310,18 @@ def _place(data: Any) -> tuple[str, str, str, str] | None:
 
 
 @contextmanager
-def final_endings(notes: Notes, run: str, drain: HostDrain, *, interval: float) -> Iterator[Endings]:
+def final_endings(notes: Notes, run: str, drain: HostDrain, health: HostHealth, *, interval: float) -> Iterator[Endings]:
     """Inside, torch's launcher restarts no workers whose failure is final, and none of a host that is drained.
 
     Args:
+        health: told which ranks are here, and of hangs that they caused.
         interval: seconds after which torch's launcher looks at the workers though there is no news of them.
     """
     original, endings = LocalElasticAgent._monitor_workers, Endings(notes, run)
 
     def monitor(agent: LocalElasticAgent, group: WorkerGroup) -> RunResult:
         endings.has_begun = True
+        health.ranks = {worker.global_rank for worker in group.workers}
         grace.await_news(agent._pcontext, interval)
         if notes.have(DRAINED):
             await_workers(agent._pcontext)
@@ -323,6 +333,8 @@ def final_endings(notes: Notes, run: str, drain: HostDrain, *, interval: float) 
             raise SignalException("this host is drained", signal.SIGTERM)  # the one end after which the others' rendezvous goes on
         if result.is_failed() and endings.judge(result.failures.values()):
             agent._remaining_restarts = 0
+        elif result.is_failed() and endings.hung & health.ranks:
+            health.suspect("as it kept the job waiting")
         elif result.state == WorkerState.HEALTHY:
             endings.look()
         return result

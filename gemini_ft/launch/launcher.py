@@ -55,6 +55,7 @@ from gemini_ft.launch.endings import (
     tell_spares,
     unheard,
 )
+from gemini_ft.launch.health import UNHEALTHY, HealthOptions, HostHealth, UnhealthyError
 from gemini_ft.launch.launched import LAUNCH, default_run_id, is_passing
 from gemini_ft.launch.notes import PROTECTED, STORES, notes_of_workers
 from gemini_ft.launch.preload import early_environment, modules_to_preload
@@ -68,6 +69,7 @@ from gemini_ft.wire.worker_messages import OF_RUN, Launch
 logger = logging.getLogger(__name__)
 
 _MAX_RESTARTS = 10
+_ACCOUNT_SECONDS = 0.5  # for the agent to say which ranks are slow
 _DRAIN_SIGNALS, _RESTARTS = (get_args(GeminiConfig.model_fields[name].annotation) for name in ("drain_signal", "restart"))
 # Torchrun's options that say how hosts meet.
 _MEETING = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "node_rank", "standalone")
@@ -111,14 +113,17 @@ def command(argv: Sequence[str]) -> int:
             stack.enter_context(started_ahead(run_id, host_id()))
             notes = stack.enter_context(notes_of_workers())
             hosts = torchrun.parse_min_max_nnodes(options.nnodes)[1]
-            stack.enter_context(better_rendezvous(hosts, notes, partial(unheard, run_id), partial(tell_spares, run_id)))
+            options_of_health = HealthOptions(command=config.health, seconds=config.health_timeout, drains=config.straggler == "drain")
+            health = HostHealth(run_id, options_of_health, notes, partial(account_of, run_id, _ACCOUNT_SECONDS))
+            stack.enter_context(better_rendezvous(hosts, notes, partial(unheard, run_id), partial(tell_spares, run_id), health))
             stack.enter_context(surviving_stores())
             stack.enter_context(whole_rounds())
             stack.enter_context(own_log_dir(options))
             signum = None if config.drain_signal == "none" else signal.Signals[config.drain_signal]
             drain = HostDrain(run_id, config.drain_seconds, signum, partial(notes.have, PROTECTED))
+            health.drain = drain.heard_once
             interval, options.monitor_interval = options.monitor_interval, min(_NO_INTERVAL, options.monitor_interval)
-            endings = stack.enter_context(final_endings(notes, run_id, drain, interval=interval))
+            endings = stack.enter_context(final_endings(notes, run_id, drain, health, interval=interval))
             copy = stack.enter_context(copied_from_pipe(program)) if not (options.module or options.no_python) else None
             stack.enter_context(workers_of(options, program, copy))
             stack.enter_context(drain.heeded())
@@ -137,6 +142,9 @@ def command(argv: Sequence[str]) -> int:
     except OvertakenError as error:
         logger.error("%s", error)
         return OVERTAKEN
+    except UnhealthyError as error:
+        logger.error("%s", error)
+        return UNHEALTHY
     except SignalException as error:
         if endings is not None and endings.status == LEFT:
             if endings.has_drained:
@@ -241,6 +249,9 @@ def make_parser() -> argparse.ArgumentParser:
         choices=_RESTARTS,
         help="after a failure, start all workers anew, or keep those inside gemini_ft.run that live (default: GEMINI_RESTART, or process)",
     )
+    ours.add_argument(
+        "--health", metavar="COMMAND", help="judges this host before it joins, and when it is suspected (default: GEMINI_HEALTH, or none)"
+    )
     ours.add_argument("--cold", action="store_true", help="start every worker from nothing instead of forking it from a warm process")
     ours.add_argument(
         "--preload",
@@ -305,6 +316,8 @@ def prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
         os.environ["GEMINI_DRAIN_SIGNAL"] = options.drain_signal
     if options.restart:
         os.environ["GEMINI_RESTART"] = options.restart
+    if options.health:
+        os.environ["GEMINI_HEALTH"] = options.health
     if options.explain:
         os.environ["GEMINI_EXPLAIN"] = "1"
     os.environ["GEMINI_LAUNCHER_PID"] = str(os.getpid())

@@ -17,6 +17,7 @@ REFUSED = "refused"  # this worker ends with an error that no restart may talk a
 LACKS = "lacks"  # the state is not whole without hosts that are absent, and this host is none of those that had it
 STORES = "stores"  # what the job commits last is to be in storage when it ends
 DRAINED = "drained"  # this worker has left after a step that is committed, because its host is drained
+SUSPECTED = "suspected"  # this worker was named as one with other results than it should have
 DRAINED_STATUS = 85  # ERESTART; with which a worker leaves then, and its launcher
 
 _TOTAL = "total="  # and the number of optimizer steps of the whole job

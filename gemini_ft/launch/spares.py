@@ -35,6 +35,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_ren
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _Action
 
 from gemini_ft.hosts import lasting_name
+from gemini_ft.launch.health import HostHealth
 from gemini_ft.launch.notes import FIXED, LACKS, Notes
 from gemini_ft.launch.replaced import replaced
 
@@ -74,6 +75,7 @@ class LaunchingHost:
     tell: Callable[[int, int], bool] = lambda waiting, lacking: True  # tells this host's agent (`TellSpares`); whether it has heard
     _told: tuple[int, int] | None = None
     _tells_from: float = 0.0  # when the agent is told the same again; it may have been started since
+    health: HostHealth | None = None
     lacked: int = 0  # how often its workers had found that the state lacks absent hosts, when it wished to join last
 
     def report(self, state: Any) -> None:
@@ -97,6 +99,8 @@ class PatientJoin:
         self._yields, host.lacked = lacks > host.lacked, lacks  # to hosts that may have the state
 
     def __call__(self, ctx: Any, deadline: float) -> Any:
+        if self._host.health is not None and self._host.health.stays_away(ctx.state):
+            return _Action.KEEP_ALIVE
         if self._yields and ctx.node not in ctx.state.participants:
             setattr(ctx.state, _NAMES, {node: name for node, name in getattr(ctx.state, _NAMES, {}).items() if node != ctx.node})
         self._host.needs = ctx.settings.min_nodes
@@ -273,6 +277,8 @@ def nodes_waiting(original: Callable[[Any], int], host: LaunchingHost, handler: 
         if is_fixed and state.complete and handler._this_node in state.participants and not hasattr(state, _HOSTS):
             setattr(state, _HOSTS, len(state.participants))
             is_news = True
+        if host.health is not None and handler._this_node in state.participants:
+            is_news |= host.health.at_work(state)
         if is_news:
             holder.mark_dirty()
             holder.sync()
@@ -350,6 +356,7 @@ def better_rendezvous(
     notes: Notes,
     unheard: Callable[[], Collection[str]] = tuple,
     tell: Callable[[int, int], bool] = lambda waiting, lacking: True,
+    health: HostHealth | None = None,
 ) -> Iterator[None]:
     """Inside, torch's launcher joins a job of ``hosts`` hosts in the way described above.
 
@@ -360,12 +367,13 @@ def better_rendezvous(
         notes: of this host's workers.
         unheard: the names of the hosts of which this host's agent hears nothing.
         tell: tells that agent how many hosts wait as spares, and how many the job lacks; returns whether it has heard.
+        health: of this host.
     """
     theirs: Any = torch_rendezvous
     join, delay, state = theirs._RendezvousJoinOp, theirs._delay, theirs._BackendRendezvousStateHolder
     handler = torch_rendezvous.DynamicRendezvousHandler
     waiting, interval = handler.num_nodes_waiting, pause(hosts)
-    this = LaunchingHost(patience=interval + _GRACE, notes=notes, tell=tell)
+    this = LaunchingHost(patience=interval + _GRACE, notes=notes, tell=tell, health=health)
     changes = {
         "_RendezvousJoinOp": lambda: PatientJoin(join(), this),
         "_delay": lambda seconds: delay(interval if seconds == 1 else seconds),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch.distributed.tensor import DTensor
 
 from gemini_ft import accelerator
 from gemini_ft.errors import ReplicaDivergedError
@@ -121,7 +122,9 @@ def check_replicas(sources: Iterable[Source], exchange: Callable[[Any], list[Any
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """16 hex digits of XXH3-64 over the bytes of a tensor, whatever its strides."""
+    """16 hex digits of XXH3-64 over the bytes of a tensor, or of its part here, whatever its strides."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
     hasher = xxhash.xxh3_64()
     for pieces in _strides(tensor, _STRIDE):
         for piece in pieces:

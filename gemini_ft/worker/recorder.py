@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from gemini_ft import failpoints
@@ -21,7 +22,7 @@ from gemini_ft.core.decisions import Abort, Commit
 from gemini_ft.core.diligence import Diligence
 from gemini_ft.core.faults import World
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import AgentError, GeminiError
+from gemini_ft.errors import AgentError, GeminiError, ReplayError, ReplicaDivergedError
 from gemini_ft.events import EventLog
 from gemini_ft.faults import inject as faults
 from gemini_ft.launch import notes
@@ -51,6 +52,8 @@ from gemini_ft.wire.worker_messages import (
     StopAfterStep,
     ToWorker,
     Travelled,
+    Verified,
+    Verify,
     WriteRecord,
 )
 from gemini_ft.worker import drain
@@ -60,6 +63,7 @@ from gemini_ft.worker.courier import Courier
 from gemini_ft.worker.drain import Drain
 from gemini_ft.worker.outcomes import Outcomes, Stats
 from gemini_ft.worker.rendezvous import exchange_or_raise
+from gemini_ft.worker.replay import refusal
 from gemini_ft.worker.reservation import Reservation
 from gemini_ft.worker.session import WorkerSession, join
 from gemini_ft.worker.snapshot import PendingSnapshot, Snapshotter
@@ -81,6 +85,7 @@ class Recorder:
         self._has_left = False
         self._at = 0  # iteration that ended last
         self._recorded = 0  # iteration of the last snapshot, committed or not
+        self.checked: int | None = None  # `verify: replay`: the last snapshot, if the iteration after it is checked
         self._paces = [(0, config.fixed_interval or 1)]  # (from iteration, steps between snapshots)
         self._has_noted_commit = False
         self._observation: Observation | None = None
@@ -110,7 +115,8 @@ class Recorder:
                 client=lambda: self.client,
                 recover=self._reconnect,
                 on_discard=self._outcomes.discarded,
-                verify=config.verify,
+                raises=config.verify is True,
+                on_compare=self._scrub if config.verify == "replay" else lambda: None,
                 waits=config.waits,
                 timeout=config.timeout,
                 grant_timeout=config.agent_timeout + config.replica_timeout if config.agent_timeout else None,
@@ -165,8 +171,9 @@ class Recorder:
         written, self._copying.written = self._copying.written, []
         if self._copy_when.judge(written, iteration):
             self.events.write("copied at step", iteration=iteration, tensors=written[:5])
-        before, self._recorded, every = self._recorded, iteration, self._config.compare_every  # the same on all ranks
-        is_compared = self.session.world_size > 1 and iteration // every > before // every
+        is_due = self._is_due(iteration)  # asked for each iteration by all ranks, those too that leave this one out
+        is_compared = is_due and self.session.world_size > 1
+        self.checked = iteration if is_due and self._config.verify == "replay" else None
         if self.slots_lock.acquire(blocking=self._config.waits or not self._stats.snapshots):
             try:
                 self._submit(iteration, state, {"extras": extras, "given": given}, is_compared)
@@ -186,7 +193,15 @@ class Recorder:
         digest = self._reservation.digest() if digest_due else None
         held = self._stats.unsaid
         self._stats.unsaid = []
-        job = PendingSnapshot(iteration=iteration, extras=blob, digest=digest, marks=plan.marks(), ready=plan.ready(), held=held)
+        job = PendingSnapshot(
+            iteration=iteration,
+            extras=blob,
+            digest=digest,
+            marks=plan.marks(),
+            ready=plan.ready(),
+            is_checked=self._config.verify is True or self.checked is not None,
+            held=held,
+        )
         self._copy_when.follow(plan, job.marks)
         self._copying.submit(job)
 
@@ -205,14 +220,53 @@ class Recorder:
         """Compares what all ranks must hold alike, now. Collective. Raises ReplicaDivergedError: it differs."""
         self._reservation.compare(state, state.survey())
 
+    def _is_due(self, iteration: int) -> bool:
+        """Whether the ranks' replicated state is compared after ``iteration`` though no upload is due; the same on all ranks."""
+        before, self._recorded, every = self._recorded, iteration, self._config.compare_every
+        return iteration // every > before // every
+
+    def take_differing(self) -> list[str]:
+        """Takes what had other bytes, before the last update, than the copy that was made of it."""
+        differing, self._copying.differing = self._copying.differing, []
+        return [f"{name} (in memory)" for name in dict.fromkeys(differing)]
+
+    def refuse(self, found: list[list[str]]) -> None:
+        """Raises ReplayError, as a checked iteration came out with other bits; by rank, what has."""
+        error = refusal(self._recorded, found, self.session.spec.hosts)
+        ranks = {str(rank): names for rank, names in enumerate(found) if names}
+        self.events.write("replayed", iteration=self._recorded, ranks=ranks, text=str(error))
+        self._note_suspicion(error)
+        raise error
+
+    def _note_suspicion(self, error: GeminiError) -> None:
+        """Tells the launcher if an error names this rank as one with other results."""
+        session = self.session
+        if isinstance(error, ReplayError | ReplicaDivergedError) and f"rank {session.rank} (host {session.host})" in str(error):
+            notes.say(notes.SUSPECTED)
+
+    def _scrub(self) -> None:
+        """Has the agent compare the copies that this host has of the last commit with their checksums; it names those that differ.
+
+        Called when the next snapshot has its slot, and is not whole: the last commit is known, and nothing of it is written to.
+        """
+        hosts = self.session.spec.hosts
+        if (version := self._committed) is not None and hosts.index(self.session.host) == self.session.rank:
+            with contextlib.suppress(AgentError):
+                self.client.call(Verify(version=version), Verified)
+
     def marks(self) -> dict[str, list[tuple[int, int]]]:
         """Marks by which a write to the last snapshot's tensors is seen; empty before the first one."""
         return self._copying.plan.all_marks() if self._copying.plan is not None else {}
 
-    def before_update(self) -> None:
-        """Returns when the snapshot under way has read all that the update will write."""
+    def before_update(self, changed: Sequence[str] = ()) -> None:
+        """Returns when the snapshot under way has read all that the update will write.
+
+        Args:
+            changed: what has changed since the snapshot was begun although nobody wrote it: that snapshot is given up.
+        """
         self.raise_fatal()
         with self._standing_still():
+            self._copying.differing += changed
             self._copying.before_update()
 
     def settle(self) -> None:
@@ -462,6 +516,7 @@ class Recorder:
                 self._copying.aborted(iteration)
             case Failed():
                 self.fatal = as_error(message)
+                self._note_suspicion(self.fatal)
             case WriteRecord(path=path):
                 write_record(f"{path}-rank_{self.session.rank}")
             case Notice(text=text):

@@ -65,7 +65,8 @@ class PendingSnapshot:
         is_seen: by the snapshot thread, which tells the agent of it.
         cancelled: why there will be no snapshot.
         checksums: of the chunks in the slot that this process has formed.
-        finished: with ``verify`` it is not declared copied before it was compared.
+        is_checked: it is compared with the live state before the next update, and declared copied only then.
+        finished: it is declared, or given up.
         held: of the steps before it, see `Request`.
     """
 
@@ -84,6 +85,7 @@ class PendingSnapshot:
     slot: int | None = None
     cancelled: str = ""
     checksums: list[int] = field(default_factory=list)
+    is_checked: bool = False
     finished: bool = False
     held: list[tuple[float, float]] = field(default_factory=list)
 
@@ -99,7 +101,8 @@ class Snapshotter:
         client: the connection to the present agent.
         recover: called on the thread when the agent is gone; brings a new one up, or raises GeminiError.
         on_discard: called with iteration and reason when a snapshot is given up.
-        verify: compare each copy with the live state before the update, and declare it copied only then.
+        raises: a difference from the live state is an error at once; else it is noted in ``differing``.
+        on_compare: called before a copy that is compared is declared: the last commit cannot be overwritten before.
         waits: whether an update waits for a snapshot that is late; else the snapshot is given up.
         grant_timeout: seconds an update waits for a slot.
         diligence: by which the agent is judged: its requests and answers are noted there.
@@ -113,7 +116,8 @@ class Snapshotter:
         client: Callable[[], AgentClient],
         recover: Callable[[], None],
         on_discard: Callable[[int, str], None],
-        verify: bool,
+        raises: bool,
+        on_compare: Callable[[], None] = lambda: None,
         waits: bool,
         timeout: float,
         diligence: Diligence,
@@ -122,10 +126,11 @@ class Snapshotter:
         self._client, self._diligence = client, diligence
         self._grant_timeout = timeout if grant_timeout is None else min(timeout, grant_timeout)
         self._owner, self._root, self._recover, self._on_discard = owner, root, recover, on_discard
-        self._verify, self._waits, self._timeout = verify, waits, timeout
+        self._raises, self._on_compare, self._waits, self._timeout = raises, on_compare, waits, timeout
         self.plan: CopyPlan | None = None
         self.slots: dict[int, MappedSlot] = {}
         self.newest: int | None = None  # iteration of the newest snapshot that the thread has taken up
+        self.differing: list[str] = []  # names of the tensors that had other bytes than the copy, or than when it was begun
         self.written: list[str] = []  # names of the tensors whose writes made the last copy be given up
         self._job: PendingSnapshot | None = None  # the newest one
         self._at_hand: PendingSnapshot | None = None  # the one that the thread is at, or was at last
@@ -172,7 +177,7 @@ class Snapshotter:
         """Waits for the copy, as the training thread is about to write; gives it up when it could not begin.
 
         Raises:
-            ConcurrentWriteError: ``verify`` found a difference.
+            ConcurrentWriteError: there is a difference, and it ``raises``.
         """
         job = self._job
         if job is None:
@@ -220,7 +225,7 @@ class Snapshotter:
 
     def _device_beside(self, job: PendingSnapshot) -> torch.device | None:
         """The device whose queue keeps a snapshot and the update apart; None: the host does, which has to see the copy made."""
-        if job.ready is None or self._verify:
+        if job.ready is None or job.is_checked:
             return None
         assert self.plan is not None
         return self.plan.device
@@ -230,8 +235,8 @@ class Snapshotter:
 
         Where the host is ahead of the device, it waits as long as the device has work before the update: that costs nothing.
         """
-        if self._waits or job.reached is None:
-            return self._waits and not self._impatient
+        if self._waits or job.is_checked or job.reached is None:
+            return (self._waits or job.is_checked) and not self._impatient
         while job.state is SnapshotState.WAITING and not job.reached.query():
             self._condition.wait(_LOOK)
         return job.state is not SnapshotState.WAITING
@@ -277,7 +282,7 @@ class Snapshotter:
         return job.written
 
     def _finish(self, job: PendingSnapshot) -> None:
-        if self._verify and not job.cancelled and not job.finished:
+        if job.is_checked and not job.cancelled and not job.finished:
             self._compare(job)
         self._raise_broken()
 
@@ -324,10 +329,15 @@ class Snapshotter:
         if job.ready is not None:  # formed before the comparison, so that those of the agent are of what has been compared, or differ
             starts = range(0, self.plan.nbytes, step)
             job.checksums[:0] = [checksum(slot.view[start : min(start + step, self.plan.nbytes)]) for start in starts]
-        if slot.view.nbytes and (different := [c.name for c in self.plan.background if not same_bytes(slot, c)]):
+        self._on_compare()
+        different = self.differing or [c.name for c in self.plan.background if slot.view.nbytes and not same_bytes(slot, c)]
+        if different:
             text = f"iteration {job.iteration}: {', '.join(different[:5])} changed between the snapshot and the next update"
             self._discard(job, text)
-            raise ConcurrentWriteError(f"{text}; write inside `with checkpointer.mutate():`")
+            if self._raises:
+                raise ConcurrentWriteError(f"{text}; write inside `with checkpointer.mutate():`")
+            self.differing = different
+            return
         self._declare(job)
 
     # -- the snapshot thread
@@ -417,7 +427,7 @@ class Snapshotter:
             changed = self._judge(job)
         if changed:
             self._discard(job, f"{', '.join(changed[:5])} {WRITTEN}")
-        elif not self._verify:
+        elif not job.is_checked:
             self._declare(job)
 
     def _look(self, job: PendingSnapshot) -> None:
@@ -516,7 +526,7 @@ class Snapshotter:
     def _declare(self, job: PendingSnapshot) -> None:
         job.finished = True
         digest = self._digest(job) if job.digest is not None else ""
-        root = self._root(job) if job.ready is None or self._verify else ""  # else the agent alone forms it
+        root = self._root(job) if job.ready is None or job.is_checked else ""  # else the agent alone forms it
         self._client().tell(Copied(iteration=job.iteration, extras_bytes=len(job.extras), digest=digest, root=root))
 
     def _digest(self, job: PendingSnapshot) -> str:

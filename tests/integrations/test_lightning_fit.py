@@ -261,6 +261,11 @@ def test_the_copy_is_waited_for_before_every_update(fit: Callable[..., Model]) -
     assert fit(strategy=gemini_ft.lightning.GeminiStrategy(verify=True)).steps == list(range(STEPS))
 
 
+def test_iterations_are_computed_again_without_another_training_step(fit: Callable[..., Model], caplog: pytest.LogCaptureFixture) -> None:
+    assert fit(strategy=gemini_ft.lightning.GeminiStrategy(verify="replay", compare_every=1)).steps == list(range(STEPS))
+    assert "verify: replay" not in caplog.text  # no result was left out
+
+
 def test_the_interval_counts_optimizer_steps(fit: Callable[..., Model]) -> None:
     with pytest.raises(Boom):
         fit({"at": 5, "do": crash}, strategy=gemini_ft.lightning.GeminiStrategy(interval=2))

@@ -30,9 +30,16 @@ from gemini_ft.errors import (
 )
 from gemini_ft.launch import endings as module
 from gemini_ft.launch.endings import LEFT, Endings, HostDrain, final_endings
+from gemini_ft.launch.health import HealthOptions, HostHealth
 from gemini_ft.launch.launcher import in_short
-from gemini_ft.launch.notes import DRAINED, PROTECTED, notes_of_workers, say
+from gemini_ft.launch.notes import DRAINED, PROTECTED, Notes, notes_of_workers, say
 from gemini_ft.wire.worker_messages import Status
+
+GROUP: Any = SimpleNamespace(workers=[])
+
+
+def well(notes: Notes) -> HostHealth:
+    return HostHealth("no such run", HealthOptions(), notes)
 
 
 def failure(folder: Path, *kinds: str, text: str = "wrong", place: str = "train.py:3", step: int | None = 7, status: int = 1) -> Any:
@@ -130,11 +137,14 @@ def test_a_script_that_swallows_the_end_of_a_drained_rank_has_not_finished_the_j
     """As a success it would close the rendezvous of all hosts."""
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda agent, group: RunResult(WorkerState.SUCCEEDED))
     agent: Any = SimpleNamespace(_pcontext=SimpleNamespace(subprocess_handlers={}))
-    with notes_of_workers() as notes, final_endings(notes, "no such run", HostDrain("no such run", 0.0, None), interval=0.0) as endings:
-        assert LocalElasticAgent._monitor_workers(agent, None).state == WorkerState.SUCCEEDED
+    with (
+        notes_of_workers() as notes,
+        final_endings(notes, "no such run", HostDrain("no such run", 0.0, None), well(notes), interval=0.0) as endings,
+    ):
+        assert LocalElasticAgent._monitor_workers(agent, GROUP).state == WorkerState.SUCCEEDED
         say(DRAINED)
         with pytest.raises(SignalException, match="this host is drained"):
-            LocalElasticAgent._monitor_workers(agent, None)
+            LocalElasticAgent._monitor_workers(agent, GROUP)
         assert (endings.status, endings.has_drained) == (LEFT, True)
 
 
@@ -142,9 +152,9 @@ def test_workers_that_fail_while_their_host_is_drained_are_not_said_to_have_comm
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda agent, group: RunResult(WorkerState.FAILED))
     agent: Any = SimpleNamespace(_pcontext=SimpleNamespace(subprocess_handlers={}))
     drain: Any = SimpleNamespace(begun=True, await_uploads=lambda: None)
-    with notes_of_workers() as notes, final_endings(notes, "no such run", drain, interval=0.0) as endings:
+    with notes_of_workers() as notes, final_endings(notes, "no such run", drain, well(notes), interval=0.0) as endings:
         with pytest.raises(SignalException, match="this host is drained"):
-            LocalElasticAgent._monitor_workers(agent, None)
+            LocalElasticAgent._monitor_workers(agent, GROUP)
         assert (endings.status, endings.has_drained) == (LEFT, False)
 
 

@@ -284,8 +284,9 @@ class SlotMemory:
 
     def damaged(self, over: Callable[..., Iterable[int]] = map) -> list[int]:
         """Checks every chunk against its digest; returns the indices that do not match. ``over``: `map`, or that of a pool of threads."""
-        found = over(checksum, [self.data(at, nbytes) for at, nbytes, _ in self.chunks.values()])
-        return [index for (index, (*_, digest)), formed in zip(self.chunks.items(), found, strict=True) if formed != digest]
+        chunks = list(self.chunks.items())
+        found = over(checksum, [self.data(at, nbytes) for _, (at, nbytes, _) in chunks])
+        return [index for (index, (*_, digest)), formed in zip(chunks, found, strict=True) if formed != digest]
 
     def _write_header(self) -> None:
         shape = self.shape

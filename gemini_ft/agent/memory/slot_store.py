@@ -39,10 +39,17 @@ class SlotStore:
     """Makes, finds and frees slot memory. The protocol (``host``) decides what a slot's bytes are worth."""
 
     def __init__(
-        self, host: Host, budget: Budget, log: Callable[[str], None], on_free: Callable[[SlotMemory], None], files: SlotFiles | None = None
+        self,
+        host: Host,
+        budget: Budget,
+        log: Callable[[str], None],
+        on_free: Callable[[SlotMemory], None],
+        files: SlotFiles | None = None,
+        on_damage: Callable[[int, Version], None] = lambda owner, version: None,
     ) -> None:
         self.memory: dict[tuple[int, int], SlotMemory] = {}  # (owner, slot) -> its memfd
         self._host, self._budget, self._log, self._on_free, self._files = host, budget, log, on_free, files
+        self._on_damage = on_damage
         self._donors: dict[tuple[int, int], SlotDonor | None] = {}
         self._wanted: dict[int, tuple[SlotShape, int]] = {}  # owner -> the shape of its slots, and how many there should be
         self._roomy: dict[int, int] = {}  # owner -> commits in a row at which there was room to spare for the slots that it lacks
@@ -89,11 +96,14 @@ class SlotStore:
 
         damages = await asyncio.to_thread(look)
         for (owner, memory), damaged in zip(copies, damages, strict=True):
+            if memory.version != version:  # a newer one is whole, and the slot is written anew
+                continue
             if not damaged and memory.is_genuine:
                 sound.append(owner)
                 continue
             where = f"chunks {damaged[:8]}" if damaged else "its layout or checksums"
             self._log(f"rank {owner}'s {version} is damaged in {where}: discarded")
+            self._on_damage(owner, version)
             self._host.slots(owner).discard(version)
             memory.clear()
             memory.forget()

@@ -1,0 +1,64 @@
+"""`verify: replay`: a bit that flips in a gradient, a weight, a moment or a replica is found where ranks cannot be compared, too."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_kit import World
+from replay_case import train
+
+from gemini_ft.errors import ReplayError
+from gemini_ft.events import read_events
+
+STEPS = 16
+WRONG = {
+    "ddp": ["rank 1 (host b): the gradient of model.module.first.weight."],
+    "closure": ["rank 1 (host b): the gradient of model.module.first.weight."],
+    "fsdp2": [
+        "rank 1 (host b): the gradient of model.first.weight (in memory).",
+        "rank 0 (host a): model.first.weight (in memory).",
+        "rank 1 (host b): exp_avg of model.first.weight (in memory).",
+    ],
+}
+FAULTS = {
+    "ddp": "step=7:host=0:corrupt",
+    "closure": "",
+    "fsdp2": "; ".join(
+        [
+            "step=5:rank=1:flip:of=gradient:moment=before_update",
+            "step=9:rank=0:flip:of=weight:moment=in_copy",
+            "step=13:rank=1:flip:of=moment:moment=in_copy",
+        ]
+    ),
+}
+
+
+def run(world: World, kind: str, **options: Any) -> tuple[list[list[str]], list[Any]]:
+    """All attempts until the job has ended; what the ranks of those that failed raised, and the results of the last one."""
+    errors = list[list[str]]()
+    while True:
+        results = world.outcome(partial(train, kind, STEPS, **options))
+        if not any(isinstance(result, Exception) for result in results):
+            return errors, results
+        assert all(isinstance(result, ReplayError) for result in results), results
+        errors.append([str(result) for result in results])
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_flipped_bit_is_found_its_host_is_named_and_the_job_ends_with_the_very_bits(tmp_path: Path, kind: str) -> None:
+    events = tmp_path / "events"
+    hosts = ["a", "b"]
+    (tmp_path / "calm").mkdir()
+    with World(tmp_path / "calm", hosts=hosts) as world:
+        calm = world.outcome(partial(train, kind, STEPS))
+    with World(tmp_path, hosts=hosts, GEMINI_EVENTS=str(events), GEMINI_FAULTS=FAULTS[kind]) as world:
+        errors, results = run(world, kind, verify="replay", compare_every=1, wrong_at=9)
+    assert [result["state"] for result in results] == [result["state"] for result in calm]
+    assert [len({*told}) for told in errors] == [1] * len(errors)  # on all ranks
+    assert [told[0].partition(" came out at ")[2].partition(" Something")[0] for told in errors] == WRONG[kind]
+    damaged = [(event["host"], event["owner"]) for event in read_events(events) if event["event"] == "damaged"]
+    assert sorted(damaged) == ([("a", 0), ("a", 1)] if kind == "ddp" else [])
+    assert not any("no longer compared" in text or "cannot be computed again" in text for text in results[0]["told"]), results
