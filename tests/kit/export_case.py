@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from plain_case import start_ranks
 from session_case import settle
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.nn.parallel import DistributedDataParallel
 
 import gemini_ft
@@ -101,24 +102,26 @@ def load_again(sources: dict[str, dict[str, Any]], live: dict[str, str]) -> dict
     """
     start_ranks()
     if not dist.is_initialized():
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     found = {}
     for (name, source), sharded in product(sources.items(), (False, True)):
         flat = sharded == ("step" in source)
         model, optimizer = build(sharded)
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.detach().zero_()
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            weights: dict[str, Any]
+            optim: dict[str, Any]
             weights, optim = get_state_dict(model, optimizer, options=options)
-            for tensor in weights.values():
-                tensor.detach().zero_()
             if flat:  # as torchtitan lays it out
                 document: dict[str, Any] = weights | {"optimizer": optim}
-                dcp.load(document, storage_reader=GeminiReader(**source, model="", optim="optimizer", flat=True))
+                load(document, storage_reader=GeminiReader(**source, model="", optim="optimizer", flat=True))
                 optim, weights = document.pop("optimizer"), document
             else:
                 document = {"model": weights, "optim": optim}
-                dcp.load(document, storage_reader=GeminiReader(**source))
+                load(document, storage_reader=GeminiReader(**source))
                 weights, optim = document["model"], document["optim"]
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optim, options=options)
             again = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=sharded))
