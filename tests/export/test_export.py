@@ -297,7 +297,8 @@ class TestReader:
             with pytest.raises(CheckpointException, match=said):
                 load(reader, ddp.live)
         with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: model\.another"):
-            load(GeminiReader(ddp.run), {"model": {"another": torch.zeros(2)}})
+            load(reader := GeminiReader(ddp.run), {"model": {"another": torch.zeros(2)}})
+        reader.reset()
 
 
 class TestDamagedMemory:
