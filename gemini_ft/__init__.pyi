@@ -1,4 +1,5 @@
 # The names that `from gemini_ft import Checkpointer` finds: gemini_ft/public_names.py reads this file.
+from . import dcp as dcp
 from . import errors as errors
 from . import huggingface as huggingface
 from . import lightning as lightning

@@ -308,6 +308,7 @@ VARIABLES = {
     "GEMINI_STATE_DIR": "Folder in which a host remembers what was stored; default: gemini-ft in XDG_STATE_HOME.",
     "GEMINI_EXPLAIN": "Print what the state of the job consists of, as `gemini run --explain` does.",
     "GEMINI_WRAP": "0: leave deepspeed.initialize, transformers' Trainer and the locks of torch's builds as they are.",
+    "GEMINI_REMIND": "1: fits of Lightning that nothing protects say so (docs/lightning.md).",
     "GEMINI_DATA_RESUME": "As `data_resume` of the Lightning strategies (docs/lightning.md).",
     "GEMINI_EPOCH_HOOKS": "As `epoch_hooks` of the Lightning strategies (docs/lightning.md).",
     "GEMINI_FAULTS": "Failures to inject (docs/drills.md).",

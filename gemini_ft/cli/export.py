@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import os
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from gemini_ft.config import GeminiConfig, load_config
-from gemini_ft.errors import ConfigError, CorruptDataError, RecoveryError
+from gemini_ft.config import load_config
+from gemini_ft.errors import ConfigError
 from gemini_ft.export.target import DCP, DEEPSPEED, Target, staged
-from gemini_ft.storage.opening import open_existing
-from gemini_ft.wire.trust import read_secret
 
-if TYPE_CHECKING:
-    from gemini_ft.export.source import Checkpoint
-
-_log = logging.getLogger("gemini_ft")
-_NONSENSE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError, RuntimeError, MemoryError)
 FORMATS = ("lightning", "dcp", "safetensors", "deepspeed")
 _DESCRIPTION = """Write one checkpoint so that tools without gemini-ft can open it.
 
@@ -38,36 +29,22 @@ def command(arguments: Sequence[str]) -> int:
         GeminiError: there is no such checkpoint, it cannot be written in this format, or the target exists.
     """
     options = _parser().parse_args(arguments)
-    from gemini_ft.export import formats, zero  # torch comes with them, and takes seconds that --help does without
+    from gemini_ft.export import formats, source, zero  # torch comes with them, and takes seconds that --help does without
 
-    step = _step(options.step)
     config = load_config()
     endpoint = options.endpoint_url or (config.storage.endpoint_url if config.storage is not None else None)
-    with contextlib.closing(_find(step, options, config)) as checkpoint:
+    wanted = _step(options.step), options.run_id, options.stream
+    with contextlib.closing(source.find(*wanted, options.source, options.endpoint_url, options.trust_pickle)) as checkpoint:
         name = {"lightning": f"step-{checkpoint.step}.ckpt", "safetensors": "model.safetensors"}.get(options.format)
         target = {"dcp": DCP, "deepspeed": DEEPSPEED}.get(options.format, Target(name=name))
         with staged(options.to, target, options.overwrite, endpoint) as folder:
-            with _refusing_nonsense(checkpoint):
+            with source.refusing_nonsense(checkpoint):
                 write = {"dcp": formats.write_dcp, "lightning": formats.write_lightning, "safetensors": formats.write_safetensors}
                 write.get(options.format, zero.write)(checkpoint, folder / (name or ""))
             nbytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     where = options.to if name is None else f"{options.to.rstrip('/')}/{name}"
     print(f"wrote step {checkpoint.step} of {checkpoint.run} ({checkpoint.stream}) from {checkpoint.where} to {where}: {nbytes:,} bytes")
     return 0
-
-
-@contextlib.contextmanager
-def _refusing_nonsense(checkpoint: Checkpoint) -> Iterator[None]:
-    """Turns what code meets in a small state that is not of its shape into one error: whoever can write to the storage can forge it.
-
-    Raises:
-        CorruptDataError: something was not as it must be.
-    """
-    try:
-        yield
-    except _NONSENSE as error:
-        text = f"{checkpoint.where}: step {checkpoint.step} is no state that can be exported: {type(error).__name__}: {error}"
-        raise CorruptDataError(f"{text}; use another checkpoint") from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,30 +69,3 @@ def _step(text: str) -> int | None:
     if not text.isdecimal():
         raise ConfigError(f"STEP={text!r}: must be the number of a step, or latest")
     return int(text)
-
-
-def _find(step: int | None, options: argparse.Namespace, config: GeminiConfig) -> Checkpoint:
-    """Finds the checkpoint: under ``--from`` if that is given, else in memory, else in the configured storage."""
-    from gemini_ft.export.source import from_memory, from_storage
-
-    secret = read_secret(config) or None
-    if options.source is not None:
-        storage = open_existing(options.source, options.endpoint_url)
-        return from_storage(storage, step, options.run_id, options.stream, secret, options.trust_pickle)
-    settings = config.storage
-    try:
-        found = from_memory(step, options.run_id, options.stream, options.trust_pickle, required=settings is None)
-    except RecoveryError as error:
-        if settings is None:
-            raise RecoveryError(f"{error}; give --from URL if the job has storage") from None
-        _log.warning("%s; reading %s instead", error, settings.url)
-        found = None
-    if found is not None:
-        return found
-    if settings is None:
-        raise ConfigError(
-            f"no agent on this machine holds anything of {'run ' + repr(options.run_id) if options.run_id else 'any run'}; "
-            "give --from URL for a checkpoint in storage, or export on a host of the job"
-        )
-    storage = open_existing(settings.url, options.endpoint_url or settings.endpoint_url)
-    return from_storage(storage, step, options.run_id, options.stream, secret, options.trust_pickle or settings.trust_pickle)

@@ -43,6 +43,7 @@ COMMANDS = {
     "simulate": Command("gemini_ft.cli.planning", "simulate", "forecast lost work and effective training time of a cluster that fails"),
     "plan": Command("gemini_ft.cli.planning", "plan", "say how many replicas and how much memory a cluster needs, and what to expect"),
     "switch": Command("gemini_ft.cli.switch", "command", "add up gradients of other hosts, as a switch in the network would"),
+    "completion": Command("gemini_ft.cli.completion", "command", "print a script with which bash or zsh completes commands and options"),
     "store": Command("gemini_ft.cli.store", "command", "serve the store of a rendezvous apart from the training hosts"),
 }
 

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from gemini_ft.errors import ConfigError, StorageError, UnsupportedStateError
 from gemini_ft.export.source import Checkpoint
-from gemini_ft.export.state_dicts import OptimizerState, numbered_groups, on_cpu, save_file
-from gemini_ft.export.zero import read_states
+from gemini_ft.export.state_dicts import OptimizerState, State, numbered_groups, on_cpu, save_file
+from gemini_ft.export.zero import EngineStates, read_states
 from gemini_ft.lightning.capture import file_checkpoint
 from gemini_ft.storage.shard import CODES
 
@@ -70,17 +70,12 @@ def _warn_if_not_plain(path: Path) -> None:
 
 
 def write_dcp(checkpoint: Checkpoint, folder: Path) -> None:
-    """Writes model and optimizers as a folder of torch.distributed.checkpoint, which any number of ranks can load.
-
-    Names are those of ``get_state_dict``:
-    {"model": {name: tensor}, "optim": {"state": {name: {key: value}}, "param_groups": [{..., "params": [name, ...]}]}}
-    """
-    state = read_states(checkpoint, optimizers=True)
-    document = {"model": state.model() | state.extra_state(), "optim": _merged(state.optimizers())}
+    """Writes model and optimizers as a folder of torch.distributed.checkpoint, which any number of ranks can load; see `document`."""
+    content = document(read_states(checkpoint, optimizers=True))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is the intent
         try:
-            save(document, storage_writer=_DcpWriter(folder), no_dist=True)
+            save(content, storage_writer=_DcpWriter(folder), no_dist=True)
         except CheckpointException as error:  # no Exception, and it does not say what happened in its first line
             reasons = "; ".join(str(reason) for reason, _ in error.failures.values())
             raise StorageError(f"{folder}: torch.distributed.checkpoint cannot write there: {reasons}; is there room?") from None
@@ -96,8 +91,30 @@ class _DcpWriter(FileSystemWriter):
         return [replace(plan, storage_data=replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{nonce}_")) for plan in planned]
 
 
+def document(state: State | EngineStates, optimizers: bool = True, flat: bool = False) -> dict[str, Any]:
+    """Model and optimizers as ``get_state_dict`` gives them, several optimizers as one.
+
+    {"model": {name: tensor}, "optim": {"state": {name: {key: value}}, "param_groups": [{..., "params": [name, ...]}]}}
+
+    Args:
+        flat: the optimizer as with ``flatten_optimizer_state_dict``: {"state.<name>.<key>": value, "param_groups.<name>.<key>": value}.
+    """
+    if not optimizers:
+        return {"model": state.model()}
+    optim = _merged(state.optimizers())
+    if flat:
+        groups = {
+            f"param_groups.{name}.{key}": value
+            for group in optim["param_groups"]
+            for name in group["params"]
+            for key, value in group.items()
+        }
+        values = {f"state.{name}.{key}": value for name, held in optim["state"].items() for key, value in held.items()}
+        optim = values | {key: value for key, value in groups.items() if not key.endswith(".params")}
+    return {"model": state.model() | state.extra_state(), "optim": optim}
+
+
 def _merged(optimizers: list[OptimizerState]) -> dict[str, Any]:
-    """Several optimizers as one, as get_state_dict does it."""
     numbered = [(each.names, group) for each in optimizers for group in numbered_groups(each.groups, each.sizes, len(each.names))]
     groups = [{**group, "params": [names[number] for number in group["params"]]} for names, group in numbered]
     return {"state": {name: values for optimizer in optimizers for name, values in optimizer.state.items()}, "param_groups": groups}

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from gemini_ft.config import load_config
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import ConfigError, RecoveryError
+from gemini_ft.errors import ConfigError, CorruptDataError, RecoveryError
 from gemini_ft.recovery.agent_memory import RememberedShard, open_newest, remembered
 from gemini_ft.recovery.readers import Live, nowhere
 from gemini_ft.state import codec
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import CheckpointInfo, Manifest, list_checkpoints, read_manifest
 from gemini_ft.storage.lookout import newest_whole
+from gemini_ft.storage.opening import open_existing
 from gemini_ft.storage.retention import reading
 from gemini_ft.storage.shard import StoredShard
+from gemini_ft.wire.trust import read_secret
 
 _SHOWN = 20  # steps listed in an error
+_NONSENSE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError, RuntimeError, MemoryError)
+_log = logging.getLogger("gemini_ft")
 
 
 class StorageShard:
@@ -35,10 +41,10 @@ class StorageShard:
     def extras(self) -> bytes:
         return self._stored.extras
 
-    def chunks(self, live: Live = nowhere) -> Iterator[tuple[int, memoryview]]:
-        step = self._stored.record.chunk_bytes
-        buffer = bytearray(min(step, self.layout.nbytes))
-        for offset in range(0, self.layout.nbytes, step):
+    def chunks(self, live: Live = nowhere, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, memoryview]]:
+        step, end = self._stored.record.chunk_bytes, self.layout.nbytes
+        buffer = bytearray(min(step, end))
+        for offset in range(start // step * step, end if stop is None else min(end, stop), step):
             view = memoryview(buffer)[: self.layout.nbytes - offset]
             self._stored.read(offset, view)
             yield offset, view
@@ -97,6 +103,50 @@ class Checkpoint:
         for shard in self.shards:
             shard.close()
         self.held.close()
+
+
+@contextmanager
+def refusing_nonsense(checkpoint: Checkpoint) -> Iterator[None]:
+    """Turns what code meets in a small state that is not of its shape into one error: whoever can write to the storage can forge it.
+
+    Raises:
+        CorruptDataError: something was not as it must be.
+    """
+    try:
+        yield
+    except _NONSENSE as error:
+        text = f"{checkpoint.where}: step {checkpoint.step} is no state that can be exported: {type(error).__name__}: {error}"
+        raise CorruptDataError(f"{text}; use another checkpoint") from error
+
+
+def find(
+    step: int | None, run: str | None, stream: str | None, url: str | None, endpoint_url: str | None = None, trust_pickle: bool = False
+) -> Checkpoint:
+    """Finds the checkpoint: in the storage at ``url`` if that is given, else in memory, else in the configured storage.
+
+    Raises:
+        GeminiError: there is none, or not one alone; see `from_memory` and `from_storage`.
+    """
+    config = load_config()
+    secret, settings = read_secret(config) or None, config.storage
+    if url is not None:
+        return from_storage(open_existing(url, endpoint_url), step, run, stream, secret, trust_pickle)
+    try:
+        found = from_memory(step, run, stream, trust_pickle, required=settings is None)
+    except RecoveryError as error:
+        if settings is None:
+            raise RecoveryError(f"{error}; give --from URL if the job has storage") from None
+        _log.warning("%s; reading %s instead", error, settings.url)
+        found = None
+    if found is not None:
+        return found
+    if settings is None:
+        raise ConfigError(
+            f"no agent on this machine holds anything of {'run ' + repr(run) if run else 'any run'}; "
+            "give --from URL for a checkpoint in storage, or export on a host of the job"
+        )
+    storage = open_existing(settings.url, endpoint_url or settings.endpoint_url)
+    return from_storage(storage, step, run, stream, secret, trust_pickle or settings.trust_pickle)
 
 
 def from_memory(

@@ -6,6 +6,7 @@ of ranks that wrote it; for others DeepSpeed's own ``ds_to_universal`` converts 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 from collections.abc import Iterable, Mapping
@@ -21,13 +22,13 @@ from gemini_ft.export.source import Checkpoint
 from gemini_ft.export.state_dicts import (
     OptimizerState,
     State,
-    check_covered,
     checked_aliases,
     numbered_groups,
     on_cpu,
     save_file,
     tied_keys,
 )
+from gemini_ft.export.whole_tensors import check_covered
 from gemini_ft.recovery.restore import scatter
 from gemini_ft.state import codec
 
@@ -111,7 +112,7 @@ class EngineStates:
     """The interface of `gemini_ft.export.state_dicts.State` for an engine: one model, one optimizer.
 
     Args:
-        checkpoint: where to read; it is closed then.
+        checkpoint: where to read.
         optimizers: whether the state of the optimizer is wanted too. Then weights are the fp32 masters, else as the module has them.
     """
 
@@ -120,7 +121,6 @@ class EngineStates:
         self._engine, self._params = engine, engine.parameters(optimizers)
         self._buffers = buffers_of(engine.partition(0))
         self._in_module = not optimizers
-        checkpoint.close()
 
     def model(self, raw: bool = False) -> dict[str, torch.Tensor]:
         """Key of the state dict -> tensor; buffers are those of rank 0."""
@@ -158,7 +158,8 @@ class EngineStates:
 
 def read_states(checkpoint: Checkpoint, optimizers: bool) -> State | EngineStates:
     """Reads the states of any checkpoint, and closes it. See `State` and `EngineStates`."""
-    return (EngineStates if is_engine(checkpoint) else State)(checkpoint, optimizers)
+    with contextlib.closing(checkpoint):
+        return (EngineStates if is_engine(checkpoint) else State)(checkpoint, optimizers)
 
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:

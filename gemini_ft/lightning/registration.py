@@ -8,8 +8,11 @@ but share nothing: they have four registries, and classes that are no subclasses
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -72,6 +75,29 @@ def install() -> None:
     for name in _REGISTRIES:
         _register(name)
     after_import(_REGISTRIES, _register_loaded)
+
+
+def _reminders(package: str) -> list[Any]:
+    """Lightning's entry point for callbacks, called for every Trainer, when its strategy has been chosen.
+
+    Returns:
+        With ``GEMINI_REMIND=1`` a callback that says which fits nothing protects; else nothing.
+    """
+    if os.environ.get("GEMINI_REMIND") != "1":
+        return []
+
+    def setup(_: Any, trainer: Any, module: Any, stage: str) -> None:
+        if stage == "fit" and trainer.is_global_zero and not hasattr(trainer.strategy, "checkpointer"):
+            logging.getLogger("gemini_ft").warning(
+                "gemini-ft is installed; this Trainer is not protected: its strategy is %s. With `import gemini_ft` and strategy='gemini' "
+                "every step outlives failures (GEMINI_REMIND=1 asks for this line)",
+                type(trainer.strategy).__name__,
+            )
+
+    return [type("Reminder", (importlib.import_module(f"{package}.callbacks").Callback,), {"setup": setup})()]
+
+
+remind_lightning, remind_pytorch_lightning = partial(_reminders, "lightning.pytorch"), partial(_reminders, "pytorch_lightning")
 
 
 def _register_loaded(module: ModuleType) -> None:

@@ -150,11 +150,11 @@ class RememberedShard:
             except (PeerError, CorruptDataError, OSError) as error:
                 self._give_up(error)
 
-    def chunks(self, live: Live = nowhere) -> Iterator[tuple[int, memoryview]]:
+    def chunks(self, live: Live = nowhere, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, memoryview]]:
         done = 0
         while True:
             try:
-                for offset, view in self._shard.chunks():
+                for offset, view in self._shard.chunks(start=start, stop=stop):
                     if (end := offset + len(view)) > done:
                         yield max(offset, done), view[max(0, done - offset) :]
                         done = end

@@ -67,10 +67,11 @@ class ShardReader(Protocol):
 
     def extras(self) -> bytes: ...
 
-    def chunks(self, live: Live = nowhere) -> Iterator[tuple[int, memoryview]]:
+    def chunks(self, live: Live = nowhere, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, memoryview]]:
         """(offset, verified bytes) of the tensors' data, in order; a view is valid until the next one is asked for.
 
         Args:
+            start: the first byte that is wanted, and ``stop`` the one after the last; whole chunks come.
             live: asked for the memory in which a chunk is to end up, by a reader that receives its chunks from afar. If there is some, the
                 chunk is received there and comes without bytes. It is verified after that: when this fails, the memory counts for nothing
                 until another copy has filled all of it. No thread writes to it any more when the iterator has ended, in any way.
@@ -110,14 +111,14 @@ class LocalShard:
         return describe(self._memory, Describe(owner=self._memory.shape.owner, version=self._memory.version))
 
     def extras(self) -> bytes:
-        return b"".join(bytes(view) for _, view in self._verified(extras=True))
-
-    def chunks(self, live: Live = nowhere) -> Iterator[tuple[int, memoryview]]:
-        return self._verified(extras=False)
-
-    def _verified(self, extras: bool) -> Iterator[tuple[int, memoryview]]:
         first = self._memory.shape.data_bytes
-        cuts = [each for each in self._cuts if (each[1][0] >= first) == extras]
+        return b"".join(bytes(view) for _, view in self._verified(first, first + self._memory.extras_bytes))
+
+    def chunks(self, live: Live = nowhere, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, memoryview]]:
+        return self._verified(start, min(self.layout.nbytes, stop if stop is not None else self.layout.nbytes))
+
+    def _verified(self, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        cuts = [(index, (at, nbytes)) for index, (at, nbytes) in self._cuts if at < stop and start < at + nbytes]
         return _in_order((partial(self._sound, index, *cut) for index, cut in cuts), threads_of_a_reader())
 
     def _sound(self, index: int, offset: int, nbytes: int) -> tuple[int, memoryview]:
@@ -206,19 +207,19 @@ class PeerShard:
         about = self.about
         return b"".join(bytes(v) for _, v in self._fetch(about.data_bytes, about.data_bytes + about.extras_bytes))
 
-    def chunks(self, live: Live = nowhere) -> Iterator[tuple[int, memoryview]]:
-        return self._fetch(0, self.about.data_bytes, live)
+    def chunks(self, live: Live = nowhere, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, memoryview]]:
+        step, nbytes = self.about.chunk_bytes, self.about.data_bytes
+        return self._fetch(start // step * step, nbytes if stop is None else min(nbytes, -(-stop // step) * step), live)
 
     def _fetch(self, start: int, stop: int, live: Live = nowhere) -> Iterator[tuple[int, memoryview]]:
-        if start == stop:
+        if start >= stop:
             return
         with self._sending:
             self._reading += 1
         try:
             asked = Fetch(call=next(self._calls), owner=self._owner, version=self._version, offset=start, nbytes=stop - start)
             self._wire.send(asked)
-            extras = -(-(stop - start) // self.about.chunk_bytes)  # chunks of them
-            yield from _in_order(self._announced(asked, stop, len(self.about.digests) - extras if start else 0, live), self._lanes)
+            yield from _in_order(self._announced(asked, stop, -(-start // self.about.chunk_bytes), live), self._lanes)
         finally:
             with self._sending:
                 self._reading -= 1

@@ -154,7 +154,7 @@ def scatter(shard: ShardReader, reads: Sequence[Read], tensors: Mapping[str, tor
         Where the shard was, and the bytes copied.
     """
     to = Scatter(reads, tensors)
-    for offset, view in shard.chunks(to.live):
+    for offset, view in shard.chunks(to.live, to.start, to.stop):
         to.put(offset, view)
     return shard.where, to.nbytes
 
@@ -166,6 +166,7 @@ class Scatter:
         self._reads, self._tensors = reads, tensors
         self._offsets = [read.offset for read in reads]
         self._ends = list(accumulate((read.offset + read.nbytes for read in reads), max))  # of each read and all before it
+        self.start, self.stop = (self._offsets[0], self._ends[-1]) if reads else (0, 0)  # of all that is read
         self.nbytes = 0  # that have been copied, or received in place
 
     def put(self, offset: int, view: memoryview) -> None:

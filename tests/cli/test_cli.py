@@ -76,6 +76,18 @@ class TestCommand:
             cli.main([name, "--help"])
         assert f"usage: gemini {name} " in capsys.readouterr().out
 
+    def test_bash_completes_commands_and_options(self, tmp_path: Path) -> None:
+        script = f"""
+            gemini() {{ {sys.executable} -m gemini_ft.cli.main "$@"; }}
+            eval "$(gemini completion bash)"
+            complete() {{ COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _gemini; echo "${{COMPREPLY[@]}}"; }}
+            complete gemini ex
+            complete gemini export --over
+            complete gemini export fol
+        """
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, cwd=tmp_path, check=True)
+        assert done.stdout == "export\n--overwrite\n\n", done.stderr
+
     def test_help_of_no_command_imports_torch(self) -> None:
         """But that of ``gemini run``, which shows torch's own options."""
         code = """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import math
 import os
 import re
@@ -19,12 +21,14 @@ import s3_server
 import torch
 import torch.distributed.checkpoint as dcp
 from agent_kit import agent_pid, eventually
-from export_case import STEPS, Net, train
+from export_case import STEPS, Net, load_again, train
 from export_lightning_case import from_files, until_crash
 from rank_kit import World
 from safetensors.torch import load_file, load_model
 from session_case import loop
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -32,10 +36,13 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.cli import main as cli
 from gemini_ft.core.layout import PER_RANK
+from gemini_ft.core.versions import Version
+from gemini_ft.dcp import GeminiReader
 from gemini_ft.errors import UnsupportedStateError
-from gemini_ft.export.state_dicts import join_parts
+from gemini_ft.export.source import StorageShard
+from gemini_ft.export.whole_tensors import join_parts
 from gemini_ft.state.survey import survey
-from gemini_ft.storage.checkpoints import list_checkpoints
+from gemini_ft.storage.checkpoints import FORMAT_VERSION, body_checksum, checked, list_checkpoints
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.shard import StoredShard
 from gemini_ft.testing import assert_identical
@@ -96,18 +103,22 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
+def emptied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.full_like(value, 77)
+    return {key: emptied(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
 def load_dcp(folder: Path, like: dict[str, Any]) -> dict[str, Any]:
+    return load(dcp.FileSystemReader(folder), like)
+
+
+def load(reader: dcp.StorageReader, like: dict[str, Any]) -> dict[str, Any]:
     """As ``torch.distributed.checkpoint.load`` does it in one process, into tensors of the same shapes."""
-
-    def empty(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return torch.full_like(value, 77)
-        return {key: empty(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-    found: dict[str, Any] = empty(like)
+    found: dict[str, Any] = emptied(like)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load(found, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+        dcp.load(found, storage_reader=reader, no_dist=True)
     return found
 
 
@@ -156,6 +167,12 @@ class TestBits:
             eventually(lambda: export(world, "dcp", tmp_path / "first") == 0, "the first commit")
             for number in range(3):
                 assert export(world, "dcp", tmp_path / str(number)) == 0
+            first = GeminiReader(world.run)
+            names = [name for name in first.read_metadata().state_dict_metadata if name.endswith(".step")]
+            eventually(lambda: Another(first, world.run).find() != first.version, "a later commit")
+            found = load(Another(first, world.run), {name: torch.zeros(()) for name in names})
+            assert {float(step) for step in found.values()} == {first.version.iteration if first.version is not None else 0}
+            first.reset()
             results = attempt.results()
         assert [result["committed"] for result in results] == [400, 400]  # the job went on
         for number in range(3):
@@ -164,6 +181,26 @@ class TestBits:
             found = load_dcp(tmp_path / str(number), steps)
             assert len(found) == 4
             assert len({float(step) for step in found.values()}) == 1
+
+
+class Another(GeminiReader):
+    """The reader of another rank than the first, which has found its step at another time."""
+
+    def __init__(self, first: GeminiReader, run: str) -> None:
+        super().__init__(run)
+        self.first = first
+
+    def find(self) -> Version | None:
+        self.read_metadata()
+        try:
+            return self.version
+        finally:
+            self.reset()
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        found = self.first.prepare_local_plan(plans[0])
+        assert found.storage_data != plans[0].storage_data
+        return super().prepare_global_plan([found, *plans])[1:]
 
 
 def _loop(steps: int, options: dict[str, Any]) -> Any:
@@ -195,6 +232,73 @@ def damaged(job: Job, *hosts: str) -> Iterator[None]:
         for slot in flipped.values():
             slot.data(0, 1)[0] ^= 1
             slot.close()
+
+
+class TestReader:
+    """``torch.distributed.checkpoint.load`` out of memory and storage, without an export."""
+
+    @pytest.mark.parametrize("ranks", [1, 2, 3])
+    def test_fills_any_number_of_ranks_and_any_sharding(self, jobs: dict[str, Job], ranks: int, tmp_path: Path) -> None:
+        places = {"memory": lambda job: {"source": job.run}, "storage": lambda job: {"source": job.store, "step": STEPS}}
+        sources = {f"{kind}, {place}": (jobs[kind], source(jobs[kind])) for kind in ("ddp", "fsdp2") for place, source in places.items()}
+        with World(tmp_path, ranks) as world:
+            live = {name: str(job.folder / "live.pt") for name, (job, _) in sources.items()}
+            results = world.outcome(load_again, {name: arguments for name, (_, arguments) in sources.items()}, live)
+        for result in results:
+            assert isinstance(result, dict), result
+            assert len(result) == 8
+            assert not any(result.values()), result
+
+    def test_reads_what_is_asked_for(self, ddp: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        read: list[int] = []
+
+        def chunks(shard: StorageShard, live: Any, start: int, stop: int) -> Any:
+            read.append(stop - start)
+            return whole(shard, live, start, stop)
+
+        whole = StorageShard.chunks
+        monkeypatch.setattr(StorageShard, "chunks", chunks)
+        some = {"model": {"last.bias": ddp.live["model"]["last.bias"]}}
+        assert_identical(load(GeminiReader(ddp.store, optim=None), some), some)
+        assert sum(read) == 3 * 4
+
+    def test_other_values_come_too(self, jobs: dict[str, Job]) -> None:
+        job = jobs["odd"]
+        like = {"optim": {"param_groups": copy.deepcopy(job.live["optim"]["param_groups"])}}
+        like["optim"]["param_groups"][1] |= {"odd": None, "lr": 0.0}
+        found = load(GeminiReader(job.store, trust_pickle=True), like)
+        assert found["optim"]["param_groups"] == job.live["optim"]["param_groups"]
+        with pytest.raises(CheckpointException, match="is a pickled object"):
+            load(GeminiReader(job.store), like)
+
+    def test_damage_in_memory_leads_to_the_next_copy(self, ddp: Job) -> None:
+        with damaged(ddp, "host0"):
+            assert_identical(load(GeminiReader(ddp.run), ddp.live), ddp.live)
+        with damaged(ddp, "host0", "host1"), pytest.raises(CheckpointException, match=r"rank 1's shard of iteration 3 .* cannot be read"):
+            load(GeminiReader(ddp.run), ddp.live)
+        assert_identical(load(GeminiReader(ddp.run), ddp.live), ddp.live)
+
+    def test_what_cannot_be_read_is_said(self, ddp: Job, tmp_path: Path) -> None:
+        stored = damaged_copy(ddp, tmp_path / "store")
+        older = tmp_path / "older"
+        subprocess.run(["cp", "-r", stored, older], check=True)
+        (manifest,) = older.glob("*/*/*/manifest.json")
+        body = checked(manifest.read_bytes()) | {"format": 4}
+        manifest.write_text(json.dumps(body | {"xxh3": body_checksum(body)}))
+        for reader, said in {
+            GeminiReader(stored.as_uri()): r"shard-00001.safetensors: bytes 0 to \d+ of its data is damaged",
+            GeminiReader(
+                older.as_uri()
+            ): f"manifest.json has format 4, this gemini_ft reads format {FORMAT_VERSION}; use the gemini_ft that",
+            GeminiReader("nobody"): "no agent on this machine holds anything of run 'nobody'",
+            GeminiReader(ddp.store, step=77): f"no step 77 in .*; there are: {STEPS}",
+            GeminiReader(f"{ddp.store}/none"): "there is no such folder on this machine",
+        }.items():
+            with pytest.raises(CheckpointException, match=said):
+                load(reader, ddp.live)
+        with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: model\.another"):
+            load(reader := GeminiReader(ddp.run), {"model": {"another": torch.zeros(2)}})
+        reader.reset()
 
 
 class TestDamagedMemory:

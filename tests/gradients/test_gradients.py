@@ -55,7 +55,7 @@ class Shard:
     def extras(self) -> bytes:
         return self._extras
 
-    def chunks(self, live: object = None) -> Iterator[tuple[int, memoryview]]:
+    def chunks(self, live: object = None, *_: object) -> Iterator[tuple[int, memoryview]]:
         data = memoryview(self._data.numpy())
         for start in range(0, len(data), 100):
             yield start, data[start : start + 100]

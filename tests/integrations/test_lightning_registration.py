@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tomllib
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -27,6 +28,7 @@ import gemini_ft
 import gemini_ft.pytorch_lightning
 from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError
+from gemini_ft.launch.script import cold_command
 from gemini_ft.lightning import compat, registration
 from gemini_ft.lightning.base import heeding_signals
 from gemini_ft.lightning.deepspeed import EnginesOnCpu
@@ -358,3 +360,42 @@ def test_platforms_without_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ConfigError, match="needs Linux"):
         refuse_platform("cpu")
+
+
+REMINDED = """
+import os
+import lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import StrategyRegistry
+
+print("gemini" in StrategyRegistry)
+for asked in ("0", "1"):
+    os.environ["GEMINI_REMIND"] = asked
+    quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+    trainer = pl.Trainer(max_steps=1, accelerator="cpu", limit_val_batches=0, **quiet)
+    trainer.fit(BoringModel())
+    print([type(callback).__name__ for callback in trainer.callbacks])
+"""
+
+
+def test_an_installed_package_reminds_if_asked_and_workers_need_no_import(tmp_path: Path) -> None:
+    """As the framework finds it: by the entry points of a distribution on the path."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    found = tmp_path / "gemini_ft_as_installed-0.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: gemini-ft-as-installed\nVersion: 0\n")
+    points = project["entry-points"].items()
+    lines = [line for group, named in points for line in (f"[{group}]", *(f"{name} = {value}" for name, value in named.items()))]
+    (found / "entry_points.txt").write_text("\n".join(lines))
+    (tmp_path / "script.py").write_text(REMINDED)
+    plain = [sys.executable, "-u", str(tmp_path / "script.py")]
+    env = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONWARNINGS": "ignore"}
+    started = [
+        subprocess.Popen(line, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for line in (plain, cold_command(plain))
+    ]
+    for process, is_known in zip(started, ("False", "True"), strict=True):
+        out, err = process.communicate(timeout=200)
+        known, *callbacks = out.splitlines()
+        assert (known, [names.count("Reminder") for names in callbacks]) == (is_known, [0, 1]), err
+        assert err.count("this Trainer is not protected: its strategy is SingleDeviceStrategy") == 1

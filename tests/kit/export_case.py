@@ -1,9 +1,10 @@
-"""What the ranks of test_export.py run: a few steps, and what torch says of the state after them."""
+"""What the ranks of test_export.py run: a few steps, what torch says of the state after them, and the loading of it elsewhere."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ import torch.distributed as dist
 from plain_case import start_ranks
 from session_case import settle
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.nn.parallel import DistributedDataParallel
 
 import gemini_ft
+from gemini_ft.dcp import GeminiReader
+from gemini_ft.testing import first_difference
 
 STEPS = 3
 
@@ -86,3 +91,40 @@ def train(out: str, sharded: bool = False, odd: bool = False, **options: Any) ->
         live = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=sharded))
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save({"model": live[0], "optim": live[1]}, Path(out) / "live.pt")
+
+
+def load_again(sources: dict[str, dict[str, Any]], live: dict[str, str]) -> dict[str, str | None]:
+    """Loads each source into new models by ``torch.distributed.checkpoint``, whole and sharded; what differs from the live state then.
+
+    Args:
+        sources: name -> arguments of `GeminiReader`.
+        live: name -> file with the live state.
+    """
+    start_ranks()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    found = {}
+    for (name, source), sharded in product(sources.items(), (False, True)):
+        flat = sharded == ("step" in source)
+        model, optimizer = build(sharded)
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.detach().zero_()
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            weights: dict[str, Any]
+            optim: dict[str, Any]
+            weights, optim = get_state_dict(model, optimizer, options=options)
+            if flat:  # as torchtitan lays it out
+                document: dict[str, Any] = weights | {"optimizer": optim}
+                load(document, storage_reader=GeminiReader(**source, model="", optim="optimizer", flat=True))
+                optim, weights = document.pop("optimizer"), document
+            else:
+                document = {"model": weights, "optim": optim}
+                load(document, storage_reader=GeminiReader(**source))
+                weights, optim = document["model"], document["optim"]
+            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optim, options=options)
+            again = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=sharded))
+        expected = torch.load(live[name], weights_only=False)
+        found[f"{name}, {sharded=}, {flat=}"] = first_difference({"model": again[0], "optim": again[1]}, expected)
+    return found

@@ -27,7 +27,7 @@ from gemini_ft.core.layout import Layout, TensorSpec, build_layout
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, GeminiError, RecoveryError, StorageError
 from gemini_ft.export.source import StorageShard
-from gemini_ft.export.state_dicts import join_parts, read_whole
+from gemini_ft.export.whole_tensors import join_parts, read_whole
 from gemini_ft.storage import base
 from gemini_ft.storage.checkpoints import (
     MANIFEST,
