@@ -63,7 +63,7 @@ class Protection:
         self._is_due: bool | None = None  # as all engines of a turn have it
         self._border = Border(self, engine.module)
         self._data = EngineData({})
-        turns.open.add(self)
+        turns.join(self)
         bound_collectives(engine, self._config.hang_timeout)
         self.resume()
         turns.agree()
@@ -270,11 +270,10 @@ class Protection:
     def close(self, finished: bool = True) -> None:
         """Leaves the run; after a finished one the agents leave too."""
         if not self._closed:
+            turns.leave(self, finished)
             if finished:
-                turns.close(self)
                 self._border.passed()
             self._closed = True
-            turns.open.discard(self)
             self._border.close()
             self.checkpointer.close(finished=finished)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gemini_ft.deepspeed.protection import Protection
 
 _log = logging.getLogger("gemini_ft")
-_LONGEST = 32  # steps of the first turn: engines that are trained one after the other do not wait for each other
+_LONGEST = 32  # steps of a turn: an engine that is trained alone for longer does not wait for the others
 
 
 class Turns:
@@ -41,16 +41,13 @@ class Turns:
     def stepped(self, protection: Protection) -> None:
         """Records that an engine's step is over, and ends the turn with it where that was the last one."""
         self._turn.append(protection.name)
-        others = {each.name for each in self.open} - {*self._turn}
+        first, last = self.order or (self._turn[0], "")
         if len(self.open) == 1 or self._has_warned:
             self._end([protection])
-        elif self.order is None:
-            if not others:
-                self.order = self._turn[0], self._turn[-1]
-                self._end(self.open)
-            elif len(self._turn) > _LONGEST:
-                protection.ends_turn()
-        elif self._turn[0] != self.order[0]:
+        elif self.order is None and {each.name for each in self.open} <= {*self._turn}:
+            self.order = first, protection.name
+            self._end(self.open)
+        elif self._turn[0] != first:
             self._has_warned = True
             _log.warning(
                 "the engines of this script do not step in the same order each time, so each is saved after its own steps: a failure "
@@ -58,8 +55,11 @@ class Turns:
                 "engine.gemini.deferred = True for each, and call engine.gemini.save() for each at the end of the iteration"
             )
             self._end([each for each in self.open if each.name in self._turn])
-        elif protection.name == self.order[1]:
+        elif protection.name == last:
             self._end(self.open)
+        elif len(self._turn) > _LONGEST:
+            del self._turn[1]
+            protection.ends_turn()
 
     def _end(self, ending: Iterable[Protection]) -> None:
         self._turn.clear()
@@ -76,11 +76,21 @@ class Turns:
         """What a snapshot of one engine says of the others: the numbers of their last updates, and the order of the turns."""
         return {"steps": {each.name: each.number for each in self.open if each is not protection}, "order": self.order}
 
-    def close(self, protection: Protection) -> None:
-        """Has an engine saved whose training has finished, where it waits for the end of a turn."""
-        if protection.name in self._turn:
-            self._turn = [name for name in self._turn if name != protection.name]
+    def join(self, protection: Protection) -> None:
+        """Takes an engine in; the order of the turns is another one then."""
+        self.open.add(protection)
+        self._begin_anew()
+
+    def leave(self, protection: Protection, finished: bool) -> None:
+        """Takes an engine out; where its training has finished and it waits for the end of a turn, it is saved."""
+        if finished and protection.name in self._turn:
             protection.ends_turn()
+        self.open.discard(protection)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.order, self._has_warned = None, False
+        self._turn.clear()
 
     def agree(self) -> None:
         """Takes engines that are ahead of what another one has resumed back to an older snapshot. Collective.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from engine_habits_case import adversaries, ends_well, left_to_itself, of_an_old
 from rank_kit import World
 from three_ways import Cell, differing
 
-from gemini_ft.errors import GeminiError, ReplicaDivergedError
+from gemini_ft.errors import GeminiError, RecoveryError, ReplicaDivergedError
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -69,6 +70,76 @@ def test_an_engine_that_ends_well_goes_on_behind_what_is_stored(at_end: bool, st
         assert ranks.outcome(ends_well, str(tmp_path / "store"), 3, at_end) == [0]
         eventually(lambda: agent_pid(ranks.run, ranks.hosts[0]) is None, "the end of the agent, behind its last upload")
         assert ranks.outcome(ends_well, str(tmp_path / "store"), 3, at_end) == [stored]
+
+
+class Stepping:
+    """An engine's protection without an engine; ``kept``: (number of a snapshot, numbers of the others in it), the oldest first."""
+
+    def __init__(self, name: str, *kept: tuple[int, dict[str, int]]) -> None:
+        self.name, self.checkpointer = name, self
+        self.saved: list[int] = []
+        self.is_updated = False
+        self._kept = [SimpleNamespace(iteration=step, extras={"beside": {"steps": beside, "order": None}}) for step, beside in kept]
+        self.resume()
+
+    def resume(self, before: int | None = None) -> None:
+        older = [found for found in self._kept if before is None or found.iteration < before]
+        self.found = older[-1] if older else None
+        self.iteration = self.number = self.found.iteration if self.found else 0
+
+    def put_back_generators(self) -> None:
+        pass
+
+    def due(self, before: int, now: int) -> bool:
+        return now > before
+
+    def next_number(self) -> int:
+        return self.number + 1
+
+    def reaches(self, number: int, is_due: bool) -> None:
+        self.number, self.is_updated = number, is_due
+
+    def ends_turn(self) -> None:
+        if self.is_updated:
+            self.is_updated, self.iteration = False, self.number
+            self.saved.append(self.number)
+
+
+TURNS = {  # the steps of engines -> the numbers of their snapshots
+    "DGDGDG": {"D": [1, 2, 3], "G": [1, 2, 3]},
+    "DDGDDGDD": {"D": [2, 4], "G": [2, 4]},
+    "A" * 40 + "BBB": {"A": [*range(33, 42)], "B": [41, 42, 43]},
+    "AABAABB" + "A" * 3: {"A": [2, 4, 5, 6, 7], "B": [2, 4, 5]},
+}
+
+
+@pytest.mark.parametrize("steps", TURNS)
+def test_engines_are_saved_at_the_end_of_each_turn(steps: str) -> None:
+    from gemini_ft.deepspeed.turns import Turns
+
+    turns: Any = Turns()
+    engines = {name: Stepping(name) for name in sorted({*steps})}
+    for engine in engines.values():
+        turns.join(engine)
+    for name in steps:
+        engines[name].is_updated, engines[name].number = True, engines[name].next_number()
+        turns.stepped(engines[name])
+    assert {name: engine.saved for name, engine in engines.items()} == TURNS[steps]
+
+
+def test_an_engine_that_is_ahead_of_another_one_goes_back_if_it_can() -> None:
+    from gemini_ft.deepspeed.turns import Turns
+
+    turns: Any = Turns()
+    maker, judge = Stepping("G", (3, {"D": 3})), Stepping("D", (3, {"G": 3}), (4, {"G": 4}))
+    for engine in (maker, judge):
+        turns.join(engine)
+    turns.agree()
+    assert (maker.iteration, judge.iteration) == (3, 3)
+    turns.join(third := Stepping("E", (4, {"G": 4, "D": 4})))
+    with pytest.raises(RecoveryError, match="engine E was resumed at step 4"):
+        turns.agree()
+    assert third.found is None
 
 
 class Closing:
