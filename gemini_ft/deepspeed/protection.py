@@ -49,6 +49,7 @@ class Protection:
 
     def __init__(self, engine: Any, options: Mapping[str, Any]) -> None:
         self._engine = engine
+        self.checkpointer: Checkpointer
         self._state = EngineState(engine)
         never_stay(ONLY_ANEW)
         self.name = next_name("deepspeed")
@@ -191,7 +192,8 @@ class Protection:
 
     def next_number(self) -> int:
         """The number of the next snapshot, from that of the last update."""
-        return max(self._engine.global_steps, self.number + 1)
+        steps: int = self._engine.global_steps
+        return max(steps, self.number + 1)
 
     def reaches(self, number: int, is_due: bool) -> None:
         """Gives the end of a turn the same number in all of its engines; all of them are saved, or none."""

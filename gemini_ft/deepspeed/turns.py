@@ -127,7 +127,8 @@ def _beside(protection: Protection) -> dict[str, Any]:
 
 def _moment(protection: Protection) -> int:
     """A number that grows with each step of any engine."""
-    return (protection.found.iteration if protection.found is not None else 0) + sum(_beside(protection)["steps"].values())
+    others: dict[str, int] = _beside(protection)["steps"]
+    return (protection.found.iteration if protection.found is not None else 0) + sum(others.values())
 
 
 turns = Turns()

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
 
-from agent_kit import agent_pid, eventually
+from agent_kit import WAIT, agent_pid, eventually
 from engine_habits_case import adversaries, ends_well, left_to_itself, of_an_older_version, rolls_back
 from rank_kit import World
 from three_ways import Cell, differing
@@ -67,9 +67,12 @@ def test_what_an_older_version_has_kept_of_an_engine_is_resumed(tmp_path: Path) 
 def test_an_engine_that_ends_well_goes_on_behind_what_is_stored(at_end: bool, stored: int, tmp_path: Path) -> None:
     """With ``storage.at_end`` that is its last step, and the same command has nothing to do."""
     with World(tmp_path, 1) as ranks:
-        assert ranks.outcome(ends_well, str(tmp_path / "store"), 3, at_end) == [0]
-        eventually(lambda: agent_pid(ranks.run, ranks.hosts[0]) is None, "the end of the agent, behind its last upload")
-        assert ranks.outcome(ends_well, str(tmp_path / "store"), 3, at_end) == [stored]
+        for resumed in (0, stored):
+            attempt = ranks.start(ends_well, str(tmp_path / "store"), 3, at_end)
+            assert attempt.results() == [resumed]
+            for process in attempt.processes:  # they end well, and are not killed
+                process.join(WAIT)
+            eventually(lambda: agent_pid(ranks.run, ranks.hosts[0]) is None, "the end of the agent, behind its last upload")
 
 
 class Stepping:

@@ -17,7 +17,7 @@ from deepspeed_case import Case, configuration, state_of
 from session_case import Recorded
 from three_ways import Record
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -29,9 +29,10 @@ class Counting(torch.optim.SGD):
         super().__init__(*arguments, **named)
         self.seen = 0
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         self.seen += 1
-        common = self.state["common"]
+        state: Any = self.state
+        common = state["common"]
         common["made"] = common.get("made", 0) + 1
         for group in self.param_groups:
             group["lr"] = 0.1 / (self.seen + common["made"])
@@ -172,7 +173,7 @@ def left_to_itself(folder: str, fail: bool) -> list[str]:
         if step == 2:
             engine.eval()
             with torch.no_grad():
-                for x in DataLoader(torch.ones(4, 8)):
+                for (x,) in DataLoader(TensorDataset(torch.ones(4, 8))):
                     engine(x)
             engine.train()
         if step == 4 and fail:
@@ -191,7 +192,7 @@ def of_an_older_version(older: bool) -> int:
     gemini_ft.init_process_group("gloo")
     save, extras = Checkpointer.save, EngineState.extras
     if older:
-        Checkpointer.save = lambda self, step, kept: save(self, step, _but(kept, "beside", "tracked"))  # type: ignore[method-assign]
+        Checkpointer.save = lambda self, iteration, extras: save(self, iteration, _but(extras, "beside", "tracked"))  # type: ignore[method-assign]
         EngineState.extras = lambda self: _but(extras(self), "attributes", "other", "batch")  # type: ignore[method-assign]
     net = nn.Linear(8, 1)
     engine = _engine(net, False, optimizer=Counting(net.parameters(), lr=0.1))
