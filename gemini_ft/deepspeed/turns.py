@@ -73,7 +73,7 @@ class Turns:
             each.ends_turn()
 
     def beside(self, protection: Protection) -> dict[str, Any]:
-        """What a snapshot of one engine says of the others: the numbers of their last updates, and the order of the turns."""
+        """Returns the numbers of the other engines' last updates, and the order of the turns, for a snapshot of one engine."""
         return {"steps": {each.name: each.number for each in self.open if each is not protection}, "order": self.order}
 
     def join(self, protection: Protection) -> None:
