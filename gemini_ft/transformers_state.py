@@ -28,6 +28,7 @@ from gemini_ft.state.values import ATOMS, MAPPINGS, SEQUENCES
 
 _THEIRS = ("transformers", "accelerate")
 _GIVEN = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")  # attributes of a Trainer that are the script's objects
+_DEPTH = 4  # of the objects that one of these leads to
 _MANY = 1000  # values in a container; one with more of them is not looked at
 _LARGE = object()  # stands for a value that was small before
 
@@ -192,16 +193,22 @@ class OwnAttributes:
                 count[kind.__name__] += 1
 
     def _behind(self) -> Iterator[tuple[str, Any]]:
-        """The script's own objects that compute losses and metrics, and those whose methods do. What they lead to is not looked at."""
+        """The script's own objects that compute losses and metrics, those whose methods do, and those in their attributes."""
         seen = {id(item) for _, item in self._items()}
-        for name in _GIVEN:
-            item = getattr(self._trainer, name, None)
-            while isinstance(item, (functools.partial, MethodType)):
-                item = item.func if isinstance(item, functools.partial) else item.__self__
-            is_code = item is None or isinstance(item, (type, FunctionType, ModuleType, nn.Module, Trainer))
-            if not is_code and id(item) not in seen and not is_of_library(type(item).__module__) and fields_of(item) is not NO_FIELDS:
-                seen.add(id(item))
-                yield name, item
+        level = [(name, getattr(self._trainer, name, None)) for name in _GIVEN]
+        for _ in range(_DEPTH):
+            below = list[tuple[str, Any]]()
+            for name, item in level:
+                while isinstance(item, (functools.partial, MethodType)):
+                    item = item.func if isinstance(item, functools.partial) else item.__self__
+                is_code = item is None or isinstance(item, (type, FunctionType, ModuleType, nn.Module, Trainer))
+                if is_code or type(item) in _PLAIN or id(item) in seen or is_of_library(type(item).__module__):
+                    continue
+                if (fields := fields_of(item)) is not NO_FIELDS:
+                    seen.add(id(item))
+                    yield name, item
+                    below += [(f"{name}.{key}", value) for key, value in fields.items()]
+            level = below
 
 
 _NO_MODULES: dict[str, Any] = {}

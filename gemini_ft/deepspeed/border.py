@@ -17,7 +17,7 @@ from gemini_ft.errors import StateError
 from gemini_ft.state.tensors import version_of
 
 if TYPE_CHECKING:
-    from gemini_ft.deepspeed.engine import Protection
+    from gemini_ft.deepspeed.protection import Protection
 
 _log = logging.getLogger("gemini_ft")
 _WAY_OUT = "set engine.gemini.deferred = True, and call engine.gemini.save() as the last statement of the loop"
@@ -37,7 +37,10 @@ class Border:
         self._values: dict[str, Any] = {}  # of client_state, at the end of the step
         self._marks: dict[str, Any] | None = None  # marks of the tensors captured at the end of the step
         self._has_warned = False
-        self._handle = module.register_forward_pre_hook(lambda module, _: self.passed() if module.training else None, prepend=True)
+        self._has_evaluated = False
+        self._handle = module.register_forward_pre_hook(
+            lambda module, _: self.passed() if module.training else self._evaluates(), prepend=True
+        )
 
     def stepped(self) -> None:
         """Records that ``engine.step()`` is over."""
@@ -74,6 +77,17 @@ class Border:
                 _log.warning(
                     "client_state[%s] has changed after engine.step(), whose snapshot has it as it was before; %s", changed, _WAY_OUT
                 )
+
+    def _evaluates(self) -> None:
+        """Warns, once, of an evaluation between two steps: the generators in the snapshot are those from before it."""
+        if not self._has_evaluated and (self._marks is not None or self._moment is not None):
+            self._has_evaluated = True
+            _log.warning(
+                "the model is evaluated after engine.step(), whose snapshot has the random generators as they were before: after a failure "
+                "in the next iteration this evaluation is not made again, and a DataLoader that it iterates draws from them. To have the "
+                "same numbers, %s. Where it belongs to the next iteration (samples that are generated to train on), all is as it should be",
+                _WAY_OUT,
+            )
 
     def close(self) -> None:
         """Stops looking."""

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.loaders import resumable
 from gemini_ft.state.loop import keepable
+from gemini_ft.state.rng import GivenGenerator
 
 TRAINING = "training_data"  # the name of the state of the loader that an engine is made with
 
@@ -27,11 +28,14 @@ class EngineData:
 
     Args:
         found: their states in the snapshot that is resumed; empty at a first start. Each is loaded as soon as its object is there.
+        objects: those that are there already.
     """
 
-    def __init__(self, found: Mapping[str, Any]) -> None:
+    def __init__(self, found: Mapping[str, Any], objects: Mapping[str, Any] | None = None) -> None:
         self._found = dict(found)
         self.objects: dict[str, Any] = {}
+        for name, item in (objects or {}).items():
+            self._add(name, item)
 
     def follow(self, loader: DeepSpeedDataLoader, name: str = TRAINING, begun: bool = False) -> None:
         """Makes a loader of DeepSpeed go on where it was.
@@ -81,7 +85,7 @@ class EngineData:
 
 
 def _is_data(item: Any) -> bool:
-    return isinstance(item, Iterable) and not isinstance(item, Mapping | nn.Module)
+    return isinstance(item, GivenGenerator) or (isinstance(item, Iterable) and not isinstance(item, Mapping | nn.Module))
 
 
 class _Followed(DeepSpeedDataLoader):  # type: ignore[misc]

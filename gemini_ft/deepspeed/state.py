@@ -33,12 +33,25 @@ from gemini_ft.deepspeed.reshard import Cut, OldShards
 from gemini_ft.deepspeed.versions import check_version, counters
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
 from gemini_ft.state import codec
+from gemini_ft.state.attributes import AttributeReturn, AttributeWalk
 from gemini_ft.state.hyperparameters import Given, of_groups, of_scheduler
 from gemini_ft.state.modes import Modes, not_users
 from gemini_ft.state.rebuilding import ModuleTree
-from gemini_ft.state.tensors import HOST, Live, Role, Source, captured, describe, split_state_name, state_name
+from gemini_ft.state.tensors import (
+    HOST,
+    Live,
+    Role,
+    Source,
+    captured,
+    describe,
+    every_optimizer,
+    own_attributes,
+    split_state_name,
+    state_name,
+)
 
 _WAY_OUT = "Resume with the script and configuration that made it, or start afresh with another run_id or resume='never'."
+_BASE = "optimizer"  # the one inside DeepSpeed's, in names of its attributes
 _SCALERS = ("loss_scaler", "loss_scale_config")
 
 
@@ -58,9 +71,15 @@ class EngineState:
         _check(engine)
         self._cut, self._others = present_cut(engine), others(engine)
         self._fixed = {"cut": codec.encode(self._cut.pack()), "about": codec.encode(about(engine))}  # once: it never changes
+        self._batch = _batch(engine)
         self._tree = ModuleTree({"module": engine.module})
         self._modes = Modes(self._tree.modules(), leave=_not_users) if modes else None
         self.resizable = engine.dp_world_size == dist.get_world_size() and is_partitioned(engine.optimizer)
+
+    @property
+    def named(self) -> set[str]:
+        """The names that warnings of this job have called missing from its snapshots."""
+        return self._modes.named if self._modes is not None else set()
 
     def survey(self) -> list[Live]:
         base = base_optimizer(self._engine.optimizer)
@@ -103,7 +122,10 @@ class EngineState:
             **self._fixed,
             "world size": dist.get_world_size(),
             "accumulation": engine.gradient_accumulation_steps(),
+            "batch": {"then": self._batch, "now": _batch(engine)},
             "values": values,
+            "attributes": self._walk().attributes(_own(base), _BASE),
+            "other": {key: value for key, value in base.state.items() if not isinstance(key, torch.Tensor)},
             "groups": [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups],
             "scalers": {name: dict(vars(scaler)) for name, scaler in self._scalers().items()},
             "autocast": {name: scaler.state_dict() for name, scaler in self._autocast_scalers().items()},
@@ -113,6 +135,12 @@ class EngineState:
         if self._modes is not None:
             saved["modes"] = self._modes.collect(self._tree.modules())
         return saved
+
+    def _walk(self) -> AttributeWalk:
+        """The walk for attributes of the optimizer inside, which may refer to masters, to their state and to the module."""
+        base, module = base_optimizer(self._engine.optimizer), self._engine.module
+        owned = [base.param_groups, base.state, base.defaults, *base.param_groups, *module.parameters(), *module.modules()]
+        return AttributeWalk({item.name: item.tensor for item in self.survey()}, map(id, owned))
 
     def findings(self) -> Iterator[Finding]:
         for item in self.survey():
@@ -221,10 +249,18 @@ class EngineState:
                 base.state.setdefault(master, {}).update(values)
         for group, saved in zip(base.param_groups, extras["groups"], strict=True):
             group.update(saved)
+        base.state.update(extras.get("other", {}))  # snapshots in storage may be older
+        for name in _own(base).keys() - extras.get("attributes", _own(base)).keys():
+            delattr(base, name)
+        AttributeReturn({item.name: item.tensor for item in self.survey()}).attributes(base, extras.get("attributes", {}), _BASE)
         rebuild_weights(engine)
         replay_beta_powers(engine)
         for name, value in extras["counters"].items():
             setattr(engine, name, value)
+        batch = extras.get("batch")  # snapshots in storage may be older
+        if batch and batch["now"] != batch["then"]:
+            engine.set_train_micro_batch_size(batch["now"]["micro"])  # the training has changed it, and does not do so again
+            engine.set_train_batch_size(batch["now"]["micro"] * batch["now"]["accumulation"] * engine.dp_world_size)
         if (now := engine.gradient_accumulation_steps()) != (then := extras["accumulation"]):
             engine.micro_steps = engine.micro_steps // then * now  # a boundary stays one
         for name, saved in extras["scalers"].items():
@@ -246,6 +282,15 @@ class EngineState:
             "plain": getattr(self._engine, "torch_autocast_z0_gradscaler", None),
         }
         return {name: scaler for name, scaler in found.items() if scaler is not None}
+
+
+def _batch(engine: Any) -> dict[str, int]:
+    return {"micro": engine.train_micro_batch_size_per_gpu(), "accumulation": engine.gradient_accumulation_steps()}
+
+
+def _own(base: torch.optim.Optimizer) -> dict[str, Any]:
+    """The attributes of the optimizer inside that training may depend on; DeepSpeed's own optimizers have none."""
+    return {} if type(base).__module__.startswith("deepspeed.") else own_attributes(base)
 
 
 def _not_users(item: Any) -> frozenset[str]:
@@ -302,6 +347,8 @@ def _unsupported(engine: Any) -> Iterator[tuple[bool, str]]:
     yield bool(extra), f"module {', '.join(extra[:1])!r} has extra state (get_extra_state), which is not captured of engines; use a buffer"
     sampled = engine.random_ltd_enabled() or engine.curriculum_learning_enabled()
     yield sampled, "data_efficiency (random-LTD, curriculum learning) has state of its own that is not captured; switch it off"
+    held = sorted({type(each).__name__ for each in every_optimizer([base_optimizer(engine.optimizer)]).values()})[1:]
+    yield bool(held), f"the optimizer holds another one ({', '.join(held)}), whose state is not captured of engines; train without it"
     muon = any(getattr(engine.optimizer, "sub_groups_using_muon", ()))
     yield muon, "Muon at stage 3 writes its momentum during backward, while it would be copied; use stage 1 or 2"
     yield bool(engine.has_moe_layers), "mixtures of experts (MoE) are not supported: experts are partitioned over groups of their own"

@@ -42,7 +42,8 @@ class EngineFit(Fit):
         return self._trainer.strategy.model
 
     def _bind_state(self) -> None:
-        from gemini_ft.deepspeed.engine import ONLY_ANEW, bound_collectives, finish
+        from gemini_ft.deepspeed.engine import finish
+        from gemini_ft.deepspeed.protection import ONLY_ANEW, bound_collectives
         from gemini_ft.deepspeed.state import EngineState
         from gemini_ft.deepspeed.versions import manages_accumulation  # only here: it loads DeepSpeed
 

@@ -112,9 +112,13 @@ class LoopWatch:
             self._safely("batches", self._look_around, [*inner.values()], note)
         self._look_at_rest(models, [state, *state.values(), *inner.values()], optimizers, state, iteration)
 
-    def _look_at_rest(self, models: Collection[nn.Module], given: list[Any], optimizers: Sequence[Any], *steps: Any) -> None:
-        self._safely("variables", self._look_at_variables, models, [*given, *optimizers], *steps)
+    def look_at_script(self, models: Collection[nn.Module], given: list[Any], *steps: Any) -> None:
+        """Looks at a loop's variables and generators alone. ``steps``: its values that snapshots have, and the iteration."""
+        self._safely("variables", self._look_at_variables, models, given, *steps)
         self._safely("generators", self._look_at_generators, given)
+
+    def _look_at_rest(self, models: Collection[nn.Module], given: list[Any], optimizers: Sequence[Any], *steps: Any) -> None:
+        self.look_at_script(models, [*given, *optimizers], *steps)
         if self._is_first and optimizers:
             self._safely("schedulers", self._look_at_others, given, optimizers)
         self._is_first = False
@@ -180,7 +184,7 @@ class LoopWatch:
         self._say(
             f"this script changes {{}} while it trains, which no snapshot has: {_BEGINS}. If later steps depend on it, give numbers to "
             "step(name=value), or to the state of Fabric's protect, averages of the weights as a model beside the others, and other "
-            "objects as `state`",
+            "objects as `state`; under DeepSpeed, numbers to engine.gemini.client_state, and objects to engine.gemini.keep(name=...)",
             changes.carried,
         )
         self._say(
@@ -196,7 +200,8 @@ class LoopWatch:
         if self._generators is None:
             self._generators = Generators(given)
         self._say(
-            f"this loop draws from the generator {{}}, which is in no snapshot: {_BEGINS}. Give it, state={{'generator': generator}}",
+            f"this loop draws from the generator {{}}, which is in no snapshot: {_BEGINS}. Give it, "
+            "state={'generator': generator}, or engine.gemini.keep(generator=generator)",
             self._generators.drawn_from(),
         )
 

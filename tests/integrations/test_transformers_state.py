@@ -73,23 +73,31 @@ def test_what_a_callback_keeps_of_a_model_is_named_and_the_trained_model_is_not(
     assert told.startswith("callbacks.Shadowing.0.average changed while training and will not be restored")
 
 
+class Best:
+    """The best score so far, in an object that leads back to what it is in."""
+
+    def __init__(self, app: Any) -> None:
+        self.app, self.score = app, 0.0
+
+
 class Scored:
     """An application that keeps its Trainer, a large table, and what its own metric has seen."""
 
     def __init__(self, folder: Path, model: Any, steps: int) -> None:
         self.model, self.table = model, [[[row, column] for column in range(60)] for row in range(60)]
-        self.seen, self.scores, self.frozen = 0, [0.0], copy.deepcopy(model)
+        self.seen, self.scores, self.frozen, self.best = 0, [0.0], copy.deepcopy(model), Best(self)
         arguments = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], max_steps=steps)
         self.trainer = transformers.Trainer(model, arguments, train_dataset=[{}], compute_metrics=self.metric)
 
     def metric(self, predicted: Any) -> dict[str, float]:
         self.seen += 1
         self.scores.append(0.5)
+        self.best.score = 0.5
         self.table[0][0][0] += 1
         return {}
 
 
-def test_of_the_object_whose_method_is_a_metric_only_small_plain_attributes_are_kept(
+def test_of_the_object_whose_method_is_a_metric_and_of_its_own_objects_only_small_plain_attributes_are_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The walk through it led to its Trainer, whose old ``max_steps`` ended a job that was to go on for longer."""
@@ -104,14 +112,15 @@ def test_of_the_object_whose_method_is_a_metric_only_small_plain_attributes_are_
     app.metric(None)
     with caplog.at_level("WARNING", "gemini_ft"):
         found = kept.collect()
-    assert found["attributes"] == {"compute_metrics": {"seen": 1, "scores": [0.0, 0.5]}}
+    assert found["attributes"] == {"compute_metrics": {"seen": 1, "scores": [0.0, 0.5]}, "compute_metrics.best": {"score": 0.5}}
     assert not caplog.records
 
     later = Scored(tmp_path, little_model(), 9)
     kept = OwnAttributes(later.trainer)
     later.trainer.state.max_steps = 9
     kept.restore(found)
-    assert (later.seen, later.scores, later.trainer.state.max_steps, later.trainer.state.global_step) == (1, [0.0, 0.5], 9, 0)
+    assert (later.seen, later.scores, later.best.score) == (1, [0.0, 0.5], 0.5)
+    assert (later.trainer.state.max_steps, later.trainer.state.global_step) == (9, 0)
     later.scores += [0.0] * 64
     with caplog.at_level("WARNING", "gemini_ft"):
         kept.collect()

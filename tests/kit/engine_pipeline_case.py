@@ -130,7 +130,7 @@ def run(case: Case) -> dict[str, Any]:
     """Train to the end."""
     from deepspeed_case import whole_weights
 
-    from gemini_ft.deepspeed.engine import bound_collectives
+    from gemini_ft.deepspeed.protection import bound_collectives
     from gemini_ft.pipeline.route_table import time_limit
 
     engine = start(case)

@@ -23,8 +23,8 @@ from gemini_ft.wire import messages, peer_messages, worker_messages
 # The functions whose dicts and tuples are the small state.
 SMALL_STATE = [
     "checkpointer:Checkpointer.step",
-    "deepspeed.engine:Protection.moment",
-    "deepspeed.engine:Protection.save",
+    "deepspeed.protection:Protection.moment",
+    "deepspeed.protection:Protection.save",
     "deepspeed.partitions:about",
     "deepspeed.reshard:Cut.pack",
     "deepspeed.state:EngineState.__init__",
@@ -62,10 +62,10 @@ class Kept(NamedTuple):
 
 KEPT = {
     "storage.checkpoints.FORMAT_VERSION": Kept(
-        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, checkpoints.Mark, LAYOUT, *SMALL_STATE], "fed5760cd12ce7b1"
+        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, checkpoints.Mark, LAYOUT, *SMALL_STATE], "2255db0f487cd097"
     ),
     "agent.memory.slot_memory.FORMAT": Kept(
-        slot_memory.FORMAT, ["agent.memory.slot_memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "5cc40b790a344404"
+        slot_memory.FORMAT, ["agent.memory.slot_memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "d6e9561ff4b4adda"
     ),
     "wire.messages.PROTOCOL_VERSION": Kept(
         messages.PROTOCOL_VERSION,

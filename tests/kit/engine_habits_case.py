@@ -1,0 +1,228 @@
+"""Habits of DeepSpeed scripts; run by test_deepspeed_habits.py on forked ranks, never imported by a script.
+
+``plain`` leaves gemini out. A rank is killed where it has `Record.reached` one of ``kills``, once each.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed_case import Case, configuration, state_of
+from session_case import Recorded
+from three_ways import Record
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in an attribute, and in state that belongs to no parameter; the rate follows from both."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.seen = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen += 1
+        state: Any = self.state
+        common = state["common"]
+        common["made"] = common.get("made", 0) + 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / (self.seen + common["made"])
+        return super().step(closure)
+
+
+class Judge(nn.Module):
+    """Drops out by a generator that DeepSpeed tracks, as model-parallel layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import deepspeed
+
+        hidden = torch.relu(self.norm(self.first(x)))
+        with deepspeed.checkpointing.get_cuda_rng_tracker().fork():
+            hidden = nn.functional.dropout(hidden, 0.3)
+        out: torch.Tensor = self.last(hidden)
+        return out
+
+
+def _engine(net: nn.Module, plain: bool, **named: Any) -> Any:
+    import deepspeed
+
+    import gemini_ft.deepspeed
+
+    case = Case(1, config={"gemini": None} if plain else {})
+    initialize = deepspeed.initialize if plain else gemini_ft.deepspeed.initialize
+    engine, *_ = initialize(model=net, config=configuration(case), **named)
+    return engine
+
+
+def _flush(*engines: Any) -> None:
+    for engine in engines:
+        if "gemini" in vars(engine):
+            engine.gemini.checkpointer.flush()
+
+
+def adversaries(folder: str, kills: list[str], plain: bool, critic: int, deferred: bool) -> list[str]:
+    """A GAN whose judge makes ``critic`` steps for each of the maker. The files of ``folder`` have each loss; what was told is returned."""
+    import deepspeed
+
+    import gemini_ft
+
+    gemini_ft.init_process_group("gloo")
+    record, told = Record(Path(folder), kills), Recorded()
+    torch.manual_seed(0)
+    maker, judge = nn.Linear(4, 8), Judge()
+    torch.manual_seed(dist.get_rank())
+    tracker = deepspeed.checkpointing.get_cuda_rng_tracker()
+    tracker.reset()
+    tracker.add("model-parallel-rng", 9 + dist.get_rank())
+    makes = _engine(maker, plain, optimizer=torch.optim.AdamW(maker.parameters(), lr=0.01))  # stepped last, made first
+    judges = _engine(judge, plain, optimizer=Counting(judge.parameters(), lr=0.1, momentum=0.9))
+    for engine in (makes, judges) if deferred and not plain else ():
+        engine.gemini.deferred = True
+    for step in range(makes.global_steps, 7):
+        if step == 2:
+            judges.set_train_batch_size(2 * judges.train_batch_size())  # once
+        for turn in range(critic * judges.gradient_accumulation_steps()):
+            loss = judges(torch.randn(4, 8)).mean() - judges(makes(torch.randn(4, 4)).detach()).mean()
+            judges.backward(loss)
+            judges.step()
+            record.note(f"{step} judge {turn}", loss)
+            _flush(judges)
+            record.reached("judge", step, turn)
+        loss = judges(makes(torch.randn(4, 4))).mean()
+        makes.backward(loss)
+        judge.zero_grad()
+        makes.step()
+        record.note(f"{step} maker", loss)
+        for engine in (judges, makes) if deferred and not plain else ():
+            engine.gemini.save()
+            _flush(engine)
+            record.reached("between", step)
+        _flush(makes, judges)
+        record.reached("maker", step)
+    for name, engine in {"makes": makes, "judges": judges}.items():
+        record.state(f"end {name}", state_of(engine))
+        record.note(f"end {name} counters", engine.global_steps, engine.micro_steps, engine.train_batch_size())
+    record.note("end", torch.rand(1), judges.basic_optimizer.seen)
+    makes.destroy()
+    judges.destroy()
+    dist.barrier()
+    return told.texts
+
+
+def rolls_back(folder: str, kills: list[str], plain: bool) -> list[str]:
+    """Goes back to a checkpoint of DeepSpeed after its seventh batch, once."""
+    import gemini_ft
+
+    gemini_ft.init_process_group("gloo")
+    record, told = Record(Path(folder), kills), Recorded()
+    torch.manual_seed(0)
+    net = nn.Linear(8, 1)
+    engine = _engine(net, plain, optimizer=torch.optim.AdamW(net.parameters(), lr=0.01))
+    seen = {} if plain else engine.gemini.client_state
+    while seen.get("batches", 0) < 10:
+        loss = engine(torch.randn(4, 8)).square().mean()
+        engine.backward(loss)
+        seen["batches"] = number = seen.get("batches", 0) + 1
+        engine.step()
+        record.note(f"{number}", loss, engine.global_steps)
+        if number == 4:
+            engine.save_checkpoint(folder)
+        if number == 7:
+            engine.load_checkpoint(folder)
+        _flush(engine)
+        record.reached(number)
+    record.state("end", state_of(engine))
+    engine.destroy()
+    dist.barrier()
+    return told.texts
+
+
+def left_to_itself(folder: str, fail: bool) -> list[str]:
+    """Has an average of the weights, a generator and an evaluation that no snapshot has, and loads its newest checkpoint at the start."""
+    import gemini_ft
+
+    gemini_ft.init_process_group("gloo")
+    told = Recorded()
+    net = nn.Linear(8, 1)
+    engine = _engine(net, False, optimizer=torch.optim.AdamW(net.parameters(), lr=0.01))
+    average, drawn = copy.deepcopy(net), np.random.RandomState(3)
+    first = 0
+    if Path(folder, "latest").exists():
+        _, client = engine.load_checkpoint(folder)
+        first = client["step"]
+    for step in range(first, 6):
+        engine.backward(engine(torch.randn(4, 8) + drawn.rand()).square().mean())
+        engine.step()
+        with torch.no_grad():
+            average.weight.lerp_(net.weight, 0.1)
+        if step == 1:
+            engine.save_checkpoint(folder, client_state={"step": step + 1})
+        if step == 2:
+            engine.eval()
+            with torch.no_grad():
+                for (x,) in DataLoader(TensorDataset(torch.ones(4, 8))):
+                    engine(x)
+            engine.train()
+        if step == 4 and fail:
+            _flush(engine)
+            break
+    engine.gemini.close(finished=not fail)
+    return told.texts
+
+
+def of_an_older_version(older: bool) -> int:
+    """Trains on from wherever the run is; an older version kept less of an engine. The step that was resumed."""
+    import gemini_ft
+    from gemini_ft.checkpointer import Checkpointer
+    from gemini_ft.deepspeed.state import EngineState
+
+    gemini_ft.init_process_group("gloo")
+    save, extras = Checkpointer.save, EngineState.extras
+    if older:
+        Checkpointer.save = lambda self, iteration, extras: save(self, iteration, _but(extras, "beside", "tracked"))  # type: ignore[method-assign]
+        EngineState.extras = lambda self: _but(extras(self), "attributes", "other", "batch")  # type: ignore[method-assign]
+    net = nn.Linear(8, 1)
+    engine = _engine(net, False, optimizer=Counting(net.parameters(), lr=0.1))
+    first = int(engine.global_steps)
+    for _ in range(3):
+        engine.backward(engine(torch.randn(4, 8)).square().mean())
+        engine.step()
+    _flush(engine)
+    engine.gemini.close(finished=False)
+    return first
+
+
+def ends_well(folder: str, steps: int, at_end: bool) -> int:
+    """Trains up to a step, and ends well, with storage that is due at every second step. The step that was resumed."""
+    import gemini_ft
+    import gemini_ft.deepspeed
+
+    gemini_ft.init_process_group("gloo")
+    net = nn.Linear(8, 1)
+    store = {"url": f"file://{folder}", "every_steps": 2, "at_end": at_end}
+    config = configuration(Case(1, options={"storage": store, "replicas": 1}))
+    engine, *_ = gemini_ft.deepspeed.initialize(model=net, config=config, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    first = int(engine.global_steps)
+    for _ in range(first, steps):
+        engine.backward(engine(torch.ones(4, 8)).square().mean())
+        engine.step()
+        _flush(engine)
+    engine.destroy()
+    return first
+
+
+def _but(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
