@@ -464,7 +464,7 @@ class Bookmark:
             self._parts.go_back_to(position["sampler"], samplers_only=bool(first or self._workers))
             before = script_states()
             drawn = [next(inner, None)]
-            order = position.get("order", {})  # snapshots in storage may be older
+            order = {} if self._may_lose else position.get("order", {})  # snapshots in storage may be older
             refuse_gone(order, self.lost_now(order))
             self._note_order(order)
             drawn += [next(inner, None) for _ in range(first - 1)]
