@@ -30,6 +30,7 @@ from gemini_ft.lightning.capture import capture, checkpoint_of, complete, restor
 from gemini_ft.lightning.options import EpochHooks
 from gemini_ft.lightning.trainer_data import Loading
 from gemini_ft.lightning.trainer_loggers import Logs
+from gemini_ft.loaders.bookmark import Bookmark
 from gemini_ft.loaders.loader import bookmark_of
 from gemini_ft.loaders.parts import refuse_gone, split
 from gemini_ft.state.ddp import ddp_state, frozen_at_first, restore_buckets, restore_sync
@@ -279,14 +280,22 @@ class Fit:
 
     def _lost(self) -> dict[str, str]:
         """Digests of attributes of the training data that no snapshot can keep, unless batches do without or they come again."""
+        return {path: digest for mark in self._losing for path, digest in mark.lost_here.items()}
+
+    @property
+    def _losing(self) -> list[Bookmark]:
+        """The loaders of the training whose batches do not do without what no snapshot can keep."""
         if self._epoch_hooks == "rerun" or self._trainer.strategy._gemini_data_resume == "skip":
-            return {}
-        marks = [mark for mark in map(bookmark_of, trainer_loops.training_loaders(self._trainer)) if mark is not None and mark.way != "own"]
-        return {path: digest for mark in marks for path, digest in mark.lost_here.items()}
+            return []
+        marks = map(bookmark_of, trainer_loops.training_loaders(self._trainer))
+        return [mark for mark in marks if mark is not None and mark.way != "own"]
 
     def _refuse_lost(self, then: dict[str, str], *, only_there: bool = False) -> None:
         """Refuses a snapshot whose data had changed in a way that loading the batches of the epoch again has not repeated."""
-        refuse_gone(then, self._lost() if then else {}, only_there=only_there)
+        now: dict[str, str] = {}
+        for mark in self._losing if then else ():  # of several loaders with an attribute of one name any may have it as it was
+            now |= {path: one for path, one in mark.lost_now(then).items() if path not in now or now[path] != then.get(path)}
+        refuse_gone(then, now, only_there=only_there)
 
     def _extras(self) -> dict[str, Any]:
         self.live = self._trainer.lightning_module.state_dict() if trainer_checkpoints.is_checkpoint_seen(self._trainer) else {}

@@ -7,7 +7,7 @@ only once they have made all that they were asked for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -135,10 +135,10 @@ class Between:
         generator = self._loader.generator if self._loader.generator is not None else torch.default_generator
         return generator.get_state().numpy().tobytes()
 
-    def name_doubtful(self) -> None:
-        """Names, when an iteration begins, large lists and arrays that have changed since the first one began."""
+    def name_doubtful(self, but: Collection[str]) -> None:
+        """Names, when an iteration begins, large lists and arrays that have changed since the first one began, but for some paths."""
         self._name(
-            self._parts.doubtful(),
+            [path for path in self._parts.doubtful() if path not in but],
             "the loader of a %s has other elements in %s than when the first epoch began, and no snapshot can have that: if they are an "
             "order, an epoch that is resumed after a failure may begin with another one. Shuffle a copy, made with a generator that is "
             "seeded with the epoch, keep it small (a list of at most 64 entries, an array of at most 256 KiB), give the loader state_dict "

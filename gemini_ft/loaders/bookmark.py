@@ -192,7 +192,7 @@ class Bookmark:
         self._taken_before = position["before"] if position is not None else self._taken if self._is_iterator else 0
         self._given_from = position["batches"] if position is not None else self._taken_before
         if not (self._is_iterator or self._way == "own" or self._insists or self._remade):
-            self._between.name_doubtful()
+            self._between.name_doubtful(but=self._order)
         if position is None:
             return self._from_the_beginning(start)
         if "left" in position:
@@ -346,7 +346,7 @@ class Bookmark:
                 # For Fabric the epoch is over. Lightning may be cycling through other, longer loaders.
                 self._running = self._running and self._epoch is not None
                 self._is_exhausted = True
-                self._changed_later = [path for path, now in split(self.lost_here)[1].items() if self._order.get(path) != now]
+                self._changed_later = [*split(self.lost_here)[1]]
                 return
             if is_first and self._first is not None:
                 self._drew = self._first["random"] != randomness()
@@ -386,7 +386,7 @@ class Bookmark:
     def _batches_after(self, position: dict[str, Any], batches: Iterator[Any]) -> Iterator[Any]:
         before_last = position["before_last"]
         for_data, for_sampler = split(position["lost_here"])
-        refuse_gone(for_data, self._lost_now(for_data), only_there=bool(position["ahead"]))
+        refuse_gone(for_data, self.lost_now(for_data), only_there=bool(position["ahead"]))
         batches = self._drawn_again(batches, for_sampler)
         if before_last is not None:
             set_randomness(before_last["random"])
@@ -402,12 +402,9 @@ class Bookmark:
     def _drawn_again(self, batches: Iterator[Any], lost: dict[str, str]) -> Iterator[Any]:
         """The same batches; a sampler may change what cannot be kept no earlier than when it is asked for the first of them."""
         for batch in batches:
-            refuse_gone(lost, self._lost_now(lost), only_there=True)
+            refuse_gone(lost, self.lost_now(lost), only_there=True)
             lost = {}
             yield batch
-
-    def _lost_now(self, then: Mapping[str, str]) -> dict[str, str]:
-        return self.lost_here if then else {}
 
     def _lost_for_good(self) -> list[str]:
         """Paths of those that no later epoch makes again: a sampler that draws an order when it is asked, and keeps it, draws anew."""
@@ -415,13 +412,13 @@ class Bookmark:
             return []
         return [path for path in self.lost_here if not of_sampler(path) or path in self._changed_later]
 
-    def _note_order(self) -> None:
-        self._order, self._changed_later = split(self.lost_here)[1], []
+    def _note_order(self, known: Mapping[str, str]) -> None:
+        self._order, self._changed_later = {**split(self._parts.born.lost())[1], **known}, []
 
     def _noted(self, indices: Iterator[Any]) -> Iterator[Any]:
         for number, index in enumerate(indices):
             if not number:
-                self._note_order()
+                self._note_order({})
             yield index
 
     def _put(self, then: dict[str, Any], position: dict[str, Any]) -> None:
@@ -467,8 +464,9 @@ class Bookmark:
             self._parts.go_back_to(position["sampler"], samplers_only=bool(first or self._workers))
             before = script_states()
             drawn = [next(inner, None)]
-            self._note_order()
-            refuse_gone(position.get("order", {}), self._order)  # snapshots in storage may be older
+            order = {} if self._may_lose else position.get("order", {})  # snapshots in storage may be older
+            refuse_gone(order, self.lost_now(order))
+            self._note_order(order)
             drawn += [next(inner, None) for _ in range(first - 1)]
             used = {name: state for name, state in script_states().items() if state != before.get(name)}
         if first and not self._num_workers:
@@ -529,8 +527,19 @@ class Bookmark:
 
     @property
     def lost_here(self) -> dict[str, str]:
-        """Digests of attributes of the data that have changed in this process since the first epoch began, and cannot be kept, by path."""
-        return self._parts.born.lost()
+        """Digests of attributes of the data that have changed in this process since the first epoch began, and cannot be kept, by path.
+
+        Without an order that the sampler has made for this epoch, which is made again.
+        """
+        return {path: now for path, now in self._parts.born.lost().items() if self._order.get(path) != now}
+
+    def lost_now(self, then: Mapping[str, str]) -> dict[str, str]:
+        """The digests of all that have changed, and of those among ``then`` that are as they were, whether they seem to have or not.
+
+        Another list may lie where the one before was, so that it seems to be the same.
+        """
+        alike = {path: now for path, now in self._parts.born.digests(then).items() if now == then[path]}
+        return self._parts.born.lost() | alike if then else {}
 
     @property
     def watches_indices(self) -> bool:

@@ -191,7 +191,7 @@ def is_torchdata(base: Any) -> bool:
 
 def _refills(dataset: Any) -> bool:
     """Whether an iterable dataset of Hugging Face's ``datasets`` has a shuffle buffer, which its own state does not."""
-    level = [getattr(dataset, "_ex_iterable", None)]
+    level: list[Any] = [getattr(dataset, "_ex_iterable", None)]
     while level:
         part = level.pop()
         if type(part).__name__ == "BufferShuffledExamplesIterable":

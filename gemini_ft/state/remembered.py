@@ -181,8 +181,12 @@ class Attributes:
 
     def lost(self) -> dict[str, str]:
         """The digests of those that have changed and are not plain, by path."""
+        return self.digests(self.changes().lost)
+
+    def digests(self, paths: Iterable[str]) -> dict[str, str]:
+        """The digests of attributes, by path, whether they have changed or not."""
         found: dict[str, str] = {}
-        for path in self.changes().lost:
+        for path in paths:
             owner, _, name = path.rpartition(".")
             item = self._objects.get(owner)
             found[path] = digest(self._fields(item).get(name) if item is not None else self._objects.get(path))

@@ -31,7 +31,7 @@ import gemini_ft
 from gemini_ft import accelerator
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
-from gemini_ft.errors import ConfigError
+from gemini_ft.errors import ConfigError, UnsupportedStateError
 from gemini_ft.events import read_events
 from gemini_ft.faults import inject
 from gemini_ft.hosts import is_readable
@@ -73,6 +73,20 @@ def test_a_result_that_comes_after_the_launchers_word_is_none(launcher: socket.s
     assert in_place.once(lambda: "done", attempt.present) == ["done"]
     channel.send(launcher, {"over": True})
     assert in_place.once(lambda: "done", attempt.present) == []
+
+
+def test_a_refusal_leaves_the_process_whatever_a_script_makes_of_it(launcher: socket.socket) -> None:
+    """The launcher is to see its status; the next attempt in the same process would begin without what was refused."""
+
+    def train() -> None:
+        try:
+            raise UnsupportedStateError("a deque")
+        except UnsupportedStateError as error:
+            raise RuntimeError("the experiment has failed") from error
+
+    assert attempt.present is not None
+    with pytest.raises(RuntimeError, match="the experiment has failed"):
+        in_place.once(train, attempt.present)
 
 
 def test_the_files_of_an_attempt_are_closed_with_it(tmp_path: Path) -> None:
