@@ -188,16 +188,19 @@ class GradientSynchronizer(Body):
                 f"the gradient of {changed[0]} was changed between the backward pass and synchronize(), while it was being averaged: clip, "
                 "unscale, divide and zero it after synchronize(); or run the backward pass in no_sync(), then change it, then synchronize()"
             )
+        self._check_parameters()
+        if untouched and not self._find_unused:
+            raise StateError(
+                f"no gradient for {', '.join(untouched[:5])}{' and others' if len(untouched) > 5 else ''} ({len(untouched)} of "
+                f"{len(self._parameters)}): the backward pass left them out. Give find_unused_parameters=True, or use them in the loss"
+            )
+
+    def _check_parameters(self) -> None:
         if any(param.grad is not None and id(param) not in self._names for param in self._model.parameters() if param.requires_grad):
             name = next(name for name, param in trained(self._model).items() if param.grad is not None and id(param) not in self._names)
             raise StateError(
                 f"the gradient of {name} is not averaged: the parameter was frozen, or not there, when GradientSynchronizer was made. "
                 "Freeze after that, with find_unused_parameters=True, or close() it and make another one"
-            )
-        if untouched and not self._find_unused:
-            raise StateError(
-                f"no gradient for {', '.join(untouched[:5])}{' and others' if len(untouched) > 5 else ''} ({len(untouched)} of "
-                f"{len(self._parameters)}): the backward pass left them out. Give find_unused_parameters=True, or use them in the loss"
             )
 
     def _changed(self) -> list[str]:
