@@ -44,23 +44,22 @@ class Case:
     freezes: bool = False  # whether the first layer is frozen after five steps
 
 
-CASES = {
-    f"{what}, DDP={ddp}": Case(ddp=ddp, **options)
-    for ddp in (False, True)
-    for what, options in {
-        "the plain average": {"rule": {"every": 3}},
-        "momentum": {"rule": {"every": 3, "outer": SGD}},
-        "DiLoCo": {"rule": {"every": 3, "outer": DILOCO}},
-        "each step": {"rule": {"every": 1, "outer": DILOCO}},
-        "fragments": {"rule": {"every": 4, "outer": DILOCO, "fragments": 2}},
-        "micro-batches": {"rule": {"every": 3, "outer": DILOCO}, "micro": 2},
-        "bfloat16": {"rule": {"every": 3, "outer": DILOCO}, "dtype": torch.bfloat16},
-        "two optimizers": {"rule": {"every": 3, "outer": DILOCO}, "optimizers": 2},
-        "two optimizers, each step": {"rule": {"every": 1, "outer": DILOCO}, "optimizers": 2},
-        "weights that are loaded": {"rule": {"every": 3, "outer": DILOCO}, "loads": True},
-        "frozen": {"rule": {"every": 3, "outer": DILOCO}, "freezes": True},
-        **({"a hook": {"rule": {"every": 3}, "hook": True}, "again": {"rule": {"every": 3}, "again": True}} if ddp else {}),
-    }.items()
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "the plain average": {"rule": {"every": 3}},
+    "momentum": {"rule": {"every": 3, "outer": SGD}},
+    "DiLoCo": {"rule": {"every": 3, "outer": DILOCO}},
+    "each step": {"rule": {"every": 1, "outer": DILOCO}},
+    "fragments": {"rule": {"every": 4, "outer": DILOCO, "fragments": 2}},
+    "micro-batches": {"rule": {"every": 3, "outer": DILOCO}, "micro": 2},
+    "bfloat16": {"rule": {"every": 3, "outer": DILOCO}, "dtype": torch.bfloat16},
+    "two optimizers": {"rule": {"every": 3, "outer": DILOCO}, "optimizers": 2},
+    "two optimizers, each step": {"rule": {"every": 1, "outer": DILOCO}, "optimizers": 2},
+    "weights that are loaded": {"rule": {"every": 3, "outer": DILOCO}, "loads": True},
+    "frozen": {"rule": {"every": 3, "outer": DILOCO}, "freezes": True},
+}
+_OF_DDP: dict[str, dict[str, Any]] = {"a hook": {"rule": {"every": 3}, "hook": True}, "again": {"rule": {"every": 3}, "again": True}}
+CASES = {f"{what}, DDP=False": Case(**options) for what, options in _OPTIONS.items()} | {
+    f"{what}, DDP=True": Case(ddp=True, **options) for what, options in (_OPTIONS | _OF_DDP).items()
 }
 
 
@@ -142,8 +141,8 @@ def on_each_rank(case: Case) -> nn.Module:
     wrapped: Any = DistributedDataParallel(trained, find_unused_parameters=case.freezes) if case.ddp else trained
     parts = [model.parameters()] if case.optimizers == 1 else [layer.parameters() for layer in (model[0], model[2])]
     optimizers = [torch.optim.AdamW(part, 1e-2) for part in parts]
-    options = {"otherwise": (None, allreduce_hook)} if case.hook else {}
-    with closing(gemini_ft.GradientSynchronizer(wrapped, [{"params": "*", **case.rule}], **options)) as synchronizer:
+    hook = (None, allreduce_hook) if case.hook else None
+    with closing(gemini_ft.GradientSynchronizer(wrapped, [{"params": "*", **case.rule}], otherwise=hook)) as synchronizer:
         if case.loads:
             load(model)
         for step in range(STEPS):
@@ -220,7 +219,7 @@ def apart() -> list[str]:
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         with closing(gemini_ft.GradientSynchronizer(model, [{"params": "*", "every": 2}])) as synchronizer:
             if begins_apart:
-                nn.init.constant_(model[0].bias, rank)
+                nn.init.constant_(model.get_parameter("0.bias"), rank)
 
             def step(number: int, model: nn.Module = model, synchronizer: Any = synchronizer, optimizer: Any = optimizer) -> None:
                 loss_of(model, number, 0, rank, torch.float32).backward()
