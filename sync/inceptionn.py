@@ -8,10 +8,10 @@ from gemini_ft import truncation
 from gemini_ft.validation import checked
 
 from . import wire
-from .ring import Ring
+from .ring import EncodedRing
 
 
-class InceptionnRing(Ring):
+class InceptionnRing(EncodedRing):
     """A ring all-reduce in which every message is a gradient, or a sum of gradients, truncated as in `gemini_ft.truncation`.
 
     With n ranks a value is truncated n times on its way, so it is off by less than n 2^-bound beside the roundings of float32, in which

@@ -21,7 +21,7 @@ from .sparcml import stream_seed
 _FLAG = 8  # bytes: whether what follows is quantised
 
 
-class Ring(Scheme):
+class EncodedRing(Scheme):
     """A ring all-reduce in which every message is encoded, on both legs; values are added in float32.
 
     Each part of the gradient goes around once, and every rank adds its own values to what comes; then the sums go around, encoded once.
@@ -63,7 +63,7 @@ class Ring(Scheme):
         """Fills ``into``, float32 (n,), with what `_encoded` gave, and returns it."""
 
 
-class Ring8(Ring):
+class Ring8(EncodedRing):
     """A ring whose messages have 8 bits a value, or the 16 of bfloat16: each hop quantises anew, by chance and without bias.
 
     A value becomes one of the two numbers beside it that the words have, by chance, so that the value is what is expected; words of 8
@@ -129,7 +129,7 @@ class Ring8(Ring):
         return into.copy_(values.flatten()[: len(into)])
 
 
-class _Kind:
+class _Words:
     """Words of a dtype.
 
     Attributes:
@@ -150,10 +150,10 @@ class _Kind:
 
 
 _KINDS = {
-    "int8": _Kind(torch.int8, 127.0),
-    "e4m3": _Kind(torch.float8_e4m3fn, 448.0, 3, -6),
-    "e5m2": _Kind(torch.float8_e5m2, 57344.0, 2, -14),
-    "bf16": _Kind(torch.bfloat16, None, 7, -126),
+    "int8": _Words(torch.int8, 127.0),
+    "e4m3": _Words(torch.float8_e4m3fn, 448.0, 3, -6),
+    "e5m2": _Words(torch.float8_e5m2, 57344.0, 2, -14),
+    "bf16": _Words(torch.bfloat16, None, 7, -126),
 }
 
 

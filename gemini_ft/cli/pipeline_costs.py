@@ -126,7 +126,7 @@ def describe(model: nn.Module, rules: Rules, ranks: int, rate: float, latency: f
 
 
 def _as_it_travels(tensor: Tensor, rules: Rules) -> Tensor:
-    """What ranks have moved alone is in float32 at least."""
+    """The tensor with the bytes of an element under way: pseudo-gradients are in float32 at least."""
     return replace(tensor, itemsize=max(4, tensor.itemsize)) if tensor.rule != NO_RULE and rules[tensor.rule].is_local else tensor
 
 
