@@ -352,6 +352,10 @@ class Checkpointer:
             raise StateError("attach_gradients() must come before resume() or load_tensors(), and before the first snapshot")
         self._gradients = gradients
         if getattr(gradients, "lets_ranks_differ", False):
+            if self.config.verify == "replay":
+                raise ConfigError(
+                    "verify: replay makes an update again without the average that a rule with every makes in it: leave one out"
+                )
             self._replicated = False
             if isinstance(self._bound, PlainState):
                 self._bound.replicated = False

@@ -11,7 +11,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -127,7 +127,7 @@ def describe(model: nn.Module, rules: Rules, ranks: int, rate: float, latency: f
 
 def _as_it_travels(tensor: Tensor, rules: Rules) -> Tensor:
     """The tensor with the bytes of an element under way: pseudo-gradients are in float32 at least."""
-    return replace(tensor, itemsize=max(4, tensor.itemsize)) if tensor.rule != NO_RULE and rules[tensor.rule].is_local else tensor
+    return tensor.moved() if tensor.rule != NO_RULE and rules[tensor.rule].is_local else tensor
 
 
 def _row(tensor: Tensor, rule: Rule, group: int) -> Row:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from xxhash import xxh3_64_hexdigest
 
 from gemini_ft.errors import StateError
 from gemini_ft.pipeline.body import Body
@@ -56,17 +56,19 @@ class OuterSteps(Body):
         control: Any,
         device: torch.device,
     ) -> None:
-        tensors = [replace(tensor, itemsize=_wide(parameters[tensor.name]).itemsize, sparse=False) for tensor in tensors]
+        tensors = [tensor.moved() for tensor in tensors]
         super().__init__(model, parameters, tensors, rules, group=group, control=control, device=device, profile_steps=0)
         self._rules = {tensor.name: rules[tensor.rule] for tensor in tensors}
         self._turns = _turns(tensors, rules)
         self._anchors: dict[str, torch.Tensor] = {}  # from the first step on: weights may be loaded until then
         self._momenta: dict[str, torch.Tensor] = {}
-        self._first = ""  # digests of the anchors when they were set
-        self._steps = self._updates = 0
+        self._first = ""  # a digest of the anchors when they were set
+        self._steps = self._updates = self._updates_before = 0  # the last: when the present step was counted
         self._due: set[str] = set()
         self._awaited: set[str] | None = None  # of those that are due, the ones whose update is still to come; None: none has come
-        self._stepping: int | None = None  # the id of the optimizer whose step() is under way, of those that have any of the parameters
+        self._owned: set[str] = set()  # by any optimizer that has stepped
+        self._trained: set[str] = set()  # have been updated since they were averaged
+        self._stepping: weakref.ref[Optimizer] | None = None  # the one whose step() is under way, of those that have any of the parameters
         self._has_counted = False  # a step within it
         begun, ended = weakref.WeakMethod(self._step_begins), weakref.WeakMethod(self._updated)  # hooks of all optimizers of the process:
         self._handles = [  # they must not keep this object alive
@@ -89,39 +91,45 @@ class OuterSteps(Body):
         if not self._anchors:
             self._begin({name: _wide(param).clone() for name, param in self._parameters.items()})
         self._steps += 1
+        self._updates_before = self._updates
         self._due |= {name for name, turn in self._turns.items() if self._steps % (self._rules[name].every or 1) == turn}
         self._awaited = None
 
     def _begin(self, anchors: dict[str, torch.Tensor]) -> None:
         self._anchors = anchors
         self._momenta = {name: torch.zeros_like(anchor) for name, anchor in anchors.items() if self._outer(name).momentum}
-        self._first = " ".join(map(tensor_digest, anchors.values()))
+        self._first = xxh3_64_hexdigest(" ".join(map(tensor_digest, anchors.values())).encode())
+        self._drift.begin()
 
     def _outer(self, name: str) -> Outer:
-        """The outer optimizer; what is frozen is only averaged, and stays as it is then."""
-        return (self._rules[name].outer if self._parameters[name].requires_grad else None) or _PLAIN
+        return self._rules[name].outer or _PLAIN
 
     def _own(self, optimizer: Optimizer) -> set[str]:
         return {name for group in optimizer.param_groups for param in group["params"] if (name := self._names.get(id(param)))}
 
     def _step_begins(self, optimizer: Optimizer) -> None:
-        if self._stepping in (None, id(optimizer)) and self._own(optimizer):
-            self._stepping, self._has_counted = id(optimizer), False
+        under_way = self._stepping() if self._stepping is not None else None
+        if under_way in (None, optimizer) and (own := self._own(optimizer)):
+            self._stepping, self._has_counted = weakref.ref(optimizer), False
+            self._owned |= own
 
     def _updated(self, optimizer: Optimizer) -> None:
         if not (own := self._own(optimizer)):
             return
-        self._stepping = None if self._stepping == id(optimizer) else self._stepping
+        if self._stepping is not None and self._stepping() is optimizer:
+            self._stepping = None
         if "ZeroRedundancyOptimizer" in [kind.__name__ for kind in type(optimizer).__mro__]:
             raise StateError(
                 "a ZeroRedundancyOptimizer sends each parameter from the one rank that updates it to all others in every step, so no rank "
                 "trains alone: leave every out of the gradient pipeline, or give each rank the optimizer that it wraps"
             )
         self._updates += 1
+        self._trained |= {name for name in own if self._parameters[name].grad is not None}
         if not self._due:
             return
-        if self._awaited is None:
-            self._awaited = {name for name in self._due if self._parameters[name].grad is not None}
+        if self._awaited is None:  # in the first step it is not known which parameters no optimizer has
+            known = self._due if self._steps == 1 else self._due & self._owned
+            self._awaited = {name for name in known if self._parameters[name].grad is not None}
         self._awaited -= own
         if not self._awaited:
             self.catch_up()
@@ -131,7 +139,8 @@ class OuterSteps(Body):
         """Makes the outer step that is due, if one is. Collective then."""
         if not self._due:
             return
-        names, self._due, self._awaited = [name for name in self._parameters if name in self._due], set(), None
+        names = [name for name in self._due if name in self._trained or self._parameters[name].requires_grad]  # else it is frozen
+        self._due, self._awaited, self._trained = set(), None, self._trained.difference(names)
         with self._telling():
             means = self.averager.average({name: self._moved(name) for name in names})
         for name, mean in means.items():
@@ -149,18 +158,25 @@ class OuterSteps(Body):
         return _wide(self._anchors[name].to(param.dtype)) - _wide(param)
 
     def _common(self) -> dict[str, Any]:
-        return {**super()._common(), "first weights": self._first, "local steps": self._steps, "updates": self._updates}
+        return {**super()._common(), "first weights": self._first, "local steps": self._steps, "updates": self._updates_before}
 
     def state_dict(self) -> dict[str, Any]:
         """As `Body.state_dict`, with the anchors, the momenta and the number of local steps."""
-        own = {"anchors": self._anchors, "momenta": self._momenta, "due": sorted(self._due)}
-        return {**super().state_dict(), **own, "first": self._first, "steps": self._steps, "updates": self._updates}
+        own = {"anchors": self._anchors, "momenta": self._momenta, "due": sorted(self._due), "trained": sorted(self._trained)}
+        counts = {"steps": self._steps, "updates": self._updates, "before": self._updates_before}
+        return {**super().state_dict(), **own, **counts, "first": self._first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a `state_dict`; see `Body.load_state_dict`."""
-        self._steps, self._updates, self._first = state["steps"], state["updates"], state["first"]  # which ranks compare
-        super().load_state_dict(state)
-        self._due, self._awaited = {*state["due"]}, None
+        then = self._steps, self._updates, self._updates_before, self._first
+        # They are compared between ranks while the rest is loaded.
+        self._steps, self._updates, self._updates_before, self._first = state["steps"], state["updates"], state["before"], state["first"]
+        try:
+            super().load_state_dict(state)
+        except BaseException:
+            self._steps, self._updates, self._updates_before, self._first = then
+            raise
+        self._due, self._trained, self._awaited, self._stepping = {*state["due"]}, {*state["trained"]}, None, None
         self._anchors = {name: tensor.to(self._parameters[name].device, copy=True) for name, tensor in state["anchors"].items()}
         self._momenta = {name: tensor.to(self._parameters[name].device, copy=True) for name, tensor in state["momenta"].items()}
 

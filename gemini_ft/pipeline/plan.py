@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +49,10 @@ class Tensor:
     def nbytes(self) -> int:
         """Bytes of the dense gradient."""
         return self.itemsize * math.prod(self.shape)
+
+    def moved(self) -> Tensor:
+        """The pseudo-gradient of a parameter that ranks train alone: dense, and in float32 at least."""
+        return replace(self, itemsize=max(4, self.itemsize), sparse=False)
 
 
 class Group(NamedTuple):

@@ -35,6 +35,7 @@ from gemini_ft.pipeline.outer import OuterSteps
 from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, nothing, trained
 from gemini_ft.pipeline.routes import of_all_ranks
 from gemini_ft.pipeline.rules import Rules, check_world, load_rules
+from gemini_ft.pipeline.telemetry import Step
 from gemini_ft.state.gradients import announce, synchronizers, withdraw
 from gemini_ft.state.pending import zeros_among
 from gemini_ft.state.tensors import unwrap_model
@@ -270,9 +271,9 @@ class GradientSynchronizer(Body):
     def discards_all(self) -> bool:
         return self._discarding.issuperset(self._parameters)
 
-    def _forward_begins(self, model: nn.Module, *_: Any) -> None:
+    def _forward_begins(self, *_: Any) -> None:
         self._settle()
-        if self._outer is not None and model.training and torch.is_grad_enabled():
+        if self._outer is not None and torch.is_grad_enabled():
             self._outer.catch_up()
 
     def _settle(self) -> None:
@@ -381,6 +382,11 @@ class GradientSynchronizer(Body):
     def summary(self) -> dict[str, dict[str, float]]:
         """The costs of the last step as plain data; of local steps, those of their last average."""
         return super().summary() if self._outer is None else self._outer.summary()
+
+    @property
+    def last_step(self) -> Step | None:
+        """Costs of the last step, by rule; of local steps, those of their last average."""
+        return super().last_step if self._outer is None else self._outer.last_step
 
     def forget(self, parameters: Iterable[torch.Tensor | str] | None = None) -> None:
         """Forgets residuals; see `Body.forget`."""

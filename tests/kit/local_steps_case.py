@@ -42,6 +42,7 @@ class Case:
     again: bool = False  # whether layers are computed again in the backward pass, with a graph of their own
     loads: bool = False  # whether weights are loaded after the synchronizer was made
     freezes: bool = False  # whether the first layer is frozen after five steps
+    strays: bool = False  # whether no optimizer has the last bias, which has gradients
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -54,7 +55,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "bfloat16": {"rule": {"every": 3, "outer": DILOCO}, "dtype": torch.bfloat16},
     "two optimizers": {"rule": {"every": 3, "outer": DILOCO}, "optimizers": 2},
     "two optimizers, each step": {"rule": {"every": 1, "outer": DILOCO}, "optimizers": 2},
+    "a parameter that no optimizer has": {"rule": {"every": 3, "outer": DILOCO}, "strays": True},
     "weights that are loaded": {"rule": {"every": 3, "outer": DILOCO}, "loads": True},
+    "frozen, compressed": {"rule": {"every": 3, "outer": DILOCO, "compress": {"method": "topk", "ratio": 1.0}}, "freezes": True},
     "frozen": {"rule": {"every": 3, "outer": DILOCO}, "freezes": True},
 }
 _OF_DDP: dict[str, dict[str, Any]] = {"a hook": {"rule": {"every": 3}, "hook": True}, "again": {"rule": {"every": 3}, "again": True}}
@@ -95,7 +98,7 @@ def in_one_process(case: Case) -> list[nn.Module]:
     if case.loads:
         for model in [*models, anchor]:
             load(model)
-    inner = [torch.optim.AdamW(model.parameters(), 1e-2) for model in models]
+    inner = [torch.optim.AdamW([*model.parameters()][: -1 if case.strays else None], 1e-2) for model in models]
     outer = torch.optim.SGD(anchor.parameters(), **rule["outer"])
     last_first = [name for name, _ in anchor.named_parameters()][::-1]
     sizes = [anchor.get_parameter(name).numel() for name in last_first]
@@ -111,8 +114,7 @@ def in_one_process(case: Case) -> list[nn.Module]:
             inner[rank].step()
         turn, parts = (step + 1) % rule["every"], rule["fragments"]
         due = {name for name in last_first if turn == (fragment[name] + 1) * rule["every"] // parts % rule["every"]}
-        _outer_step(models, anchor, outer, due - frozen)
-        _outer_step(models, anchor, torch.optim.SGD(anchor.parameters(), 1.0), due & frozen)
+        _outer_step(models, anchor, outer, due - frozen if step > 5 else due)  # of the period in which they were frozen
     return models
 
 
@@ -139,7 +141,7 @@ def on_each_rank(case: Case) -> nn.Module:
     model, rank = network(case.dtype), dist.get_rank()
     trained = Again(model) if case.again else model
     wrapped: Any = DistributedDataParallel(trained, find_unused_parameters=case.freezes) if case.ddp else trained
-    parts = [model.parameters()] if case.optimizers == 1 else [layer.parameters() for layer in (model[0], model[2])]
+    parts = [[*model.parameters()][: -1 if case.strays else None]] if case.optimizers == 1 else [[*model[at].parameters()] for at in (0, 2)]
     optimizers = [torch.optim.AdamW(part, 1e-2) for part in parts]
     hook = (None, allreduce_hook) if case.hook else None
     with closing(gemini_ft.GradientSynchronizer(wrapped, [{"params": "*", **case.rule}], otherwise=hook)) as synchronizer:
@@ -227,7 +229,7 @@ def apart() -> list[str]:
                 if begins_apart or number != 1 or rank != 1:  # noqa: B023
                     optimizer.step()
 
-            said.append(next((text for number in range(5) if (text := error_of(partial(step, number)))), ""))
+            said.append(next((text for number in range(7) if (text := error_of(partial(step, number)))), ""))
     return said
 
 
