@@ -125,7 +125,11 @@ def test_figures_are_logged_when_lightning_logs(ran: list[Batches]) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [Case(MIXED, accumulate=2, warm=True), Case(MIXED, fabric=True, saved=True, warm=True), Case(LOCAL, accumulate=2, warm=True)],
+    [
+        Case(MIXED, accumulate=2, warm=True),
+        Case(MIXED, fabric=True, saved=True, warm=True),
+        Case(LOCAL, accumulate=2, validates=True),
+    ],
     ids=["Trainer", "Fabric", "Trainer, local steps"],
 )
 def test_residuals_survive_a_kill(tmp_path: Path, case: Case) -> None:
@@ -141,6 +145,7 @@ def test_residuals_survive_a_kill(tmp_path: Path, case: Case) -> None:
         assert 0 < len(found["run"]["losses"]) <= len(other["run"]["losses"])  # a list on a module is restored with it
         assert_same(found["run"], other["run"])
         assert found["run"]["steps"] == other["run"]["steps"]
+        assert_same({**found["run"], "losses": []}, {**results[0]["run"], "losses": []})  # local steps end with an average, too
 
 
 @pytest.mark.parametrize("module", [gemini_ft.lightning, gemini_ft.pytorch_lightning], ids=["lightning", "pytorch_lightning"])

@@ -23,6 +23,7 @@ class Case:
         rules: of the pipeline; None: Lightning's own strategy.
         hook: the user's own hook: "sum" (all-reduce), or "builtin".
         warm: whether a backward pass is made, and its gradients are thrown away, before anything is resumed.
+        validates: whether the Trainer validates, beforehand and after each epoch.
         saved: whether Fabric's loop saves every step, and goes on where it was.
         options: of the strategy.
         config: DeepSpeed's configuration: the Trainer's strategy is the one over DeepSpeed.
@@ -34,6 +35,7 @@ class Case:
     hook: str = ""
     fabric: bool = False
     warm: bool = False
+    validates: bool = False
     saved: bool = False
     log_every: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -109,6 +111,9 @@ def train(case: Case) -> dict[str, Any]:
             self.losses.append(loss.item())
             return loss
 
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            loss_of(self.net, batch[0])
+
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), 1e-2)
 
@@ -143,7 +148,7 @@ def train(case: Case) -> dict[str, Any]:
         accumulate_grad_batches=case.accumulate,
         gradient_clip_val=1.0,
     )
-    trainer.fit(module, data())
+    trainer.fit(module, data(), data() if case.validates else None)
     gradients = getattr(trainer.strategy, "gradients", None)
     return {
         "losses": module.losses,
