@@ -34,7 +34,7 @@ from gemini_ft.launch import launcher
 from gemini_ft.launch.launched import default_run_id, launch_id, this_launch
 from gemini_ft.storage.checkpoints import FORMAT_VERSION, body_checksum
 from gemini_ft.wire.messages import PROTOCOL_VERSION
-from gemini_ft.wire.worker_messages import GetStatus, Leave, Ping, to_agent
+from gemini_ft.wire.worker_messages import GetStatus, Leave, Ping, TellSpares, to_agent
 
 RUN = f"launcher-{os.getpid()}"  # hosts and agents are found by names that all tests of a machine share
 GEMINI_RUN = ("-m", "gemini_ft.cli.main", "run")
@@ -223,7 +223,11 @@ def asked() -> Iterator[list[object]]:
                     connection, _ = listener.accept()
                     with connection:
                         if frame := connection.recv(65536):  # of a launcher that asks nothing but how the agent is: perhaps none
-                            asked.extend(message for message in [to_agent.unpack(frame[4:])] if not isinstance(message, Ping | GetStatus))
+                            asked.extend(
+                                message
+                                for message in [to_agent.unpack(frame[4:])]
+                                if not isinstance(message, Ping | GetStatus | TellSpares)
+                            )
 
         thread = threading.Thread(target=listen)
         thread.start()
