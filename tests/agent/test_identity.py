@@ -488,8 +488,11 @@ def test_numbers_of_slots_that_a_dead_agent_gave_mean_nothing_to_the_next(tmp_pa
     others = {os.fstat(fd).st_ino for fd in slots_of_this_process()}  # of other tests, which may not be collected yet
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    before = {*lifecycle.started}  # by other tests
     with contextlib.ExitStack() as ending:
-        ending.callback(lambda: eventually(lambda: all(child.poll() is not None for child in lifecycle.started), "the end of all agents"))
+        ending.callback(
+            lambda: eventually(lambda: all(child.poll() is not None for child in {*lifecycle.started} - before), "the end of all agents")
+        )
         ending.callback(end_agent, run, host)
         checkpointer = gemini_ft.Checkpointer(model, optimizer, run_id=run, replicas=1, on_late="wait", timeout=5.0)
         ending.callback(checkpointer.close, finished=False)

@@ -632,7 +632,7 @@ class Rounding:
     varies: bool
 
 
-def roundings(every: Sequence[Any], sums: int = 400) -> dict[str, Rounding]:
+def roundings(every: Sequence[Any], sums: int = 40) -> dict[str, Rounding]:
     """By words of ring8: how the sums of uniform values are rounded."""
     rank, found = join().rank(), {}
     values = torch.rand(512, generator=torch.Generator().manual_seed(rank)) * 2 - 1
