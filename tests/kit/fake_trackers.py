@@ -138,8 +138,9 @@ def _mlflow(server: FakeTracker) -> dict[str, dict[str, Any]]:
 
     def nothing(*_: Any, **__: Any) -> None: ...
 
-    fluent = {"start_run": start_run, "active_run": lambda: active[-1] if active else None, "log_metrics": log_metrics, "end_run": nothing}
-    fluent |= {"get_run": get_run, "set_tracking_uri": nothing, "get_tracking_uri": nothing, "is_tracking_uri_set": lambda: True, "log_params": nothing}
+    fluent: dict[str, Any] = {"start_run": start_run, "get_run": get_run, "end_run": nothing, "log_metrics": log_metrics}
+    fluent |= {"active_run": lambda: active[-1] if active else None}
+    fluent |= {"set_tracking_uri": nothing, "get_tracking_uri": nothing, "is_tracking_uri_set": lambda: True, "log_params": nothing}
     return {
         "mlflow": {"__version__": "3.0.0", **fluent},
         "mlflow.tracking": {"MlflowClient": MlflowClient},
