@@ -9,10 +9,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-
-from gemini_ft.launch.endings import account_of
+from typing import Any
 
 _log = logging.getLogger("gemini_ft")
 _EVERY = 30.0  # seconds between two questions to the agent
@@ -32,17 +31,36 @@ def open_runs() -> dict[str, str]:
 
 @contextmanager
 def continued(then: Mapping[str, str]) -> Iterator[None]:
-    """Inside, whoever begins a run of a tracker goes on with that of ``then``, unless the user names another one in the environment."""
+    """Inside, whoever begins a run of a tracker goes on with that of ``then``.
+
+    The user may name another one in the environment, and one that MLflow no longer has is left out.
+    """
     now = open_runs()
     with ExitStack() as stack:
         for tracker, run in then.items():
             if now.get(tracker, run) != run:
                 told_too_early(tracker, run, now[tracker])
-            for name, value in _VARIABLES.get(tracker, {}).items():
-                if name not in os.environ and tracker not in now:
-                    os.environ[name] = value.format(run)
-                    stack.callback(os.environ.pop, name, None)
+            wanted = {name: value for name, value in _VARIABLES.get(tracker, {}).items() if name not in os.environ and tracker not in now}
+            if wanted and tracker == "mlflow" and (look := getattr(sys.modules.get("mlflow"), "get_run", None)) and not goes_on(run, look):
+                continue
+            for name, value in wanted.items():
+                os.environ[name] = value.format(run)
+                stack.callback(os.environ.pop, name, None)
         yield
+
+
+def goes_on(run: str, look: Callable[[str], Any]) -> bool:
+    """Whether MLflow still has a run, of which ``look`` gives what it knows; warns of the new one where it has not.
+
+    W&B needs no such look: it begins a run anew under the id of one that it does not know.
+    """
+    try:
+        why = "it was deleted" if getattr(look(run).info, "lifecycle_stage", "active") == "deleted" else ""
+    except Exception as error:  # of any kind: the library is not ours, and another store has other errors
+        why = f"{type(error).__name__}: {error}"
+    if why:
+        _log.warning("MLflow cannot go on with run %s: %s. A new run is begun, and the figures until now are not in it", run, why)
+    return not why
 
 
 def told_too_early(tracker: str, then: str, now: str) -> None:
@@ -69,6 +87,8 @@ class TimeFigures:
         if (now := time.monotonic()) < self._next:
             return {}
         self._next = now + _EVERY
+        from gemini_ft.launch.endings import account_of  # with torch's launcher, which a worker that does not ask has no need of
+
         stream = account_of(self._run, _ANSWER_SECONDS).get("streams", {}).get(self._stream)
         if stream is None:
             return {}

@@ -114,7 +114,7 @@ class MetricsPage:
         self._readers.take(writer, "{}:{}".format(*writer.get_extra_info("peername") or ("", 0)))  # no name: it has hung up
         try:
             async with asyncio.timeout(_SECONDS):
-                writer.write(self._response(await reader.readuntil(b"\r\n\r\n")))
+                writer.write(await self._response(await reader.readuntil(b"\r\n\r\n")))
                 writer.close()
                 await writer.wait_closed()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
@@ -123,14 +123,14 @@ class MetricsPage:
             writer.transport.abort()
             self._readers.give_back(writer)
 
-    def _response(self, request: bytes) -> bytes:
+    async def _response(self, request: bytes) -> bytes:
         first, *rest = request.decode("latin-1").split("\r\n")
         method, target, *_ = [*first.split(" "), "", ""]
         if method not in ("GET", "HEAD"):
             return PageAnswer(status=HTTPStatus.METHOD_NOT_ALLOWED, body=b"only GET and HEAD\n").encoded()
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in rest)}
         try:
-            answer = self._answer_to(target.partition("?")[0], headers)
+            answer = await self._answer_to(target.partition("?")[0], headers)
         except Exception as error:  # of any kind: a figure must not leave the reader without an answer
             text = f"the figures cannot be read: {type(error).__name__}: {error}"
             if text not in self._said and len(self._said) < _TEXTS:
@@ -139,11 +139,11 @@ class MetricsPage:
             answer = PageAnswer(status=HTTPStatus.INTERNAL_SERVER_ERROR, body=b"the figures cannot be read; see the agent's log\n")
         return answer.encoded(has_body=method == "GET")
 
-    def _answer_to(self, path: str, headers: Mapping[str, str]) -> PageAnswer:
+    async def _answer_to(self, path: str, headers: Mapping[str, str]) -> PageAnswer:
         if path == _PATH:
             kind, page = self._page(headers.get("accept", ""))
             return PageAnswer(kind=kind, body=page)
-        of_page = self._web.answer(path, headers, time.monotonic()) if self._web is not None else None
+        of_page = await self._web.answer(path, headers, time.monotonic()) if self._web is not None else None
         return of_page or PageAnswer(status=HTTPStatus.NOT_FOUND, body=f"figures are at {_PATH}\n".encode())
 
     def _page(self, accepted: str) -> tuple[str, bytes]:

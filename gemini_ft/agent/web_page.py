@@ -5,6 +5,7 @@ A browser sends the token in a header, and gets none in return: it is in no addr
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import json
@@ -24,6 +25,7 @@ from gemini_ft.wire.trust import private_file
 DATA = "/status.json"
 _LEAST = 16  # characters of a token
 _HOSTS_PER_SECOND = 100  # whose accounts may be gathered: a large job's are gathered less often
+_DEEPEST = 64  # containers in one another in an account: readers' parsers have a limit, too
 _KINDS = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -85,10 +87,14 @@ class WebPage:
         paths = [path for path in Path(__file__).with_name("web").iterdir() if path.suffix in _KINDS]
         files = {path.name: PageAnswer(kind=_KINDS[path.suffix], body=path.read_bytes()) for path in paths}
         self._files = {"/": files.pop("index.html")} | {f"/{name}": file for name, file in files.items()}
-        self._written, self._document, self._lasts = -1.0, b"", 0.0
+        self._document: asyncio.Task[bytes] | None = None  # the newest, or the one that is being written
+        self._begun, self._lasts = 0.0, 0.0
 
-    def answer(self, path: str, headers: Mapping[str, str], now: float) -> PageAnswer | None:
-        """Answers a request for a path; None: it is none of the page's. ``now``: seconds of the monotonic clock."""
+    async def answer(self, path: str, headers: Mapping[str, str], now: float) -> PageAnswer | None:
+        """Answers a request for a path; None: it is none of the page's. ``now``: seconds of the monotonic clock.
+
+        However many ask, one document is written at a time, by another thread: those of large jobs would hold up the agent's loop.
+        """
         if path != DATA and path not in self._files:
             return None
         if not self._is_meant(headers.get("host", "")):
@@ -101,12 +107,12 @@ class WebPage:
             text = "the token is missing or wrong: send `Authorization: Bearer TOKEN`, with the word in the page_token_file of this host\n"
             challenge = ("WWW-Authenticate", 'Bearer realm="gemini-ft"')
             return PageAnswer(status=HTTPStatus.UNAUTHORIZED, body=text.encode(), headers=(challenge,))
-        if self._written < 0 or now - self._written > self._lasts:
+        newest = self._document
+        if newest is None or (newest.done() and (now - self._begun > self._lasts or newest.cancelled() or newest.exception() is not None)):
             job = self._job()
-            hosts = {host: {**of, "account": _read(of["account"])} for host, of in job["hosts"].items()}
-            self._document = json.dumps({**job, "version": gemini_ft.__version__, "hosts": hosts}, allow_nan=False).encode()
-            self._written, self._lasts = now, max(1.0, len(hosts) / _HOSTS_PER_SECOND)
-        return PageAnswer(kind="application/json", body=self._document)
+            self._begun, self._lasts = now, max(1.0, len(job["hosts"]) / _HOSTS_PER_SECOND)
+            newest = self._document = asyncio.create_task(asyncio.to_thread(_written, job))
+        return PageAnswer(kind="application/json", body=await asyncio.shield(newest))
 
     def _is_meant(self, host: str) -> bool:
         """Whether a Host header names this server, and not a name that a stranger has pointed at its address."""
@@ -117,12 +123,34 @@ class WebPage:
             return False
 
 
-def _read(account: str) -> Any:
-    """A host's account, without the numbers that Python writes and no browser reads; None: it is none."""
+def _written(job: dict[str, Any]) -> bytes:
+    """The document: all accounts are read and written one by one, as one call for all of them would keep other threads from running."""
+    rest = {name: value for name, value in job.items() if name != "hosts"}
+    hosts = (
+        f'{json.dumps(host)}: {{"heard": {json.dumps(of["heard"], allow_nan=False)}, "account": {_checked(of["account"])}}}'
+        for host, of in job["hosts"].items()
+    )
+    head = json.dumps({**rest, "version": gemini_ft.__version__}, allow_nan=False)
+    return f'{head[:-1]}, "hosts": {{{", ".join(hosts)}}}}}'.encode()
+
+
+def _checked(account: str) -> str:
+    """A host's account, without the numbers that Python writes and no browser reads; ``null``: it is none, or no reader may bear it."""
     try:
-        return json.loads(account, parse_constant=lambda _: None, parse_float=_finite)
+        found = json.loads(account, parse_constant=lambda _: None, parse_float=_finite)
+        return json.dumps(found, allow_nan=False) if _is_flat(found) else "null"
     except (ValueError, RecursionError):
-        return None
+        return "null"
+
+
+def _is_flat(found: Any) -> bool:
+    level: list[Any] = [[found]]
+    for _ in range(_DEEPEST):
+        groups = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [each for group in groups for each in group if isinstance(each, dict | list)]
+        if not level:
+            return True
+    return False
 
 
 def _finite(text: str) -> float | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from gemini_ft.lightning.around import Around
 from gemini_ft.lightning.trainer_callbacks import shipped_names
-from gemini_ft.trackers import told_too_early
+from gemini_ft.trackers import goes_on, told_too_early
 
 _MOST_ROWS = 100  # that a snapshot holds because the logger has not written them to its file yet
 
@@ -120,13 +120,14 @@ def _run_of(logger: Any) -> str | None:
 
 
 def _continue(logger: Any, run: str) -> None:
-    """Has a tracker's logger go on with a run, unless it has begun one, or the script names another one."""
+    """Has a tracker's logger go on with a run, unless it has begun one, the script names another one, or MLflow no longer has it."""
     kinds, now = shipped_names(logger), _run_of(logger)
     if now is not None:
         if now != run:
             told_too_early(type(logger).__name__, run, now)
     elif "MLFlowLogger" in kinds:
-        logger._run_id = logger._run_id or run
+        if not logger._run_id and goes_on(run, logger._mlflow_client.get_run):
+            logger._run_id = run
     elif "WandbLogger" in kinds and logger._wandb_init.get("id") is None:
         logger._wandb_init["id"] = logger._id = run
 

@@ -40,6 +40,7 @@ from gemini_ft.wire.peer_messages import (
     PeerMessage,
     Rejoin,
     Relayed,
+    ReportAccount,
     ReportFinished,
     ReportNeed,
     ReportUploaded,
@@ -101,6 +102,27 @@ def complete(leader: Leader, iteration: int) -> None:
 
 def new_leader(stream: Stream) -> Leader:
     return Leader("a", Ledger(HOLDERS, None, 30.0, Cadence(every_steps=2)), 2, stream, stream.on_decision)  # type: ignore[arg-type]
+
+
+def test_accounts_of_all_hosts_are_bounded_and_each_host_has_its_part() -> None:
+    hosts, long, fair = [f"h{number}" for number in range(1000)], "x" * 2**18, "y" * 60_000
+
+    async def work() -> None:
+        book = Ledger({number: (host,) for number, host in enumerate(hosts)}, None, 30.0)
+        leader = Leader("h0", book, 1000, None, lambda message: None)
+        for host in hosts:
+            leader.take(ReportAccount(host=host, document=long + "x"))
+        assert not leader.accounts
+        for document in (long, "short", long, fair, "short", long):  # of hosts that say more and less of themselves
+            for host in hosts:
+                leader.take(ReportAccount(host=host, document=document))
+            assert sum(len(text) for _, text in leader.accounts.values()) <= 2**27
+            if document != long:
+                assert {text for _, text in leader.accounts.values()} == {document}
+                assert leader.accounts.keys() == {*hosts}
+        leader.close()
+
+    asyncio.run(work())
 
 
 def test_a_commit_that_is_due_is_uploaded_and_its_manifest_written() -> None:

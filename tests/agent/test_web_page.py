@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import socket
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -150,27 +152,72 @@ def test_a_token_that_is_none_is_named_with_the_way_out(tmp_path: Path) -> None:
             read_token(load_config({"metrics": 1, "page_token_file": token_file(tmp_path, text)}))
 
 
+async def document_of(page: WebPage, now: float) -> Any:
+    answer = await page.answer("/status.json", {"host": "h", "authorization": f"Bearer {TOKEN}"}, now)
+    assert answer is not None
+    return json.loads(answer.body, parse_constant=pytest.fail)
+
+
 def test_a_host_that_says_nonsense_of_itself_costs_its_own_row() -> None:
     asked = [0]
 
     def accounts() -> dict[str, Any]:
         asked[0] += 1
-        nonsense = ["", "{", "[" * 10**5, '{"a": NaN, "b": 1e999, "c": [-Infinity, 2.5]}', "1" * 5000]
+        nonsense = ["", "{", "[" * 10**5, '{"a": NaN, "b": 1e999, "c": [-Infinity, 2.5]}', "1" * 5000, '1, "x": 2', '"\\ud800"']
+        nonsense += ["[" * deep + "]" * deep for deep in range(900, 1000)]  # around Python's own limit
         return {"hosts": {str(number): {"heard": 1.0, "account": text} for number, text in enumerate(nonsense)}}
 
-    page = WebPage(TOKEN, "h", accounts)
+    async def work() -> None:
+        page = WebPage(TOKEN, "h", accounts)
+        found = [of["account"] for of in (await document_of(page, 5.0))["hosts"].values()]
+        assert found == [None, None, None, {"a": None, "b": None, "c": [None, 2.5]}, None, None, "\ud800", *[None] * 100]
+        await document_of(page, 5.9)
+        assert asked == [1], "hosts are asked at most once a second, however many look"
+        await document_of(page, 6.1)
+        assert asked == [2]
 
-    def document(now: float) -> Any:
-        answer = page.answer("/status.json", {"host": "h", "authorization": f"Bearer {TOKEN}"}, now)
-        assert answer is not None
-        return json.loads(answer.body, parse_constant=pytest.fail)
+    asyncio.run(work())
 
-    found = [of["account"] for of in document(5.0)["hosts"].values()]
-    assert found == [None, None, None, {"a": None, "b": None, "c": [None, 2.5]}, None]
-    document(5.9)
-    assert asked == [1], "hosts are asked at most once a second, however many look"
-    document(6.1)
-    assert asked == [2]
+
+def test_the_document_of_a_large_job_is_written_once_for_all_and_not_by_the_agents_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, threads, reads = [0], set[int](), json.loads
+
+    def accounts() -> dict[str, Any]:
+        asked[0] += 1
+        if asked == [1]:
+            raise ValueError("not now")
+        return {
+            "run": 'a "run"',
+            "hosts": {f"h{number}": {"heard": 1.0, "account": json.dumps({"host": number})} for number in range(1000)},
+        }
+
+    def loads(*given: Any, **options: Any) -> Any:
+        threads.add(threading.get_ident())
+        return reads(*given, **options)
+
+    async def work() -> None:
+        page = WebPage(TOKEN, "h", accounts)
+        with pytest.raises(ValueError, match="not now"):
+            await document_of(page, 5.0)
+        headers = {"host": "h", "authorization": f"Bearer {TOKEN}"}
+        monkeypatch.setattr(json, "loads", loads)
+        readers = [asyncio.create_task(page.answer("/status.json", headers, 5.0)) for _ in range(3)]
+        await asyncio.sleep(0)
+        readers[0].cancel()  # it hangs up meanwhile, and the others get theirs
+        answers = await asyncio.gather(*readers[1:])
+        monkeypatch.undo()
+        assert asked == [2]
+        assert threads
+        assert threading.get_ident() not in threads
+        for answer in answers:
+            assert answer is not None
+            found = json.loads(answer.body)
+            assert found.keys() == {"run", "version", "hosts"}
+            assert found["run"] == 'a "run"'
+            assert found["hosts"]["h999"] == {"heard": 1.0, "account": {"host": 999}}
+            assert len(found["hosts"]) == 1000
+
+    asyncio.run(work())
 
 
 # -- in a browser

@@ -14,6 +14,7 @@ from fake_trackers import FakeTracker, install
 from rank_kit import World
 
 from gemini_ft import trackers
+from gemini_ft.launch import endings
 from gemini_ft.trackers import continued, open_runs
 
 pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
@@ -63,7 +64,8 @@ def test_runs_of_lightnings_loggers_go_on_and_are_not_begun_anew(
     assert names <= rows[0].keys()
     assert max(float(row["gemini/restarts"]) for row in rows if row["gemini/restarts"]) == 1
     assert "continue the old one" not in caplog.text
-    anew()
+    _, mlflow = anew()
+    mlflow.begin("mine", True)
     given = WandbLogger(project="p", id="my-own")  # the script's word counts
     fit(Case, table, "gemini", logger=[given, MLFlowLogger("e", run_id="mine")], log_every_n_steps=1)
     assert given.version == "my-own"
@@ -74,7 +76,25 @@ def test_runs_of_lightnings_loggers_go_on_and_are_not_begun_anew(
     assert "WandbLogger has begun run" in caplog.text
 
 
-def goes_on(folder: Path, steps: int) -> list[dict[str, Any]]:
+@pytest.mark.parametrize("how", ["lost", "deleted"])
+def test_a_run_that_mlflow_no_longer_has_gives_way_to_a_new_one(
+    fit: Callable[..., Case], anew: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    _, mlflow = anew()
+    with pytest.raises(Boom):
+        fit(Case, table, "gemini", CRASH, logger=MLFlowLogger("e"), log_every_n_steps=1)
+    if how == "lost":  # as on a new host, whose own folder is empty
+        (tmp_path / "trackers").unlink()
+        mlflow.begin("of-another", True)
+    else:
+        mlflow.write("mlflow-0", "deleted")
+    before = len(mlflow.told())
+    fit(Case, table, "gemini", logger=MLFlowLogger("e"), log_every_n_steps=1)
+    assert {line["run"] for line in mlflow.told()[before:]} == {"mlflow-1"}
+    assert "MLflow cannot go on with run mlflow-0" in caplog.text
+
+
+def trained(folder: Path, steps: int) -> list[dict[str, Any]]:
     """Trains by transformers' Trainer with its callbacks for both trackers, and ends as a crash would after so many steps."""
     lines = install(folder / "trackers")
     from huggingface_case import Texts, model
@@ -104,8 +124,8 @@ def goes_on(folder: Path, steps: int) -> list[dict[str, Any]]:
 def test_runs_of_transformers_callbacks_go_on_and_are_not_begun_anew(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
     with World(tmp_path) as world:
-        world.outcome(goes_on, tmp_path, 3)
-        (told,) = world.outcome(goes_on, tmp_path, 6)
+        world.outcome(trained, tmp_path, 3)
+        (told,) = world.outcome(trained, tmp_path, 6)
     for tracker in ("wandb", "mlflow"):
         lines = [line for line in told if line["tracker"] == tracker]
         runs = [(line["run"], line["what"]) for line in lines if line["what"] != "logged"]
@@ -119,8 +139,9 @@ def test_runs_of_transformers_callbacks_go_on_and_are_not_begun_anew(tmp_path: P
 
 def test_the_environment_is_as_before_and_the_users_word_counts(anew: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_runs() == {}
-    anew()
+    _, mlflow = anew()
     assert open_runs() == {}
+    mlflow.begin("mine", True)
     monkeypatch.setenv("MLFLOW_RUN_ID", "mine")
     with continued({"wandb": "one", "mlflow": "two", "another": "three"}):
         assert (os.environ["WANDB_RUN_ID"], os.environ["WANDB_RESUME"], os.environ["MLFLOW_RUN_ID"]) == ("one", "allow", "mine")
@@ -130,6 +151,22 @@ def test_the_environment_is_as_before_and_the_users_word_counts(anew: Any, monke
     assert open_runs() == {"wandb": "other", "mlflow": "mine"}
     with continued({"wandb": "one"}):
         assert "WANDB_RUN_ID" not in os.environ
+
+
+def test_the_environment_names_no_run_that_mlflow_no_longer_has(anew: Any, caplog: pytest.LogCaptureFixture) -> None:
+    _, mlflow = anew()
+    for run in ("known", "deleted"):
+        mlflow.begin(run, True)
+    mlflow.write("deleted", "deleted")
+    for run in ("deleted", "lost", "known"):
+        with continued({"mlflow": run}):
+            assert os.environ.get("MLFLOW_RUN_ID") == ("known" if run == "known" else None)
+            if run == "lost":
+                assert sys.modules["mlflow"].start_run().info.run_id == "mlflow-2"  # type: ignore[attr-defined]
+                anew()
+    assert "run known" not in caplog.text
+    assert "cannot go on with run lost" in caplog.text
+    assert "cannot go on with run deleted: it was deleted" in caplog.text
 
 
 def test_figures_are_asked_for_now_and_then_and_an_agent_that_is_away_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +179,7 @@ def test_figures_are_asked_for_now_and_then_and_an_agent_that_is_away_costs_noth
         asked.append(run)
         return accounts.pop(0)
 
-    monkeypatch.setattr(trackers, "account_of", account_of)
+    monkeypatch.setattr(endings, "account_of", account_of)
     monkeypatch.setattr(trackers.time, "monotonic", lambda: now[0])
     figures, found = trackers.TimeFigures("r", "main"), []
     for _ in range(4):

@@ -26,6 +26,12 @@ class FakeTracker:
         """The runs that were begun or continued, one for each time."""
         return [line["run"] for line in self.told() if line["what"] in ("begun", "continued")]
 
+    def known(self, run: str) -> str:
+        """The lifecycle stage of a run that was begun."""
+        if run not in self.begun():
+            raise KeyError(f"Run {run!r} not found")
+        return "deleted" if any(line["run"] == run and line["what"] == "deleted" for line in self.told()) else "active"
+
     def begin(self, wanted: str | None, may_go_on: bool) -> str:
         """Begins a run, or continues the wanted one."""
         is_known = wanted in self.begun()
@@ -95,11 +101,14 @@ def _wandb(server: FakeTracker) -> dict[str, dict[str, Any]]:
 def _mlflow(server: FakeTracker) -> dict[str, dict[str, Any]]:
     active: list[Any] = []
 
-    def made(run: str) -> Any:
-        return SimpleNamespace(info=SimpleNamespace(run_id=run, experiment_id="1", status="RUNNING"))
+    def get_run(run: str) -> Any:
+        return SimpleNamespace(info=SimpleNamespace(run_id=run, experiment_id="1", status="RUNNING", lifecycle_stage=server.known(run)))
 
     def start_run(run_id: str | None = None, **_: Any) -> Any:
-        active.append(made(server.begin(run_id or os.environ.get("MLFLOW_RUN_ID"), True)))
+        wanted = run_id or os.environ.get("MLFLOW_RUN_ID")
+        if wanted is not None and server.known(wanted) == "deleted":
+            raise RuntimeError(f"Cannot start run with ID {wanted} because it is in the deleted state.")
+        active.append(get_run(server.begin(wanted, True)))
         return active[-1]
 
     def log_metrics(metrics: dict[str, float], step: int = 0, **_: Any) -> None:
@@ -112,12 +121,14 @@ def _mlflow(server: FakeTracker) -> dict[str, dict[str, Any]]:
             return SimpleNamespace(experiment_id="1", lifecycle_stage="active")
 
         def create_run(self, **_: Any) -> Any:
-            return made(server.begin(None, True))
+            return get_run(server.begin(None, True))
 
         def get_run(self, run: str) -> Any:
-            return made(server.begin(run, True))
+            return get_run(run)
 
         def log_batch(self, run_id: str, metrics: Any = (), **_: Any) -> None:
+            if server.known(run_id) == "deleted":
+                raise RuntimeError(f"The run {run_id} must be in the 'active' state. Current state is deleted.")
             server.write(
                 run_id, "logged", names=sorted(metric.key for metric in metrics), step=max((each.step for each in metrics), default=0)
             )
@@ -127,7 +138,8 @@ def _mlflow(server: FakeTracker) -> dict[str, dict[str, Any]]:
 
     def nothing(*_: Any, **__: Any) -> None: ...
 
-    fluent = {"start_run": start_run, "active_run": lambda: active[-1] if active else None, "log_metrics": log_metrics, "end_run": nothing}
+    fluent: dict[str, Any] = {"start_run": start_run, "get_run": get_run, "end_run": nothing, "log_metrics": log_metrics}
+    fluent |= {"active_run": lambda: active[-1] if active else None}
     fluent |= {"set_tracking_uri": nothing, "get_tracking_uri": nothing, "is_tracking_uri_set": lambda: True, "log_params": nothing}
     return {
         "mlflow": {"__version__": "3.0.0", **fluent},

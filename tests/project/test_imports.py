@@ -34,6 +34,7 @@ PURE = (
     "core.versions",
     "launch.autoprotect",
     "testing.network",
+    "trackers",
 )
 
 

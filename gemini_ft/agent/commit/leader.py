@@ -65,6 +65,7 @@ LOST_SECONDS = 20.0  # of silence, after which a host's part of an upload is not
 NO_COLLECTORS: Mapping[str, Sequence[str]] = MappingProxyType({})
 TIDY_AGAIN = 2.0  # seconds between two attempts to delete old checkpoints
 _LONGEST_ACCOUNT = 2**18  # characters of a host's account of itself
+_ALL_ACCOUNTS = 2**26  # of all hosts' accounts, of which each host has an equal part in any case
 _AHEAD = 8  # steps that a change of pace is announced before it counts; a rank that hears it later loses a snapshot
 
 
@@ -119,6 +120,7 @@ class Leader:
         self._paced: Paced | None = None  # the last change
         self._inquest, self._stragglers = inquest, stragglers
         self.accounts: dict[str, tuple[float, str]] = {}  # host -> when its account of itself came, and that account
+        self._of_accounts = 0  # characters
         self._began = time.monotonic()
         self._newest = 0  # iteration that was spoken of
         self._upload: tuple[Version | None, float] = (None, 0.0)  # under way, since (or when that was last said)
@@ -251,8 +253,9 @@ class Leader:
             if (text := self._stragglers.add(message.host, message.window, message.ranks)) is not None:
                 self._tell(Stragglers(ranks=sorted(self._stragglers.slow), text=text))
         elif isinstance(message, ReportAccount):
-            if len(message.document) <= _LONGEST_ACCOUNT:
-                self.accounts[message.host] = now, message.document
+            length, others = len(message.document), self._of_accounts - len(self.accounts.get(message.host, (now, ""))[1])
+            if length <= min(_LONGEST_ACCOUNT, max(_ALL_ACCOUNTS - others, _ALL_ACCOUNTS // len(self.book.hosts))):
+                self.accounts[message.host], self._of_accounts = (now, message.document), others + length
         elif isinstance(message, ReportFinished):
             self._apply(self.book.finish(message.rank))
             if member is None and message.rank in self._at_work:  # other hosts remember their own ranks
