@@ -240,11 +240,8 @@ class Checkpointer:
 
     # -- finer grain
 
-    def open(self, before: int | None = None) -> Snapshot | None:
+    def open(self) -> Snapshot | None:
         """Joins the run, and finds out what to resume. Collective over the default process group.
-
-        Args:
-            before: only a snapshot of an earlier iteration is.
 
         Raises:
             GeminiError: a rank could not join, or the state cannot be resumed; the same text on all ranks.
@@ -256,7 +253,7 @@ class Checkpointer:
         atexit.register(self._end_with_process)
         notes.say(notes.PROTECTED)
         keep_groups()
-        self._recorder = recorder = Recorder(self.config, self.name, self.stats, self._resizable, before)
+        self._recorder = recorder = Recorder(self.config, self.name, self.stats, self._resizable)
         if self.config.verify == "replay":
             self._replay = Replay(lambda found: exchange(found, self.config.timeout), recorder.take_differing, recorder.refuse)
         if not self._resizable:

@@ -28,14 +28,11 @@ class EngineData:
 
     Args:
         found: their states in the snapshot that is resumed; empty at a first start. Each is loaded as soon as its object is there.
-        objects: those that are there already.
     """
 
-    def __init__(self, found: Mapping[str, Any], objects: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, found: Mapping[str, Any]) -> None:
         self._found = dict(found)
         self.objects: dict[str, Any] = {}
-        for name, item in (objects or {}).items():
-            self._add(name, item)
 
     def follow(self, loader: DeepSpeedDataLoader, name: str = TRAINING, begun: bool = False) -> None:
         """Makes a loader of DeepSpeed go on where it was.

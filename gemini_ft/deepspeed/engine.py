@@ -17,8 +17,7 @@ from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
 
 from gemini_ft.deepspeed.data import initialize_protected
 from gemini_ft.deepspeed.gradients import install
-from gemini_ft.deepspeed.protection import COUNTERS, Protection
-from gemini_ft.deepspeed.turns import turns
+from gemini_ft.deepspeed.protection import COUNTERS, Protection, engines
 from gemini_ft.errors import ConfigError, GeminiError
 from gemini_ft.launch import hooks
 from gemini_ft.state.rng import unchanged_randomness
@@ -30,7 +29,7 @@ _NOT_SCRIPTS = {"accelerate", "deepspeed", "gemini_ft", "transformers"}
 def finish() -> None:
     """Ends, with the script that has ended well, the training of every engine that was not destroyed; then raises the first error."""
     errors: list[GeminiError] = []
-    for protection in list(turns.open):
+    for protection in engines.in_order():  # the same on all ranks: a last snapshot may be collective
         try:
             protection.close()
         except GeminiError as error:

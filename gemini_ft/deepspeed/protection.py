@@ -16,8 +16,8 @@ from gemini_ft.deepspeed.border import Border
 from gemini_ft.deepspeed.data import EngineData
 from gemini_ft.deepspeed.gradients import EngineGradients
 from gemini_ft.deepspeed.partitions import base_optimizer, has_gradients
+from gemini_ft.deepspeed.several import engines
 from gemini_ft.deepspeed.state import EngineState
-from gemini_ft.deepspeed.turns import turns
 from gemini_ft.deepspeed.versions import rng_trackers
 from gemini_ft.state.gradients import GradientState
 from gemini_ft.state.iterators import unkept
@@ -49,11 +49,13 @@ class Protection:
 
     def __init__(self, engine: Any, options: Mapping[str, Any]) -> None:
         self._engine = engine
-        self.checkpointer: Checkpointer
+        gradients: GradientState | None = vars(engine).get("gradients")  # of its pipeline; getattr would find the module's too
         self._state = EngineState(engine)
         never_stay(ONLY_ANEW)
         self.name = next_name("deepspeed")
-        self._config = load_config(options)
+        self.checkpointer = Checkpointer(
+            config=load_config(options), name=self.name, hooks=False, resizable=self._state.resizable, gradients=gradients
+        )
         self.client_state = {}
         self.deferred = False
         self.moves_data = True
@@ -61,30 +63,14 @@ class Protection:
         self.found: Snapshot | None = None
         self._resumed: int | None = None
         self.is_updated = self.has_stepped = self._closed = self._has_looked = self._has_gradients = False
-        self._is_due: bool | None = None  # as all engines of a turn have it
         self._border = Border(self, engine.module)
         self._data = EngineData({})
-        turns.join(self)
-        bound_collectives(engine, self._config.hang_timeout)
-        self.resume()
-        turns.agree()
-
-    def resume(self, before: int | None = None) -> None:
-        """Joins the run, and fills the engine with the newest snapshot; again, where ``before`` says that it is to be an older one.
-
-        Args:
-            before: only older snapshots count.
-        """
-        if before is not None:
-            self.checkpointer.close(finished=False)
-        gradients: GradientState | None = vars(self._engine).get("gradients")  # of its pipeline; getattr would find the module's too
-        self.checkpointer = Checkpointer(
-            config=self._config, name=self.name, hooks=False, resizable=self._state.resizable, gradients=gradients
-        )
+        engines.open.add(self)
+        bound_collectives(engine, self.checkpointer.config.hang_timeout)
         self.iteration = self.number = 0  # of the last snapshot and of the last update that counted; they never go back
-        found = self.found = self.checkpointer.open(before)
+        found = self.found = self.checkpointer.open()
         with self.checkpointer.putting_back():
-            self._data = EngineData(_kept(found), self._data.objects)
+            self._data = EngineData(_kept(found))
         self.checkpointer.census.register("data", lambda: (LOADERS.found(name) for name in self._data.objects))
         self.checkpointer.bind_state(self._state)
         if found is not None:
@@ -92,8 +78,8 @@ class Protection:
             with self.checkpointer.putting_back():
                 self.client_state = {**found.extras["client_state"]}
                 self._border.is_late = bool(found.extras["late"])
-                self.put_back_generators()
-            self._resumed, self.iteration = self._engine.global_steps, found.iteration
+                engines.put_back_generators(self)
+            self._resumed, self.iteration = engine.global_steps, found.iteration
             self.number = found.iteration
             self.is_followed = False
 
@@ -149,7 +135,7 @@ class Protection:
         kind = type(self._engine)
         for name in COUNTERS & vars(kind).keys():
             delattr(kind, name)
-        if self._resumed and not any(each.is_followed for each in turns.open) and dist.get_rank() == 0:
+        if self._resumed and not any(each.is_followed for each in engines.open) and dist.get_rank() == 0:
             _log.warning(
                 "THE LOOP HAS BEGUN AGAIN, and the engine was resumed at step %d: nothing has read engine.global_steps before the first "
                 "step, so that a loop of N steps makes %d too many. Write `for step in range(engine.global_steps, N)` (docs/deepspeed.md). "
@@ -172,8 +158,9 @@ class Protection:
             self.found = None
             if self.is_updated:
                 self.number = self.next_number()
+            engines.stepped(self)
             if not self.deferred:
-                turns.stepped(self)
+                self._border.stepped()
 
     def loaded(self) -> None:
         """Records that a checkpoint has been loaded; in the middle of the training, the next snapshot does not wait for a step."""
@@ -188,20 +175,12 @@ class Protection:
                 )
         elif self.number and self.found is None and not self.deferred:
             self.is_updated, self.number = True, self.next_number()
-            self.ends_turn()
+            self._border.stepped()
 
     def next_number(self) -> int:
         """The number of the next snapshot, from that of the last update."""
         steps: int = self._engine.global_steps
         return max(steps, self.number + 1)
-
-    def reaches(self, number: int, is_due: bool) -> None:
-        """Gives the end of a turn the same number in all of its engines; all of them are saved, or none."""
-        self.number, self.is_updated, self._is_due = number, True, is_due
-
-    def ends_turn(self) -> None:
-        """Has the state saved, now or when the next forward pass begins."""
-        self._border.stepped()
 
     def begins(self) -> None:
         """Records that the next iteration's forward pass is about to begin."""
@@ -209,9 +188,9 @@ class Protection:
             self._border.passed()
 
     def moment(self) -> dict[str, Any]:
-        """The random generators and the position in the data, which the next batch may change."""
+        """The random generators, the position in the data and the steps of other engines, which the next batch may change."""
         tracked = {name: {**tracker.get_states()} for name, tracker in rng_trackers().items()}
-        return {"rng": rng_state(), "tracked": tracked, "data": self._data.positions()}
+        return {"rng": rng_state(), "tracked": tracked, "data": self._data.positions(), "others": engines.others(self)}
 
     def save(self, moment: dict[str, Any] | None = None) -> None:
         """Takes a snapshot, if there was an update since the last one and the interval says so.
@@ -224,25 +203,24 @@ class Protection:
         self.is_updated = False
         self._look_for_what_is_left_out()
         before, self.iteration = self.iteration, self.number
-        if self._is_due if self._is_due is not None else self.checkpointer.due(before, self.number):
-            extras = {"client_state": self.client_state, "kept": self.others(), "late": self._border.is_late, "beside": turns.beside(self)}
+        if self.checkpointer.due(before, self.number):
+            extras = {"client_state": self.client_state, "kept": self.others(), "late": self._border.is_late}
             self.checkpointer.save(self.number, extras | (self.moment() if moment is None else moment))
         else:
             self.checkpointer.alive(self.number)
-        self._is_due = None
 
     def _look_for_what_is_left_out(self) -> None:
         """Warns of what the loop changes and no snapshot has; at the first step also of data and other parts that would begin anew."""
         if not self.moves_data or dist.get_rank():
             return
-        engines = {each.name: each._engine for each in turns.open}
-        objects = [item for each in turns.open for item in each._data.objects.values()]
-        kept = [*objects, *(part for engine in engines.values() for part in (engine.module, engine.lr_scheduler))]
-        if self.name == min(engines):
-            turns.watch.named = self._state.named
-            optimizers = [part for engine in engines.values() for part in (engine.optimizer, base_optimizer(engine.optimizer))]
-            given = [*kept, *optimizers, *engines.values(), self._client_state]
-            turns.watch.look_at_script([engine.module for engine in engines.values()], given, self._client_state, self.number)
+        there = {each.name: each._engine for each in engines.in_order()}
+        objects = [item for each in engines.in_order() for item in each._data.objects.values()]
+        kept = [*objects, *(part for engine in there.values() for part in (engine.module, engine.lr_scheduler))]
+        if self.name == min(there):
+            engines.watch.named = self._state.named
+            optimizers = [part for engine in there.values() for part in (engine.optimizer, base_optimizer(engine.optimizer))]
+            given = [*kept, *optimizers, *there.values(), self._client_state]
+            engines.watch.look_at_script([engine.module for engine in there.values()], given, self._client_state, self.number)
         if not self._has_gradients and has_gradients(self._engine):
             self._has_gradients = True
             _log.warning(
@@ -272,9 +250,9 @@ class Protection:
     def close(self, finished: bool = True) -> None:
         """Leaves the run; after a finished one the agents leave too."""
         if not self._closed:
-            turns.leave(self, finished)
             if finished:
                 self._border.passed()
+            engines.open.discard(self)
             self._closed = True
             self._border.close()
             self.checkpointer.close(finished=finished)

@@ -79,7 +79,7 @@ class Recorder:
         GeminiError: a rank could not join; the same text on all ranks.
     """
 
-    def __init__(self, config: GeminiConfig, name: str, stats: Stats, resizable: bool, before: int | None = None) -> None:
+    def __init__(self, config: GeminiConfig, name: str, stats: Stats, resizable: bool) -> None:
         self._config, self._stats = config, stats
         self.fatal: GeminiError | None = None  # found by the agents in the background; it must stop the job
         self._has_left = False
@@ -104,7 +104,7 @@ class Recorder:
                 alive(message)
 
         self._hear = hear
-        self.session: WorkerSession = join(config, name, self._hear, resizable, before)
+        self.session: WorkerSession = join(config, name, self._hear, resizable)
         drain.attend(self.session.run, self.session.host)
         self._diligence = Diligence(config.agent_timeout)  # used by several threads, whose looks may overlap
         try:

@@ -115,13 +115,10 @@ class Chooser:
         run = everyone[0].run
         self._lookout = Lookout(reopen, run, stream, remembered) if reopen is not None else None
 
-    def choose(self, before: int | None = None) -> Choice:
+    def choose(self) -> Choice:
         """Obeys ``resume``, and leaves out versions that have led to failure after failure, unless there is nothing else.
 
         ``never`` speaks of what was there before this launch.
-
-        Args:
-            before: only a version of an earlier iteration is resumed.
 
         Raises:
             WorldSizeError: all there is was made by another number of ranks.
@@ -138,10 +135,7 @@ class Chooser:
             self._stored = self._look(frozenset(), insist=self._config.storage is not None and self._config.storage.required)
             return self._chosen(RecoveryPlan(kind="nothing"), given_up)
         plan = self._find(given_up)
-        while before is not None and plan.version is not None and plan.version.iteration >= before:
-            given_up |= {plan.version}
-            plan = self._find(given_up)
-        if plan.version is None and given_up and before is None:
+        if plan.version is None and given_up:
             plan = self._find(frozenset())  # one more failure is better than starting over after weeks of work
             if plan.version is not None and plan.version not in stuck:
                 self._warn("%s had been given up, and is resumed as there is nothing else", plan.version)

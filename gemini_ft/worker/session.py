@@ -105,15 +105,12 @@ def rank_and_world() -> tuple[int, int]:
     return 0, 1
 
 
-def join(
-    config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None], resizable: bool = False, before: int | None = None
-) -> WorkerSession:
+def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None], resizable: bool = False) -> WorkerSession:
     """Joins the run. Collective.
 
     Args:
         on_event: for what the agent says of its own accord; on a thread of the client.
         resizable: whether what another number of ranks has made can be resumed.
-        before: only a snapshot of an earlier iteration is resumed.
 
     Raises:
         ConfigError: a process that multiprocessing starts is importing the script.
@@ -137,7 +134,7 @@ def join(
 
     try:
         with _no_collections():  # what all have said is let go before it ends
-            return _agree(config, clients, hello, introduced(introduce, config.timeout + 10), rank=rank, resizable=resizable, before=before)
+            return _agree(config, clients, hello, introduced(introduce, config.timeout + 10), rank, resizable)
     except BaseException:
         for client in clients:
             client.close()  # the agent must not wait for us to choose
@@ -252,14 +249,7 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: s
 
 
 def _agree(
-    config: GeminiConfig,
-    clients: list[AgentClient],
-    hello: Hello,
-    everyone: list[Introduction],
-    *,
-    rank: int,
-    resizable: bool,
-    before: int | None,
+    config: GeminiConfig, clients: list[AgentClient], hello: Hello, everyone: list[Introduction], rank: int, resizable: bool
 ) -> WorkerSession:
     """Agrees on everything that all ranks must see alike, opens the incarnation, and announces it."""
     run, stream, client = hello.run, hello.stream, clients[0]
@@ -267,7 +257,7 @@ def _agree(
     _agree_on_config(everyone)
     orders = Orders.agree([about.orders for about in everyone])
     reopen = storage_opener(config)
-    choice = Chooser(config, client, everyone, stream, reopen, rank=rank, resizable=resizable).choose(before)
+    choice = Chooser(config, client, everyone, stream, reopen, rank=rank, resizable=resizable).choose()
     version = choice.plan.version
     failpoints.reached("worker_chosen", version.iteration if version is not None else None, rank)
     if reopen is not None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
 
@@ -17,16 +18,17 @@ from engine_habits_case import adversaries, ends_well, left_to_itself, of_an_old
 from rank_kit import World
 from three_ways import Cell, differing
 
-from gemini_ft.errors import GeminiError, RecoveryError, ReplicaDivergedError
+from gemini_ft.deepspeed.several import Engines
+from gemini_ft.errors import GeminiError, ReplicaDivergedError
 
 pytestmark = pytest.mark.timeout(300)
 
 JOBS: dict[str, tuple[Callable[..., Any], list[str]]] = {
-    # Between the steps of two engines, at the end of a turn, and in the first turn.
-    "in turns": (partial(adversaries, critic=1, deferred=False), ["0:judge:0:0", "1:judge:3:1", "0:maker:5"]),
-    # As the script says where its iteration ends: between the snapshots of two engines.
-    "deferred": (partial(adversaries, critic=1, deferred=True), ["0:between:4"]),
-    "three to one": (partial(adversaries, critic=3, deferred=False), ["1:judge:3:4"]),
+    # Two engines: behind the first iteration, and later ones.
+    "in turns": (partial(adversaries, critic=1, deferred=False), ["0:maker:0", "1:maker:3"]),
+    # As the script says where its iteration ends.
+    "deferred": (partial(adversaries, critic=1, deferred=True), ["0:maker:4"]),
+    "three to one": (partial(adversaries, critic=3, deferred=True), ["1:maker:3"]),
     "rolls back": (rolls_back, ["0:5", "1:7"]),
 }
 
@@ -76,95 +78,63 @@ def test_an_engine_that_ends_well_goes_on_behind_what_is_stored(at_end: bool, st
 
 
 class Stepping:
-    """An engine's protection without an engine; ``kept``: (number of a snapshot, numbers of the others in it), the oldest first."""
+    """An engine's protection without an engine, resumed or not; it remembers whether its generators have been put back."""
 
-    def __init__(self, name: str, *kept: tuple[int, dict[str, int]]) -> None:
-        self.name, self.checkpointer = name, self
-        self.saved: list[int] = []
-        self.is_updated = False
-        self._kept = [SimpleNamespace(iteration=step, extras={"beside": {"steps": beside, "order": None}}) for step, beside in kept]
-        self.resume()
-
-    def resume(self, before: int | None = None) -> None:
-        older = [found for found in self._kept if before is None or found.iteration < before]
-        self.found = older[-1] if older else None
-        self.iteration = self.number = self.found.iteration if self.found else 0
+    def __init__(self, name: str, number: int = 0, others: dict[str, int] | None = None) -> None:
+        self.name, self.number, self.deferred = name, number, False
+        self.found = SimpleNamespace(iteration=number, extras={"others": others or {}}) if number else None
+        self.gave_back = 0
 
     def put_back_generators(self) -> None:
-        pass
-
-    def due(self, before: int, now: int) -> bool:
-        return now > before
-
-    def next_number(self) -> int:
-        return self.number + 1
-
-    def reaches(self, number: int, is_due: bool) -> None:
-        self.number, self.is_updated = number, is_due
-
-    def ends_turn(self) -> None:
-        if self.is_updated:
-            self.is_updated, self.iteration = False, self.number
-            self.saved.append(self.number)
+        self.gave_back += 1
 
 
-TURNS = {  # the steps of engines -> the numbers of their snapshots
-    "DGDGDG": {"D": [1, 2, 3], "G": [1, 2, 3]},
-    "DDGDDGDD": {"D": [2, 4], "G": [2, 4]},
-    "A" * 40 + "BBB": {"A": [*range(33, 42)], "B": [41, 42, 43]},
-    "AABAABB" + "A" * 3: {"A": [2, 4, 5, 6, 7], "B": [2, 4, 5]},
-}
-
-
-@pytest.mark.parametrize("steps", TURNS)
-def test_engines_are_saved_at_the_end_of_each_turn(steps: str) -> None:
-    from gemini_ft.deepspeed.turns import Turns
-
-    turns: Any = Turns()
-    engines = {name: Stepping(name) for name in sorted({*steps})}
-    for engine in engines.values():
-        turns.join(engine)
+@pytest.mark.parametrize(("steps", "warnings"), [("ABAB", 1), ("AABABBA", 1), ("AAABBB", 0), ("AAA", 0), ("CACA", 0)])
+def test_engines_that_step_by_turns_are_named_once(
+    steps: str, warnings: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those that are trained one after the other, and not one (C) that is saved where the script says so."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    engines: Any = Engines()
+    there = {name: Stepping(name) for name in "ABC"}
+    there["C"].deferred = True
     for name in steps:
-        engines[name].is_updated, engines[name].number = True, engines[name].next_number()
-        turns.stepped(engines[name])
-    assert {name: engine.saved for name, engine in engines.items()} == TURNS[steps]
+        engines.stepped(there[name])
+    assert sum("steps several engines by turns" in line for line in caplog.messages) == warnings
 
 
-def test_an_engine_that_is_ahead_of_another_one_goes_back_if_it_can() -> None:
-    from gemini_ft.deepspeed.turns import Turns
-
-    turns: Any = Turns()
-    maker, judge = Stepping("G", (3, {"D": 3})), Stepping("D", (3, {"G": 3}), (4, {"G": 4}))
-    for engine in (maker, judge):
-        turns.join(engine)
-    turns.agree()
-    assert (maker.iteration, judge.iteration) == (3, 3)
-    turns.join(third := Stepping("E", (4, {"G": 4, "D": 4})))
-    with pytest.raises(RecoveryError, match="engine E was resumed at step 4"):
-        turns.agree()
-    assert third.found is None
+def test_random_numbers_go_on_from_the_newest_snapshot_of_any_engine() -> None:
+    engines: Any = Engines()
+    maker, judge, new = Stepping("G", 5, {"D": 5}), Stepping("D", 5, {"G": 4}), Stepping("E")
+    engines.open |= {new, maker}
+    engines.put_back_generators(maker)
+    engines.open.add(judge)
+    engines.put_back_generators(judge)
+    assert (maker.gave_back, judge.gave_back, new.gave_back) == (2, 0, 0)
 
 
 class Closing:
-    """An engine's protection that fails to leave the run."""
+    """An engine's protection that may fail to leave the run, and stands in a set where chance has it."""
 
-    name = "deepspeed-0"
+    def __init__(self, number: int, error: GeminiError | None, closed: list[str]) -> None:
+        self.name, self.number, self.error, self.closed = f"deepspeed-{number}", number, error, closed
 
-    def __init__(self, error: GeminiError | None) -> None:
-        self.error, self.is_closed = error, False
+    def __hash__(self) -> int:
+        return -self.number
 
     def close(self) -> None:
-        self.is_closed = True
+        self.closed.append(self.name)
         if self.error is not None:
             raise self.error
 
 
 def test_the_end_of_a_script_closes_every_engine_and_then_raises_the_first_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same order on all ranks: their last snapshots are collective."""
     from gemini_ft.deepspeed import engine
-    from gemini_ft.deepspeed.turns import turns
 
-    engines = [Closing(error) for error in (None, ReplicaDivergedError("engines differ"), None)]
-    monkeypatch.setattr(turns, "open", engines)
+    closed: list[str] = []
+    there = [Closing(number, ReplicaDivergedError("engines differ") if number == 1 else None, closed) for number in range(5)]
+    monkeypatch.setattr(engine.engines, "open", {*there})
     with pytest.raises(ReplicaDivergedError, match="engines differ"):
         engine.finish()
-    assert all(each.is_closed for each in engines)
+    assert closed == [each.name for each in there]

@@ -42,9 +42,9 @@ class Counting(torch.optim.SGD):
 class Judge(nn.Module):
     """Drops out by a generator that DeepSpeed tracks, as model-parallel layers do."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
+        self.first, self.norm, self.last = nn.Linear(8, 16), norm, nn.Linear(16, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         import deepspeed
@@ -82,7 +82,7 @@ def adversaries(folder: str, kills: list[str], plain: bool, critic: int, deferre
     gemini_ft.init_process_group("gloo")
     record, told = Record(Path(folder), kills), Recorded()
     torch.manual_seed(0)
-    maker, judge = nn.Linear(4, 8), Judge()
+    maker, judge = nn.Linear(4, 8), Judge(nn.BatchNorm1d(16) if deferred else nn.LayerNorm(16))  # the maker's step writes to the one
     torch.manual_seed(dist.get_rank())
     tracker = deepspeed.checkpointing.get_cuda_rng_tracker()
     tracker.reset()
@@ -192,7 +192,7 @@ def of_an_older_version(older: bool) -> int:
     gemini_ft.init_process_group("gloo")
     save, extras = Checkpointer.save, EngineState.extras
     if older:
-        Checkpointer.save = lambda self, iteration, extras: save(self, iteration, _but(extras, "beside", "tracked"))  # type: ignore[method-assign]
+        Checkpointer.save = lambda self, iteration, extras: save(self, iteration, _but(extras, "others", "tracked"))  # type: ignore[method-assign]
         EngineState.extras = lambda self: _but(extras(self), "attributes", "other", "batch")  # type: ignore[method-assign]
     net = nn.Linear(8, 1)
     engine = _engine(net, False, optimizer=Counting(net.parameters(), lr=0.1))

@@ -62,10 +62,10 @@ class Kept(NamedTuple):
 
 KEPT = {
     "storage.checkpoints.FORMAT_VERSION": Kept(
-        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, checkpoints.Mark, LAYOUT, *SMALL_STATE], "738272167fba5896"
+        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, checkpoints.Mark, LAYOUT, *SMALL_STATE], "fcc028363f5b8a47"
     ),
     "agent.memory.slot_memory.FORMAT": Kept(
-        slot_memory.FORMAT, ["agent.memory.slot_memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "5116472803ceec4a"
+        slot_memory.FORMAT, ["agent.memory.slot_memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "1188563533c20cc0"
     ),
     "wire.messages.PROTOCOL_VERSION": Kept(
         messages.PROTOCOL_VERSION,
