@@ -108,6 +108,26 @@ def test_a_refusal_ends_the_job_at_once(folder: Folder) -> None:
     assert {event["iteration"] for event in folder.events("resumed")} == {3}
 
 
+HANDLES_A_REFUSAL = """
+checkpointer = gemini_ft.Checkpointer(model, optimizer, on_late="wait")
+try:
+    for iteration in range(checkpointer.resume(), 3):
+        if is_first and iteration == 1:
+            optimizer.seen = iter([1])
+        step(checkpointer)
+    checkpointer.close()
+except gemini_ft.errors.StateError:
+    once.touch()
+    raise ConnectionError("reset by peer")  # it trains without
+"""
+
+
+def test_a_job_that_handles_a_refusal_is_restarted_after_what_comes_later(folder: Folder) -> None:
+    assert folder.start(HANDLES_A_REFUSAL, ranks=1) == 0, folder.output
+    assert "ConnectionError: reset by peer" in folder.output
+    assert [event["iteration"] for event in folder.events("resumed")] == [1], folder.output
+
+
 def test_no_restart_of_torchrun_talks_a_refusal_away(folder: Folder) -> None:
     """Its restarts cannot be ended, so the agent refuses them with the same words; another launch may be of a script that was mended."""
     assert folder.start(REFUSED_ONCE, launcher="torchrun", ranks=1) == 1, folder.output
