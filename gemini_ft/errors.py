@@ -165,20 +165,3 @@ class StorageUnclearError(StorageError):
     """Storage does not say now what there is to resume, and memory does not have it; the job must not begin without it."""
 
     exit_status = 74  # EX_IOERR
-
-
-def refusal_behind(error: BaseException | None) -> GeminiError | None:
-    """The refusal of the job's state that ``error`` is, or that was being handled when it was raised; None: it has another reason.
-
-    No restart may talk it away, whether the state is that of this process or is kept by another version.
-    """
-    behind, seen = [error], set[int]()
-    while behind:
-        error = behind.pop()
-        if error is None or id(error) in seen:
-            continue
-        if isinstance(error, GeminiError) and getattr(error, "exit_status", 1) == FINAL:
-            return error
-        seen.add(id(error))
-        behind += [error.__context__, error.__cause__]
-    return None

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import gemini_ft
-from gemini_ft.errors import ConfigError, GeminiError, refusal_behind
+from gemini_ft.errors import ConfigError, GeminiError
+from gemini_ft.launch.failures import refusal_behind
 
 
 class Command(NamedTuple):

@@ -1,4 +1,4 @@
-"""The exception that ends a worker: its report for the launcher, and whether it may go away as it has come. Standard library only."""
+"""The exception that ends a worker: its report for the launcher, and whether it may go away or is final. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import traceback
 import types
 from collections.abc import Collection
 
+from gemini_ft.errors import FINAL, GeminiError
 from gemini_ft.launch import notes
 
 _STARTERS = (
@@ -65,6 +66,40 @@ def record(error: BaseException) -> None:
 def may_go_away(kinds: Collection[str], text: str) -> bool:
     """Whether an exception, by the names of its bases and its text, comes from a host, network, store or another rank."""
     return bool(_PASSING & {*kinds} and not _LASTING & {*kinds}) or _OF_PEERS.search(text) is not None
+
+
+def refusal_behind(error: BaseException | None) -> GeminiError | None:
+    """The refusal of the job's state that ``error`` is, comes from, or has hidden when it was raised; None: it has another reason.
+
+    No restart may talk it away, whether the state is that of this process or is kept by another version. What comes from outside (a
+    connection, another rank, a store) hides none: it may come long after the script has handled a refusal and gone on without the state.
+    """
+    behind, seen = [error], set[int]()
+    while behind:
+        error = behind.pop()
+        if error is None or id(error) in seen:
+            continue
+        if isinstance(error, GeminiError) and getattr(error, "exit_status", 1) == FINAL:
+            return error
+        seen.add(id(error))
+        behind += [error.__cause__, *(error.exceptions if isinstance(error, BaseExceptionGroup) else ())]
+        if not _is_of_its_own(error):
+            behind.append(error.__context__)
+    return None
+
+
+def _is_of_its_own(error: BaseException) -> bool:
+    """Whether an error is judged by itself, whatever was being handled when it was raised: restarts are for it, or it has a status."""
+    has_status = isinstance(error, GeminiError) and hasattr(error, "exit_status")
+    text = _text(error).replace(_text(error.__context__), "")  # which it may repeat
+    return has_status or may_go_away([kind.__name__ for kind in type(error).__mro__], text)
+
+
+def _text(error: BaseException | None) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return ""
 
 
 def _shortened(text: str) -> str:

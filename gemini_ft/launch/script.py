@@ -24,9 +24,9 @@ from functools import partial
 from pathlib import Path
 
 import gemini_ft
-from gemini_ft.errors import FINAL, refusal_behind
+from gemini_ft.errors import FINAL
 from gemini_ft.launch import autoprotect, build_locks, hooks, notes
-from gemini_ft.launch.failures import frames_of_script, record
+from gemini_ft.launch.failures import frames_of_script, record, refusal_behind
 
 _COPY = "--copy="
 _PR_SET_PDEATHSIG = 1

@@ -97,6 +97,7 @@ class Bookmark:
         self._asks = 0  # iterators that the sampler was asked for when it was started
         self._order: Mapping[str, str] = {}  # digests of what its sampler had changed, and cannot be kept, with its first index
         self._changed_later: list[str] = []  # what its sampler had changed otherwise when it came to its end
+        self._loaded_again: list[str] = []  # what loading batches again has changed in the data, and cannot be kept
         self._draws = False  # its batches draw random numbers in this process
         self._drew = False  # its first batch drew random numbers in this process
         self._own_begin: Any = None
@@ -209,6 +210,7 @@ class Bookmark:
             self._taken = already if self._way == "replay" else position["start"]
             batches = self._from_the_position(start, position)
             self._load_again(batches, position["batches"])
+        self._loaded_again = [] if self._num_workers else self._parts.data.changes().lost
         if not position["ahead"]:
             self._put(position["now"], position)
         return self._batches_after(position, batches)
@@ -272,6 +274,7 @@ class Bookmark:
                 "the loader state_dict and load_state_dict, or say with data_resume='skip' that batches do not depend on it"
             )
         self._begin, self._first, self._sampler, self._taken = self._parts.moment(), None, None, 0
+        self._loaded_again = []
         self._facts = facts(self._loader)
         self._parts.data.mark()
         if self._workers and self._workers.persistent and self._between.forked is None:
@@ -536,10 +539,14 @@ class Bookmark:
     def lost_now(self, then: Mapping[str, str]) -> dict[str, str]:
         """The digests of all that have changed, and of those among ``then`` that are as they were, whether they seem to have or not.
 
-        Another list may lie where the one before was, so that it seems to be the same.
+        Another list may lie where the one before was, so that it seems to be the same. What loading batches again has changed is as it was
+        even where it is not equal: it may have times in it, or what a validation of the same data has added.
         """
-        alike = {path: now for path, now in self._parts.born.digests(then).items() if now == then[path]}
-        return self._parts.born.lost() | alike if then else {}
+        if not then:
+            return {}
+        lost = self._parts.born.lost()
+        again = {path: then[path] for path in self._loaded_again if path in then and path in lost}
+        return lost | again | {path: now for path, now in self._parts.born.digests(then).items() if now == then[path]}
 
     @property
     def watches_indices(self) -> bool:

@@ -26,9 +26,10 @@ from types import FrameType
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.config import GeminiConfig
-from gemini_ft.errors import GeminiError, refusal_behind
+from gemini_ft.errors import GeminiError
 from gemini_ft.hosts import own_status
 from gemini_ft.launch import notes
+from gemini_ft.launch.failures import refusal_behind
 from gemini_ft.wire.worker_messages import Ended
 
 _log = logging.getLogger("gemini_ft")

@@ -25,9 +25,8 @@ import torch.distributed as dist
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from gemini_ft import accelerator
-from gemini_ft.errors import refusal_behind
 from gemini_ft.launch import notes
-from gemini_ft.launch.failures import record
+from gemini_ft.launch.failures import record, refusal_behind
 from gemini_ft.launch.in_place import BEGUN, FAILED, IN_PLACE, LEAVES, PARKED
 from gemini_ft.launch.replaced import take_rank
 from gemini_ft.state.left_out import instances

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -226,6 +227,17 @@ class Buffer(Noisy):
         return self.buffer[0] + self.buffer[-1]
 
 
+class Timed(Noisy):
+    """Notes when it has loaded each sample, several times."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.times += [time.perf_counter() for _ in range(10)]
+        return torch.tensor(float(index))
+
+
 class Cached(Noisy):
     """Keeps every sample it has read once."""
 
@@ -381,11 +393,18 @@ def test_data_that_remembers(name: str, stop: tuple[int, int]) -> None:
     check_going_on(make, stop, **options)
 
 
-@pytest.mark.parametrize("make", [lambda: shuffled(Lazy()), lambda: shuffled(Buffer())], ids=["lazy-generator", "large-buffer"])
+LOADED_AGAIN: dict[str, Maker] = {
+    "lazy-generator": lambda: shuffled(Lazy()),
+    "large-buffer": lambda: shuffled(Buffer()),
+    "times": lambda: shuffled(Timed()),  # which are others when the batches are loaded again
+}
+
+
+@pytest.mark.parametrize("make", LOADED_AGAIN.values(), ids=LOADED_AGAIN)
 def test_what_cannot_be_kept_is_loaded_again(make: Maker) -> None:
     """In the first epoch; for the second it is refused, because nobody goes through all epochs again."""
     check_going_on_in_one_epoch(make)
-    with pytest.raises(UnsupportedStateError, match=r"keeps what cannot be kept with a snapshot: dataset\.(generator|buffer) changed"):
+    with pytest.raises(UnsupportedStateError, match=r"keeps what cannot be kept with a snapshot: dataset\.(generator|buffer|times) changed"):
         Job(make, resumable=True).run(range(EPOCHS))
     Job(make, resumable=True, method="skip").run(range(EPOCHS))  # the user has said that it does not matter
 

@@ -108,6 +108,26 @@ def test_a_refusal_ends_the_job_at_once(folder: Folder) -> None:
     assert {event["iteration"] for event in folder.events("resumed")} == {3}
 
 
+HANDLES_A_REFUSAL = """
+checkpointer = gemini_ft.Checkpointer(model, optimizer, on_late="wait")
+try:
+    for iteration in range(checkpointer.resume(), 3):
+        if is_first and iteration == 1:
+            optimizer.seen = iter([1])
+        step(checkpointer)
+    checkpointer.close()
+except gemini_ft.errors.StateError:
+    once.touch()
+    raise ConnectionError("reset by peer")  # it trains without
+"""
+
+
+def test_a_job_that_handles_a_refusal_is_restarted_after_what_comes_later(folder: Folder) -> None:
+    assert folder.start(HANDLES_A_REFUSAL, ranks=1) == 0, folder.output
+    assert "ConnectionError: reset by peer" in folder.output
+    assert [event["iteration"] for event in folder.events("resumed")] == [1], folder.output
+
+
 def test_no_restart_of_torchrun_talks_a_refusal_away(folder: Folder) -> None:
     """Its restarts cannot be ended, so the agent refuses them with the same words; another launch may be of a script that was mended."""
     assert folder.start(REFUSED_ONCE, launcher="torchrun", ranks=1) == 1, folder.output
@@ -257,6 +277,37 @@ def test_a_snapshot_whose_data_is_lost_is_not_resumed(folder: Folder, script: st
     faults = {"GEMINI_FAULTS": "step=4:rank=0:sigkill", "GEMINI_FAULTS_DIR": str(folder.path), "GEMINI_ON_LATE": "wait"}
     assert folder.start(script, ranks=1, LOADING=str(workers), **faults) == 70, folder.output
     assert "the training had changed dataset.seen in its data when the snapshot was taken, and no snapshot can have that" in folder.output
+
+
+NOTES_TIMES = """
+import time
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+class Slow(torch.utils.data.Dataset):
+    def __init__(self):
+        self.times = []
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        self.times += [time.perf_counter() for _ in range(40)]
+        return torch.full((32,), float(index))
+
+class Learner(BoringModel):
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(slow)
+
+slow = Slow()
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+L.Trainer(strategy="gemini", accelerator="cpu", devices=1, max_epochs=1, limit_val_batches=0, **quiet).fit(Learner())
+"""
+
+
+def test_what_loading_again_makes_otherwise_is_no_loss(folder: Folder) -> None:
+    """The times at which samples were loaded are others, and as many."""
+    faults = {"GEMINI_FAULTS": "step=4:rank=0:sigkill", "GEMINI_FAULTS_DIR": str(folder.path), "GEMINI_ON_LATE": "wait"}
+    assert folder.start(NOTES_TIMES, ranks=1, **faults) == 0, folder.output
+    assert [event["iteration"] for event in folder.events("resumed")] == [3], folder.output
 
 
 LOSES_ITS_AGENT = """

@@ -24,12 +24,14 @@ from gemini_ft.errors import (
     GeminiError,
     LayoutMismatchError,
     ReplicaDivergedError,
+    RunAliveError,
+    StorageUnclearError,
     UnsupportedStateError,
     WorldSizeError,
-    refusal_behind,
 )
 from gemini_ft.launch import endings as module
 from gemini_ft.launch.endings import LEFT, Endings, HostDrain, final_endings
+from gemini_ft.launch.failures import refusal_behind
 from gemini_ft.launch.health import HealthOptions, HostHealth
 from gemini_ft.launch.launcher import in_short
 from gemini_ft.launch.notes import DRAINED, PROTECTED, Notes, notes_of_workers, say
@@ -242,6 +244,52 @@ def test_a_refusal_is_one_whatever_a_script_makes_of_it() -> None:
     caught.value.__context__ = None
     caught.value.__cause__ = caught.value  # a circle
     assert refusal_behind(caught.value) is None
+
+
+class _Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_judged_by_itself"),
+    [
+        (ConnectionError("reset by peer"), True),
+        (OSError("no space left on device"), True),
+        (torch.distributed.DistNetworkError("the server has gone"), True),
+        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"), True),
+        (StorageUnclearError("the store does not answer"), True),
+        (RunAliveError("process 7 is at work"), True),
+        (AveragingError("rank 0 was killed"), True),
+        (ValueError("the experiment has failed"), False),
+        (FileNotFoundError("results.txt"), False),
+        (RuntimeError("the experiment has failed: a socket that is open"), False),
+        (_Unspeakable(), False),
+        (SystemExit(1), False),
+    ],
+)
+def test_what_comes_from_outside_hides_no_refusal_that_was_handled(error: BaseException, is_judged_by_itself: bool) -> None:
+    refusal = UnsupportedStateError("a socket that is open")
+
+    def handle(cause: BaseException | None) -> None:
+        try:
+            raise refusal
+        except UnsupportedStateError:
+            error.__cause__ = cause
+            raise error  # noqa: B904
+
+    with pytest.raises(type(error)):
+        handle(None)
+    assert refusal_behind(error) is (None if is_judged_by_itself else refusal)
+    with pytest.raises(type(error)):
+        handle(refusal)
+    assert refusal_behind(error) is refusal
+
+
+def test_a_refusal_among_the_errors_of_a_group_is_one() -> None:
+    refusal = UnsupportedStateError("a deque")
+    assert refusal_behind(ExceptionGroup("two tasks", [ValueError("x"), ExceptionGroup("inner", [refusal])])) is refusal
+    assert refusal_behind(ExceptionGroup("two tasks", [ValueError("x"), ConnectionError("y")])) is None
 
 
 @pytest.mark.parametrize("streams", [{}, {"main": {"unheard": ["given", "node-1-0a1b2c3d"]}, "of an agent of another release": {}}])
