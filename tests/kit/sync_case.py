@@ -632,19 +632,22 @@ class Rounding:
     varies: bool
 
 
-def roundings(every: Sequence[Any], sums: int = 40) -> dict[str, Rounding]:
-    """By words of ring8: how the sums of uniform values are rounded."""
+def roundings(every: Sequence[Any], sums: int = 400) -> dict[str, Rounding]:
+    """By words of ring8: how sums of the same 128 uniform values are rounded, many times in one."""
     rank, found = join().rank(), {}
-    values = torch.rand(512, generator=torch.Generator().manual_seed(rank)) * 2 - 1
-    exact = sum(torch.rand(512, generator=torch.Generator().manual_seed(each)).double() * 2 - 1 for each in range(dist.get_world_size()))
+
+    def uniform(rank: int) -> torch.Tensor:
+        return torch.rand(128, generator=torch.Generator().manual_seed(rank)) * 2 - 1
+
+    exact = torch.stack([uniform(each).double() for each in range(dist.get_world_size())]).sum(0)
+    values = uniform(rank).repeat(sums)
     for words in every:
-        scheme = Ring8(words)
-        first = torch.stack([scheme.all_reduce(values) for _ in range(sums)])
-        other = Ring8(words)
+        scheme, other = Ring8(words), Ring8(words)
+        first = scheme.all_reduce(values).view(sums, 128)
         other.load_state_dict(scheme.state_dict())
         following = [each.all_reduce(values) for each in (scheme, other)]
         errors = first.double() - exact
-        spread = errors.std(0).clamp_(min=1e-9) / sums**0.5
+        spread = errors.std(0).clamp_(min=1e-4) / sums**0.5
         found[words] = Rounding(
             largest=float(errors.abs().max()),
             deviations=float((errors.mean(0) / spread).abs().max()),
