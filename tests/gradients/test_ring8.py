@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 import sync_case
+from agent_kit import preload
 from rank_kit import on_ranks
+
+preload("sync_case")
 
 WORDS = {"int8": 1 / 127, "e4m3": 2.0**-3, "e5m2": 2.0**-2, "bf16": 2.0**-7}  # distance of two words, of the largest value of a bucket
 
