@@ -38,7 +38,7 @@ _OF_MODULES = vars(nn.Module()).keys() - {"training"}  # attributes by which tor
 
 
 class _Held:
-    """What a module holds beside parameters and other modules: the values of its attributes and buffers, and what these contain."""
+    """The values of a module's attributes and buffers, and what these contain; parameters and other modules are not among them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._attributes, self._places = vars(module), module._buffers
