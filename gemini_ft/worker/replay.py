@@ -2,14 +2,15 @@
 
 The iteration after a comparison of the ranks is checked. Calls of the model are recorded with their inputs, random states and the
 gradients of their outputs; just before the update they are made again on the same weights, and each parameter's gradient, as this rank
-alone has formed it, must have the same bits. The optimizer's step is made twice from the same state. Nothing is reduced again.
+alone has formed it, must have the same bits. The optimizer's step is made again on copies. Nothing is reduced again. The training goes
+on from its own results: what a second computation leaves in modules is put back.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gemini_ft.core.words import named
@@ -30,6 +31,37 @@ from gemini_ft.state.tensors import version_of
 
 _log = logging.getLogger("gemini_ft")
 Bits = dict[str, str]  # name of a result -> digest of its bytes
+# Those whose step reads and writes what copies of parameters, gradients and state can stand in for, and nothing else. Any other may hold
+# further optimizers, count somewhere, or write through references of its own.
+_REPEATABLE = {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
+_OF_MODULES = vars(nn.Module()).keys() - {"training"}  # attributes by which torch keeps parameters, modules and hooks
+
+
+class _Held:
+    """The values of a module's attributes and buffers, and what these contain; parameters and other modules are not among them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._attributes, self._places = vars(module), module._buffers
+        self._values = {key: value for key, value in self._attributes.items() if key not in _OF_MODULES}
+        self._buffers = dict(module._buffers.items())
+        self._contents = [(value, _copy_of(value)) for value in (*self._values.values(), *self._buffers.values()) if _is_written(value)]
+
+    def put_back(self) -> None:
+        for key in self._attributes.keys() - self._values.keys() - _OF_MODULES:
+            del self._attributes[key]
+        self._attributes.update(self._values)
+        for name, buffer in self._buffers.items():
+            if name not in self._places or self._places[name] is not buffer:
+                self._places[name] = buffer
+        for value, before in self._contents:
+            if isinstance(value, list):
+                value[:] = before
+            elif not isinstance(value, torch.Tensor):
+                value.clear()
+                value.update(before)
+            elif not _are_same(value, before):  # a needless write would be counted, and could spoil a graph
+                with torch.no_grad():
+                    value.copy_(before)
 
 
 @dataclass(kw_only=True)
@@ -44,15 +76,15 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rng: dict[str, Any]
-    buffers: list[tuple[torch.Tensor, torch.Tensor]]
+    held: list[_Held]
     autocasts: list[dict[str, Any]]
     grads: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def again(self) -> list[torch.Tensor]:
         """The output's tensors, computed from what was there at the first time."""
         set_rng_state(self.rng)
-        for buffer, before in self.buffers:
-            put_back(buffer, before)
+        for held in self.held:
+            held.put_back()
         with contextlib.ExitStack() as stack:
             for options in self.autocasts:
                 stack.enter_context(torch.autocast(**options))
@@ -76,7 +108,7 @@ class Replay:
     ) -> None:
         self._exchange, self._at_rest, self._raises = exchange, at_rest, raises
         self._hooks: list[Any] = []
-        self._left_out: set[str] = set()  # results that most ranks could not repeat when they were last compared
+        self._left_out: set[str] = set()  # results that could not be repeated: the same on all ranks
         self._is_repeating = False
         self._forget()
 
@@ -114,6 +146,9 @@ class Replay:
             update = _Update(self, optimizer)
             self._hooks.append(optimizer.register_step_pre_hook(update.begin))
             self._hooks.append(optimizer.register_step_post_hook(update.end))
+            after = optimizer._optimizer_step_post_hooks
+            others = {key: after.pop(key) for key in [*after][:-1]}  # they may write the weights, too, and so come later
+            after.update(others)
 
     def disarm(self) -> None:
         """Ends the check, as the iteration has ended."""
@@ -146,9 +181,9 @@ class Replay:
             return
         if self._gradients:  # of the micro-batch before
             self._calls, self._gradients = [], {}
-        buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        held = [_Held(part) for part in module.modules()]
         args, kwargs = tree_map(_detached, args), tree_map(_detached, kwargs)
-        self._open = _Call(module=module, args=args, kwargs=kwargs, rng=rng_state(), buffers=buffers, autocasts=_autocasts())
+        self._open = _Call(module=module, args=args, kwargs=kwargs, rng=rng_state(), held=held, autocasts=_autocasts())
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_passive:
@@ -175,13 +210,17 @@ class Replay:
             return
         self.is_over = True
         first, params = self._gradients, dict(self._params)
-        buffers = {id(buffer): (buffer, buffer.detach().clone()) for call in self._calls for buffer, _ in call.buffers}
+        modules = {part for call in self._calls for part in call.module.modules()}
+        meets = any(map(_meets_others, modules))
+        after = [_Held(module) for module in modules]
 
         def again() -> Bits:
             self._gradients = {}
             try:
                 self._repeat_calls(list(params.values()))
             except Exception as error:  # the training itself did nothing wrong
+                if meets:  # others wait for this rank
+                    raise
                 _log.warning("verify: replay: gradients cannot be computed again: %s: %s", type(error).__name__, error)
                 self._gradients = first
             return {f"the gradient of {name}": digest for name, digest in self._gradients.items()}
@@ -189,8 +228,8 @@ class Replay:
         try:
             self.judge({f"the gradient of {name}": digest for name, digest in first.items()}, again if first and self._calls else dict)
         finally:
-            for buffer, after in buffers.values():
-                put_back(buffer, after)
+            for held in after:
+                held.put_back()
             self._calls = []
 
     def _repeat_calls(self, params: list[torch.Tensor]) -> None:
@@ -203,35 +242,48 @@ class Replay:
             torch.autograd.grad(outputs, params, grads, allow_unused=True)
 
     def judge(self, first: Bits, again: Callable[[], Bits], changed: Collection[str] = ()) -> None:
-        """Compares results with those of a second computation. Collective.
+        """Compares results with those of a second computation, and of a third one where a rank's differ. Collective.
+
+        A rank is named only if its second and third results are the same, and most ranks repeat theirs.
 
         Args:
+            again: makes the computation again, without a trace.
             changed: what has changed that nobody has written.
 
         Raises:
             ReplayError: a few ranks did not get the same bits.
         """
+        second = self._repeated(again)
+        differing = [name for name, digest in first.items() if second.get(name) != digest and name not in self._left_out]
+        everyone, rest = zip(*self._exchange((differing, [*self._at_rest(), *changed])), strict=True)
+        if any(everyone):
+            third = self._repeated(again)
+            unsettled = [name for name in differing if name not in second or third.get(name) != second[name]]
+            all_unsettled, _ = zip(*self._exchange((unsettled, [])), strict=True)
+            common = {name for names in everyone for name in names if 2 * sum(name in other for other in everyone) > len(everyone)}
+            self._leave_out(common.union(*all_unsettled))
+        found = [[*(name for name in names if name not in self._left_out), *others] for names, others in zip(everyone, rest, strict=True)]
+        if any(found):
+            self._raises(found)
+
+    def _repeated(self, again: Callable[[], Bits]) -> Bits:
         after, self._is_repeating = rng_state(), True
         try:
-            second = again()
+            return again()
         finally:
             self._is_repeating = False
             set_rng_state(after)
-        differing = [name for name, digest in first.items() if second.get(name) != digest]
-        self._left_out -= {name for name in first if name not in differing}
-        mine = [name for name in differing if name not in self._left_out], [*self._at_rest(), *changed]
-        everyone, rest = zip(*self._exchange(mine), strict=True)
-        common = {name for found in everyone for name in found if 2 * sum(name in other for other in everyone) > len(everyone)}
-        if common and not self._left_out >= common:
-            self._left_out |= common
+
+    def _leave_out(self, names: set[str]) -> None:
+        """Compares no longer what cannot be repeated; told the same on all ranks, as one that left out less would name others."""
+        if names:
+            self._left_out |= names
             _log.warning(
-                "verify: replay: most ranks do not get the same bits again for %s; they are no longer compared. Their computation is not "
-                "deterministic (torch.use_deterministic_algorithms), or no part of a call of the model",
-                named(sorted(common)),
+                "verify: replay: %s cannot be computed again with the same bits on most ranks, or not twice with the same bits on one, and "
+                "so is no longer compared. Its computation is not deterministic (torch.use_deterministic_algorithms), or no part of a call "
+                "of the model",
+                named(sorted(names)),
             )
-        found = [[*(name for name in names if name not in common), *others] for names, others in zip(everyone, rest, strict=True)]
-        if any(found):
-            self._raises(found)
 
     def changed_at_rest(self) -> list[str]:
         """Names, once, the weights and moments with other bits than at the end of the last iteration that torch has not written."""
@@ -250,57 +302,47 @@ class Replay:
 
 
 class _Update:
-    """One optimizer's step, made twice."""
+    """One optimizer's step, made again on copies of what it reads and writes, where that can be."""
 
     def __init__(self, replay: Replay, optimizer: Optimizer) -> None:
         self._replay = replay
-        self._before: list[Callable[[], None]] = []
-        self._rng: dict[str, Any] = {}
-        self._losses: list[Any] = []
-        self._has_closure = False
+        self._twin: Optimizer | None = None
+        self._calls = 0  # of the closure
 
     def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Keeps what the step will change; with a closure the gradients come only when that has been called."""
-        self._losses, self._before = [], [*_kept(optimizer)]
+        """Copies what the step will read; with a closure the gradients come only when that has been called."""
+        self._calls, self._twin = 0, None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        self._has_closure = closure is not None
         if closure is None:
-            self._ready()
+            self._ready(optimizer)
             return args, kwargs
 
         def first() -> Any:
             loss = closure()
-            self._losses.append(loss)
-            if len(self._losses) == 1:
-                self._ready()
+            self._calls += 1
+            if self._calls == 1:
+                self._ready(optimizer)
             return loss
 
         return (args[0], first, *args[2:]) if len(args) > 1 else args, kwargs | ({"closure": first} if "closure" in kwargs else {})
 
-    def _ready(self) -> None:
+    def _ready(self, optimizer: Optimizer) -> None:
         self._replay.compare_gradients()
-        self._rng = rng_state()
+        if _is_repeatable(optimizer):
+            with _excused("an update"):
+                self._twin = _twin_of(optimizer)
 
     def end(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes the step again from where it began. Collective. Raises ReplayError."""
-        if self._has_closure:  # its gradients are there
-            args, kwargs = args[:1], {name: value for name, value in kwargs.items() if name != "closure"}
-            loss = self._losses[0] if self._losses else None
-            kwargs["closure"] = lambda: loss
-        label = self._replay._names
-
-        def again() -> Bits:
-            for restore in self._before:
-                restore()
-            set_rng_state(self._rng)
-            step = type(optimizer).step
-            getattr(step, "__wrapped__", step)(*args, **kwargs) if getattr(step, "hooked", False) else step(*args, **kwargs)
-            return _bits(optimizer, label)
-
-        once = len(self._losses) == self._has_closure  # LBFGS asks for several
-        first = _bits(optimizer, label) if once else {}
-        self._replay.judge(first, again if once else dict, self._replay.changed_shards())
-        self._before = []
+        twin, self._twin = self._twin, None
+        names = self._replay._names
+        first = second = _bits(optimizer, names) if twin is not None else {}
+        if twin is not None:
+            with _excused("an update"):
+                step: Any = type(twin).step
+                (step.__wrapped__ if getattr(step, "hooked", False) else step)(twin)
+                second = dict(zip(first, _bits(twin, {}).values(), strict=True))
+        self._replay.judge(first, lambda: second, self._replay.changed_shards())
 
 
 def refusal(iteration: int, found: list[list[str]], hosts: list[str]) -> ReplayError:
@@ -322,6 +364,15 @@ def _callable_modules(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.M
             yield name, module
 
 
+def _meets_others(module: nn.Module) -> bool:
+    """Whether calls of a module need other ranks, which would wait for one that has given up."""
+    return isinstance(module, nn.SyncBatchNorm) or any(isinstance(param, DTensor) for param in module._parameters.values())
+
+
+def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.layout is torch.strided and (one.is_meta or tensor_digest(one) == tensor_digest(other))
+
+
 def _outputs(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
@@ -339,35 +390,45 @@ def _autocasts() -> list[dict[str, Any]]:
     ]
 
 
-def _kept(optimizer: Optimizer) -> Iterator[Callable[[], None]]:
-    """Calls that put parameters, groups and state of an optimizer back as they are now."""
-    for group in optimizer.param_groups:
-        yield partial(group.update, {key: copy.deepcopy(value) for key, value in group.items() if key != "params"})
-        for param in group["params"]:
-            yield partial(put_back, param, param.detach().clone())
-            if param in optimizer.state:
-                state = optimizer.state[param]
-                kept = {
-                    key: (value, value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value))
-                    for key, value in state.items()
-                }
-                yield partial(_restore_state, state, kept)
-            else:
-                yield partial(optimizer.state.pop, param, None)
+def _is_repeatable(optimizer: Optimizer) -> bool:
+    return type(optimizer) in _REPEATABLE and not any(group.get("differentiable") for group in optimizer.param_groups)
 
 
-def put_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    with torch.no_grad():
-        tensor.copy_(value)
+def _twin_of(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of copies alone, as this one is now: its step writes nothing of the training."""
+    twins = {param: _copy_of(param) for group in optimizer.param_groups for param in group["params"]}
+    for param, twin in twins.items():
+        twin.grad = _copy_of(param.grad)
+    other: Optimizer = object.__new__(type(optimizer))
+    vars(other).update(vars(optimizer))  # GradScaler's scale among them, which it takes away after the step
+    other.param_groups = [{**group, "params": [twins[param] for param in group["params"]]} for group in optimizer.param_groups]
+    other.state = defaultdict(
+        dict,
+        {
+            twin: {key: _copy_of(value) for key, value in optimizer.state[param].items()}
+            for param, twin in twins.items()
+            if param in optimizer.state
+        },
+    )
+    return other
 
 
-def _restore_state(state: dict[Any, Any], kept: Mapping[Any, tuple[Any, Any]]) -> None:
-    for key in [key for key in state if key not in kept]:
-        del state[key]
-    for key, (value, before) in kept.items():
-        if isinstance(value, torch.Tensor):
-            put_back(value, before)
-        state[key] = value if isinstance(value, torch.Tensor) else before
+def _is_written(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or type(value) in (list, dict, set)
+
+
+def _copy_of(value: Any) -> Any:
+    """A copy of a tensor, or of a list, dict or set with the same items; anything else itself."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value.copy() if _is_written(value) else value
+
+
+@contextlib.contextmanager
+def _excused(what: str) -> Iterator[None]:
+    """Names an error of the second computation, and goes on: the training itself did nothing wrong."""
+    try:
+        yield
+    except Exception as error:
+        _log.warning("verify: replay: %s cannot be computed again: %s: %s", what, type(error).__name__, error)
 
 
 def _bits(optimizer: Optimizer, names: Mapping[int, str]) -> Bits:
