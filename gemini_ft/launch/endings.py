@@ -73,7 +73,7 @@ class HostDrain:
     def __init__(self, run: str, seconds: float, signum: signal.Signals | None, have_joined: Callable[[], bool] = lambda: False) -> None:
         self._run, self._seconds, self._signum, self._have_joined = run, seconds, signum, have_joined
         self._begun_at: float | None = None
-        self._given_up = False
+        self._has_heard = self._given_up = False
         self._over = threading.Event()
         self._is_heeded = False
         self._sending = threading.Lock()  # held while the signal is sent once more, and while `_is_heeded` changes
@@ -87,17 +87,18 @@ class HostDrain:
         """Takes the signal, on the thread that hears all of them; False: it ends the job as SIGTERM does."""
         if self._given_up:
             return False
-        if self._begun_at is None:
-            self._begun_at = time.monotonic()
-            threading.Thread(target=self._tell, name="gemini-drain", daemon=True).start()
+        is_first, self._has_heard = not self._has_heard, True
+        if is_first:
+            self.heard_once()
         else:
             self._give_up("the signal has come a second time")
         return True
 
     def heard_once(self) -> None:
-        """Begins the drain, unless it has begun."""
+        """Begins the drain without the signal, unless it has begun."""
         if self._begun_at is None:
-            self.heard()
+            self._begun_at = time.monotonic()
+            threading.Thread(target=self._tell, name="gemini-drain", daemon=True).start()
 
     def _tell(self) -> None:
         try:
@@ -235,11 +236,11 @@ class Endings:
         self._since = time.monotonic()
         self._has_warned = False
         self._hang: dict[str, Any] | None = None  # the last one that was said
-        self.hung: set[int] = set()  # ranks that kept the job waiting then
+        self.hung: set[int] = set()  # ranks that kept the job waiting, if the last failure is that
 
     def judge(self, failures: Iterable[ProcessFailure]) -> bool:
         """Workers have failed; whether that is final."""
-        failed = list(failures)
+        failed, self.hung = list(failures), set()
         if any(failure.exitcode == -signal.SIGKILL for failure in failed):
             self._say_hangs()
         self.status = next((failure.exitcode for failure in failed if failure.exitcode in _BY_WORKERS), 0)

@@ -32,6 +32,8 @@ from torch.distributed.elastic.events.handlers import get_logging_handler
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
+from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
 from gemini_ft import failpoints
 from gemini_ft.agent import lifecycle
@@ -104,6 +106,7 @@ def command(argv: Sequence[str]) -> int:
     run_id = prepare(options, program)
     failpoints.arm(run_id, host_id())
     config = load_config()
+    _check_health(options, config)
     options.signals_to_handle = ",".join(each for each in options.signals_to_handle.split(",") if each.strip() != config.drain_signal)
     if torchrun.parse_min_max_nnodes(options.nnodes)[1] == 1:
         _refuse_second(run_id)
@@ -122,6 +125,7 @@ def command(argv: Sequence[str]) -> int:
             signum = None if config.drain_signal == "none" else signal.Signals[config.drain_signal]
             drain = HostDrain(run_id, config.drain_seconds, signum, partial(notes.have, PROTECTED))
             health.drain = drain.heard_once
+            stack.callback(health.end)
             interval, options.monitor_interval = options.monitor_interval, min(_NO_INTERVAL, options.monitor_interval)
             endings = stack.enter_context(final_endings(notes, run_id, drain, health, interval=interval))
             copy = stack.enter_context(copied_from_pipe(program)) if not (options.module or options.no_python) else None
@@ -199,6 +203,20 @@ def _check(options: argparse.Namespace) -> None:
     if sizes is None or max(sizes) > _MOST:
         given = f"--nnodes={options.nnodes} --nproc-per-node={options.nproc_per_node}"
         raise ConfigError(f"{given}: must be a number of hosts, or MIN:MAX, and a number of workers, or auto, cpu or gpu where it is")
+
+
+def _check_health(options: argparse.Namespace, config: GeminiConfig) -> None:
+    if config.health is None:
+        return
+    try:
+        seconds = float(_parse_rendezvous_config(options.rdzv_conf).get("join_timeout", RendezvousTimeout().join.total_seconds()))
+    except ValueError:
+        return  # torch's launcher says what is wrong
+    if config.health_timeout >= seconds:
+        raise ConfigError(
+            f"health_timeout={config.health_timeout:g}: must be less than the {seconds:g} s in which a host must have joined "
+            "(--rdzv-conf join_timeout=...)"
+        )
 
 
 def in_short(error: ChildFailedError, shown: ProcessFailure | None) -> ChildFailedError:

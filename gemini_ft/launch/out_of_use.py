@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
+from gemini_ft.errors import ConfigError
 from gemini_ft.wire.private import runtime_folder
 
 _LIST = "out-of-use.json"
@@ -18,7 +19,7 @@ def out_of_use(run: str) -> dict[str, str]:
     """Host -> why it is out of use, as launchers of a run on this machine have seen it last."""
     try:
         found = json.loads((_folder(run) / _LIST).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, ConfigError):
         return {}
     return {str(name): str(why) for name, why in found.items()} if isinstance(found, dict) else {}
 
@@ -36,10 +37,10 @@ def wish_back(run: str, name: str) -> None:
     (_folder(run, make=True) / f"{_BACK}{quote(name, safe='')}").touch()
 
 
-def taken_back(run: str, names: Iterable[str]) -> set[str]:
-    """Which of these hosts were wished back since the last call."""
+def wished_back(run: str, names: Iterable[str]) -> set[str]:
+    """Which of these hosts are wished back. The wishes for others are over, and are forgotten."""
     wishes = {path.name: path for path in _folder(run).glob(f"{_BACK}*")}
-    back = {name for name in names if f"{_BACK}{quote(name, safe='')}" in wishes}
+    back = {name for name in names if wishes.pop(f"{_BACK}{quote(name, safe='')}", None) is not None}
     for path in wishes.values():
         path.unlink(missing_ok=True)
     return back

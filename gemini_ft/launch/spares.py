@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_ren
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _Action
 
 from gemini_ft.hosts import lasting_name
-from gemini_ft.launch.health import HostHealth
+from gemini_ft.launch.health import NAMES, HostHealth, Stay
 from gemini_ft.launch.notes import FIXED, LACKS, Notes
 from gemini_ft.launch.replaced import replaced
 
@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 # Attributes of torch's rendezvous state:
 _HOSTS = "gemini_hosts"  # the number of hosts that the job's state is made for
 _WORLD = "gemini_world"  # a random name of the complete round: copies of it in two stores are one world
-_NAMES = "gemini_names"  # the lasting name of each launcher that lives and has taken a place in a round
 _MEMBERS = "gemini_members"  # the names of the hosts that have taken part and may be at work
 _LOST = "gemini_lost"  # host that its agent's peers have lost, too -> its last sign of life: with a newer one it lives
 _KEPT = "gemini_kept"  # stream -> the hosts that have what was committed of it last, in the words of `gemini_ft.launch.notes`
@@ -58,6 +57,8 @@ _YIELDING = 3  # times the patience of other spares
 _GRACE = 1.0  # seconds a spare waits longer than the others take to look, for hosts of which no sign of life can be seen
 _SETTLING = 2.0  # seconds for the other hosts to come to another store after this one has; no host counts as dead before
 _STUCK = 10.0  # seconds after which hosts that go on without a lost one are called together by a spare, as torch does at once
+_TRIES = 3  # to write that this host leaves: in large jobs others write all the time
+_WRITE = None  # an action that torch's loop does not know: it writes the state, and no sign of life
 _STEPS = (_Action.ADD_TO_PARTICIPANTS, _Action.MARK_RENDEZVOUS_COMPLETE, _Action.REMOVE_FROM_REDUNDANCY_LIST)
 
 
@@ -73,7 +74,7 @@ class LaunchingHost:
     size: int = 0  # hosts of that round
     needs: int = 0  # hosts without which nothing begins
     tell: Callable[[int, int], bool] = lambda waiting, lacking: True  # tells this host's agent (`TellSpares`); whether it has heard
-    _told: tuple[int, int] | None = None
+    _told: tuple[int, int] | None = None  # None: it has not heard, and is told nothing before `_tells_from`
     _tells_from: float = 0.0  # when the agent is told the same again; it may have been started since
     health: HostHealth | None = None
     lacked: int = 0  # how often its workers had found that the state lacks absent hosts, when it wished to join last
@@ -82,9 +83,10 @@ class LaunchingHost:
         """Tells the agent how many hosts wait as spares, and how many the job lacks."""
         lacking = max(0, (getattr(state, _HOSTS, None) or self.needs) - len(state.participants))
         found = (len(state.redundancy_list & state.last_heartbeats.keys()), lacking)
-        if found != self._told or time.monotonic() >= self._tells_from:
+        if time.monotonic() >= self._tells_from or (self._told is not None and found != self._told):
             is_heard = self.tell(*found)
-            self._told, self._tells_from = found, time.monotonic() + (_TELLING if is_heard else _REST)
+            self._told = found if is_heard else None
+            self._tells_from = time.monotonic() + (_TELLING if is_heard else _REST)
 
 
 class PatientJoin:
@@ -99,10 +101,10 @@ class PatientJoin:
         self._yields, host.lacked = lacks > host.lacked, lacks  # to hosts that may have the state
 
     def __call__(self, ctx: Any, deadline: float) -> Any:
-        if self._host.health is not None and self._host.health.stays_away(ctx.state):
-            return _Action.KEEP_ALIVE
+        if self._host.health is not None and (why := self._host.health.stays_away(ctx.state, ctx.node)) is not None:
+            return _idle(ctx) if why is Stay.JUDGED else _WRITE
         if self._yields and ctx.node not in ctx.state.participants:
-            setattr(ctx.state, _NAMES, {node: name for node, name in getattr(ctx.state, _NAMES, {}).items() if node != ctx.node})
+            setattr(ctx.state, NAMES, {node: name for node, name in getattr(ctx.state, NAMES, {}).items() if node != ctx.node})
         self._host.needs = ctx.settings.min_nodes
         self._host.report(ctx.state)
         action = self._wanted(ctx, deadline)
@@ -132,9 +134,9 @@ class PatientJoin:
         """Writes this host's name beside its place, its workers' words, and all names as members if that completes the first round."""
         state, participants = ctx.state, {*ctx.state.participants, ctx.node}
         kept = _kept(state, self._host)  # before this round has a name
-        known = {node: name for node, name in getattr(state, _NAMES, {}).items() if node in state.last_heartbeats}
+        known = {node: name for node, name in getattr(state, NAMES, {}).items() if node in state.last_heartbeats}
         names = known | {ctx.node: self._host.name}
-        setattr(state, _NAMES, names)
+        setattr(state, NAMES, names)
         members = members_of(state) | ({self._host.name} if self._host.has_taken_part else set())
         if completes or len(participants) >= ctx.settings.max_nodes:
             members = members or frozenset(names[node] for node in participants if node in names)
@@ -241,7 +243,7 @@ def has_left(state: Any, name: str) -> bool:
 
 def _took_part(state: Any, nodes: Iterable[Any]) -> list[Any]:
     """Selects the launchers whose hosts have taken part in a complete round."""
-    names, members = getattr(state, _NAMES, {}), members_of(state)
+    names, members = getattr(state, NAMES, {}), members_of(state)
     return [node for node in nodes if names.get(node) in members]
 
 
@@ -273,15 +275,19 @@ def nodes_waiting(original: Callable[[Any], int], host: LaunchingHost, handler: 
     is_fixed = host.notes.have(FIXED)
     with handler._heartbeat_lock:
         holder = handler._state_holder
-        state, is_news = holder.state, take_part(holder.state, handler._this_node, host)
-        if is_fixed and state.complete and handler._this_node in state.participants and not hasattr(state, _HOSTS):
-            setattr(state, _HOSTS, len(state.participants))
-            is_news = True
-        if host.health is not None and handler._this_node in state.participants:
-            is_news |= host.health.at_work(state)
-        if is_news:
-            holder.mark_dirty()
-            holder.sync()
+        for _ in range(_TRIES):
+            state, is_news = holder.state, take_part(holder.state, handler._this_node, host)
+            if is_fixed and state.complete and handler._this_node in state.participants and not hasattr(state, _HOSTS):
+                setattr(state, _HOSTS, len(state.participants))
+                is_news = True
+            if host.health is not None and handler._this_node in state.participants:
+                is_news |= host.health.at_work(state, handler._this_node, max(0, host.size - len(state.participants)))
+            if is_news:
+                holder.mark_dirty()
+                if holder.sync() and host.health is not None:
+                    host.health.written()
+            if host.health is None or not host.health.leaves:
+                break
     if not is_fixed:
         return waiting
     return 0 if len(state.participants) >= getattr(state, _HOSTS, 1) else waiting  # else one of its hosts has been lost
@@ -327,7 +333,7 @@ def by_own_clock(holder: Any, unheard: Callable[[], Collection[str]] = tuple) ->
                 logger.debug("this host's agent could not be asked which hosts it has lost", exc_info=True)
                 names = ()
             self._asks_from = now + (_REST if time.monotonic() - now > _LONG else _ASKING)
-            if lost := {host: state.last_heartbeats[host] for host in missed if getattr(state, _NAMES)[host] in names}:
+            if lost := {host: state.last_heartbeats[host] for host in missed if getattr(state, NAMES)[host] in names}:
                 setattr(state, _LOST, lost)
                 super().mark_dirty()
 

@@ -548,3 +548,26 @@ def test_an_agent_is_told_of_spares_when_they_change_and_now_and_then(monkeypatc
         now[0] += 6
         host.report(state)
         assert told[2:] == [(1, 2)] * 2
+
+
+def test_an_agent_that_does_not_answer_is_not_told_of_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher that waits for it gives no sign of life."""
+    now, told = [100.0], list[tuple[int, int]]()
+
+    def tell(waiting: int, lacking: int) -> bool:
+        told.append((waiting, lacking))
+        return len(told) > 1
+
+    monkeypatch.setattr(spares.time, "monotonic", lambda: now[0])
+    with notes_of_workers() as notes:
+        host = LaunchingHost(patience=1.0, notes=notes, tell=tell, needs=3)
+        for number in range(4):  # hosts come one after the other
+            participants = dict.fromkeys(HOSTS[:number], 0)
+            host.report(SimpleNamespace(participants=participants, redundancy_list=set(), wait_list=set(), last_heartbeats={}))
+            now[0] += 0.1
+        assert told == [(0, 3)]
+        now[0] += 5.0
+        for number in (3, 2):
+            participants = dict.fromkeys(HOSTS[:number], 0)
+            host.report(SimpleNamespace(participants=participants, redundancy_list=set(), wait_list=set(), last_heartbeats={}))
+        assert told == [(0, 3), (0, 0), (0, 1)], "it answers once more"
