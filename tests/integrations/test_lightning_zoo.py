@@ -404,7 +404,9 @@ LOADED_AGAIN: dict[str, Maker] = {
 def test_what_cannot_be_kept_is_loaded_again(make: Maker) -> None:
     """In the first epoch; for the second it is refused, because nobody goes through all epochs again."""
     check_going_on_in_one_epoch(make)
-    with pytest.raises(UnsupportedStateError, match=r"keeps what cannot be kept with a snapshot: dataset\.(generator|buffer|times) changed"):
+    with pytest.raises(
+        UnsupportedStateError, match=r"keeps what cannot be kept with a snapshot: dataset\.(generator|buffer|times) changed"
+    ):
         Job(make, resumable=True).run(range(EPOCHS))
     Job(make, resumable=True, method="skip").run(range(EPOCHS))  # the user has said that it does not matter
 
