@@ -30,7 +30,8 @@ class GeminiReader(StorageReader):
     Any number of ranks may load, into plain tensors and DTensors of any sharding, whatever the job had. Every rank reads the shards that
     hold its parts, from its own host's agent, from those of other hosts, or from storage; all ranks read the same step. A shard has to come
     to its committed root before anything of it is used, and every chunk to its checksum. A rank needs room for what it loads a second time.
-    Where another rank has failed, `reset` lets go of the slots that are held.
+    Where another rank has failed, `reset` lets go of the slots that are held. Of a DeepSpeed engine every rank reads the whole state,
+    already in `read_metadata`, and again if rank 0 has found another step.
 
     Keys are those of ``get_state_dict``, nested or flattened: ``model.<name>``, ``optim.state.<name>.<key>``, ``optim.param_groups``.
     Errors come as torch's ``CheckpointException``; they name the options of ``gemini export``, which the arguments here are called after.
@@ -83,6 +84,8 @@ class GeminiReader(StorageReader):
 
     def read_metadata(self) -> Metadata:
         """Finds the checkpoint, and what it holds. It is kept open, in memory with its slots, until it has been read.
+
+        All tensors of a DeepSpeed engine are read here: what a parameter's state is becomes known as its partitions are put together.
 
         Raises:
             GeminiError: there is none, it is damaged, or of another format.

@@ -78,6 +78,7 @@ class WholeTensors:
         for owner, shard in enumerate(self._shards):
             pieces = [piece for piece in shard.layout.pieces if piece.nbytes and _key(piece) in spans]
             scatter(shard, [read for piece in pieces for read in _reads(owner, piece, *spans[_key(piece)])], flat)
+        del flat  # each tensor's parts are let go of as soon as they are joined
         return {name: join_parts(name, self._words[name], found.pop(name), len(self._shards)) for name in list(found)}
 
 

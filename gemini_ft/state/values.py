@@ -214,37 +214,42 @@ def sample_of(value: Any) -> Any:
     return [(type(part), part if type(part) in ATOMS else id(part)) for part in parts]
 
 
-def _sampled(array: Any) -> Any:
-    """Some elements of an array: few of a file that is mapped, each of which may lie on a page of its own, and none if it is only read."""
-    base, most = array, _SAMPLED
+def _sampled(array: Any, most: int = _SAMPLED) -> Any:
+    """Some elements of an array, at least ``most`` and less than twice as many.
+
+    Of a file that is mapped they are few, as each may lie on a page of its own, and none if it is only read.
+    """
+    base = array
     while is_a(base, np.ndarray):
         base = base.base
     if is_a(base, (mmap.mmap, memoryview)):
-        most = FEW if array.flags.writeable else 0
+        most = min(FEW, most) if array.flags.writeable else 0
     return np.array(array.flat[: array.size if most else 0 : max(1, array.size // max(1, most))])  # the sample alone, whatever the strides
 
 
 def digest(value: Any) -> str:
     """A digest of the sizes and of some elements of a value that cannot be kept: two processes that make the same find the same one."""
-    return xxhash.xxh3_64_hexdigest(repr(_outline(value, depth=4)).encode(errors="surrogatepass"))
+    return xxhash.xxh3_64_hexdigest(repr(_outline(value, _SAMPLED)).encode(errors="surrogatepass"))
 
 
-def _outline(value: Any, depth: int) -> Any:
-    if type(value) in ATOMS or not depth:
+def _outline(value: Any, most: int) -> Any:
+    """The sizes and some elements of a value: of each level at most a few times ``most``, which its parts share alike."""
+    if type(value) in ATOMS or not most:
         return value if type(value) in ATOMS else type(value).__qualname__
     if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided and not value.is_quantized:
         value = _bits(value).numpy()
     if type(value) is np.ndarray and not value.dtype.hasobject:
-        return value.shape, _sampled(value).tobytes()
+        return value.shape, _sampled(value, most).tobytes()
+    few = min(FEW, most // 2 + 1)
     if type(value) is deque:
-        parts = [*itertools.islice(value, FEW), *itertools.islice(reversed(value), FEW)]
+        parts = [*itertools.islice(value, few), *itertools.islice(reversed(value), few)] if len(value) > few else value
     elif type(value) in (list, tuple):
-        parts = [*value[:: max(1, len(value) // FEW)], *value[-FEW:]]
+        parts = [*value[:: max(1, len(value) // few)], *value[-few:]] if len(value) > few else value
     elif type(value) in MAPPINGS:
-        parts = [*itertools.islice(value.items(), FEW)]
+        parts = [*itertools.islice(value.items(), few)]
     else:
         return type(value).__qualname__, len(value) if is_a(value, SEQUENCES) else 0
-    return len(value), [_outline(part, depth - 1) for part in parts]
+    return len(value), [_outline(part, most // (len(parts) + 1)) for part in parts]
 
 
 def fills(then: Any, now: Any) -> bool:

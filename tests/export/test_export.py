@@ -12,8 +12,10 @@ import shutil
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,12 +37,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.cli import main as cli
-from gemini_ft.core.layout import PER_RANK
+from gemini_ft.core.layout import PER_RANK, TensorSpec, build_layout
 from gemini_ft.core.versions import Version
 from gemini_ft.dcp import GeminiReader
 from gemini_ft.errors import UnsupportedStateError
+from gemini_ft.export import whole_tensors
 from gemini_ft.export.source import StorageShard
-from gemini_ft.export.whole_tensors import join_parts
+from gemini_ft.export.whole_tensors import WholeTensors, join_parts
 from gemini_ft.state.survey import survey
 from gemini_ft.storage.checkpoints import FORMAT_VERSION, body_checksum, checked, list_checkpoints
 from gemini_ft.storage.opening import open_storage
@@ -350,6 +353,34 @@ class TestMeshes:
         with pytest.raises(UnsupportedStateError, match="w is not the same on ranks 0 and 1 although nothing says how it is divided"):
             join_parts("w", "", half, 2)
         assert_identical(join_parts("w", PER_RANK, half, 2), torch.zeros(2))
+
+
+class Zeros(SimpleNamespace):
+    """A shard whose bytes are all 0."""
+
+    def chunks(self, live: Any, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        yield start, memoryview(bytes(stop - start))
+
+
+def test_parts_are_let_go_of_as_soon_as_they_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a sharded model needs twice its size in memory."""
+    held: dict[str, list[weakref.ref[torch.Tensor]]] = {}
+
+    def join(name: str, words: str, parts: dict[tuple[int, ...], torch.Tensor], world_size: int) -> torch.Tensor:
+        assert all(part() is None for before in held.values() for part in before), name
+        held[name] = [weakref.ref(part) for part in parts.values()]
+        return join_parts(name, words, parts, world_size)
+
+    words = "(4, 2) S(0) on (2,)"
+    specs = [
+        [TensorSpec(name=name, dtype="float32", shape=(2, 2), group=(rank,), logical=words) for name in ("main.a", "main.b")]
+        for rank in range(2)
+    ]
+    shards: list[Any] = [Zeros(layout=build_layout(specs[rank], rank, 2), where="here") for rank in range(2)]
+    tensors = WholeTensors(shards, lambda name: True)
+    monkeypatch.setattr(whole_tensors, "join_parts", join)
+    assert_identical(tensors.read(), {"main.a": torch.zeros(4, 2), "main.b": torch.zeros(4, 2)})
+    assert {name: len(parts) for name, parts in held.items()} == {"main.a": 2, "main.b": 2}
 
 
 class TestS3:

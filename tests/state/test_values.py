@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import weakref
 from collections import deque
 from pathlib import Path
@@ -52,6 +53,38 @@ def test_values_that_two_processes_have_made_alike_have_one_digest() -> None:
     assert list(map(digest, made())) == list(map(digest, made()))
     others = [digest(one) != digest(other) for one, other in zip(made(), made(last=torch.ones(2)), strict=True)]
     assert others == [True, True, True, False, True, False, False]
+
+
+@pytest.mark.parametrize("size", [12, 1000])
+@pytest.mark.parametrize("kind", [list, deque, tuple, lambda parts: dict(enumerate(parts))], ids=["list", "deque", "tuple", "dict"])
+def test_a_digest_looks_at_so_much_and_no_more(kind: Any, size: int) -> None:
+    """It is made before every snapshot."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+        assert calls < 40_000
+
+    def nested(last: int, depth: int) -> Any:
+        value: Any = last
+        for _ in range(depth):
+            value = kind([value] * size)
+        return value
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        digest(nested(0, depth=4))
+    finally:
+        sys.setprofile(before)
+    assert digest(nested(0, depth=2)) != digest(nested(1, depth=2))
+
+
+def test_a_digest_of_what_contains_itself_ends() -> None:
+    held: list[Any] = []
+    held.append({"a": held})
+    assert digest(held) == digest(held)
 
 
 class Odd(nn.Module):
