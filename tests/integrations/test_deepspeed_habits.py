@@ -14,7 +14,16 @@ import torch.distributed as dist
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
 
 from agent_kit import WAIT, agent_pid, eventually
-from engine_habits_case import adversaries, ends_well, left_to_itself, of_an_older_version, rolls_back
+from engine_habits_case import (
+    adversaries,
+    ends_well,
+    held_ones,
+    left_to_itself,
+    of_an_older_version,
+    rolls_back,
+    walks,
+    with_an_odd_optimizer,
+)
 from rank_kit import World
 from three_ways import Cell, differing
 
@@ -63,6 +72,32 @@ def test_what_an_older_version_has_kept_of_an_engine_is_resumed(tmp_path: Path) 
     """It knew of no other engines, no attributes of optimizers, and no trackers of generators."""
     with World(tmp_path, 1) as ranks:
         assert [ranks.outcome(of_an_older_version, older) for older in (True, False)] == [[0], [3]]
+
+
+def test_an_optimizer_that_holds_another_one_is_refused_by_the_name_of_that(tmp_path: Path) -> None:
+    with World(tmp_path, 1) as ranks:
+        (said,) = ranks.outcome(held_ones)
+    assert [text.partition(",")[0] for text in said] == [
+        f"UnsupportedStateError: the optimizer holds another one ({name})" for name in ("AdamW", "Adam")
+    ]
+
+
+def test_what_an_optimizer_has_that_no_snapshot_can_have_ends_no_job(tmp_path: Path) -> None:
+    """It is named, and all else goes on; so does a job that was begun before such an optimizer was refused."""
+    with World(tmp_path, 1) as ranks:
+        ((first, seen, told),) = ranks.outcome(with_an_odd_optimizer, False)
+        assert (first, seen) == (0, 3)
+        for name in ("net", "view"):
+            assert sum(f"{name} of the optimizer is in no snapshot" in text for text in told) == 1, told
+        ((first, seen, told),) = ranks.outcome(with_an_odd_optimizer, True)
+    assert (first, seen) == (3, 6)
+    assert any("drawn of the optimizer is in no snapshot" in text for text in told), told
+    assert any("the optimizer holds another one (Adam), whose state is in no snapshot" in text for text in told), told
+
+
+def test_an_optimizer_without_attributes_of_its_own_costs_no_walk(tmp_path: Path) -> None:
+    with World(tmp_path, 1) as ranks:
+        assert ranks.outcome(walks) == [(1, 0)]
 
 
 @pytest.mark.parametrize(("at_end", "stored"), [(True, 3), (False, 2)])
