@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
@@ -93,6 +94,30 @@ def test_what_an_optimizer_has_that_no_snapshot_can_have_ends_no_job(tmp_path: P
     assert (first, seen) == (3, 6)
     assert any("drawn of the optimizer is in no snapshot" in text for text in told), told
     assert any("the optimizer holds another one (Adam), whose state is in no snapshot" in text for text in told), told
+
+
+def test_generators_that_are_tracked_later_can_still_be_added(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tracker refuses a name that it has; and those that the snapshot lacks stay."""
+    import deepspeed
+
+    from gemini_ft.deepspeed.versions import put_back_trackers, rng_trackers
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    tracker = deepspeed.checkpointing.get_cuda_rng_tracker()
+    tracker.reset()
+    for name in ("before", "later"):
+        tracker.add(name, len(name))
+    saved = {kind: {**each.get_states()} for kind, each in rng_trackers().items()}
+    tracker.reset()
+    for name in ("before", "new"):
+        tracker.add(name, 50 + len(name))
+    put_back_trackers(saved)
+    tracker.add("later", 60)
+    (states,) = saved.values()
+    assert torch.equal(tracker.get_states()["before"], states["before"])
+    assert {*tracker.get_states()} == {"before", "later", "new"}
+    assert "the generators later of get_cuda_rng_tracker() are in the snapshot" in caplog.text
+    tracker.reset()
 
 
 def test_an_optimizer_without_attributes_of_its_own_costs_no_walk(tmp_path: Path) -> None:
