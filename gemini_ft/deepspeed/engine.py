@@ -17,7 +17,8 @@ from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
 
 from gemini_ft.deepspeed.data import initialize_protected
 from gemini_ft.deepspeed.gradients import install
-from gemini_ft.deepspeed.protection import COUNTERS, Protection, engines
+from gemini_ft.deepspeed.protection import COUNTERS, Protection
+from gemini_ft.deepspeed.several import engines
 from gemini_ft.errors import ConfigError, GeminiError
 from gemini_ft.launch import hooks
 from gemini_ft.state.rng import unchanged_randomness

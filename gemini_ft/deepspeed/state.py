@@ -309,7 +309,7 @@ class EngineState:
         for name, value in extras["counters"].items():
             setattr(engine, name, value)
         batch = extras.get("batch")  # snapshots in storage may be older
-        if batch and batch["now"] != batch["then"]:
+        if batch and batch["now"] != batch["then"] == self._batch:  # a configuration that has changed since is obeyed
             engine.set_train_micro_batch_size(batch["now"]["micro"])  # the training has changed it, and does not do so again
             engine.set_train_batch_size(batch["now"]["micro"] * batch["now"]["accumulation"] * engine.dp_world_size)
         if (now := engine.gradient_accumulation_steps()) != (then := extras["accumulation"]):

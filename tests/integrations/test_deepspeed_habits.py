@@ -17,6 +17,7 @@ pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed"
 from agent_kit import WAIT, agent_pid, eventually
 from engine_habits_case import (
     adversaries,
+    batches,
     ends_well,
     held_ones,
     left_to_itself,
@@ -28,7 +29,7 @@ from engine_habits_case import (
 from rank_kit import World
 from three_ways import Cell, differing
 
-from gemini_ft.deepspeed.several import Engines
+from gemini_ft.deepspeed.several import Engines, engines
 from gemini_ft.errors import GeminiError, ReplicaDivergedError
 
 pytestmark = pytest.mark.timeout(300)
@@ -96,6 +97,14 @@ def test_what_an_optimizer_has_that_no_snapshot_can_have_ends_no_job(tmp_path: P
     assert any("the optimizer holds another one (Adam), whose state is in no snapshot" in text for text in told), told
 
 
+@pytest.mark.parametrize(("then", "now"), [(4, (6, 2)), (8, (4, 1))])
+def test_a_batch_that_the_training_changed_is_resumed_unless_the_configuration_has_changed_too(
+    then: int, now: tuple[int, int], tmp_path: Path
+) -> None:
+    with World(tmp_path, 1) as ranks:
+        assert ranks.outcome(batches, then) == [now]
+
+
 def test_generators_that_are_tracked_later_can_still_be_added(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tracker refuses a name that it has; and those that the snapshot lacks stay."""
     import deepspeed
@@ -155,21 +164,21 @@ def test_engines_that_step_by_turns_are_named_once(
 ) -> None:
     """Not those that are trained one after the other, and not one (C) that is saved where the script says so."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    engines: Any = Engines()
+    several: Any = Engines()
     there = {name: Stepping(name) for name in "ABC"}
     there["C"].deferred = True
     for name in steps:
-        engines.stepped(there[name])
+        several.stepped(there[name])
     assert sum("steps several engines by turns" in line for line in caplog.messages) == warnings
 
 
 def test_random_numbers_go_on_from_the_newest_snapshot_of_any_engine() -> None:
-    engines: Any = Engines()
+    several: Any = Engines()
     maker, judge, new = Stepping("G", 5, {"D": 5}), Stepping("D", 5, {"G": 4}), Stepping("E")
-    engines.open |= {new, maker}
-    engines.put_back_generators(maker)
-    engines.open.add(judge)
-    engines.put_back_generators(judge)
+    several.open |= {new, maker}
+    several.put_back_generators(maker)
+    several.open.add(judge)
+    several.put_back_generators(judge)
     assert (maker.gave_back, judge.gave_back, new.gave_back) == (2, 0, 0)
 
 
@@ -194,7 +203,7 @@ def test_the_end_of_a_script_closes_every_engine_and_then_raises_the_first_error
 
     closed: list[str] = []
     there = [Closing(number, ReplicaDivergedError("engines differ") if number == 1 else None, closed) for number in range(5)]
-    monkeypatch.setattr(engine.engines, "open", {*there})
+    monkeypatch.setattr(engines, "open", {*there})
     with pytest.raises(ReplicaDivergedError, match="engines differ"):
         engine.finish()
     assert closed == [each.name for each in there]

@@ -245,11 +245,10 @@ class Odd(torch.optim.SGD):
 
     def __init__(self, params: Any, changed: bool) -> None:
         super().__init__(params, lr=0.1)
-        self.seen, self.net, self.view, self.drawn = 0, nn.Linear(1, 1), memoryview(b"view"), torch.Generator() if changed else None
+        self.seen, self.net, self.view = 0, nn.Linear(1, 1), memoryview(b"view")
+        self.drawn = None if changed else np.random.RandomState(3)
         if changed:
             self.fast, self.new = torch.optim.Adam(self.param_groups), 1
-        else:
-            self.drawn = np.random.RandomState(3)
 
     def step(self, closure: Any = None) -> Any:
         self.seen += 1
@@ -290,6 +289,20 @@ def walks() -> tuple[int, int]:
         state.extras()
         counts.append(len(calls))
     return counts[0], counts[1]
+
+
+def batches(then: int) -> tuple[int, int]:
+    """Resumes a state whose batch the training had changed, from ``then`` to twice 6. Returns the micro-batch and the accumulation."""
+    import gemini_ft
+    from gemini_ft.deepspeed.state import EngineState
+
+    gemini_ft.init_process_group("gloo")
+    net = nn.Linear(8, 1)
+    engine = _engine(net, True, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    state = EngineState(engine)
+    changed = {"then": {"micro": then, "accumulation": 1}, "now": {"micro": 6, "accumulation": 2}}
+    state.apply_extras(state.extras() | {"batch": changed})
+    return engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
 
 
 def ends_well(folder: str, steps: int, at_end: bool) -> int:
