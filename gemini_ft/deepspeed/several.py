@@ -63,7 +63,8 @@ class Engines:
 def _moment(protection: Protection) -> int:
     """A number that grows with each step of any engine."""
     assert protection.found is not None
-    return protection.found.iteration + sum(protection.found.extras.get("others", {}).values())  # snapshots in storage may be older
+    others: dict[str, int] = protection.found.extras.get("others", {})  # snapshots in storage may be older
+    return protection.found.iteration + sum(others.values())
 
 
 engines = Engines()

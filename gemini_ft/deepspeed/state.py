@@ -125,6 +125,7 @@ class EngineState:
             raise UnsupportedStateError(
                 f"the optimizer holds another one ({', '.join(self._held)}), whose state is not captured of engines; train without it"
             )
+        common: Mapping[Any, Any] = base.state  # scripts use other keys than parameters, too
         values = {
             name: {key: value for key, value in base.state.get(master, {}).items() if not captured(key, value)}
             for name, master in masters(engine)
@@ -141,7 +142,7 @@ class EngineState:
             "attributes": self._attributes(_own(base)),
             "other": {
                 key: value
-                for key, value in base.state.items()
+                for key, value in common.items()
                 if not isinstance(key, torch.Tensor) and self._can_have(f"state[{key!r}]", (key, value))
             },
             "groups": [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups],
