@@ -94,8 +94,8 @@ def seams(world: World) -> Iterator[None]:
         recorded.on_decision(world, stream, message)
         on_decision(stream, message)
 
-    def chosen(chooser: Any, before: int | None) -> Any:
-        choice = choose(chooser, before)
+    def chosen(chooser: Any) -> Any:
+        choice = choose(chooser)
         recorded.on_choice(world, here(), choice)
         return choice
 

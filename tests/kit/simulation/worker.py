@@ -99,7 +99,7 @@ class Script:
 
         try:
             everyone = introduced(introduce, config.timeout + 10)
-            self.session = joining._agree(config, clients, hello, everyone, rank=self.rank, resizable=False, before=None)
+            self.session = joining._agree(config, clients, hello, everyone, self.rank, False)
         except BaseException:
             for client in clients:
                 client.close()
