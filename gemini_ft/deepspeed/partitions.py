@@ -138,7 +138,9 @@ def _one_element_update(base: torch.optim.Optimizer, beta1: float, beta2: float)
 def has_gradients(engine: Any) -> bool:
     """Whether gradients wait for the next step, behind one that has used all of its own: another engine's loss went through this one."""
     waiting = getattr(engine.optimizer, "averaged_gradients", None) or {}
-    return any(bool(part) for part in waiting.values()) or any(param.grad is not None for param in engine.module.parameters())
+    return any(part is not None and len(part) > 0 for part in waiting.values()) or any(
+        param.grad is not None for param in engine.module.parameters()
+    )
 
 
 def about(engine: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from gemini_ft.deepspeed.gradients import EngineGradients
 from gemini_ft.deepspeed.partitions import base_optimizer, has_gradients
 from gemini_ft.deepspeed.several import engines
 from gemini_ft.deepspeed.state import EngineState
-from gemini_ft.deepspeed.versions import rng_trackers
+from gemini_ft.deepspeed.versions import put_back_trackers, rng_trackers
 from gemini_ft.state.gradients import GradientState
 from gemini_ft.state.iterators import unkept
 from gemini_ft.state.left_out import left_out
@@ -88,9 +88,7 @@ class Protection:
         assert self.found is not None
         is_new = dist.get_rank() >= self.found.world_size
         set_rng_state(self.found.extras["rng"], of_script=not is_new)  # two ranks never share the script's generators
-        for name, states in self.found.extras.get("tracked", {}).items():  # snapshots in storage may be older
-            if name in (trackers := rng_trackers()):
-                trackers[name].set_states(states)
+        put_back_trackers(self.found.extras.get("tracked", {}))  # snapshots in storage may be older
         if is_new:
             branch_randomness(dist.get_rank())
 

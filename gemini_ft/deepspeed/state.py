@@ -6,6 +6,7 @@ in fp32); their optimizer state is ``<master>.<key>``; ``buffer.<fqn>`` and ``fr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,9 +32,9 @@ from gemini_ft.deepspeed.partitions import (
 )
 from gemini_ft.deepspeed.reshard import Cut, OldShards
 from gemini_ft.deepspeed.versions import check_version, counters
-from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
+from gemini_ft.errors import GeminiError, LayoutMismatchError, UnsupportedStateError
 from gemini_ft.state import codec
-from gemini_ft.state.attributes import AttributeReturn, AttributeWalk
+from gemini_ft.state.attributes import AttributeReturn, AttributeWalk, held
 from gemini_ft.state.hyperparameters import Given, of_groups, of_scheduler
 from gemini_ft.state.modes import Modes, not_users
 from gemini_ft.state.rebuilding import ModuleTree
@@ -44,12 +45,12 @@ from gemini_ft.state.tensors import (
     Source,
     captured,
     describe,
-    every_optimizer,
     own_attributes,
     split_state_name,
     state_name,
 )
 
+_log = logging.getLogger("gemini_ft")
 _WAY_OUT = "Resume with the script and configuration that made it, or start afresh with another run_id or resume='never'."
 _BASE = "optimizer"  # the one inside DeepSpeed's, in names of its attributes
 _SCALERS = ("loss_scaler", "loss_scale_config")
@@ -72,6 +73,10 @@ class EngineState:
         self._cut, self._others = present_cut(engine), others(engine)
         self._fixed = {"cut": codec.encode(self._cut.pack()), "about": codec.encode(about(engine))}  # once: it never changes
         self._batch = _batch(engine)
+        self._held = _held(base_optimizer(engine.optimizer))
+        self._is_resumed = False
+        self._left_out: set[str] = set()  # what the optimizer inside has that no snapshot can have
+        self._encoded: set[str] = set()  # what snapshots can have
         self._tree = ModuleTree({"module": engine.module})
         self._modes = Modes(self._tree.modules(), leave=_not_users) if modes else None
         self.resizable = engine.dp_world_size == dist.get_world_size() and is_partitioned(engine.optimizer)
@@ -110,7 +115,17 @@ class EngineState:
         return item.role is not Role.BUFFER and not is_partitioned(self._engine.optimizer)
 
     def extras(self) -> dict[str, Any]:
+        """Returns all that is not in tensors.
+
+        Raises:
+            UnsupportedStateError: the optimizer holds another one, and nothing was resumed.
+        """
         engine, base = self._engine, base_optimizer(self._engine.optimizer)
+        if self._held and not self._is_resumed:
+            raise UnsupportedStateError(
+                f"the optimizer holds another one ({', '.join(self._held)}), whose state is not captured of engines; train without it"
+            )
+        common: Mapping[Any, Any] = base.state  # scripts use other keys than parameters, too
         values = {
             name: {key: value for key, value in base.state.get(master, {}).items() if not captured(key, value)}
             for name, master in masters(engine)
@@ -124,8 +139,12 @@ class EngineState:
             "accumulation": engine.gradient_accumulation_steps(),
             "batch": {"then": self._batch, "now": _batch(engine)},
             "values": values,
-            "attributes": self._walk().attributes(_own(base), _BASE),
-            "other": {key: value for key, value in base.state.items() if not isinstance(key, torch.Tensor)},
+            "attributes": self._attributes(_own(base)),
+            "other": {
+                key: value
+                for key, value in common.items()
+                if not isinstance(key, torch.Tensor) and self._can_have(f"state[{key!r}]", (key, value))
+            },
             "groups": [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups],
             "scalers": {name: dict(vars(scaler)) for name, scaler in self._scalers().items()},
             "autocast": {name: scaler.state_dict() for name, scaler in self._autocast_scalers().items()},
@@ -136,10 +155,44 @@ class EngineState:
             saved["modes"] = self._modes.collect(self._tree.modules())
         return saved
 
+    def _attributes(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Takes attributes of the optimizer inside apart. Those that cannot be are named, once, and stay what they are after a failure."""
+        while own:
+            walk, saved = self._walk(), dict[str, Any]()
+            for name, value in own.items():
+                if name in self._left_out:
+                    saved[name] = ["kept", None]
+                    continue
+                try:
+                    saved[name] = walk.take(value, f"{_BASE}.{name}")
+                except Exception as error:  # an object of the script may raise anything when it is looked at
+                    self._leave_out(name, error)
+                if name in self._left_out or not self._can_have(name, saved[name]):
+                    break  # once more from the beginning: the walk may refer to parts of it
+            else:
+                return saved
+        return {}
+
+    def _can_have(self, name: str, value: Any) -> bool:
+        """Whether snapshots can have a part of the optimizer; it is encoded when it is there for the first time."""
+        if name not in self._encoded | self._left_out:
+            try:
+                codec.encode(value)
+                self._encoded.add(name)
+            except GeminiError as error:
+                self._leave_out(name, error)
+        return name not in self._left_out
+
+    def _leave_out(self, name: str, error: Exception) -> None:
+        self._left_out.add(name)
+        if dist.get_rank() == 0:
+            _log.warning("%s of the optimizer is in no snapshot, and begins anew after a failure: %s", name, error)
+
     def _walk(self) -> AttributeWalk:
         """The walk for attributes of the optimizer inside, which may refer to masters, to their state and to the module."""
         base, module = base_optimizer(self._engine.optimizer), self._engine.module
         owned = [base.param_groups, base.state, base.defaults, *base.param_groups, *module.parameters(), *module.modules()]
+        owned += _inner(base)
         return AttributeWalk({item.name: item.tensor for item in self.survey()}, map(id, owned))
 
     def findings(self) -> Iterator[Finding]:
@@ -166,6 +219,7 @@ class EngineState:
         Raises:
             LayoutMismatchError: the snapshot is of another optimizer, scheduler or configuration.
         """
+        self._is_resumed = True
         engine, base = self._engine, base_optimizer(self._engine.optimizer)
         facts = {
             "optimizer": (extras["optimizer"], type(engine.optimizer).__qualname__),
@@ -250,15 +304,13 @@ class EngineState:
         for group, saved in zip(base.param_groups, extras["groups"], strict=True):
             group.update(saved)
         base.state.update(extras.get("other", {}))  # snapshots in storage may be older
-        for name in _own(base).keys() - extras.get("attributes", _own(base)).keys():
-            delattr(base, name)
-        AttributeReturn({item.name: item.tensor for item in self.survey()}).attributes(base, extras.get("attributes", {}), _BASE)
+        self._put_back_attributes(base, extras.get("attributes", {}))
         rebuild_weights(engine)
         replay_beta_powers(engine)
         for name, value in extras["counters"].items():
             setattr(engine, name, value)
         batch = extras.get("batch")  # snapshots in storage may be older
-        if batch and batch["now"] != batch["then"]:
+        if batch and batch["now"] != batch["then"] == self._batch:  # a configuration that has changed since is obeyed
             engine.set_train_micro_batch_size(batch["now"]["micro"])  # the training has changed it, and does not do so again
             engine.set_train_batch_size(batch["now"]["micro"] * batch["now"]["accumulation"] * engine.dp_world_size)
         if (now := engine.gradient_accumulation_steps()) != (then := extras["accumulation"]):
@@ -271,6 +323,20 @@ class EngineState:
             engine.lr_scheduler.load_state_dict(extras["lr_scheduler"])
         if self._modes is not None and "modes" in extras:
             self._modes.restore(extras["modes"], self._tree.modules())
+
+    def _put_back_attributes(self, base: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+        """Puts back attributes of the optimizer inside. What cannot be, and what it holds of other optimizers, is named."""
+        if self._held and dist.get_rank() == 0:
+            _log.warning("the optimizer holds another one (%s), whose state is in no snapshot: it begins anew", ", ".join(self._held))
+        if not saved:
+            return
+        back = AttributeReturn({item.name: item.tensor for item in self.survey()})
+        for name, value in saved.items():
+            try:
+                back.attributes(base, {name: value}, _BASE)
+            except Exception as error:  # whatever a load_state_dict of the script's raises
+                self._leave_out(name, error)
+        self._left_out.clear()  # they may be whole in the next snapshot
 
     def _scalers(self) -> dict[str, Any]:
         found = {name: getattr(self._engine.optimizer, name, None) for name in _SCALERS}
@@ -291,6 +357,20 @@ def _batch(engine: Any) -> dict[str, int]:
 def _own(base: torch.optim.Optimizer) -> dict[str, Any]:
     """The attributes of the optimizer inside that training may depend on; DeepSpeed's own optimizers have none."""
     return {} if type(base).__module__.startswith("deepspeed.") else own_attributes(base)
+
+
+def _held(base: torch.optim.Optimizer) -> list[str]:
+    """The names of the optimizers that one holds, apart from those that have no state but its own."""
+    return [type(each).__name__ for each in _inner(base) if each.state is not base.state]
+
+
+def _inner(base: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that one holds, and those that they hold."""
+    found = [base]
+    for outer in found:  # it grows
+        for name, value in _own(outer).items():
+            found += [each for _, each in held(value, name) if all(each is not other for other in found)]
+    return found[1:]
 
 
 def _not_users(item: Any) -> frozenset[str]:
@@ -347,8 +427,6 @@ def _unsupported(engine: Any) -> Iterator[tuple[bool, str]]:
     yield bool(extra), f"module {', '.join(extra[:1])!r} has extra state (get_extra_state), which is not captured of engines; use a buffer"
     sampled = engine.random_ltd_enabled() or engine.curriculum_learning_enabled()
     yield sampled, "data_efficiency (random-LTD, curriculum learning) has state of its own that is not captured; switch it off"
-    held = sorted({type(each).__name__ for each in every_optimizer([base_optimizer(engine.optimizer)]).values()})[1:]
-    yield bool(held), f"the optimizer holds another one ({', '.join(held)}), whose state is not captured of engines; train without it"
     muon = any(getattr(engine.optimizer, "sub_groups_using_muon", ()))
     yield muon, "Muon at stage 3 writes its momentum during backward, while it would be copied; use stage 1 or 2"
     yield bool(engine.has_moe_layers), "mixtures of experts (MoE) are not supported: experts are partitioned over groups of their own"

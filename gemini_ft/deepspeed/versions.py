@@ -6,6 +6,7 @@ its own (``loss_scale_config``); before, it is spread over attributes of the opt
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -13,12 +14,14 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.utils.tensor_fragment import fragment_address
 from packaging.version import Version
 
 from gemini_ft.errors import UnsupportedStateError
 
+_log = logging.getLogger("gemini_ft")
 _OLDEST, _FIRST_UNKNOWN = "0.18.6", "0.20"
 _TRACKERS = ("deepspeed.runtime.activation_checkpointing.checkpointing", "megatron.core.tensor_parallel.random")
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_unmanaged_backward_count")
@@ -60,6 +63,21 @@ def rng_trackers() -> dict[str, Any]:
     """The trackers of generators that model-parallel layers draw from, DeepSpeed's and Megatron's, by their modules."""
     found = {name: getattr(sys.modules.get(name), "get_cuda_rng_tracker", None) for name in _TRACKERS}
     return {name: tracker() for name, tracker in found.items() if tracker is not None}
+
+
+def put_back_trackers(saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Gives tracked generators the states of a snapshot. The script adds those that are not there yet, once."""
+    trackers = rng_trackers()
+    for kind, states in saved.items():
+        there = trackers[kind].get_states() if kind in trackers else {}
+        if common := {name: state for name, state in states.items() if name in there}:
+            trackers[kind].set_states({**there, **common})
+        if (late := sorted(map(str, states.keys() - common.keys()))) and dist.get_rank() == 0:
+            _log.warning(
+                "the generators %s of get_cuda_rng_tracker() are in the snapshot, and not there when the engine is protected: they begin "
+                "anew. Add them before",
+                ", ".join(late),
+            )
 
 
 def loss_scaler(dynamic: bool, values: Mapping[str, Any]) -> Any:

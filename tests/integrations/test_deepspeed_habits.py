@@ -9,16 +9,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
 
 from agent_kit import WAIT, agent_pid, eventually
-from engine_habits_case import adversaries, ends_well, left_to_itself, of_an_older_version, rolls_back
+from engine_habits_case import (
+    adversaries,
+    batches,
+    ends_well,
+    held_ones,
+    left_to_itself,
+    of_an_older_version,
+    rolls_back,
+    walks,
+    with_an_odd_optimizer,
+)
 from rank_kit import World
 from three_ways import Cell, differing
 
-from gemini_ft.deepspeed.several import Engines
+from gemini_ft.deepspeed.several import Engines, engines
 from gemini_ft.errors import GeminiError, ReplicaDivergedError
 
 pytestmark = pytest.mark.timeout(300)
@@ -65,6 +76,64 @@ def test_what_an_older_version_has_kept_of_an_engine_is_resumed(tmp_path: Path) 
         assert [ranks.outcome(of_an_older_version, older) for older in (True, False)] == [[0], [3]]
 
 
+def test_an_optimizer_that_holds_another_one_is_refused_by_the_name_of_that(tmp_path: Path) -> None:
+    with World(tmp_path, 1) as ranks:
+        (said,) = ranks.outcome(held_ones)
+    assert [text.partition(",")[0] for text in said] == [
+        f"UnsupportedStateError: the optimizer holds another one ({name})" for name in ("AdamW", "Adam")
+    ]
+
+
+def test_what_an_optimizer_has_that_no_snapshot_can_have_ends_no_job(tmp_path: Path) -> None:
+    """It is named, and all else goes on; so does a job that was begun before such an optimizer was refused."""
+    with World(tmp_path, 1) as ranks:
+        ((first, seen, told),) = ranks.outcome(with_an_odd_optimizer, False)
+        assert (first, seen) == (0, 3)
+        for name in ("net", "view"):
+            assert sum(f"{name} of the optimizer is in no snapshot" in text for text in told) == 1, told
+        ((first, seen, told),) = ranks.outcome(with_an_odd_optimizer, True)
+    assert (first, seen) == (3, 6)
+    assert any("drawn of the optimizer is in no snapshot" in text for text in told), told
+    assert any("the optimizer holds another one (Adam), whose state is in no snapshot" in text for text in told), told
+
+
+@pytest.mark.parametrize(("then", "now"), [(4, (6, 2)), (8, (4, 1))])
+def test_a_batch_that_the_training_changed_is_resumed_unless_the_configuration_has_changed_too(
+    then: int, now: tuple[int, int], tmp_path: Path
+) -> None:
+    with World(tmp_path, 1) as ranks:
+        assert ranks.outcome(batches, then) == [now]
+
+
+def test_generators_that_are_tracked_later_can_still_be_added(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tracker refuses a name that it has; and those that the snapshot lacks stay."""
+    import deepspeed
+
+    from gemini_ft.deepspeed.versions import put_back_trackers, rng_trackers
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    tracker = deepspeed.checkpointing.get_cuda_rng_tracker()
+    tracker.reset()
+    for name in ("before", "later"):
+        tracker.add(name, len(name))
+    saved = {kind: {**each.get_states()} for kind, each in rng_trackers().items()}
+    tracker.reset()
+    for name in ("before", "new"):
+        tracker.add(name, 50 + len(name))
+    put_back_trackers(saved)
+    tracker.add("later", 60)
+    (states,) = saved.values()
+    assert torch.equal(tracker.get_states()["before"], states["before"])
+    assert {*tracker.get_states()} == {"before", "later", "new"}
+    assert "the generators later of get_cuda_rng_tracker() are in the snapshot" in caplog.text
+    tracker.reset()
+
+
+def test_an_optimizer_without_attributes_of_its_own_costs_no_walk(tmp_path: Path) -> None:
+    with World(tmp_path, 1) as ranks:
+        assert ranks.outcome(walks) == [(1, 0)]
+
+
 @pytest.mark.parametrize(("at_end", "stored"), [(True, 3), (False, 2)])
 def test_an_engine_that_ends_well_goes_on_behind_what_is_stored(at_end: bool, stored: int, tmp_path: Path) -> None:
     """With ``storage.at_end`` that is its last step, and the same command has nothing to do."""
@@ -95,21 +164,21 @@ def test_engines_that_step_by_turns_are_named_once(
 ) -> None:
     """Not those that are trained one after the other, and not one (C) that is saved where the script says so."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    engines: Any = Engines()
+    several: Any = Engines()
     there = {name: Stepping(name) for name in "ABC"}
     there["C"].deferred = True
     for name in steps:
-        engines.stepped(there[name])
+        several.stepped(there[name])
     assert sum("steps several engines by turns" in line for line in caplog.messages) == warnings
 
 
 def test_random_numbers_go_on_from_the_newest_snapshot_of_any_engine() -> None:
-    engines: Any = Engines()
+    several: Any = Engines()
     maker, judge, new = Stepping("G", 5, {"D": 5}), Stepping("D", 5, {"G": 4}), Stepping("E")
-    engines.open |= {new, maker}
-    engines.put_back_generators(maker)
-    engines.open.add(judge)
-    engines.put_back_generators(judge)
+    several.open |= {new, maker}
+    several.put_back_generators(maker)
+    several.open.add(judge)
+    several.put_back_generators(judge)
     assert (maker.gave_back, judge.gave_back, new.gave_back) == (2, 0, 0)
 
 
@@ -134,7 +203,7 @@ def test_the_end_of_a_script_closes_every_engine_and_then_raises_the_first_error
 
     closed: list[str] = []
     there = [Closing(number, ReplicaDivergedError("engines differ") if number == 1 else None, closed) for number in range(5)]
-    monkeypatch.setattr(engine.engines, "open", {*there})
+    monkeypatch.setattr(engines, "open", {*there})
     with pytest.raises(ReplicaDivergedError, match="engines differ"):
         engine.finish()
     assert closed == [each.name for each in there]

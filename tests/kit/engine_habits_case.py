@@ -205,6 +205,106 @@ def of_an_older_version(older: bool) -> int:
     return first
 
 
+class AdamW(torch.optim.SGD):
+    """Holds another optimizer of its own name."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.fast = torch.optim.AdamW(self.param_groups)
+
+
+class Zeta(torch.optim.SGD):
+    """Holds another optimizer; and one that has this one's own state alone."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.parts = [torch.optim.Adam(self.param_groups), torch.optim.SGD(self.param_groups)]
+        self.parts[1].state = self.state
+
+
+def held_ones() -> list[str]:
+    """Trains with an optimizer that holds another one, twice. Returns the errors."""
+    import gemini_ft
+
+    gemini_ft.init_process_group("gloo")
+    found = []
+    for kind in (AdamW, Zeta):
+        net = nn.Linear(8, 1)
+        engine = _engine(net, False, optimizer=kind(net.parameters()))
+        try:
+            engine.backward(engine(torch.randn(4, 8)).square().mean())
+            engine.step()
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+        engine.gemini.close(finished=False)
+    return found
+
+
+class Odd(torch.optim.SGD):
+    """Has attributes that cannot be taken apart, one that is made late, and, behind a change of the script, another optimizer."""
+
+    def __init__(self, params: Any, changed: bool) -> None:
+        super().__init__(params, lr=0.1)
+        self.seen, self.net, self.view = 0, nn.Linear(1, 1), memoryview(b"view")
+        self.drawn = None if changed else np.random.RandomState(3)
+        if changed:
+            self.fast, self.new = torch.optim.Adam(self.param_groups), 1
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen += 1
+        assert not hasattr(self, "fast") or self.new
+        return super().step(closure)
+
+
+def with_an_odd_optimizer(changed: bool) -> tuple[int, int, list[str]]:
+    """Trains for three steps from wherever the run is. Returns the step that was resumed, what the optimizer has seen, and warnings."""
+    import gemini_ft
+
+    gemini_ft.init_process_group("gloo")
+    told = Recorded()
+    net = nn.Linear(8, 1)
+    optimizer = Odd(net.parameters(), changed)
+    engine = _engine(net, False, optimizer=optimizer)
+    first = int(engine.global_steps)
+    for _ in range(3):
+        engine.backward(engine(torch.randn(4, 8)).square().mean())
+        engine.step()
+    _flush(engine)
+    engine.gemini.close(finished=False)
+    return first, optimizer.seen, told.texts
+
+
+def walks() -> tuple[int, int]:
+    """Returns how often a snapshot goes through an engine's tensors whose optimizer has attributes of its own, and one whose has none."""
+    import gemini_ft
+    from gemini_ft.deepspeed.state import EngineState
+
+    gemini_ft.init_process_group("gloo")
+    counts = []
+    for make in (lambda params: Counting(params, lr=0.1), lambda params: torch.optim.AdamW(params, lr=0.1)):
+        net = nn.Linear(8, 1)
+        state: Any = EngineState(_engine(net, True, optimizer=make(net.parameters())))
+        survey, calls = state.survey, list[Any]()
+        state.survey = lambda calls=calls, survey=survey: calls.append(None) or survey()
+        state.extras()
+        counts.append(len(calls))
+    return counts[0], counts[1]
+
+
+def batches(then: int) -> tuple[int, int]:
+    """Resumes a state whose batch the training had changed, from ``then`` to twice 6. Returns the micro-batch and the accumulation."""
+    import gemini_ft
+    from gemini_ft.deepspeed.state import EngineState
+
+    gemini_ft.init_process_group("gloo")
+    net = nn.Linear(8, 1)
+    engine = _engine(net, True, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    state = EngineState(engine)
+    changed = {"then": {"micro": then, "accumulation": 1}, "now": {"micro": 6, "accumulation": 2}}
+    state.apply_extras(state.extras() | {"batch": changed})
+    return engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+
+
 def ends_well(folder: str, steps: int, at_end: bool) -> int:
     """Trains up to a step, and ends well, with storage that is due at every second step. The step that was resumed."""
     import gemini_ft
