@@ -22,7 +22,7 @@ def test_a_sick_host_does_not_join_and_a_slow_one_is_drained_when_a_spare_waits(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     env = {"GEMINI_HEALTH": 'test "$GEMINI_HOST_ID" != host0', "GEMINI_STRAGGLER": "drain", "XDG_RUNTIME_DIR": str(tmp_path)}
-    with EmulatedHosts(2, [SCRIPT, "400", "host2"], tmp_path, env=env, launcher=LAUNCHER) as hosts:
+    with EmulatedHosts(2, [SCRIPT, "250", "host2"], tmp_path, env=env, launcher=LAUNCHER) as hosts:
         hosts.add()
         hosts.wait_for(lambda: hosts.events("committed"))
         hosts.wait_for(lambda: hosts.status("host0") == UNHEALTHY)
