@@ -67,7 +67,7 @@ class Judgement:
         self._process = subprocess.Popen(["sh", "-c", command], **pipes, start_new_session=True)
 
     def outcome(self, wait: float = 0.0) -> str | None:
-        """What is wrong, or nothing; None: the command is still at work after ``wait`` seconds."""
+        """Returns what is wrong, or nothing; None: the command is still at work after ``wait`` seconds."""
         try:
             status = self._process.wait(max(0.0, min(wait, self._until - time.monotonic())))
         except subprocess.TimeoutExpired:

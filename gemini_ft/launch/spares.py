@@ -73,6 +73,7 @@ class LaunchingHost:
     world: str | None = None  # of the last complete round that it found its place in
     size: int = 0  # hosts of that round
     needs: int = 0  # hosts without which nothing begins
+    hosts: int = 0  # of the job, at most; 0: not known
     tell: Callable[[int, int], bool] = lambda waiting, lacking: True  # tells this host's agent (`TellSpares`); whether it has heard
     _told: tuple[int, int] | None = None  # None: it has not heard, and is told nothing before `_tells_from`
     _tells_from: float = 0.0  # when the agent is told the same again; it may have been started since
@@ -80,9 +81,11 @@ class LaunchingHost:
     lacked: int = 0  # how often its workers had found that the state lacks absent hosts, when it wished to join last
 
     def report(self, state: Any) -> None:
-        """Tells the agent how many hosts wait as spares, and how many the job lacks."""
+        """Tells the agent how many hosts wait as spares, and how many the job lacks; of one host without spares there is nothing to say."""
         lacking = max(0, (getattr(state, _HOSTS, None) or self.needs) - len(state.participants))
         found = (len(state.redundancy_list & state.last_heartbeats.keys()), lacking)
+        if self.hosts == 1 and not found[0] and self._told is None:
+            return
         if time.monotonic() >= self._tells_from or (self._told is not None and found != self._told):
             is_heard = self.tell(*found)
             self._told = found if is_heard else None
@@ -379,7 +382,7 @@ def better_rendezvous(
     join, delay, state = theirs._RendezvousJoinOp, theirs._delay, theirs._BackendRendezvousStateHolder
     handler = torch_rendezvous.DynamicRendezvousHandler
     waiting, interval = handler.num_nodes_waiting, pause(hosts)
-    this = LaunchingHost(patience=interval + _GRACE, notes=notes, tell=tell, health=health)
+    this = LaunchingHost(patience=interval + _GRACE, notes=notes, hosts=hosts, tell=tell, health=health)
     changes = {
         "_RendezvousJoinOp": lambda: PatientJoin(join(), this),
         "_delay": lambda seconds: delay(interval if seconds == 1 else seconds),

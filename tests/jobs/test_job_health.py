@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from gemini_ft.launch.health import UNHEALTHY
 from gemini_ft.launch.out_of_use import out_of_use
 from gemini_ft.testing import EmulatedHosts
 
-SCRIPT = str(Path(__file__).parents[1] / "kit" / "slow_host.py")
+KIT = Path(__file__).parents[1] / "kit"
+SCRIPT, LAUNCHER = str(KIT / "slow_host.py"), (sys.executable, "-X", "warm", str(KIT / "hasty_launcher.py"))
 
 
 def test_a_sick_host_does_not_join_and_a_slow_one_is_drained_when_a_spare_waits(
@@ -20,10 +22,10 @@ def test_a_sick_host_does_not_join_and_a_slow_one_is_drained_when_a_spare_waits(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     env = {"GEMINI_HEALTH": 'test "$GEMINI_HOST_ID" != host0', "GEMINI_STRAGGLER": "drain", "XDG_RUNTIME_DIR": str(tmp_path)}
-    with EmulatedHosts(2, [SCRIPT, "150", "host2"], tmp_path, env=env) as hosts:
-        hosts.wait_for(lambda: hosts.status("host0") == UNHEALTHY)
+    with EmulatedHosts(2, [SCRIPT, "250", "host2"], tmp_path, env=env, launcher=LAUNCHER) as hosts:
         hosts.add()
         hosts.wait_for(lambda: hosts.events("committed"))
+        hosts.wait_for(lambda: hosts.status("host0") == UNHEALTHY)
         why = "the health command ended with status 1"
         assert out_of_use(hosts.run) == {"host0": why}
         assert main(["status", "--run-id", hosts.run, "--host", "host1"]) == 0

@@ -16,7 +16,7 @@ model = DistributedDataParallel(nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 checkpointer = gemini_ft.Checkpointer(model, optimizer)
 for _ in range(checkpointer.resume(), int(sys.argv[1])):
-    time.sleep(0.02 + 0.2 * (os.environ["GEMINI_HOST_ID"] == sys.argv[2]))
+    time.sleep(0.005 + 0.06 * (os.environ["GEMINI_HOST_ID"] == sys.argv[2]))
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     checkpointer.step()

@@ -571,3 +571,19 @@ def test_an_agent_that_does_not_answer_is_not_told_of_every_change(monkeypatch: 
             participants = dict.fromkeys(HOSTS[:number], 0)
             host.report(SimpleNamespace(participants=participants, redundancy_list=set(), wait_list=set(), last_heartbeats={}))
         assert told == [(0, 3), (0, 0), (0, 1)], "it answers once more"
+
+
+def test_the_agent_of_a_job_of_one_host_is_told_of_spares_alone() -> None:
+    told = list[tuple[int, int]]()
+
+    def tell(waiting: int, lacking: int) -> bool:
+        told.append((waiting, lacking))
+        return True
+
+    with notes_of_workers() as notes:
+        host = LaunchingHost(patience=1.0, notes=notes, tell=tell, needs=1, hosts=1)
+        for participants, waiting in (([], set()), (HOSTS[:1], set()), (HOSTS[:1], {SPARE}), (HOSTS[:1], set())):
+            lives = dict.fromkeys(waiting)
+            state = SimpleNamespace(participants=dict.fromkeys(participants, 0), redundancy_list=waiting, last_heartbeats=lives)
+            host.report(state)
+    assert told == [(1, 0), (0, 0)]

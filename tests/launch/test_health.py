@@ -28,6 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _Action, _RendezvousState
 
+from gemini_ft.agent import lifecycle
 from gemini_ft.cli import main
 from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError
@@ -128,33 +129,39 @@ def reason_for(command: str, seconds: float) -> str:
     raise TimeoutError(command)
 
 
+def written(file: Path) -> int:
+    """The number in a file that a shell writes."""
+    eventually(lambda: file.exists() and file.read_text().strip())
+    return int(file.read_text())
+
+
 def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_command_that_hangs_has_failed(tmp_path: Path) -> None:
-    assert "the health command took longer than 0.5 s" in reason_for(f"sleep 60 & echo $! > {tmp_path}/pid; wait", 0.5)
-    pid = int((tmp_path / "pid").read_text())
+    assert "the health command took longer than 2 s" in reason_for(f"sleep 60 & echo $! > {tmp_path}/pid; wait", 2.0)
+    pid = written(tmp_path / "pid")
     eventually(lambda: is_gone(pid))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it is still at work when its object goes
 def test_a_command_that_cannot_be_killed_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that waits for a device."""
-    monkeypatch.setattr(health.os, "killpg", lambda *_: None)
+    monkeypatch.setattr(os, "killpg", lambda *_: None)
     try:
         assert "took longer than 0.1 s" in reason_for(f"echo $$ > {tmp_path}/pid; exec sleep 9", 0.1)
-        assert not is_gone(int((tmp_path / "pid").read_text()))
+        assert not is_gone(written(tmp_path / "pid"))
     finally:
-        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+        os.kill(written(tmp_path / "pid"), signal.SIGKILL)
         gc.collect()
 
 
 def test_a_command_that_leaves_something_in_the_background_has_ended(tmp_path: Path) -> None:
     try:
-        assert reason_for(f"sleep 9 & echo $! > {tmp_path}/pid", 2.0) == ""
+        assert reason_for(f"sleep 30 & echo $! > {tmp_path}/pid", 5.0) == ""
     finally:
-        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+        os.kill(written(tmp_path / "pid"), signal.SIGKILL)
 
 
 def test_a_launcher_that_is_stopped_ends_its_health_command(tmp_path: Path) -> None:
@@ -163,10 +170,12 @@ def test_a_launcher_that_is_stopped_ends_its_health_command(tmp_path: Path) -> N
     def stop(*_: object) -> None:
         raise SignalException("stopped", signal.SIGTERM)  # as torch's launcher does
 
+    def stop_when_judged() -> None:
+        written(tmp_path / "pid")
+        os.kill(os.getpid(), signal.SIGTERM)
+
     before = signal.signal(signal.SIGTERM, stop)
-    stopping = threading.Thread(
-        target=lambda: (eventually(lambda: (tmp_path / "pid").exists()), signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM))
-    )
+    stopping = threading.Thread(target=stop_when_judged)
     stopping.start()
     try:
         with pytest.raises(SignalException):
@@ -175,7 +184,7 @@ def test_a_launcher_that_is_stopped_ends_its_health_command(tmp_path: Path) -> N
     finally:
         stopping.join()
         signal.signal(signal.SIGTERM, before)
-    assert is_gone(int((tmp_path / "pid").read_text()))
+    assert is_gone(written(tmp_path / "pid"))
 
 
 def test_a_host_of_the_job_lives_while_it_is_judged(tmp_path: Path) -> None:
@@ -233,7 +242,7 @@ class AtWork:
     def __init__(
         self, store: JobStore, number: int, command: str | None = None, drains: bool = True, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.slow, self.drained = [number], 0
+        self.slow, self.drained = [number], list[int]()
         self.notes = Notes()
         weakref.finalize(self, self.notes.close)
         options = HealthOptions(command=command, seconds=5.0, drains=drains)
@@ -249,7 +258,11 @@ class AtWork:
         return {"streams": {"main": {"stragglers": self.slow}}}
 
     def drain(self) -> None:
-        self.drained += 1
+        self.drained.append(1)
+
+    def drains(self) -> int:
+        """Counts how often it was drained."""
+        return len(self.drained)
 
     def read(self) -> None:
         self.holder.sync()
@@ -278,7 +291,7 @@ def test_a_slow_host_is_drained_where_a_spare_waits_and_not_one_after_the_other(
             now[0] += 1.0
             host.read()
             host.look()
-        return host.drained
+        return host.drains()
 
     def host_in(store: JobStore, number: int) -> AtWork:
         return AtWork(store, number, clock=lambda: now[0])
@@ -304,36 +317,40 @@ def test_a_slow_host_is_drained_where_a_spare_waits_and_not_one_after_the_other(
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("command", [None, "exit 1"])
-def test_two_slow_hosts_do_not_leave_for_one_spare(command: str | None) -> None:
+def test_two_slow_hosts_do_not_leave_for_one_spare(command: str | None, caplog: pytest.LogCaptureFixture) -> None:
     """Both have read the same state, and only one can change it."""
     store = JobStore()
     hosts = [AtWork(store, number, command) for number in (1, 2)]
     if command is not None:  # there is nobody to leave for while they are judged
-        spare, _ = store.state.redundancy_list, store.change(redundancy_list=set())
+        spare = store.state.redundancy_list
+        store.change(redundancy_list=set())
         for host in hosts:
             host.read()
-            until_judged(host)
+            until_judged(host, caplog)
         store.change(redundancy_list=spare)
         for host in hosts:
             host.read()
     for _ in range(5):
         for host in hosts:
             host.look()
-    assert [host.drained for host in hosts] == [1, 0]
+    assert [host.drains() for host in hosts] == [1, 0]
     state = store.state
     del state.participants[HOSTS[1]]  # it has left, and the spare is about to come
     store.change(participants=state.participants, gemini_slow=None)
     hosts[1].read()
     hosts[1].look()
-    assert hosts[1].drained == 0
+    assert hosts[1].drains() == 0
 
 
-def until_judged(host: AtWork) -> None:
-    """Looks until the health command of a slow host must be over."""
-    until = time.monotonic() + 0.5
-    while time.monotonic() < until:
+def until_judged(host: AtWork, log: pytest.LogCaptureFixture) -> None:
+    """Looks until the health command has said that a slow host is not well."""
+
+    def is_judged() -> bool:
         host.look()
-        time.sleep(0.01)
+        return "this host is slow, and the health command" in log.text
+
+    log.clear()
+    eventually(is_judged)
 
 
 @pytest.mark.usefixtures("hasty")
@@ -343,34 +360,40 @@ def test_a_slow_host_leaves_only_when_the_others_can_see_it() -> None:
     host = AtWork(store, 1)
     store.before_write = lambda: store.change(deadline=None)
     host.look()
-    assert not host.drained
+    assert not host.drains()
     assert not hasattr(store.state, "gemini_slow")
-    lost = [True]
-    store.before_write = lambda: lost and lost.pop() and store.change(deadline=None)
+
+    def write_once() -> None:
+        store.before_write = int
+        store.change(deadline=None)
+
+    store.before_write = write_once
     host.look()
-    assert host.drained == 1
+    assert host.drains() == 1
     assert store.state.gemini_slow[1] == [1]
 
 
 @pytest.mark.usefixtures("hasty")
-def test_a_slow_host_that_is_not_well_is_put_out_of_use_when_a_spare_waits() -> None:
+def test_a_slow_host_that_is_not_well_is_put_out_of_use_when_a_spare_waits(caplog: pytest.LogCaptureFixture) -> None:
     store = JobStore(spares=0)
     host = AtWork(store, 1, "exit 1", drains=False)
-    until_judged(host)
-    assert not host.drained
+    until_judged(host, caplog)
+    assert not host.drains()
     store.change(redundancy_list=JobStore().state.redundancy_list, last_heartbeats=JobStore().state.last_heartbeats)
     host.read()
     host.look()
-    assert host.drained
+    assert host.drains()
     assert store.state.gemini_out == {"host1": "the health command ended with status 1"}
 
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("is_slow", [True, False])
-def test_a_host_that_was_not_well_at_work_is_judged_again_before_it_joins(is_slow: bool, tmp_path: Path) -> None:
+def test_a_host_that_was_not_well_at_work_is_judged_again_before_it_joins(
+    is_slow: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = JobStore(spares=0)
     host = AtWork(store, 1, f"test -e {tmp_path}/well", drains=False)
-    until_judged(host)
+    until_judged(host, caplog)
     host.slow = [1] if is_slow else []
     host.look()
     (tmp_path / "well").touch()
@@ -445,7 +468,7 @@ def test_without_options_nothing_is_written() -> None:
 
 def test_a_signal_that_comes_to_a_host_that_is_drained_already_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow host is drained, and then the scheduler wishes to have it."""
-    monkeypatch.setattr(endings.lifecycle, "ask", lambda *_: Draining(workers=1, relayed=False))
+    monkeypatch.setattr(lifecycle, "ask", lambda *_: Draining(workers=1, relayed=False))
     sent = list[int]()
     host = HostDrain("run", 60.0, signal.SIGUSR1)
     with host.heeded():
@@ -454,7 +477,8 @@ def test_a_signal_that_comes_to_a_host_that_is_drained_already_is_no_second_one(
         assert host.heard()
         assert host.begun
         assert host.heard()
-        assert not host.begun
+        begun: bool = host.begun
+        assert not begun
     assert sent == [signal.SIGUSR1]
 
 

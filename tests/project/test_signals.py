@@ -15,7 +15,7 @@ CHILDREN = {
     "launch/forkserver.py:_kill_session",
     "launch/grace.py:_end_leftovers",
     "launch/grace.py:_send",
-    "launch/health.py:judge",
+    "launch/health.py:end",
 }
 BY_NUMBER = {"os.kill", "os.killpg"}
 BY_NAME = {"kill", "pkill", "killall", "fuser"}
