@@ -214,7 +214,7 @@ class Protection:
         there = {each.name: each._engine for each in engines.in_order()}
         objects = [item for each in engines.in_order() for item in each._data.objects.values()]
         kept = [*objects, *(part for engine in there.values() for part in (engine.module, engine.lr_scheduler))]
-        if self.name == min(there):
+        if self.name == min(there, default=None):
             engines.watch.named = self._state.named
             optimizers = [part for engine in there.values() for part in (engine.optimizer, base_optimizer(engine.optimizer))]
             given = [*kept, *optimizers, *there.values(), self._client_state]

@@ -143,7 +143,7 @@ class EngineState:
             "other": {
                 key: value
                 for key, value in common.items()
-                if not isinstance(key, torch.Tensor) and self._can_have(f"state[{key!r}]", (key, value))
+                if not isinstance(key, torch.Tensor) and self._can_have(f"state[{key!r}] ({type(value).__name__})", (key, value))
             },
             "groups": [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups],
             "scalers": {name: dict(vars(scaler)) for name, scaler in self._scalers().items()},

@@ -1,4 +1,4 @@
-"""The exception that ends a worker: its report for the launcher, and whether it may go away or is final. Standard library only."""
+"""The exception that ends a worker: its report for the launcher, and whether it may go away or is final. It loads next to nothing."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -82,12 +83,12 @@ class OuterSteps(Body):
         Raises:
             StateError: it is the second one within one call of an optimizer.
         """
-        if self._stepping is not None and self._has_counted:
+        if self._under_way is not None and self._has_counted:
             raise StateError(
                 "an optimizer has the loss evaluated several times in a step, as LBFGS does, and each would count as a step of a rule with "
                 "every: take another optimizer, or leave every out"
             )
-        self._has_counted = self._stepping is not None
+        self._has_counted = self._under_way is not None
         if not self._anchors:
             self._begin({name: _wide(param).clone() for name, param in self._parameters.items()})
         self._steps += 1
@@ -99,7 +100,13 @@ class OuterSteps(Body):
         self._anchors = anchors
         self._momenta = {name: torch.zeros_like(anchor) for name, anchor in anchors.items() if self._outer(name).momentum}
         self._first = xxh3_64_hexdigest(" ".join(map(tensor_digest, anchors.values())).encode())
-        self._drift.begin()
+        with self._explaining():
+            self._drift.begin()
+
+    @property
+    def _under_way(self) -> Optimizer | None:
+        """The optimizer whose step() is under way, if it still exists."""
+        return self._stepping() if self._stepping is not None else None
 
     def _outer(self, name: str) -> Outer:
         return self._rules[name].outer or _PLAIN
@@ -108,15 +115,14 @@ class OuterSteps(Body):
         return {name for group in optimizer.param_groups for param in group["params"] if (name := self._names.get(id(param)))}
 
     def _step_begins(self, optimizer: Optimizer) -> None:
-        under_way = self._stepping() if self._stepping is not None else None
-        if under_way in (None, optimizer) and (own := self._own(optimizer)):
+        if self._under_way in (None, optimizer) and (own := self._own(optimizer)):
             self._stepping, self._has_counted = weakref.ref(optimizer), False
             self._owned |= own
 
     def _updated(self, optimizer: Optimizer) -> None:
         if not (own := self._own(optimizer)):
             return
-        if self._stepping is not None and self._stepping() is optimizer:
+        if self._under_way is optimizer:
             self._stepping = None
         if "ZeroRedundancyOptimizer" in [kind.__name__ for kind in type(optimizer).__mro__]:
             raise StateError(
@@ -139,9 +145,9 @@ class OuterSteps(Body):
         """Makes the outer step that is due, if one is. Collective then."""
         if not self._due:
             return
-        names = [name for name in self._due if name in self._trained or self._parameters[name].requires_grad]  # else it is frozen
-        self._due, self._awaited, self._trained = set(), None, self._trained.difference(names)
         with self._telling():
+            names = self._due - self._frozen()
+            self._due, self._awaited, self._trained = set(), None, self._trained - names
             means = self.averager.average({name: self._moved(name) for name in names})
         for name, mean in means.items():
             anchor, outer = self._anchors[name], self._outer(name)
@@ -152,8 +158,16 @@ class OuterSteps(Body):
             self._parameters[name].copy_(anchor)
         self.step_over()
 
+    def _frozen(self) -> set[str]:
+        """Those due that are frozen, as they are on all ranks, and that none has trained since their last average. Collective if any is."""
+        frozen = sorted(name for name in self._due if not self._parameters[name].requires_grad)
+        trained = torch.tensor([name in self._trained for name in frozen], dtype=torch.uint8)
+        if frozen and self._control is not None:
+            dist.all_reduce(trained, dist.ReduceOp.MAX, group=self._control)
+        return {name for name, is_trained in zip(frozen, trained.tolist(), strict=True) if not is_trained}
+
     def _moved(self, name: str) -> torch.Tensor:
-        """The way from where all ranks began this period, which is the anchor as the parameter's dtype has it, the other way round."""
+        """The pseudo-gradient: where all ranks began this period, in the values that the parameter's dtype has, less where this one is."""
         param = self._parameters[name].detach()
         return _wide(self._anchors[name].to(param.dtype)) - _wide(param)
 
@@ -162,7 +176,13 @@ class OuterSteps(Body):
 
     def state_dict(self) -> dict[str, Any]:
         """As `Body.state_dict`, with the anchors, the momenta and the number of local steps."""
-        own = {"anchors": self._anchors, "momenta": self._momenta, "due": sorted(self._due), "trained": sorted(self._trained)}
+        own = {
+            "anchors": self._anchors,
+            "momenta": self._momenta,
+            "due": sorted(self._due),
+            "trained": sorted(self._trained),
+            "owned": sorted(self._owned),
+        }
         counts = {"steps": self._steps, "updates": self._updates, "before": self._updates_before}
         return {**super().state_dict(), **own, **counts, "first": self._first}
 
@@ -176,7 +196,8 @@ class OuterSteps(Body):
         except BaseException:
             self._steps, self._updates, self._updates_before, self._first = then
             raise
-        self._due, self._trained, self._awaited, self._stepping = {*state["due"]}, {*state["trained"]}, None, None
+        self._due, self._trained, self._owned = {*state["due"]}, {*state["trained"]}, {*state["owned"]}
+        self._awaited = self._stepping = None
         self._anchors = {name: tensor.to(self._parameters[name].device, copy=True) for name, tensor in state["anchors"].items()}
         self._momenta = {name: tensor.to(self._parameters[name].device, copy=True) for name, tensor in state["momenta"].items()}
 

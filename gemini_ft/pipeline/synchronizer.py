@@ -99,6 +99,7 @@ class GradientSynchronizer(Body):
             tensors = [tensor for tensor in tensors if tensor.rule != NO_RULE]
         local = [tensor for tensor in tensors if tensor.rule != NO_RULE and rules[tensor.rule].is_local]
         tensors = [] if local else tensors
+        self._has_trained = False  # in training mode, which scripts leave to evaluate, and some train without
         self._outer: OuterSteps | None = None  # of parameters that every rank trains alone: of all, or there is none
         self._find_unused, self._paused = find_unused_parameters, False
         self._touched: set[str] = set()  # have got a gradient in this step
@@ -271,9 +272,11 @@ class GradientSynchronizer(Body):
     def discards_all(self) -> bool:
         return self._discarding.issuperset(self._parameters)
 
-    def _forward_begins(self, *_: Any) -> None:
+    def _forward_begins(self, model: nn.Module, *_: Any) -> None:
         self._settle()
-        if self._outer is not None and torch.is_grad_enabled():
+        trains = self._outer is not None and torch.is_grad_enabled()
+        self._has_trained |= trains and unwrap_model(model).training
+        if self._outer is not None and trains and (unwrap_model(model).training or not self._has_trained):
             self._outer.catch_up()
 
     def _settle(self) -> None:

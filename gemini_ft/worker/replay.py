@@ -88,7 +88,8 @@ class _Call:
         with contextlib.ExitStack() as stack:
             for options in self.autocasts:
                 stack.enter_context(torch.autocast(**options))
-            return _outputs(self.module(*self.args, **self.kwargs))
+            args, kwargs = tree_map(_detached, (self.args, self.kwargs))  # which a call may write to
+            return _outputs(self.module(*args, **kwargs))
 
 
 class Replay:
@@ -242,7 +243,7 @@ class Replay:
             torch.autograd.grad(outputs, params, grads, allow_unused=True)
 
     def judge(self, first: Bits, again: Callable[[], Bits], changed: Collection[str] = ()) -> None:
-        """Compares results with those of a second computation, and of a third one where a rank's differ. Collective.
+        """Compares results with those of a second computation, and gradients with those of a third one where a rank's differ. Collective.
 
         A rank is named only if its second and third results are the same, and most ranks repeat theirs.
 

@@ -239,18 +239,19 @@ def train(out: str) -> int:
     torch.manual_seed(0)
     net = Net(16)
     torch.manual_seed(rank)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    optimizers = [torch.optim.AdamW(part, lr=0.01) for part in (net.first.parameters(), [*net.norm.parameters(), *net.last.parameters()])]
     rules = [{"params": "last.*", "every": 3}, {"params": "*", "every": 4, "outer": DILOCO, "fragments": 2, "compress": TOPK}]
     synchronizer = gemini_ft.GradientSynchronizer(net, rules)
-    checkpointer = gemini_ft.Checkpointer(net, optimizer, replicated=True, on_late="wait")
+    checkpointer = gemini_ft.Checkpointer(net, optimizers, replicated=True, on_late="wait")
     start = checkpointer.resume()
     with open(f"{out}.{rank}", "a", buffering=1) as trace:
         for iteration in range(start, 16):
-            optimizer.zero_grad()
+            net.zero_grad()
             loss = net(torch.randn(8, 8)).square().mean()
             loss.backward()
             synchronizer.synchronize()
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             trace.write(
                 f"{iteration} {loss.item().hex()} {digest(net.state_dict())} {digest(synchronizer.state_dict()['outer']['anchors'])}\n"
             )
