@@ -159,7 +159,7 @@ class OuterSteps(Body):
         self.step_over()
 
     def _frozen(self) -> set[str]:
-        """Those due that are frozen, as they are on all ranks, and that none has trained since their last average. Collective if any is."""
+        """Parameters due that are frozen, on all ranks, and that none has trained since the last average. Collective if any is frozen."""
         frozen = sorted(name for name in self._due if not self._parameters[name].requires_grad)
         trained = torch.tensor([name in self._trained for name in frozen], dtype=torch.uint8)
         if frozen and self._control is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from agent_kit import WAIT, Job
+from agent_kit import WAIT, Job, eventually
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -140,7 +140,7 @@ def test_a_replica_is_brought_by_the_host_that_owns_it_and_no_other(tmp_path: Pa
             wire.send(Begin(owner=0, iteration=7, committed=None))
             with pytest.raises(PeerError):
                 wire.receive()
-        assert said in job.log("b")
+        eventually(lambda: said in job.log("b"), "the line in the log")
         job.commit(ranks, 2, 3)
 
 

@@ -305,7 +305,10 @@ class TestAgentsThatHang:
                 assert cli.main(command) == status
             assert f" (pid {os.getpid()}) did not answer within 0.5 s; what it holds is left out" in caplog.text
 
-    def test_that_only_wait_for_storage_have_heard_that_they_leave(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_that_only_wait_for_storage_have_heard_that_they_leave(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(lifecycle, "ask", partial(lifecycle.ask, timeout=2.0))  # all answers but one come
         run = f"stores-{os.getpid()}"
         with hanging_agent(run, [ANSWER, b"", ANSWER]):
             assert cli.main(["leave", "--run-id", run, "--host", "here"]) == 0
