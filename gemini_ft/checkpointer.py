@@ -37,7 +37,7 @@ from gemini_ft.recovery.restore import putting_back, read_extras
 from gemini_ft.state import ddp, iterators
 from gemini_ft.state.base import PlainState, TrainingState
 from gemini_ft.state.ddp import ddp_state, findings, first_tensors, refuse_hooks, restore_buckets, restore_sync, send_first
-from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence
+from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence, lets_ranks_differ
 from gemini_ft.state.hyperparameters import Given, Hyperparameters, warn
 from gemini_ft.state.iterators import Resumption, check_epochs
 from gemini_ft.state.loop import LoopWatch, keepable
@@ -348,7 +348,7 @@ class Checkpointer:
         if self._has_begun:
             raise StateError("attach_gradients() must come before resume() or load_tensors(), and before the first snapshot")
         self._gradients = gradients
-        if getattr(gradients, "lets_ranks_differ", False):
+        if lets_ranks_differ(gradients):
             if self.config.verify == "replay":
                 raise ConfigError(
                     "verify: replay makes an update again without the average that a rule with every makes in it: leave one out"
@@ -601,7 +601,7 @@ class Checkpointer:
 
     def _unreduced(self) -> Iterable[Finding]:
         state = self._bound
-        if not isinstance(state, PlainState) or not (state.is_replicated or getattr(self._gradients, "lets_ranks_differ", False)):
+        if not isinstance(state, PlainState) or not (state.is_replicated or lets_ranks_differ(self._gradients)):
             return ()
         return ddp.unreduced(self._wrapped | self._wrappers, state.optimizers)
 

@@ -130,28 +130,26 @@ class GradientSynchronizer(Body):
                     for tensor in (*model.parameters(), *model.buffers()):
                         dist.broadcast(tensor.detach(), group=own, group_src=0)
         if local:
-            self._outer = self._outer_steps(local, ranks, group)
+            self._outer = self._outer_steps(local)
         announce(self, parameters.values())
         close_with(self)
 
-    def _outer_steps(self, tensors: Sequence[Tensor], ranks: list[int], group: Any) -> OuterSteps:
-        model, several = self.ddp if self.is_ddp else self._model, len(ranks) > 1
+    def _outer_steps(self, tensors: Sequence[Tensor]) -> OuterSteps:
+        model = self.ddp if self.is_ddp else self._model
         assert model is not None
-        if self.is_ddp and several and model.broadcast_buffers and next(model.buffers(), None) is not None:
+        if self.is_ddp and self._control is not None and model.broadcast_buffers and next(model.buffers(), None) is not None:
             _log.warning(
                 "DDP sends buffers from rank 0 before each forward pass, also between two averages: give it broadcast_buffers=False"
             )
-        outer = OuterSteps(
+        return OuterSteps(
             model,
             {tensor.name: self._parameters[tensor.name] for tensor in tensors},
             tensors,
             self.averager.rules,
-            group=own_group(ranks, group) if several else None,
-            control=own_group(ranks, group, "gloo") if several else None,
+            group=self.averager.group,  # which nothing else uses: gradients are not averaged
+            control=self._control,
             device=next(iter(self._parameters.values())).device,
         )
-        self.groups += outer.groups
-        return outer
 
     @property
     def lets_ranks_differ(self) -> bool:

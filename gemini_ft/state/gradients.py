@@ -92,12 +92,17 @@ def synchronizers(parameters: Iterable[torch.Tensor]) -> list[GradientState]:
     return [gradients for gradients in found if gradients is not None]
 
 
+def lets_ranks_differ(gradients: GradientState | None) -> bool:
+    """Whether parameters and optimizer state are each rank's own between two averages."""
+    return getattr(gradients, "lets_ranks_differ", False)
+
+
 class _Several:
     """The states of several synchronizers, in the order in which they were made."""
 
     def __init__(self, inner: Sequence[GradientState]) -> None:
         self._inner = {str(number): each for number, each in enumerate(inner)}
-        self.lets_ranks_differ = any(getattr(each, "lets_ranks_differ", False) for each in inner)
+        self.lets_ranks_differ = any(map(lets_ranks_differ, inner))
 
     def state_dict(self) -> dict[str, Any]:
         return {number: each.state_dict() for number, each in self._inner.items()}
