@@ -100,7 +100,7 @@ class ReplicaDivergedError(StateError):
 
 
 class ReplayError(StateError):
-    """What was computed a second time, or what lay in memory meanwhile, has other bits."""
+    """A second computation gave other bits, or something in memory has changed that nobody wrote."""
 
     exit_status = 1  # what was committed before is sound
 

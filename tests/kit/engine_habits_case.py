@@ -67,6 +67,15 @@ def _engine(net: nn.Module, plain: bool, **named: Any) -> Any:
     return engine
 
 
+def _train_on(engine: Any) -> None:
+    """Makes three steps, and leaves the run as a process does that is to come again."""
+    for _ in range(3):
+        engine.backward(engine(torch.randn(4, 8)).square().mean())
+        engine.step()
+    _flush(engine)
+    engine.gemini.close(finished=False)
+
+
 def _flush(*engines: Any) -> None:
     for engine in engines:
         if "gemini" in vars(engine):
@@ -197,11 +206,7 @@ def of_an_older_version(older: bool) -> int:
     net = nn.Linear(8, 1)
     engine = _engine(net, False, optimizer=Counting(net.parameters(), lr=0.1))
     first = int(engine.global_steps)
-    for _ in range(3):
-        engine.backward(engine(torch.randn(4, 8)).square().mean())
-        engine.step()
-    _flush(engine)
-    engine.gemini.close(finished=False)
+    _train_on(engine)
     return first
 
 
@@ -266,11 +271,7 @@ def with_an_odd_optimizer(changed: bool) -> tuple[int, int, list[str]]:
     optimizer = Odd(net.parameters(), changed)
     engine = _engine(net, False, optimizer=optimizer)
     first = int(engine.global_steps)
-    for _ in range(3):
-        engine.backward(engine(torch.randn(4, 8)).square().mean())
-        engine.step()
-    _flush(engine)
-    engine.gemini.close(finished=False)
+    _train_on(engine)
     return first, optimizer.seen, told.texts
 
 

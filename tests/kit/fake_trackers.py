@@ -18,7 +18,7 @@ class FakeTracker:
         self._name, self._lines = name, lines
 
     def told(self) -> list[dict[str, Any]]:
-        """What it has been told so far."""
+        """Returns all that it was told."""
         lines = map(json.loads, self._lines.read_text().splitlines()) if self._lines.exists() else []
         return [line for line in lines if line["tracker"] == self._name]
 

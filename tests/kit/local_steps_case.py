@@ -190,7 +190,7 @@ def compressed() -> tuple[bool, bool, list[int]]:
 
 
 def refusals() -> list[str]:
-    """What is said where others average between two averages, or ranks are not all there."""
+    """Returns the errors where others average between two averages, or ranks are not all there."""
     join()
     model = network()
     with closing(gemini_ft.GradientSynchronizer(model, [{"params": "*", "every": 2}])) as synchronizer:
@@ -214,7 +214,7 @@ def refusals() -> list[str]:
 
 
 def apart() -> list[str]:
-    """What is said where ranks begin with other weights, or one of them leaves an update out."""
+    """Returns the errors where ranks begin with other weights, or one of them leaves an update out."""
     rank, said = join().rank(), []
     for begins_apart in (True, False):
         model = network()

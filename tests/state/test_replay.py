@@ -209,7 +209,7 @@ def together() -> list[Replay]:
 
 
 def on_all(work: Callable[[int], None]) -> list[str]:
-    """What each rank raises, or an empty text."""
+    """Returns the text of each rank's error, empty where it has none."""
 
     def one(rank: int) -> str:
         try:
