@@ -308,6 +308,11 @@ class ShardReaders:
     _kept: dict[int, tuple[str, LocalShard | PeerShard]] = field(default_factory=dict, init=False)
     _silent: set[str] = field(default_factory=set, init=False)  # hosts that did not answer; they are asked after all others
 
+    def copies(self, owner: int) -> int:
+        """How many hosts ``owner``'s shard may be read from at once: one, where this host has it."""
+        hosts = self.plan.sources.get(owner, ())
+        return 1 if self.host in hosts else len(hosts)
+
     def candidates(self, owner: int, reader: int) -> list[str]:
         """Hosts to ask for ``owner``'s shard; readers are spread over them."""
         hosts = list(self.plan.sources.get(owner, ()))
@@ -323,18 +328,19 @@ class ShardReaders:
         claims, secret, further = self.claims, self.secret, self.further.get(host, ())
         return PeerShard(host, self.addresses[host], claims, secret, owner, version, timeout=self.timeout, root=root, further=further)
 
-    def read(self, owner: int, reader: int, use: Callable[[LocalShard | PeerShard], T], keep: bool = False) -> T:
+    def read(self, owner: int, reader: int, use: Callable[[LocalShard | PeerShard], T], keep: bool = False, part: int = 0) -> T:
         """Lets ``use`` read one shard; when that fails, lets it start over with the next copy.
 
         ``keep``: another reading of it follows. It finds the shard open, if not too many are, so that a peer is dialled and says the
         layout only once; unless it follows so late that the peer has taken its slot back.
+        ``part``: number of the part that is read, where others are read at the same time; each begins with another copy.
 
         Raises:
             RecoveryError: no copy could be read; the text says why each failed.
         """
         failures: list[str] = []
-        hosts = self.candidates(owner, reader)
-        host, shard = self._kept.pop(owner, ("", None))
+        hosts = self.candidates(owner, reader + part)
+        host, shard = self._kept.pop(owner, ("", None)) if not part else ("", None)
         if shard is not None:  # its host is dialled anew only after all others: it may be that host which is gone
             hosts = [host, *sorted(hosts, key=lambda each: each == host)]
         for host in hosts:

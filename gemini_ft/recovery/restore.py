@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from gemini_ft.state.base import TrainingState
 from gemini_ft.state.copies import copy_into, memory_of
 
 _READERS = 4  # shards read at a time
+PART = 64 << 20  # bytes of a shard for which a further peer is dialled
 _PARTS = 256  # of a chunk that is received in place: each takes a system call, and small ones together cost more than a copy
 _OF_ANOTHER_FORM = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
@@ -100,14 +101,23 @@ class StateRestore:
         self.restored[where] = self.restored.get(where, 0) + nbytes
 
     def read(self, without: Iterable[int] = ()) -> None:
-        """Reads what this rank needs of all shards, but for those of the owners ``without``."""
-        owners = self.reads.keys() - set(without)
+        """Reads what this rank needs of all shards, but for those of the owners ``without``; parts of a large one from several peers."""
+        owners = _turn(self.reads.keys() - set(without), self._rank)
+        parts = [(owner, *part) for owner in owners for part in enumerate(_parts(self.reads[owner], self._sources.copies(owner)))]
         with ThreadPoolExecutor(_READERS) as pool:
-            for where, nbytes in pool.map(self._read_shard, _turn(owners, self._rank)):
+            for where, nbytes in pool.map(lambda part: self._read_part(*part), parts):
                 self.note(where, nbytes)
 
-    def _read_shard(self, owner: int) -> tuple[str, int]:
-        return self._sources.read(owner, self._rank, lambda shard: scatter(shard, self.reads[owner], self.tensors))
+    def _read_part(self, owner: int, number: int, reads: Sequence[Read]) -> tuple[str, int]:
+        return self._sources.read(owner, self._rank, lambda shard: scatter(shard, reads, self.tensors), part=number)
+
+
+def _parts(reads: Sequence[Read], most: int) -> list[Sequence[Read]]:
+    """The reads of a shard in at most ``most`` parts of about equal size, each of at least `PART` bytes unless it is all there is."""
+    ends = list(accumulate(read.nbytes for read in reads))
+    parts = max(1, min(most, ends[-1] // PART))
+    cuts = sorted({bisect_left(ends, ends[-1] * index // parts) for index in range(1, parts)})
+    return [reads[low:high] for low, high in pairwise([0, *cuts, len(reads)]) if low < high]
 
 
 def _turn(owners: Iterable[int], rank: int) -> list[int]:

@@ -72,7 +72,10 @@ class Shards:
         self.plan = SimpleNamespace(world_size=len(shards), version=Version(Incarnation(1, "a"), 1))
         self.extras = {owner: codec.decode(shard.extras())["tensors"] for owner, shard in enumerate(shards)}
 
-    def read(self, owner: int, rank: int, use: Callable[[Shard], Any], keep: bool = False) -> Any:
+    def copies(self, owner: int) -> int:
+        return 1
+
+    def read(self, owner: int, rank: int, use: Callable[[Shard], Any], keep: bool = False, part: int = 0) -> Any:
         return use(self._shards[owner])
 
     def close(self) -> None:

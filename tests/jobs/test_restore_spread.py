@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gemini_ft
 from gemini_ft.errors import PeerError, RecoveryError
-from gemini_ft.recovery.readers import ShardReaders
+from gemini_ft.recovery import restore
+from gemini_ft.recovery.readers import Live, PeerShard, ShardReaders, nowhere
 from gemini_ft.recovery.spread import Outflow
 from gemini_ft.testing import digest
 from gemini_ft.worker import spreading
@@ -91,7 +92,7 @@ def lose_all_copies() -> None:
     """The victim finds no copy of its shard that can be read to its end."""
     read = ShardReaders.read
 
-    def fail(self: ShardReaders, owner: int, reader: int, use: Any, keep: bool = False) -> Any:
+    def fail(self: ShardReaders, owner: int, reader: int, use: Any, keep: bool = False, part: int = 0) -> Any:
         def broken(shard: Any) -> Any:
             chunks = shard.chunks
 
@@ -103,9 +104,28 @@ def lose_all_copies() -> None:
             shard.chunks = some
             return use(shard)
 
-        return read(self, owner, reader, broken if is_victim() and owner == VICTIM else use, keep)
+        return read(self, owner, reader, broken if is_victim() and owner == VICTIM else use, keep, part)
 
     ShardReaders.read = fail  # type: ignore[method-assign]
+
+
+def cut_shards_in_parts() -> None:
+    """Has shards of the size that they have here read in parts, as those of a large model are."""
+    restore.PART = 2**14
+
+
+def lose_a_peer_in_the_middle() -> None:
+    """What the victim receives from one of its peers breaks off after a chunk, each time."""
+    cut_shards_in_parts()
+    chunks = PeerShard.chunks
+
+    def some(self: PeerShard, live: Live = nowhere, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, memoryview]]:
+        for number, chunk in enumerate(chunks(self, live, start, stop)):
+            if number and self.where == "peer host1":
+                raise PeerError("its host is gone")
+            yield chunk
+
+    PeerShard.chunks = some  # type: ignore[method-assign]
 
 
 def read_slowly() -> None:
@@ -206,3 +226,13 @@ def test_a_rank_that_dies_in_the_middle_costs_one_attempt(world: World) -> None:
     assert all(isinstance(error, PeerError) for rank, error in enumerate(errors) if rank != VICTIM)
     assert "while the ranks gave each other the state" in str(errors[0])
     assert [said["begin"] for said in world.outcome(train, 0)] == [expected] * 4
+
+
+def test_parts_of_a_shard_come_from_several_peers_at_once(tmp_path: Path) -> None:
+    with World(tmp_path, hosts=["host0", "host1", "host2"], GEMINI_REPLICAS="3", GEMINI_ENCRYPT="true") as world:
+        expected = world.outcome(train, 3)[0]["end"]
+        for trouble, sources in ((cut_shards_in_parts, {"peer host0", "peer host1"}), (lose_a_peer_in_the_middle, {"peer host0"})):
+            end_agent(world.run, "host2")
+            results = world.outcome(train, 0, trouble)
+            assert [(said["start"], said["begin"]) for said in results] == [(3, expected)] * 3
+            assert [set(said["restored"]) for said in results] == [{"own memory"}, {"own memory"}, sources]
