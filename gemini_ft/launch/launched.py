@@ -134,11 +134,16 @@ def this_launch(name: str) -> Launch:
         pid=pid,
         ticks=ticks,
         started=booted + ticks / os.sysconf("SC_CLK_TCK"),
-        command=without_secrets(own_command()),
-        folder=os.getcwd() if ray_run_name() is None else "",  # Ray makes one for each session of a cluster
+        command=[_told(word) for word in without_secrets(own_command())],
+        folder=_told(os.getcwd()) if ray_run_name() is None else "",  # Ray makes one for each session of a cluster
         script=_digest_of_script(),
         environ=relevant(_environment_at_start()),
     )
+
+
+def _told(text: str) -> str:
+    """The text as it travels and is compared: the bytes of a file's name may be none of the locale's encoding."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _starter() -> int:

@@ -152,9 +152,9 @@ def kind_of(message: object) -> str:
 
 
 def pack(message: object) -> bytes:
-    """A message as a frame: 4 bytes of length (big endian), then msgpack. Sets travel as sorted lists."""
+    """A message as a frame: 4 bytes of length (big endian), then msgpack. Sets travel as sorted lists, bytes that are no UTF-8 escaped."""
     fields = _adapter(type(message)).dump_python(message)
-    body: bytes = msgpack.packb({"kind": kind_of(message), **fields}, default=sorted)
+    body: bytes = msgpack.packb({"kind": kind_of(message), **fields}, default=sorted, unicode_errors="backslashreplace")
     return len(body).to_bytes(4, "big") + body
 
 

@@ -15,7 +15,8 @@ from gemini_ft.agent.departure import Launches, began
 from gemini_ft.errors import ConfigError, RunAliveError
 from gemini_ft.launch.launched import changes, launch_id, relevant, this_launch, without_secrets
 from gemini_ft.launch.whole_rounds import LaunchName
-from gemini_ft.wire.worker_messages import Launch
+from gemini_ft.wire.messages import Channel, Failed, pack
+from gemini_ft.wire.worker_messages import GetInventory, Launch
 
 
 def launch(name: str, pid: int = 0, ticks: int = 0, **facts: Any) -> Launch:
@@ -52,6 +53,21 @@ def test_a_number_of_a_launcher_that_is_none_is_refused(given: str, monkeypatch:
     with pytest.raises(ConfigError, match=r"^GEMINI_LAUNCHER_PID=.*: must be the number of a process") as caught:
         this_launch("run")
     assert str(caught.value).isprintable()
+
+
+def test_a_name_that_is_none_of_the_locales_encoding_travels_and_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a folder in Latin 1, or of any with an umlaut where the locale is ASCII."""
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
+    os.mkdir(folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["caf\udce9.py"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    here, failed = this_launch("a"), Failed(error="OSError", text=f"{folder} is full")
+    channel: Channel[Any] = Channel(GetInventory | Failed | Launch)
+    there = channel.unpack(pack(here)[4:])
+    assert changes(there, here) == []
+    assert (there.command, there.folder) == (["caf\\udce9.py"], f"{tmp_path}/caf\\udce9")
+    assert channel.unpack(pack(failed)[4:]).text == f"{tmp_path}/caf\\udce9 is full"
 
 
 class TestChanges:
