@@ -102,9 +102,13 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     @model_validator(mode="after")
-    def _numbers(self) -> Self:
-        if huge := [name for name, value in self if isinstance(value, float) and value > _MOST]:
-            raise ValueError(f"{huge[0]}={getattr(self, huge[0]):g} must be at most {_MOST:g}")
+    def _values(self) -> Self:
+        for name, value in self:
+            if isinstance(value, float) and value > _MOST:
+                raise ValueError(f"{name}={value:g} must be at most {_MOST:g}")
+            texts = value if isinstance(value, tuple) else (value,)
+            if odd := [text for text in map(str, texts) if re.search("[\ud800-\udfff]", text)]:  # bytes of a name in another encoding
+                raise ValueError(f"{name}={odd[0]!r} is no text in utf-8: give another name, or set the locale (LC_ALL) that it is written in")
         return self
 
 
