@@ -34,7 +34,7 @@ from gemini_ft.launch import launcher
 from gemini_ft.launch.launched import default_run_id, launch_id, this_launch
 from gemini_ft.storage.checkpoints import FORMAT_VERSION, body_checksum
 from gemini_ft.wire.messages import PROTOCOL_VERSION
-from gemini_ft.wire.worker_messages import GetStatus, Leave, Ping, TellSpares, to_agent
+from gemini_ft.wire.worker_messages import GetStatus, Leave, Ping, TellSpares, Visit, to_agent
 
 RUN = f"launcher-{os.getpid()}"  # hosts and agents are found by names that all tests of a machine share
 GEMINI_RUN = ("-m", "gemini_ft.cli.main", "run")
@@ -211,7 +211,7 @@ if attempt == 3:
 
 @pytest.fixture
 def asked() -> Iterator[list[object]]:
-    """What was asked of this host's agent, in whose place a listener takes notes."""
+    """What was asked of this host's agent, in whose place a listener takes notes; recoveries of other tests visit all agents here."""
     asked: list[object] = []
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(lifecycle.socket_name(RUN, "this-host"))
@@ -226,7 +226,7 @@ def asked() -> Iterator[list[object]]:
                             asked.extend(
                                 message
                                 for message in [to_agent.unpack(frame[4:])]
-                                if not isinstance(message, Ping | GetStatus | TellSpares)
+                                if not isinstance(message, Ping | GetStatus | TellSpares | Visit)
                             )
 
         thread = threading.Thread(target=listen)
