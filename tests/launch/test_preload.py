@@ -221,6 +221,7 @@ FEW = 25  # of libraries, which load one or the other when they use it; without 
 ANEW = [pytest.param(kind, marks=[pytest.mark.soak, pytest.mark.started_anew], id=f"{kind}-anew") for kind in SCRIPTS]
 
 
+@pytest.mark.taken_apart("Lightning")
 @pytest.mark.parametrize("kind", ["lightning", *ANEW])
 def test_a_worker_has_next_to_nothing_left_to_import(kind: str, tmp_path: Path) -> None:
     script = write(tmp_path / "train.py", BEGIN + SCRIPTS[kind] + END)
