@@ -104,7 +104,8 @@ def _launchers_of_a_test_are_forked(request: pytest.FixtureRequest) -> Iterator[
 def _launchers_for(node: pytest.Item) -> contextlib.AbstractContextManager[None]:
     """The launchers that the marks of a test or of a module ask for."""
     preloaded = node.get_closest_marker("preloaded")
-    return launchers(*(preloaded.args if preloaded else ()), forked=node.get_closest_marker("started_anew") is None)
+    forked, taken_apart = node.get_closest_marker("started_anew") is None, node.get_closest_marker("taken_apart") is not None
+    return launchers(*(preloaded.args if preloaded else ()), forked=forked, taken_apart=taken_apart)
 
 
 @pytest.fixture

@@ -32,7 +32,8 @@ from gemini_ft.cli.store import open_store
 from gemini_ft.errors import AgentError, ConfigError
 from gemini_ft.launch.launched import default_run_id, is_passing
 from gemini_ft.wire.messages import pack
-from gemini_ft.wire.worker_messages import Status
+from gemini_ft.wire.private import credentials
+from gemini_ft.wire.worker_messages import Leave, Status
 
 
 class TestCommand:
@@ -241,27 +242,36 @@ class TestRuns:
 
 @contextlib.contextmanager
 def hanging_agent(run: str, answers: Sequence[bytes]) -> Iterator[None]:
-    """An agent that gives these answers, one to each question, and hangs at the next one."""
-    over, askers = threading.Event(), list[socket.socket]()
+    """An agent that gives these answers, one to each question of this process, and hangs at the next one.
+
+    Other tests at work on this machine ask every agent of it (``gemini ps``, recovery): it hangs up on their processes, since an answer
+    that one of them took would be missing here.
+    """
+    over, left = threading.Event(), list(answers)
 
     def serve() -> None:
-        for answer in answers:
-            askers.append(listener.accept()[0])
-            askers[-1].recv(65536)
-            askers[-1].sendall(answer)
-        over.wait()
+        while not over.is_set():
+            with contextlib.suppress(TimeoutError):
+                asker = listener.accept()[0]
+                if credentials(asker)[0] != os.getpid():
+                    asker.close()
+                    continue
+                stack.callback(asker.close)  # called when this thread has ended
+                if left:
+                    asker.recv(65536)
+                    asker.sendall(left.pop(0))
 
     with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as stack:
         listener.bind(lifecycle.socket_name(run, "here"))
         listener.listen()
-        listener.settimeout(WAIT)
+        listener.settimeout(0.05)  # so that it sees that the test is over
         thread = threading.Thread(target=serve)
         thread.start()
-        stack.callback(thread.join)
-        stack.callback(over.set)
-        yield
-    for asker in askers:
-        asker.close()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
 
 ANSWER = pack(Status(document=json.dumps(document("one", workers=False))))
@@ -308,7 +318,8 @@ class TestAgentsThatHang:
     def test_that_only_wait_for_storage_have_heard_that_they_leave(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(lifecycle, "ask", partial(lifecycle.ask, timeout=2.0))  # all answers but one come
+        ask = lifecycle.ask.func  # all answers but one come
+        monkeypatch.setattr(lifecycle, "ask", lambda *question: ask(*question, timeout=0.5 if isinstance(question[-1], Leave) else WAIT))
         run = f"stores-{os.getpid()}"
         with hanging_agent(run, [ANSWER, b"", ANSWER]):
             assert cli.main(["leave", "--run-id", run, "--host", "here"]) == 0

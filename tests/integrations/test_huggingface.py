@@ -117,6 +117,7 @@ def test_a_loop_of_accelerate_under_deepspeed_keeps_its_loader(tmp_path_factory:
         assert run.ends[rank] == undisturbed.ends[rank]
 
 
+@pytest.mark.taken_apart("transformers")
 def test_a_trainer_that_knows_of_nothing_goes_on_where_it_was(tmp_path: Path) -> None:
     """Under DeepSpeed the section resumes the engine, and the callback that `gemini run` adds the Trainer."""
     case = {"kind": "trainer", "section": True, "arguments": {"max_steps": 6}}
@@ -294,6 +295,7 @@ def test_a_loop_of_accelerate_ends_with_the_very_bits(tmp_path_factory: pytest.T
     assert run.ends == undisturbed.ends
 
 
+@pytest.mark.taken_apart("accelerate")
 def test_a_loop_of_accelerate_without_ours_is_told_once_that_nothing_is_protected(tmp_path: Path) -> None:
     run = Run(tmp_path, {"kind": "unprotected"}, faults="")
     assert run.ends == [[{"end": 6, "processes": 2}]] * 2

@@ -164,6 +164,7 @@ trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(24, 8), 2))
 """
 
 
+@pytest.mark.taken_apart("Lightning with DeepSpeed")
 def test_by_name_from_a_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "gemini_ft.cli.main", "run", "--standalone", "--nproc-per-node", "2", "train.py"]

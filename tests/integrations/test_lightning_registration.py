@@ -57,13 +57,18 @@ ORDERS = {
     "fabric-only": ("gemini_ft, lightning_fabric", ["lightning_fabric"], ["lightning", "pytorch_lightning"]),
 }
 
-# Each order in a process of its own, forked from one that has loaded what is the same to all of them, and has unloaded this package.
-CHECK = """
-import os, sys, traceback
-import torch, torch._dynamo, torchmetrics
+# In an interpreter that was forked from one with torch and this package.
+UNLOAD = """
+import sys
 for name in [name for name in sys.modules if name.partition(".")[0] == "gemini_ft"]:
     del sys.modules[name]
 sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("gemini_ft")]
+"""
+
+# Each order in a process of its own, forked from one that has loaded what is the same to all of them, and has unloaded this package.
+CHECK = """
+import os, traceback
+import torch, torch._dynamo, torchmetrics
 for name, (imports, registered, not_loaded) in {orders}.items():
     if not os.fork():
         try:
@@ -87,7 +92,7 @@ for _ in {orders}:
 
 @pytest.fixture(scope="module")
 def said_in_every_order() -> str:
-    script = CHECK.format(orders=ORDERS, names=NAMES)
+    script = UNLOAD + CHECK.format(orders=ORDERS, names=NAMES)
     return subprocess.run([sys.executable, "-X", "warm", "-c", script], capture_output=True, text=True, timeout=120).stdout
 
 
@@ -363,7 +368,8 @@ def test_platforms_without_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REMINDED = """
-import os
+import os, warnings
+warnings.simplefilter("ignore")
 import lightning.pytorch as pl
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
@@ -388,11 +394,12 @@ def test_an_installed_package_reminds_if_asked_and_workers_need_no_import(tmp_pa
     lines = [line for group, named in points for line in (f"[{group}]", *(f"{name} = {value}" for name, value in named.items()))]
     (found / "entry_points.txt").write_text("\n".join(lines))
     (tmp_path / "script.py").write_text(REMINDED)
-    plain = [sys.executable, "-u", str(tmp_path / "script.py")]
-    env = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONWARNINGS": "ignore"}
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    (tmp_path / "plain.py").write_text(f"{UNLOAD}import script")
+    warm = (sys.executable, "-X", "warm")
     started = [
-        subprocess.Popen(line, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for line in (plain, cold_command(plain))
+        subprocess.Popen([*warm, *line], env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for line in (["plain.py"], cold_command([sys.executable, "-u", "script.py"])[2:])
     ]
     for process, is_known in zip(started, ("False", "True"), strict=True):
         out, err = process.communicate(timeout=200)

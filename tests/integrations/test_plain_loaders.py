@@ -153,6 +153,7 @@ def run(folder: Path, *arguments: str, status: int = 0) -> tuple[dict[tuple[str,
     return ends, done.stdout  # type: ignore[return-value]
 
 
+@pytest.mark.taken_apart("loaders with workers")
 @pytest.mark.parametrize(
     ("kinds", "named"),
     [

@@ -66,7 +66,8 @@ def in_the_middle(hosts: EmulatedHosts, step: int) -> int:
     return found
 
 
-@pytest.mark.parametrize("transport", [pytest.param(each, marks=pytest.mark.soak) for each in ("tcp", "collective")])
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["tcp", "collective"])
 def test_a_link_that_is_cut_in_the_middle_of_a_chunk(network: Network, tmp_path: Path, undisturbed: Any, transport: str) -> None:
     """For a moment, and for longer than a replica may be late: the job goes on where it stood, with nothing lost."""
     with EmulatedHosts(2, program(tmp_path, **options(transport)), tmp_path, network=network) as hosts:

@@ -131,7 +131,7 @@ class TestAgent:
 
 class TestAllocations:
     def test_of_the_size_of_the_state_end_with_the_first_steps(self, two: World) -> None:
-        for grown in two.outcome(growth, 20_000_000, 5):
+        for grown in two.outcome(growth, 20_000_000, 3):
             assert grown["shard"] == 160_000_000
             assert max(grown["worker"], grown["agent"]) < grown["shard"] // 4, grown
 

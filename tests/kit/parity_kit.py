@@ -70,19 +70,12 @@ class Outcome:
 
 
 def run(launcher: str, arguments: Sequence[str], folder: Path, workers: int = 1, stdin: str = "", **environ: str) -> Outcome:
-    """Runs a job in ``folder``, as ``nohup`` does in the background of a script; its ranks write lines of JSON to stdout."""
-    command = [
-        "sh",
-        "-c",
-        'trap "" HUP INT QUIT; exec "$@"',
-        "sh",
-        sys.executable,
-        "-m",
-        *LAUNCHERS[launcher],
-        "--nproc-per-node",
-        str(workers),
-        *arguments,
-    ]
+    """Runs a job in ``folder``; its ranks write lines of JSON to stdout.
+
+    Without a text for ``stdin``, as ``nohup`` does in the background of a script.
+    """
+    background = () if stdin else ("sh", "-c", 'trap "" HUP INT QUIT; exec "$@"', "sh")
+    command = [*background, sys.executable, "-m", *LAUNCHERS[launcher], "--nproc-per-node", str(workers), *arguments]
     folder.mkdir(parents=True, exist_ok=True)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     job = subprocess.run(

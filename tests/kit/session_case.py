@@ -321,6 +321,7 @@ def growth(numel: int, steps: int) -> dict[str, int]:
     checkpointer = gemini_ft.Checkpointer(net, optimizer, on_late="wait", chunk_bytes=2**20)
     checkpointer.resume()
     train(checkpointer.step)
+    checkpointer.flush()  # the replicas' slots, too, have all their pages, which are the agent's as well
     agent = agent_of()
     settled = memory_of(agent, "VmRSS")
     with_snapshots = highest(os.getpid(), checkpointer.step) - memory_of(os.getpid(), "RssShmem")

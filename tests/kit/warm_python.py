@@ -7,8 +7,8 @@ forks its workers, or of a program under ``python -X warm``, an option that mean
 to the process: its child and nobody else's, with its own descriptors, environment (in /proc too), working directory, session and network
 namespace, ``sys.argv``, ``sys.path`` and ``__main__``. It shares the seed of string hashes with the others, and what was read from the
 environment while torch was loaded: where such a variable differs, it is started anew.
-At its end exit handlers run, and the interpreter is not taken apart, which would take longer than most jobs do. That of rank 0 is in one
-job of eight, so that what goes wrong there is seen.
+At its end exit handlers run, and the interpreter is not taken apart, which would take longer than most jobs do. That of rank 0 is where a
+test is marked as ``taken_apart``: one test of each kind of job, so that what goes wrong there is seen.
 
 Each launcher has a server of its own, forked before it has done anything, so that the server of workers that it starts is forked as well,
 and torchrun's workers are, and the agent that waits for the first worker; that one has torch in its memory, and cannot import it. What
@@ -35,7 +35,6 @@ import sys
 import threading
 import types
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -109,7 +108,7 @@ class _Server:
             "environ": dict(environ),
             "cwd": os.fspath(given["cwd"] or os.getcwd()),
         }
-        question |= {"session": given["start_new_session"], "targets": [0, 1, 2, *given["pass_fds"]]}
+        question |= {"session": given["start_new_session"], "targets": [0, 1, 2, *given["pass_fds"]], "taken_apart": _takes_apart}
         descriptors, space = [*streams, *given["pass_fds"]], None
         with self._lock:
             if len(descriptors) < _MOST_DESCRIPTORS:
@@ -153,6 +152,7 @@ def _is_simple(given: Mapping[str, Any]) -> bool:
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _parameters = inspect.signature(_execute_child)
 _asking = threading.RLock()  # two threads may want the first process at once; a server is started with the same Popen
+_takes_apart = False  # of this process, and of those that it starts: whether interpreters of workers end as Python's do
 
 
 def _use(
@@ -225,14 +225,17 @@ def _server(*modules: str) -> _Server | None:
 
 
 @contextlib.contextmanager
-def launchers(*also: str, forked: bool) -> Iterator[None]:
+def launchers(*also: str, forked: bool, taken_apart: bool = False) -> Iterator[None]:
     """Inside, launchers that this process starts are forked from a server that has loaded what they need, or are started anew.
 
     Args:
         also: packages or modules that the server loads beside torch, since the launchers' workers do (`preloaded`).
         forked: or started anew.
+        taken_apart: whether the interpreter of a forked rank 0 is taken apart at its end.
     """
-    before = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+    global _takes_apart
+    before, apart = subprocess.Popen._execute_child, _takes_apart  # type: ignore[attr-defined]
+    _takes_apart = taken_apart
     if forked:
         _use(functools.partial(_with_more, *preloaded(*also)[len(preloaded()) :]), _server)
     else:
@@ -241,6 +244,7 @@ def launchers(*also: str, forked: bool) -> Iterator[None]:
         yield
     finally:
         subprocess.Popen._execute_child = before  # type: ignore[attr-defined]
+        _takes_apart = apart
 
 
 # -- in the server
@@ -291,6 +295,8 @@ def _clone() -> int:
 
 def _become(question: Mapping[str, Any]) -> None:
     """Makes of this process, which was just forked, the one that was asked for; one that starts others gets a server of its own."""
+    global _takes_apart
+    _takes_apart = question["taken_apart"]
     *passed, last = question["descriptors"]
     targets = question["targets"]
     if len(question["descriptors"]) > len(targets):
@@ -494,15 +500,9 @@ def main() -> None:
                 raise
             status = end.code
         break
-    if (os.getpid() != own or _is_worker(program.args)) and os.environ.get("RANK", "0") == "0" and _is_taken_apart(sys.argv):
+    if (os.getpid() != own or _is_worker(program.args)) and os.environ.get("RANK", "0") == "0" and _takes_apart:
         sys.exit(status)
     _leave(status)
-
-
-def _is_taken_apart(argv: Sequence[str]) -> bool:
-    """Whether a script with these arguments is one of eight, and the same each time: names of folders do not count."""
-    code = Path(argv[0]).read_bytes() if os.path.isfile(argv[0]) else b""
-    return zlib.crc32(code + "".join(map(os.path.basename, argv)).encode()) % 8 == 0
 
 
 def _leave(status: int) -> NoReturn:

@@ -17,8 +17,6 @@ from torch.utils import file_baton
 
 from gemini_ft.launch import build_locks as module
 
-pytestmark = pytest.mark.started_anew
-
 __all__ = ["launch"]  # the fixture
 
 BUILD = """

@@ -285,7 +285,7 @@ class TestLikePython:
         ]
         script = write(tmp_path / "script.py", "\n".join([*lines, "print(a.rank, b.rank)"]))
         assert output.start(serve("torch", "lightning_fabric"), script, RANK="5", LOCAL_RANK="1").wait(60) == 0
-        assert output.out.read_text() == real(script, RANK="5", LOCAL_RANK="1").stdout == "5 1\n"
+        assert output.out.read_text() == "5 1\n"
 
 
 SLEEP = "import signal, sys, time\n{}\nprint('asleep', flush=True)\ntime.sleep(600)\n"

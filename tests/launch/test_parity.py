@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from parity_kit import BEGIN, DIFFERENCES, END, LAUNCHERS, PAGE, Outcome, differences, run, table
 
-pytestmark = pytest.mark.started_anew
-
 FOLDER = Path(__file__).parents[1] / "kit" / "parity"
 SAY = """
 import json, os, sys

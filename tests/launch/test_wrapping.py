@@ -12,8 +12,6 @@ import pytest
 from gemini_ft.launch import hooks
 from gemini_ft.launch.script import starter
 
-pytestmark = pytest.mark.started_anew
-
 DEEPSPEED = """
 class Engine:
     def __init__(self, config, optimizer):

@@ -149,6 +149,49 @@ def test_each_error_that_was_mended_names_its_test() -> None:
     assert [each for each in found if not re.search(_TESTS, each)] == []
 
 
+# Of what was found, or is promised, these alone have tests that are too long for `make test`.
+LONG = {
+    "test_a_link_that_is_cut_in_the_middle_of_a_chunk",
+    "test_a_spare_host_takes_the_place_of_a_lost_one",
+    "test_a_trainer_on_ddp_with_the_callback_ends_with_the_very_bits",
+    "test_batches_that_rank_0_fetches_for_all_come_again",
+    "test_ends_with_the_same_bits",
+    "test_no_slow_process_stops_commits_for_longer_than_promised",
+    "test_nothing_grows_with_the_number_of_steps",
+    "test_of_two_parts_that_each_have_a_host_of_the_job_one_ends_when_they_meet",
+    "test_pods_that_are_killed_restarted_and_replaced_go_on_from_memory",
+    "test_spares_that_are_cut_off_together_with_a_store_wait_and_come_back",
+    "test_the_end_of_rank_0_alone_is_not_the_end_of_the_job",
+    "test_the_interval_follows_the_network",
+    "test_the_operator_drains_a_node",
+    "test_whatever_data_consist_of_in_workers",
+    "test_whole_jobs_are_told_at_random_moments",
+}
+
+
+def _is_soak(node: ast.AST) -> bool:
+    return "pytest.mark.soak" in ast.unparse(node).replace("marks=pytest.mark.soak", "").replace("marks=[pytest.mark.soak", "")
+
+
+def test_what_was_found_and_what_is_promised_is_tested_in_the_suite_but_for_these() -> None:
+    """By the marks of functions, classes and modules; where some cases of a test are long, the others are in the suite."""
+    tiers: dict[str, set[bool]] = {}
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        body = ast.parse(file.read_text()).body
+        whole = any(isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark" and _is_soak(node.value) for node in body)
+        found: list[tuple[ast.stmt, bool]] = [(node, whole) for node in body]
+        for node, soak in found:
+            if isinstance(node, ast.ClassDef):
+                found += [(each, soak or any(map(_is_soak, node.decorator_list))) for each in node.body]
+            elif isinstance(node, ast.FunctionDef):
+                tiers.setdefault(node.name, set()).add(soak or any(map(_is_soak, node.decorator_list)))
+    fixed = "".join(re.findall(r"(?ms)^### Fixed\n(.*?)(?=^##|\Z)", (ROOT / "CHANGELOG.md").read_text()))
+    pages = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("problems", "track_record", "failure_model", "security"))
+    named = set(re.findall(r"\b(test_[a-z0-9_]+)`", fixed + pages))
+    assert len(named) > 400
+    assert {name for name in named if tiers.get(name) == {True}} == LONG
+
+
 @pages
 def test_tests_that_are_named_exist(page: Path) -> None:
     tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("*.py"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -110,6 +111,35 @@ def test_the_agent_of_a_job_is_forked_from_its_launcher_without_torch(tmp_path: 
         assert (agent / "stat").read_text().rpartition(")")[2].split()[1] == str(launcher.pid)
         launcher.communicate()
     assert launcher.returncode == 0
+
+
+APART = """
+import os
+import torch
+class Late:
+    def __del__(self):
+        os.write(1, b"taken apart\\n")
+late = Late()
+"""
+
+
+@pytest.mark.parametrize("taken_apart", [True, False])
+def test_the_interpreter_of_rank_0_is_taken_apart_where_a_test_asks_for_it(tmp_path: Path, taken_apart: bool) -> None:
+    (tmp_path / "script.py").write_text(APART)
+    command = [*STORE[:1], "-m", "gemini_ft.cli.main", "run", "--nproc-per-node=2", "script.py"]
+    environ = os.environ | {"GEMINI_RUN_ID": f"apart-{os.getpid()}"}
+    with launchers(forked=True, taken_apart=taken_apart):
+        done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "taken apart\n" * taken_apart), done.stderr
+
+
+KINDS = ["Fabric", "FSDP2", "Lightning", "Lightning with DeepSpeed", "accelerate", "gradient pipeline", "in place"]
+KINDS += ["loaders with workers", "plain loop", "transformers"]
+
+
+def test_one_test_of_each_kind_of_job_asks_for_it() -> None:
+    marks = [re.findall(r'mark\.taken_apart\("([^"]+)"\)', path.read_text()) for path in Path(__file__).parents[1].glob("*/test_*.py")]
+    assert sorted(kind for kinds in marks for kind in kinds) == sorted(KINDS)
 
 
 def settled_descriptors(pid: int) -> dict[str, str]:
