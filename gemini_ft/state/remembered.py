@@ -176,9 +176,11 @@ class Attributes:
         return AttributeChanges(kept, lost)
 
     def not_plain(self) -> Iterator[tuple[str, Any]]:
-        """Path and present value of the attributes that could not be kept at the mark."""
+        """Path and present value of the attributes that could not be kept at the mark, and of mappings, which may have grown."""
         for path, item in self._objects.items():
-            yield from ((f"{path}.{name}", value) for name, value in self._of(path, item) if type(self._marked[path].get(name)) is Opaque)
+            for name, value in self._of(path, item):
+                if type(value) in MAPPINGS or type(self._marked[path].get(name)) is Opaque:
+                    yield f"{path}.{name}", value
 
     def lost(self) -> dict[str, str]:
         """The digests of those that have changed and are not plain, by path."""
