@@ -23,7 +23,7 @@ from gemini_ft.state.fields import NO_FIELDS, fields_of
 from gemini_ft.state.methods import set_by
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.rng import GENERATORS, generator_states, private_generators, set_generator_states
-from gemini_ft.state.script import is_of_library
+from gemini_ft.state.script import is_of_library, set_later
 from gemini_ft.state.values import ATOMS, MAPPINGS, SEQUENCES
 
 _THEIRS = ("transformers", "accelerate")
@@ -177,7 +177,9 @@ class OwnAttributes:
                 vars(present).update(values)
         for name, item in self._behind():
             view, small = self._views.setdefault(name, SimpleNamespace()), self._small.setdefault(name, set())
-            fields = {key: value for key, value in fields_of(item).items() if type(value) in _PLAIN or is_exact(value)}
+            left = set_later() if isinstance(item, FunctionType) else ()
+            found = {key: value for key, value in fields_of(item).items() if key not in left}
+            fields = {key: value for key, value in found.items() if type(value) in _PLAIN or is_exact(value)}
             small |= (now := {key for key, value in fields.items() if _is_small(value)})
             vars(view).clear()
             vars(view).update({key: value if key in now else _LARGE for key, value in fields.items() if key in small})
@@ -193,7 +195,7 @@ class OwnAttributes:
                 count[kind.__name__] += 1
 
     def _behind(self) -> Iterator[tuple[str, Any]]:
-        """The script's own objects that compute losses and metrics, those whose methods do, and those in their attributes."""
+        """The script's own functions and objects that compute losses and metrics, and those in their attributes, or enclosed by them."""
         seen = {id(item) for _, item in self._items()}
         level = [(name, getattr(self._trainer, name, None)) for name in _GIVEN]
         for _ in range(_DEPTH):
@@ -201,7 +203,7 @@ class OwnAttributes:
             for name, item in level:
                 while isinstance(item, (functools.partial, MethodType)):
                     item = item.func if isinstance(item, functools.partial) else item.__self__
-                is_code = item is None or isinstance(item, (type, FunctionType, ModuleType, nn.Module, Trainer))
+                is_code = item is None or isinstance(item, (type, ModuleType, nn.Module, Trainer))
                 if is_code or type(item) in _PLAIN or id(item) in seen or is_of_library(type(item).__module__):
                     continue
                 if (fields := fields_of(item)) is not NO_FIELDS:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Set
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -110,6 +112,12 @@ def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module])
         f"callback.{index}": callback
         for index, callback in enumerate(trainer.callbacks)
         if not type(callback).__module__.startswith((package, "gemini_ft.")) or "ModelCheckpoint" in shipped_names(callback)
+    }
+    others |= {
+        f"callback.{index}.{name}": value  # the script's own function in one of Lightning's callbacks (LambdaCallback)
+        for index, callback in enumerate(trainer.callbacks)
+        for name, value in vars(callback).items()
+        if isinstance(value, FunctionType | MethodType | functools.partial) and f"callback.{index}" not in others
     }
     if trainer.datamodule is not None:
         others["datamodule"] = trainer.datamodule

@@ -7,10 +7,12 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from types import GetSetDescriptorType, MappingProxyType, MemberDescriptorType, MethodType
+from types import FunctionType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType, MethodType
 from typing import Any, TypeVar
 
 import torch
+
+from gemini_ft.state.script import is_of_library
 
 T = TypeVar("T")
 Fields = MutableMapping[str, Any]
@@ -22,9 +24,12 @@ def fields_of(item: Any) -> Fields:
     """The object's own attributes, to read and to write: those in its ``__dict__`` and those in slots of its classes.
 
     They are looked up and set where they lie: no property, ``__getattr__`` or ``__setattr__`` of the object's class is called.
+    Of a function of the script the variables that it encloses, and the defaults of its arguments, are among them.
     Returns `NO_FIELDS` for an object that has no place for attributes.
     """
     kind: type = type(item)
+    if kind is FunctionType and not is_of_library(item.__module__):
+        return _FunctionFields(item)
     own = _dict_of(kind)(item)
     return _SlotFields(item, slots, own) if (slots := slots_of(kind)) else own
 
@@ -94,6 +99,42 @@ class _SlotFields(Fields):
 
     def __iter__(self) -> Iterator[str]:
         return iter([name for name in {**self._slots, **self._rest} if name in self])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _FunctionFields(Fields):
+    """The variables that a function encloses, the defaults of its arguments, and its own attributes."""
+
+    def __init__(self, function: FunctionType) -> None:
+        code, defaults = function.__code__, function.__defaults__ or ()
+        self._function, self._keywords = function, function.__kwdefaults__ or {}
+        self._cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+        self._defaults = dict(zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True))
+
+    def _table(self, name: str) -> dict[str, Any]:
+        return next((table for table in (self._defaults, self._keywords) if name in table), vars(self._function))
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._cells[name].cell_contents if name in self._cells else self._table(name)[name]
+        except ValueError:  # the variable has not been set yet
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._cells:
+            self._cells[name].cell_contents = value
+        else:
+            self._table(name)[name] = value
+            self._function.__defaults__ = tuple(self._defaults.values()) or None
+
+    def __delitem__(self, name: str) -> None:
+        del self._table(name)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        tables = (self._cells, self._defaults, self._keywords, vars(self._function))
+        return iter([name for table in tables for name in table if name in self])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

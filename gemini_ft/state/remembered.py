@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from gemini_ft.state.fields import FEW, NO_FIELDS, Fields, fields_of, is_a, parts_of, slots_of
 from gemini_ft.state.rng import GENERATORS  # whose states are kept beside attributes
+from gemini_ft.state.script import set_later
 from gemini_ft.state.tensors import version_of
 from gemini_ft.state.values import (
     ATOMS,
@@ -46,7 +47,7 @@ _GONE = "(gone)"
 _DEPTH, _OBJECTS = 6, 2000
 _MANY = 1000  # entries of a namespace; one with more was none, and is lost
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
-_CLOSED = (str, bytes, type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, nn.Module, *GENERATORS)
+_CLOSED = (str, bytes, type, ModuleType, BuiltinFunctionType, torch.Tensor, np.ndarray, nn.Module, *GENERATORS)
 # Objects of these packages have ways of their own to keep their state, or none worth keeping (open files, loggers, locks).
 _FOREIGN = frozenset(
     {"PIL", "_io", "_thread", "deepspeed", "fsspec", "gemini_ft", "h5py", "io", "lightning", "lightning_fabric", "lmdb", "logging"}
@@ -73,8 +74,8 @@ class AttributeChanges(NamedTuple):
 class Attributes:
     """The attributes of ``roots`` and of the objects that they are made of, compared with those at the last ``mark``.
 
-    Looks into attributes, lists, tuples, mappings, partials and bound methods, six levels and two thousand objects beside the roots deep,
-    into what a module's hooks are made of, and not into modules that are no roots.
+    Looks into attributes, lists, tuples, mappings, partials, bound methods, and variables that functions of the script enclose, six levels
+    and two thousand objects beside the roots deep, into what a module's hooks are made of, and not into modules that are no roots.
 
     Args:
         roots: name -> object.
@@ -175,9 +176,11 @@ class Attributes:
         return AttributeChanges(kept, lost)
 
     def not_plain(self) -> Iterator[tuple[str, Any]]:
-        """Path and present value of the attributes that could not be kept at the mark."""
+        """Path and present value of the attributes that could not be kept at the mark, and of mappings, which may have grown."""
         for path, item in self._objects.items():
-            yield from ((f"{path}.{name}", value) for name, value in self._of(path, item) if type(self._marked[path].get(name)) is Opaque)
+            for name, value in self._of(path, item):
+                if type(value) in MAPPINGS or type(self._marked[path].get(name)) is Opaque:
+                    yield f"{path}.{name}", value
 
     def lost(self) -> dict[str, str]:
         """The digests of those that have changed and are not plain, by path."""
@@ -325,6 +328,8 @@ class Attributes:
         return all(id(part) in known or self._is_root(part) for part in entries(value))
 
     def _names_to_leave(self, item: Any) -> frozenset[str]:
+        if is_a(item, FunctionType):
+            return set_later()  # a loop's own variables
         names = self._leave(item) | (OF_LOADERS if is_a(item, DataLoader) else frozenset())
         return MODULE_INTERNALS if names == MODULE_INTERNALS else names
 
@@ -437,6 +442,8 @@ def _has_fields(item: Any) -> bool:
 
 
 def _is_closed(item: Any) -> bool:
+    if is_a(item, FunctionType):
+        return not fields_of(item)
     return is_a(item, _CLOSED) or (_is_foreign(type(item).__module__) and not is_a(item, LRScheduler))
 
 

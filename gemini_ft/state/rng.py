@@ -187,8 +187,8 @@ class GivenGenerator:
 def private_generators(**roots: Any) -> dict[str, Any]:
     """Generators that objects hold for themselves, by the path that leads to them from ``roots``.
 
-    Looks into attributes, lists, tuples, mappings and partials, six levels and two thousand objects beside the roots deep: enough for
-    datasets and chains of transforms. A generator that is created later, or hidden deeper, is not found.
+    Looks into attributes, lists, tuples, mappings, partials and what functions of the script enclose, six levels and two thousand objects
+    beside the roots deep: enough for datasets and chains of transforms. A generator that is created later, or hidden deeper, is not found.
     """
     found: dict[str, Any] = {}
     seen = {id(torch.default_generator)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import os
@@ -11,8 +12,6 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from gemini_ft.state.fields import is_a
-
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent))  # this package, and Python's, with what is installed there
 _UNSHARED = 3  # references to the dict of a frame's variables: of the frame, of who looks at it, and of the count itself
 
@@ -21,7 +20,7 @@ def script_modules() -> list[ModuleType]:
     """The modules of the script that have been imported."""
     # By name: a forked process would copy the pages of thousands of modules, as references to them are counted.
     own = [name for name in [*sys.modules] if name != "builtins" and not is_of_library(name)]
-    return [module for module in map(sys.modules.get, own) if module is not None and is_a(module, ModuleType)]
+    return [module for module in map(sys.modules.get, own) if issubclass(type(module), ModuleType)]
 
 
 def script_frames() -> Iterator[FrameType]:
@@ -31,6 +30,17 @@ def script_frames() -> Iterator[FrameType]:
         if not is_library_file(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back
+
+
+def set_later() -> frozenset[str]:
+    """The variables that functions of the script under way share with functions inside of them, and are still going to set."""
+    found = set[str]()
+    for frame in script_frames():
+        code = [*dis.get_instructions(frame.f_code)] if frame.f_code.co_cellvars else []
+        jumps = [(each.argval, each.offset) for each in code if "JUMP" in each.opname and isinstance(each.argval, int)]
+        begin = min([frame.f_lasti, *(to for to, at in jumps if to < frame.f_lasti < at)])  # of the outermost loop that is under way
+        found |= {each.argval for each in code if each.opname == "STORE_DEREF" and each.offset > begin}
+    return frozenset(found)
 
 
 @functools.cache

@@ -198,17 +198,23 @@ def _marked(value: Any, closely: bool, most: int) -> int:
 def sample_of(value: Any) -> Any:
     """Some elements of a large list or array, by which it shows that they were exchanged or replaced; None of other values.
 
-    Numbers and texts stand for themselves, and other objects for which they are.
+    Numbers and texts stand for themselves, and other objects for which they are. A mapping that numbers its keys in their order, as a
+    vocabulary does and a cache does not, shows by its length that it has outgrown what can be kept.
     """
     if type(value) in (np.ndarray, np.memmap) and value.dtype.kind in "biufc" and value.size:
         return _sampled(value)
     if type(value) is list:
         parts = value[:: max(1, len(value) // FEW)]
-    elif type(value) is deque:
+    elif type(value) is deque or type(value) in MAPPINGS:
+        ordered = value if type(value) is deque else value.values()
         try:
-            parts = [*itertools.islice(value, FEW), *itertools.islice(reversed(value), FEW)]
+            parts = [*itertools.islice(ordered, FEW), *itertools.islice(reversed(ordered), FEW)]
         except RuntimeError:  # another thread changes it
             return None
+        if type(value) in MAPPINGS:
+            count, most = len(parts) // 2, len(value)
+            is_numbered = all(type(part) is int for part in parts) and parts == [*range(count), *range(most - 1, most - 1 - count, -1)]
+            return [(str, f"{max(most, FEW)} entries")] if is_numbered else None
     else:
         return None
     return [(type(part), part if type(part) in ATOMS else id(part)) for part in parts]

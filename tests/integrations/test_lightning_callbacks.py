@@ -466,10 +466,22 @@ class Keeping(shipped.Callback):
             self.teacher.weight.lerp_(pl_module.head.weight, 0.1)
 
 
+def slowing() -> shipped.Callback:
+    """One of Lightning's callbacks with a function of the script's, which counts."""
+    steps = 0
+
+    def slow(trainer: Any, *_: Any) -> None:
+        nonlocal steps
+        steps += 1
+        trainer.optimizers[0].param_groups[0]["lr"] = 0.1 / steps
+
+    return shipped.LambdaCallback(on_train_batch_end=slow)
+
+
 def test_what_callbacks_keep_is_named_or_captured(fit: Callable[..., Case], caplog: pytest.LogCaptureFixture) -> None:
-    plain = fit(Tuned, None, "ddp", callbacks=[Keeping])
+    plain = fit(Tuned, None, "ddp", callbacks=[Keeping, slowing])
     with caplog.at_level(logging.WARNING), pytest.raises(Boom):
-        fit(Tuned, None, "gemini", CRASH, callbacks=[Keeping])
+        fit(Tuned, None, "gemini", CRASH, callbacks=[Keeping, slowing])
     said = [record.getMessage() for record in caplog.records if "will not be restored" in record.getMessage()]
     assert [text.partition(" changed")[0] for text in said] == ["callback.0.shadow, callback.0.teacher"]
-    assert weights(fit(Tuned, None, "gemini", callbacks=[Keeping])) == weights(plain)  # the metric is captured
+    assert weights(fit(Tuned, None, "gemini", callbacks=[Keeping, slowing])) == weights(plain)  # metric and count are captured

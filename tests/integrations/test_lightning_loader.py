@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import Value
@@ -61,6 +62,21 @@ def distributed(**options: Any) -> DataLoader[torch.Tensor]:
     return DataLoader(Noisy(), BATCH, sampler=DistributedSampler(Noisy(), num_replicas=1, rank=0, seed=3), **options)
 
 
+def mixing() -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    """A collate function that draws from a generator and counts, in what it encloses and in the defaults of its arguments."""
+    drawing, seen, batches = random.Random(5), {"samples": 0}, 0
+
+    def collate(samples: list[torch.Tensor], before: list[int] = [0], *, rate: dict[str, float] = {"now": 1.0}) -> torch.Tensor:  # noqa: B006
+        nonlocal batches
+        batches += 1
+        before[0] += len(samples)
+        rate["now"] *= 0.9
+        seen["samples"] += len(samples)
+        return torch.stack(samples) * drawing.random() + seen["samples"] + 100 * batches + 10000 * before[0] + rate["now"]
+
+    return collate
+
+
 MAKERS: dict[str, Callable[[], Any]] = {
     "shuffled": lambda: shuffled(Noisy()),
     "generator": with_generator,
@@ -75,6 +91,8 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "stream-workers": lambda: DataLoader(Stream(), BATCH, num_workers=2),
     "own-iteration": lambda: Own(Noisy(), BATCH, shuffle=True, num_workers=2),
     "iterable": Batches,
+    "enclosed": lambda: shuffled(Noisy(), collate_fn=mixing()),
+    "enclosed-workers": lambda: shuffled(Noisy(), collate_fn=mixing(), num_workers=2),
 }
 
 
@@ -82,6 +100,29 @@ MAKERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("stop", [(0, 3), (1, 0), (1, 5)])
 def test_goes_on_with_the_next_batch(name: str, stop: tuple[int, int]) -> None:
     check_going_on(MAKERS[name], stop)
+
+
+def test_a_variable_of_the_loop_that_a_collate_function_reads_stays_the_loops_own() -> None:
+    """The loop sets it again, to what it knows by itself; one that it has set for good is as it was when the snapshot was taken."""
+
+    def first_batches(position: Any) -> tuple[list[int], Any]:
+        step, base = 0, {"now": 10}
+        loader = make_resumable(DataLoader(range(8), 2, collate_fn=lambda samples: 100 * step + base["now"] + samples[0]), "auto")
+        if position is not None:
+            loader.load_state_dict(position)
+            step = 5
+        found = []
+        for batch in loader:
+            found.append(batch)
+            step += 1
+            base["now"] += 1
+            if len(found) == 2:
+                return found, loader.state_dict()
+        raise AssertionError("there are four batches")
+
+    found, position = first_batches(None)
+    assert found == [10, 113]
+    assert first_batches(position)[0] == [516, 619]
 
 
 class Leveled(Noisy):

@@ -466,7 +466,19 @@ def named(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for record in caplog.records if "other elements" in (text := record.getMessage())]
 
 
+class Worded(Noisy):
+    """Numbers the words that it meets in the order in which it meets them."""
+
+    def __init__(self, known: int) -> None:
+        self.words = {f"word {index}": index for index in range(known)}
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + sum(self.words.setdefault(f"{index} {part}", len(self.words)) for part in range(4))
+
+
 IN_PLACE: dict[str, tuple[Maker, str]] = {
+    "vocabulary": (lambda: shuffled(Worded(100)), "the loader of a Worded has other elements in dataset.words than"),
+    "small vocabulary": (lambda: shuffled(Worded(0)), "the loader of a Worded has other elements in dataset.words than"),
     "ring": (lambda: shuffled(Ring()), "the loader of a Ring has other elements in dataset.ring than"),
     "files": (lambda: DataLoader(Shuffled(), BATCH), "the loader of a Shuffled has other elements in dataset.files than"),
     "order": (lambda: DataLoader(Noisy(), BATCH, sampler=ShuffledSampler()), "the loader of a Noisy has other elements in sampler.0.order"),

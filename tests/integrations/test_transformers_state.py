@@ -216,6 +216,33 @@ def test_a_loss_that_is_a_module_keeps_its_generators_and_is_named(tmp_path: Pat
     assert again(None, None) == loss(None, None)
 
 
+def smoothed() -> Any:
+    """A loss of a moving average and of noise that it encloses."""
+    mean, noise = 1.0, torch.Generator().manual_seed(5)
+
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        nonlocal mean
+        mean *= 0.9
+        return mean + torch.rand((), generator=noise)
+
+    return loss
+
+
+def test_what_a_loss_function_encloses_goes_on(tmp_path: Path) -> None:
+    from gemini_ft.transformers_state import OwnAttributes
+
+    def kept(loss: Any) -> OwnAttributes:
+        arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+        return OwnAttributes(transformers.Trainer(little_model(), arguments, train_dataset=[{}], compute_loss_func=loss))
+
+    loss, again = smoothed(), smoothed()
+    attributes = kept(loss)
+    loss(None, None)
+    found = attributes.collect()
+    kept(again).restore(found)
+    assert again(None, None) == loss(None, None)
+
+
 class Asking(transformers.TrainerCallback):  # type: ignore[misc]
     """A callback that knows the application, and so its Trainer."""
 

@@ -225,6 +225,66 @@ def test_the_last_steps_of_a_job_that_ends_well_are_stored_and_the_same_command_
     assert [event["iteration"] for event in folder.events("resumed")] == [3, 3, 10, 10]
 
 
+TRAINER = """
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        return {"loss": self.layer(x).square().mean()}
+
+class Odd(TrainerCallback):
+    def on_step_begin(self, args, state, control, optimizer, **named):
+        print("step", state.global_step, flush=True)
+        if state.global_step == 7 and os.environ.get("ODD"):
+            optimizer.optimizer.seen = iter([1])
+        if state.global_step == 7 and os.environ.get("WRONG"):
+            raise ValueError("no such layer")
+
+options = dict(use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False)
+arguments = TrainingArguments("out", max_steps=int(os.environ["STEPS"]), lr_scheduler_type="constant", **options)
+data = [{"x": torch.ones(4) * index} for index in range(200)]
+trainer = Trainer(model=Net(), args=arguments, train_dataset=data, callbacks=[Odd()])
+trainer.train()
+print("weights", *[param.double().sum().item().hex() for param in trainer.model.parameters()])
+if is_first:
+    once.touch()
+    raise OSError("[Errno 28] No space left on device: 'model.pt'")
+"""
+
+
+def launch_trainer(folder: Folder, steps: int, **environ: str) -> tuple[int, list[int], list[int]]:
+    """Launches the script; returns its status, the steps that it has begun, and what is stored in the end."""
+    pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+    before = len(folder.output) if (folder.path / "output").exists() else 0
+    storage = {"GEMINI_STORAGE__URL": (folder.path / "store").as_uri(), "GEMINI_STORAGE__EVERY_STEPS": "4", "GEMINI_ON_LATE": "wait"}
+    status = folder.start(TRAINER, ranks=1, STEPS=str(steps), **storage, **environ)
+    if status == 0:
+        eventually(lambda: agent_pid(folder.run, "here") is None, "the leaving of the agent")
+    return status, [int(step) for step in re.findall("step ([0-9]+)\n", folder.output[before:])], stored(folder)
+
+
+def test_transformers_trains_nothing_again_behind_an_end_and_goes_on_behind_what_is_stored(folder: Folder) -> None:
+    assert launch_trainer(folder, 2) == (0, [0, 1], [2]), folder.output  # it has failed when training was over, and was restarted
+    undisturbed, again = re.findall("weights .*", folder.output)
+    assert undisturbed == again
+    assert launch_trainer(folder, 2) == (0, [], [2]), folder.output
+    assert launch_trainer(folder, 6, GEMINI_STORAGE__AT_END="false") == (0, [2, 3, 4, 5], [2, 4]), folder.output
+
+
+@pytest.mark.soak
+def test_transformers_goes_on_from_memory_behind_an_end_that_is_not_well(folder: Folder) -> None:
+    """Each launch shows what the one before has left: a crash, a refusal, and an error that comes twice."""
+    crash = {"GEMINI_FAULTS": "step=6:rank=0:sigkill", "GEMINI_FAULTS_DIR": str(folder.path), "PET_MAX_RESTARTS": "0"}
+    assert launch_trainer(folder, 8, **crash) == (1, [0, 1, 2, 3, 4, 5, 6], [4]), folder.output
+    assert launch_trainer(folder, 8, ODD="1") == (70, [5, 6, 7], [4]), folder.output
+    assert launch_trainer(folder, 8, WRONG="1") == (70, [6, 7, 6, 7], [4]), folder.output
+    assert launch_trainer(folder, 8)[::2] == (0, [4, 8]), folder.output  # it was mended
+
+
 CHANGES_ITS_DATA = """
 import lightning as L
 from lightning.pytorch.demos.boring_classes import BoringModel

@@ -134,6 +134,8 @@ def legal(traits: dict[str, Any]) -> dict[str, Any]:
     if traits["data"] == "private" and traits["workers"] == "persistent":
         leave("workers")
     if traits["ranks"] == 2:  # Lightning would put another sampler in
+        if traits["schedule"] == "plateau":  # it follows each rank's own loss, so that ranks drift apart under plain DDP too (seed 7032)
+            leave("schedule")
         if traits["loader"] != "torch":
             leave("sampler")
         if traits["data"] in ("told", "table", "private") and traits["loader"] == "stateful" and is_trainer:
