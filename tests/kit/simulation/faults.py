@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -77,7 +76,7 @@ def _hide(world: World) -> None:
     if world.rng.random() < 0.5 and any(key.endswith(".stored.json") for key in world.bucket.objects):
         seconds = 20.0 if world.is_quiet else 200.0
         world.bucket.lagging, world.bucket.late = 1.0, seconds
-        asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + seconds + 10.0, setattr, world.bucket, "lagging", 0.0)
+        world.loop.outside(world.loop.time() + seconds + 10.0, setattr, world.bucket, "lagging", 0.0)
 
 
 def _orphan(world: World) -> None:
@@ -106,7 +105,7 @@ def _bypass(world: World, tries: int = 20) -> None:
     writing = [host for host in crew if host.worker is not None and host.worker.writing >= 0]
     if not writing or len(crew) < 2:
         if tries and not world.is_quiet:
-            asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + 0.13 * world.step, _bypass, world, tries - 1)
+            world.loop.outside(world.loop.time() + 0.13 * world.step, _bypass, world, tries - 1)
         return
     leads = [agent.host for agent in world.leading if agent.host in writing]  # whatever is undecided stays so
     apart, seconds = world.rng.choice(leads or writing), world.rng.uniform(2.0, 9.0)
@@ -119,7 +118,7 @@ def _bypass(world: World, tries: int = 20) -> None:
         for attempt in world.attempts[later:]:
             stop(world, world.rng.choice(attempt.scripts).process, 3.0)
 
-    asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + seconds - 1.0, choosing)
+    world.loop.outside(world.loop.time() + seconds - 1.0, choosing)
 
 
 def _half_cut(world: World) -> None:
@@ -129,7 +128,7 @@ def _half_cut(world: World) -> None:
         near, far = world.rng.sample(crew, 2)
         world.record("one way", near=near.name, far=far.name, seconds=60.0)
         world.network.block(near.name, far.name, 60.0)
-        asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + world.step * world.rng.uniform(0.5, 2.0), cut_off, world, near, 40.0)
+        world.loop.outside(world.loop.time() + world.step * world.rng.uniform(0.5, 2.0), cut_off, world, near, 40.0)
 
 
 def _split_leader(world: World) -> None:
@@ -144,7 +143,7 @@ def _split_leader(world: World) -> None:
                 world.record("agent killed", host=agent.host.name)
                 world.kill_agent(agent)
 
-        asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + min(4.0, world.step) * world.rng.uniform(0.1, 1.2), die)
+        world.loop.outside(world.loop.time() + min(4.0, world.step) * world.rng.uniform(0.1, 1.2), die)
 
 
 def _garble(world: World) -> None:
@@ -204,7 +203,7 @@ def strike(world: World, process: Process, deed: str = "") -> bool:
             cut_off(world, next(host for host in world.hosts if host.name == process.host), 10.0 if deed else 0.0)
             if deed:  # others come before it then
                 world.bucket.slowness = 3.0
-                asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + 30.0, setattr, world.bucket, "slowness", 0.02)
+                world.loop.outside(world.loop.time() + 30.0, setattr, world.bucket, "slowness", 0.02)
         case "flips":
             flip_one(world, process.host)
         case _:
@@ -269,7 +268,7 @@ def _full(world: World) -> None:
     """Other processes of a host take all memory that is left there, for a while."""
     host, seconds = world.rng.choice(world.hosts).name, world.rng.choice([5.0, 60.0])
     world.full.add(host)
-    asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + seconds, world.full.discard, host)
+    world.loop.outside(world.loop.time() + seconds, world.full.discard, host)
 
 
 def _clock(world: World) -> None:

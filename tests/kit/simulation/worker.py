@@ -75,6 +75,7 @@ class Script:
         self.has_finished = False
         self.lacks = False  # whether others must be here for the state to be whole
         self.at = 0
+        self.is_resting = False
 
     @property
     def fiber(self) -> Fiber:
@@ -165,11 +166,22 @@ class Script:
                 if self._room or world.size_at(self.at) != self._nbytes:
                     await loop.run_in_executor(None, self._reserve)
                 await self._snapshot(self.at)
+                if world.recess.is_due(self.at):
+                    await self._rest()
             except AgentError:
                 if not self.client.lost:
                     raise
                 await loop.run_in_executor(None, self._reconnect)
         await loop.run_in_executor(None, self._finish)
+
+    async def _rest(self) -> None:
+        """Does something that is no step, for long."""
+        assert self.client is not None
+        self.client.tell(Progress(iteration=self.at, suspended=True))
+        self.is_resting = True
+        await self.world.recess.rest()
+        self.is_resting = False
+        self.client.tell(Progress(iteration=self.at))
 
     def _finish(self) -> None:
         """Does what `Recorder.close` and the end of the process do."""
