@@ -10,6 +10,8 @@ from simulation import visitor
 from simulation.made import EXTRAS, text
 
 if TYPE_CHECKING:
+    from gemini_ft.agent.memory.slot_memory import SlotMemory
+    from gemini_ft.core.slots import Slot
     from gemini_ft.core.versions import Version
     from simulation.hosts import Agent, Host
     from simulation.loop import Process
@@ -74,7 +76,7 @@ def _lose_crew(world: World) -> None:
 def _hide(world: World) -> None:
     """Lists may lack for a while what was stored just now, when they are needed; nobody can know of it where nothing was reported yet."""
     if world.rng.random() < 0.5 and any(key.endswith(".stored.json") for key in world.bucket.objects):
-        seconds = 20.0 if world.is_quiet else 200.0
+        seconds = 60.0 if world.is_quiet else 200.0
         world.bucket.lagging, world.bucket.late = 1.0, seconds
         world.loop.outside(world.loop.time() + seconds + 10.0, setattr, world.bucket, "lagging", 0.0)
 
@@ -97,6 +99,26 @@ def _damage(world: World) -> None:
     if known:
         flip_one(world, only=max(known))
         _restart_all(world)
+
+
+def _ruin(world: World) -> None:
+    """Bits flip in all copies of one shard of what was committed last, which ranks resume at once: only something older is left."""
+    known = [stream.context.host.committed for _, stream in world.streams if stream.context.host.committed is not None]
+    if known and any(key.endswith(".stored.json") for key in world.bucket.objects):
+        flip_one(world, only=max(known), everywhere=True)
+        _restart_all(world)
+
+
+def _misspeak(world: World) -> None:
+    """A bit flips in the checksum of a chunk that a rank says, and not in what it forms the root of its copy of."""
+    world.misspeaking += world.rng.choice([1, 1, 3])
+
+
+def _forge(world: World) -> None:
+    """A bit flips in the root that an agent has formed of a replica, before it tells anybody; then the leader's agent may die."""
+    world.forging += world.rng.choice([1, 3])
+    if world.rng.random() < 0.5:
+        world.loop.outside(world.loop.time() + world.step * world.rng.uniform(0.5, 3.0), _kill_leader, world)
 
 
 def _bypass(world: World, tries: int = 20) -> None:
@@ -220,12 +242,13 @@ def _reset(world: World) -> None:
     world.network.reset(world.rng)
 
 
-def flip_one(world: World, on: str = "", only: Version | None = None) -> None:
+def flip_one(world: World, on: str = "", only: Version | None = None, *, everywhere: bool = False) -> None:
     """A bit of a copy in memory changes: in its bytes or its checksums.
 
     Args:
         on: on which host, by name; there it is one that is to be uploaded, if any is.
         only: of which version.
+        everywhere: whether one changes in each copy of that shard.
     """
     held = [
         (host, memory, slot)
@@ -237,14 +260,18 @@ def flip_one(world: World, on: str = "", only: Version | None = None) -> None:
     ]
     if held:
         frozen = [each for each in held if on and each[2].frozen]
-        host, memory, slot = world.rng.choice(frozen or held)
-        version = slot.version
-        assert version is not None
-        shape = memory.shape
-        held_bytes = shape.data_bytes + world.rng.choice([0, len(EXTRAS)])  # of a state that no step changes
-        at = world.rng.choice([shape.data_offset + world.rng.randrange(held_bytes), 4096 + world.rng.randrange(8)])
-        world.record("flip", host=host.name, owner=shape.owner, version=text(version))
-        memory._view[at] ^= 1 << world.rng.randrange(8)
+        chosen = world.rng.choice(frozen or held)
+        for each in [each for each in held if everywhere and each[1].shape.owner == chosen[1].shape.owner] or [chosen]:
+            _flip_in(world, *each)
+
+
+def _flip_in(world: World, host: Host, memory: SlotMemory, slot: Slot) -> None:
+    assert slot.version is not None
+    shape = memory.shape
+    held_bytes = shape.data_bytes + world.rng.choice([0, len(EXTRAS)])  # of a state that no step changes
+    at = world.rng.choice([shape.data_offset + world.rng.randrange(held_bytes), 4096 + world.rng.randrange(8)])
+    world.record("flip", host=host.name, owner=shape.owner, version=text(slot.version))
+    memory._view[at] ^= 1 << world.rng.randrange(8)
 
 
 def _flip(world: World) -> None:
@@ -312,6 +339,9 @@ FAULTS = {
     "read_stored": _read_stored,
     "orphan": _orphan,
     "damage": _damage,
+    "ruin": _ruin,
+    "misspeak": _misspeak,
+    "forge": _forge,
     "bypass": _bypass,
     "half_cut": _half_cut,
     "split_leader": _split_leader,
@@ -322,7 +352,7 @@ SHARES = {  # a job that has lost its memory shows little for a while
 }
 PROBES = (
     *("kill_worker", "kill_agent", "kill_leader", "kill_all_agents", "stop_leader"),
-    *("stop", "reset", "restart_all", "visit", "garble", "damage"),
+    *("stop", "reset", "restart_all", "visit", "garble", "damage", "ruin", "misspeak", "forge"),
 )
 
 
@@ -353,11 +383,13 @@ THEMES = (  # one seed after the other has each
     Theme(),
     Theme(faults=("bypass",), of_world={"step": 5.0, "copying": 1.0, "nbytes": 1536, "fault_seconds": 20.0}),
     Theme(faults=("half_cut",), of_world={"fan_in": 1, "fault_seconds": 30.0}, settings={"replica_timeout": 14.0}),
-    Theme(faults=("lose_crew",), stores=True, of_world={"fault_seconds": 40.0, "step": 2.0}),
-    Theme(faults=("split_leader",)),
-    Theme(faults=("damage",), moment="agent_uploads", deed="flips", stores=True),
-    Theme(faults=("orphan",), of_world={"fault_seconds": 20.0, "step": 5.0}),
+    Theme(faults=("lose_crew",), stores=True, of_world={"fault_seconds": 40.0, "step": 2.0, "boot_seconds": 8.0}),
+    Theme(faults=("split_leader", "forge")),
+    Theme(faults=("damage", "ruin"), moment="agent_uploads", deed="flips", stores=True, of_world={"fault_seconds": 20.0}),
+    Theme(faults=("orphan", "misspeak"), of_world={"fault_seconds": 20.0, "step": 5.0}),
     Theme(moment="agent_manifest", deed="is cut off", stores=True, of_world=_SELDOM, settings={"leader_timeout": 3.0}),
     Theme(faults=("read_stored", "kill_all_agents"), stores=True),
-    Theme(stores=True, of_storage={"failing": 0.2, "deleting": 20.0}, of_world=_SELDOM),
+    Theme(
+        faults=("kill_agent",), stores=True, of_storage={"deleting": 60.0, "slowness": 0.3}, of_world={"fault_seconds": 8.0, "step": 0.5}
+    ),
 )

@@ -68,6 +68,8 @@ class World:
         self.step = rng.choice([0.5, 2.0, 5.0])
         self.copying = rng.choice([0.001, 0.02, 0.2]) * self.step
         self.linger = 3600.0
+        self.boot_seconds = 60.0  # of a host that has lost its power, in the mean
+        self.misspeaking = self.forging = 0  # checksums that ranks say, and roots that agents form, in which a bit flips
         self.hosts = [Host(f"h{number}") for number in range(self.ranks + 1)]
         self.fault_seconds = rng.choice([4.0, 8.0, 20.0])
         self.grace = rng.choice([4.0, 4.0, 20.0])  # seconds for which a worker may outlive its attempt
@@ -341,7 +343,7 @@ class World:
         if host.agent is not None:
             self.kill_agent(host.agent)
         host.notes.clear()
-        seconds = self.rng.uniform(1.0, 20.0) if self.is_quiet else self.rng.expovariate(1 / 60.0)
+        seconds = self.rng.uniform(1.0, 20.0) if self.is_quiet else self.rng.expovariate(1 / self.boot_seconds)
         self.loop.outside(self.loop.time() + seconds, self._boot, host)
 
     def _boot(self, host: Host) -> None:
@@ -451,7 +453,7 @@ class World:
         self.bucket.halving = self.bucket.deleting = 0.0
         self.bucket.away.clear()
         self.bucket.mend()
-        self.network.garbling, self.network.descheduling = 0, 0.0
+        self.network.garbling, self.network.descheduling, self.misspeaking, self.forging = 0, 0.0, 0, 0
         self.network.slow.clear()
         self.full.clear()
         for process in [process for process in self.loop.processes if process.name.startswith("visitor")]:
