@@ -75,7 +75,7 @@ def _lose_crew(world: World) -> None:
 
 def _hide(world: World) -> None:
     """Lists may lack for a while what was stored just now, when they are needed; nobody can know of it where nothing was reported yet."""
-    if world.rng.random() < 0.5 and any(key.endswith(".stored.json") for key in world.bucket.objects):
+    if world.rng.random() < 0.7 and any(key.endswith(".stored.json") for key in world.bucket.objects):
         seconds = 60.0 if world.is_quiet else 200.0
         world.bucket.lagging, world.bucket.late = 1.0, seconds
         world.loop.outside(world.loop.time() + seconds + 10.0, setattr, world.bucket, "lagging", 0.0)
@@ -115,10 +115,18 @@ def _misspeak(world: World) -> None:
 
 
 def _forge(world: World) -> None:
-    """A bit flips in the root that an agent has formed of a replica, before it tells anybody; then the leader's agent may die."""
-    world.forging += world.rng.choice([1, 3])
-    if world.rng.random() < 0.5:
-        world.loop.outside(world.loop.time() + world.step * world.rng.uniform(0.5, 3.0), _kill_leader, world)
+    """A bit flips in the root that an agent has formed of a replica, before it tells anybody (`forged`)."""
+    world.forging += 1 if world.is_quiet else world.rng.choice([1, 3])
+
+
+def forged(world: World, host: str) -> None:
+    """Sees to it, now and then, that this host does not hear what is committed next, and that ranks choose then."""
+    if world.is_quiet or world.rng.random() < 0.3:
+        return
+    for near in [agent.host.name for agent in world.leading if agent.host.name != host]:
+        world.record("one way", near=near, far=host, seconds=6.0)
+        world.network.block(near, host, 6.0)
+    world.loop.outside(world.loop.time() + min(4.0, world.step) * world.rng.uniform(0.1, 1.0), _restart_all, world)
 
 
 def _bypass(world: World, tries: int = 20) -> None:
@@ -262,14 +270,14 @@ def flip_one(world: World, on: str = "", only: Version | None = None, *, everywh
         frozen = [each for each in held if on and each[2].frozen]
         chosen = world.rng.choice(frozen or held)
         for each in [each for each in held if everywhere and each[1].shape.owner == chosen[1].shape.owner] or [chosen]:
-            _flip_in(world, *each)
+            _flip_in(world, *each, data_only=everywhere)
 
 
-def _flip_in(world: World, host: Host, memory: SlotMemory, slot: Slot) -> None:
+def _flip_in(world: World, host: Host, memory: SlotMemory, slot: Slot, *, data_only: bool) -> None:
     assert slot.version is not None
     shape = memory.shape
     held_bytes = shape.data_bytes + world.rng.choice([0, len(EXTRAS)])  # of a state that no step changes
-    at = world.rng.choice([shape.data_offset + world.rng.randrange(held_bytes), 4096 + world.rng.randrange(8)])
+    at = world.rng.choice([shape.data_offset + world.rng.randrange(held_bytes), 4096 + world.rng.randrange(8)][: 2 - data_only])
     world.record("flip", host=host.name, owner=shape.owner, version=text(slot.version))
     memory._view[at] ^= 1 << world.rng.randrange(8)
 
@@ -390,6 +398,9 @@ THEMES = (  # one seed after the other has each
     Theme(moment="agent_manifest", deed="is cut off", stores=True, of_world=_SELDOM, settings={"leader_timeout": 3.0}),
     Theme(faults=("read_stored", "kill_all_agents"), stores=True),
     Theme(
-        faults=("kill_agent",), stores=True, of_storage={"deleting": 60.0, "slowness": 0.3}, of_world={"fault_seconds": 8.0, "step": 0.5}
+        faults=("kill_agent",),
+        stores=True,
+        of_storage={"deleting": 60.0, "slowness": 0.3},
+        of_world={"fault_seconds": 25.0, "step": 0.5, "copying": 0.01},
     ),
 )

@@ -45,9 +45,8 @@ from simulation.history_storage import Event, StorageRules, order
 
 _HARM = frozenset({"host lost", "agent killed", "replaced", "left", "flip", "killed"})  # events after which a host may lack what it had
 _ATTEMPTS = {  # that follow a single fault: two without hosts that may know more, and others while hosts boot
-    **dict.fromkeys(("restart_all", "stop", "stop_leader", "kill_worker", "damage"), 3),
+    **dict.fromkeys(("restart_all", "stop", "stop_leader", "kill_worker", "damage", "ruin"), 3),
     "lose_crew": 10,
-    "ruin": 4,
 }
 
 
