@@ -7,6 +7,9 @@ in one direction or both, connections break, bits flip in memory, and storage fa
 history must not be (`tests/kit/simulation/history.py`): a commit without its copies, something committed that is passed over while it is
 there, other bytes than were made, a checkpoint deleted with nothing newer, or no commits when all is well again.
 
+With ``--spells N --gap HOURS`` each seed has N times with faults, and between two of them ranks rest for so long in the mean: nothing
+happens then but signs of life, over which the clock jumps. So years pass; the report says how many hours were simulated step by step.
+
 One seed is one history, on any machine: `--first SEED --seeds 1 --history FILE` writes it down. See benchmarks/README.md.
 """
 
@@ -42,6 +45,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
         "seeds": len(outcomes),
         "violations": {each.seed: each.wrong for each in outcomes if each.wrong},
         "simulated_hours": round(sum(each.simulated for each in outcomes) / 3600, 2),
+        "of_these_step_by_step": round(sum(each.simulated - each.passed for each in outcomes) / 3600, 2),
         "processor_seconds": round(sum(each.processor for each in outcomes), 1),
         "faults": {name: counts[name] for name in FAULTS},
         "commits_heard": counts["commit"],
@@ -58,7 +62,8 @@ def report(figures: dict[str, object], hours: float) -> str:
     assert isinstance(faults, dict)
     lines = [
         f"{figures['seeds']} seeds of {hours:g} simulated hours with faults each, and then until the job has come up again. "
-        f"Together {figures['simulated_hours']} simulated hours in {figures['processor_seconds']} processor seconds.",
+        f"Together {figures['simulated_hours']} simulated hours ({figures['of_these_step_by_step']} of them step by step) "
+        f"in {figures['processor_seconds']} processor seconds.",
         "",
         common.table(("fault", "times"), [(name, str(number)) for name, number in faults.items()]),
         "",
@@ -76,6 +81,8 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=1, help="the first seed")
     parser.add_argument("--hours", type=float, default=0.05, help="simulated hours with faults, of each seed")
+    parser.add_argument("--spells", type=int, default=1, help="times with faults, of each seed, each of --hours")
+    parser.add_argument("--gap", type=float, default=240.0, help="hours between two of them, in the mean, over which the clock jumps")
     parser.add_argument("--ranks", type=int, default=0, help="of each job, on hosts of their own; 0: three or five")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no seed after this time")
     parser.add_argument(
@@ -102,7 +109,8 @@ def main() -> int:
     for seed in range(options.first, options.first + options.seeds):
         if time.monotonic() > until:
             break
-        outcomes.append(play(seed, seconds, patience=600 if options.ranks else 60, ranks=options.ranks))
+        patience = (600 if options.ranks else 60) * options.spells
+        outcomes.append(play(seed, seconds, patience=patience, ranks=options.ranks, spells=options.spells, gap=options.gap * 3600))
         for text in outcomes[-1].wrong:
             print(f"seed {seed}: {text}", file=sys.stderr, flush=True)
     figures = summary(outcomes)

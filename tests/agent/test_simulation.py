@@ -27,16 +27,19 @@ def _simulate(*arguments: str) -> dict[str, Any]:
 @pytest.mark.timeout(200)
 def test_a_seed_is_a_history_without_anything_that_must_not_be() -> None:
     with ThreadPoolExecutor(2) as both:
-        once, again = both.map(lambda _: _simulate("--first", "3", "--seeds", "1", "--hours", "0.005"), range(2))
+        once, again = both.map(
+            lambda _: _simulate("--first", "3", "--seeds", "1", "--hours", "0.005", "--spells", "2", "--gap", "90"), range(2)
+        )
     assert once["digests"] == again["digests"]
     assert once["commits_heard"]
     assert once["resumed"] > 1
+    assert once["simulated_hours"] > once["of_these_step_by_step"] + 1
 
 
 @pytest.mark.soak
 def test_many_seeds() -> None:
-    found = _simulate("--first", "100000", "--seeds", "100000", "--seconds", "900")
-    assert found["simulated_hours"] > 1
+    found = _simulate("--first", "100000", "--seeds", "100000", "--seconds", "900", "--spells", "4")
+    assert found["of_these_step_by_step"] > 1
 
 
 def test_an_agent_hears_that_a_rank_is_dead_which_it_has_not_welcomed_yet() -> None:
@@ -174,6 +177,12 @@ WELL = {
     "a host that has lost its copy reads a peer's": [
         *_copies(), _commit(), _chosen("1-a:1"), _seen("agent killed", host="h1") | {"at": 9.2}, _read("peer h0"),
     ],
+    "what was resumed is said to be committed, before its copies are made anew": [
+        *_copies("1-a:1", "h0"), _opened("h0", resumed="1-a:1"), _commit(of="2-b", resumed="1-a:1", copies={0: ["h0"]}),
+    ],
+    "copies that come back after ranks have asked for them are passed over": [
+        *_copies(), _commit(), _seen("sealing", host="h1", held=True), _seen("reconnected", host="h1"), _chosen(None),
+    ],
     "a job that is stored, and ends": [*STORED, _finished(1, stores=True)],
     "a half that is written again": [
         *UPLOADED, _seen("halved", key="old/shard"), _put("old/shard"), _put("stored.json") | {"stored": "1-a:1"},
@@ -190,6 +199,12 @@ WELL = {
     ],
 }  # fmt: skip
 WRONG = {
+    "with another root than its writer has formed": [
+        _seen("copied", rank=0, version="1-a:1", root="aa"),
+        _seen("copy", host="h0", owner=0, version="1-a:1", root="ab"),
+    ],
+    "whose roots are not the committed ones": [*_copies(), _commit(), _seen("kept", host="h1", owners=[0], version="1-a:1")],
+    "4 attempts follow a single fault (ruin)": _probe("ruin", *[_seen("attempt")] * 4, *_copies(), _commit()),
     "has never had": [*_copies("1-a:1", "h0"), _commit()],
     "has rank 0's shard of it no more": [*_copies(), _commit(copies={0: ["h0"]})],
     "1-a:1 is committed, and h1 has rank 0's": [*_copies(), _opened("h1", hosts=["h1", "h2"]), _commit(copies={0: ["h0"]})],

@@ -38,14 +38,25 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)  # event -> how often it happened
     simulated: float = 0.0  # seconds
+    passed: float = 0.0  # seconds of these over which the clock has jumped
     processor: float = 0.0  # seconds
     reached: bool = False  # whether a place of the package that was changed on purpose (`drawn`) was reached
 
 
-def play(seed: int, seconds: float, before: Callable[[], Any] | None = None, patience: int = _PATIENCE, ranks: int = 0) -> Outcome:
+def play(
+    seed: int,
+    seconds: float,
+    before: Callable[[], Any] | None = None,
+    patience: int = _PATIENCE,
+    ranks: int = 0,
+    *,
+    spells: int = 1,
+    gap: float = 0.0,
+) -> Outcome:
     """Simulates a seed in a forked process, which may take ``patience`` processor seconds.
 
-    ``before`` is called there first, to break the package: what follows ends with the first violation.
+    ``before`` is called there first, to break the package: what follows ends with the first violation. ``spells`` and ``gap``: those of
+    `World.simulate`.
     """
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
@@ -54,7 +65,7 @@ def play(seed: int, seconds: float, before: Callable[[], Any] | None = None, pat
             gc.disable()  # nothing is collected in so short a life, and looking for it takes a third of the time
             if before is not None:
                 before()
-            said = json.dumps(asdict(_play(seed, seconds, before is not None, ranks))).encode()
+            said = json.dumps(asdict(_play(seed, seconds, before is not None, ranks, spells, gap))).encode()
         except BaseException:
             said = json.dumps(asdict(Outcome(seed, wrong=[traceback.format_exc()[-2000:]]))).encode()
         while said:
@@ -74,12 +85,12 @@ def play(seed: int, seconds: float, before: Callable[[], Any] | None = None, pat
         return Outcome(seed, wrong=[f"the simulation has come to no end within {patience} processor seconds"])
 
 
-def _play(seed: int, seconds: float, is_broken: bool, ranks: int) -> Outcome:
+def _play(seed: int, seconds: float, is_broken: bool, ranks: int, spells: int, gap: float) -> Outcome:
     world, begin = World(seed, ranks), time.process_time()
     world.judge = Check() if is_broken else None
-    history = world.simulate(seconds, QUIET)
+    history = world.simulate(seconds, QUIET, spells, gap)
     took = time.process_time() - begin
     said = [line[:2000] for line in world.lines if any(text in line for text in _NEVER)]
     wrong = [*violations(history), *world.loop.errors, *said]
     counts = dict(Counter(event["event"] for event in history))
-    return Outcome(seed, world.digest, wrong[:_TOLD], counts, history[-1]["at"], took, bool(drawn.RAN))
+    return Outcome(seed, world.digest, wrong[:_TOLD], counts, history[-1]["at"], world.recess.passed, took, bool(drawn.RAN))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,6 +10,8 @@ from simulation import visitor
 from simulation.made import EXTRAS, text
 
 if TYPE_CHECKING:
+    from gemini_ft.agent.memory.slot_memory import SlotMemory
+    from gemini_ft.core.slots import Slot
     from gemini_ft.core.versions import Version
     from simulation.hosts import Agent, Host
     from simulation.loop import Process
@@ -74,10 +75,10 @@ def _lose_crew(world: World) -> None:
 
 def _hide(world: World) -> None:
     """Lists may lack for a while what was stored just now, when they are needed; nobody can know of it where nothing was reported yet."""
-    if world.rng.random() < 0.5 and any(key.endswith(".stored.json") for key in world.bucket.objects):
-        seconds = 20.0 if world.is_quiet else 200.0
+    if world.rng.random() < 0.7 and any(key.endswith(".stored.json") for key in world.bucket.objects):
+        seconds = 60.0 if world.is_quiet else 200.0
         world.bucket.lagging, world.bucket.late = 1.0, seconds
-        asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + seconds + 10.0, setattr, world.bucket, "lagging", 0.0)
+        world.loop.outside(world.loop.time() + seconds + 10.0, setattr, world.bucket, "lagging", 0.0)
 
 
 def _orphan(world: World) -> None:
@@ -100,13 +101,41 @@ def _damage(world: World) -> None:
         _restart_all(world)
 
 
+def _ruin(world: World) -> None:
+    """Bits flip in all copies of one shard of what was committed last, which ranks resume at once: only something older is left."""
+    known = [stream.context.host.committed for _, stream in world.streams if stream.context.host.committed is not None]
+    if known and any(key.endswith(".stored.json") for key in world.bucket.objects):
+        flip_one(world, only=max(known), everywhere=True)
+        _restart_all(world)
+
+
+def _misspeak(world: World) -> None:
+    """A bit flips in the checksum of a chunk that a rank says, and not in what it forms the root of its copy of."""
+    world.misspeaking += world.rng.choice([1, 1, 3])
+
+
+def _forge(world: World) -> None:
+    """A bit flips in the root that an agent has formed of a replica, before it tells anybody (`forged`)."""
+    world.forging += 1 if world.is_quiet else world.rng.choice([1, 3])
+
+
+def forged(world: World, host: str) -> None:
+    """Sees to it, now and then, that this host does not hear what is committed next, and that ranks choose then."""
+    if world.is_quiet or world.rng.random() < 0.3:
+        return
+    for near in [agent.host.name for agent in world.leading if agent.host.name != host]:
+        world.record("one way", near=near, far=host, seconds=6.0)
+        world.network.block(near, host, 6.0)
+    world.loop.outside(world.loop.time() + min(4.0, world.step) * world.rng.uniform(0.1, 1.0), _restart_all, world)
+
+
 def _bypass(world: World, tries: int = 20) -> None:
     """A host is cut off when copies are on their way from it, and comes back when others choose what to resume without it."""
     crew, later = [host for host in world.hosts if host.worker is not None], len(world.attempts)
     writing = [host for host in crew if host.worker is not None and host.worker.writing >= 0]
     if not writing or len(crew) < 2:
         if tries and not world.is_quiet:
-            asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + 0.13 * world.step, _bypass, world, tries - 1)
+            world.loop.outside(world.loop.time() + 0.13 * world.step, _bypass, world, tries - 1)
         return
     leads = [agent.host for agent in world.leading if agent.host in writing]  # whatever is undecided stays so
     apart, seconds = world.rng.choice(leads or writing), world.rng.uniform(2.0, 9.0)
@@ -119,7 +148,7 @@ def _bypass(world: World, tries: int = 20) -> None:
         for attempt in world.attempts[later:]:
             stop(world, world.rng.choice(attempt.scripts).process, 3.0)
 
-    asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + seconds - 1.0, choosing)
+    world.loop.outside(world.loop.time() + seconds - 1.0, choosing)
 
 
 def _half_cut(world: World) -> None:
@@ -129,7 +158,7 @@ def _half_cut(world: World) -> None:
         near, far = world.rng.sample(crew, 2)
         world.record("one way", near=near.name, far=far.name, seconds=60.0)
         world.network.block(near.name, far.name, 60.0)
-        asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + world.step * world.rng.uniform(0.5, 2.0), cut_off, world, near, 40.0)
+        world.loop.outside(world.loop.time() + world.step * world.rng.uniform(0.5, 2.0), cut_off, world, near, 40.0)
 
 
 def _split_leader(world: World) -> None:
@@ -144,7 +173,7 @@ def _split_leader(world: World) -> None:
                 world.record("agent killed", host=agent.host.name)
                 world.kill_agent(agent)
 
-        asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + min(4.0, world.step) * world.rng.uniform(0.1, 1.2), die)
+        world.loop.outside(world.loop.time() + min(4.0, world.step) * world.rng.uniform(0.1, 1.2), die)
 
 
 def _garble(world: World) -> None:
@@ -204,7 +233,7 @@ def strike(world: World, process: Process, deed: str = "") -> bool:
             cut_off(world, next(host for host in world.hosts if host.name == process.host), 10.0 if deed else 0.0)
             if deed:  # others come before it then
                 world.bucket.slowness = 3.0
-                asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + 30.0, setattr, world.bucket, "slowness", 0.02)
+                world.loop.outside(world.loop.time() + 30.0, setattr, world.bucket, "slowness", 0.02)
         case "flips":
             flip_one(world, process.host)
         case _:
@@ -221,12 +250,13 @@ def _reset(world: World) -> None:
     world.network.reset(world.rng)
 
 
-def flip_one(world: World, on: str = "", only: Version | None = None) -> None:
+def flip_one(world: World, on: str = "", only: Version | None = None, *, everywhere: bool = False) -> None:
     """A bit of a copy in memory changes: in its bytes or its checksums.
 
     Args:
         on: on which host, by name; there it is one that is to be uploaded, if any is.
         only: of which version.
+        everywhere: whether one changes in each copy of that shard.
     """
     held = [
         (host, memory, slot)
@@ -238,14 +268,18 @@ def flip_one(world: World, on: str = "", only: Version | None = None) -> None:
     ]
     if held:
         frozen = [each for each in held if on and each[2].frozen]
-        host, memory, slot = world.rng.choice(frozen or held)
-        version = slot.version
-        assert version is not None
-        shape = memory.shape
-        held_bytes = shape.data_bytes + world.rng.choice([0, len(EXTRAS)])  # of a state that no step changes
-        at = world.rng.choice([shape.data_offset + world.rng.randrange(held_bytes), 4096 + world.rng.randrange(8)])
-        world.record("flip", host=host.name, owner=shape.owner, version=text(version))
-        memory._view[at] ^= 1 << world.rng.randrange(8)
+        chosen = world.rng.choice(frozen or held)
+        for each in [each for each in held if everywhere and each[1].shape.owner == chosen[1].shape.owner] or [chosen]:
+            _flip_in(world, *each, data_only=everywhere)
+
+
+def _flip_in(world: World, host: Host, memory: SlotMemory, slot: Slot, *, data_only: bool) -> None:
+    assert slot.version is not None
+    shape = memory.shape
+    held_bytes = shape.data_bytes + world.rng.choice([0, len(EXTRAS)])  # of a state that no step changes
+    at = world.rng.choice([shape.data_offset + world.rng.randrange(held_bytes), 4096 + world.rng.randrange(8)][: 2 - data_only])
+    world.record("flip", host=host.name, owner=shape.owner, version=text(slot.version))
+    memory._view[at] ^= 1 << world.rng.randrange(8)
 
 
 def _flip(world: World) -> None:
@@ -269,7 +303,7 @@ def _full(world: World) -> None:
     """Other processes of a host take all memory that is left there, for a while."""
     host, seconds = world.rng.choice(world.hosts).name, world.rng.choice([5.0, 60.0])
     world.full.add(host)
-    asyncio.BaseEventLoop.call_at(world.loop, world.loop.time() + seconds, world.full.discard, host)
+    world.loop.outside(world.loop.time() + seconds, world.full.discard, host)
 
 
 def _clock(world: World) -> None:
@@ -313,6 +347,9 @@ FAULTS = {
     "read_stored": _read_stored,
     "orphan": _orphan,
     "damage": _damage,
+    "ruin": _ruin,
+    "misspeak": _misspeak,
+    "forge": _forge,
     "bypass": _bypass,
     "half_cut": _half_cut,
     "split_leader": _split_leader,
@@ -323,7 +360,7 @@ SHARES = {  # a job that has lost its memory shows little for a while
 }
 PROBES = (
     *("kill_worker", "kill_agent", "kill_leader", "kill_all_agents", "stop_leader"),
-    *("stop", "reset", "restart_all", "visit", "garble", "damage"),
+    *("stop", "reset", "restart_all", "visit", "garble", "damage", "ruin", "misspeak", "forge"),
 )
 
 
@@ -354,11 +391,16 @@ THEMES = (  # one seed after the other has each
     Theme(),
     Theme(faults=("bypass",), of_world={"step": 5.0, "copying": 1.0, "nbytes": 1536, "fault_seconds": 20.0}),
     Theme(faults=("half_cut",), of_world={"fan_in": 1, "fault_seconds": 30.0}, settings={"replica_timeout": 14.0}),
-    Theme(faults=("lose_crew",), stores=True, of_world={"fault_seconds": 40.0, "step": 2.0}),
-    Theme(faults=("split_leader",)),
-    Theme(faults=("damage",), moment="agent_uploads", deed="flips", stores=True),
-    Theme(faults=("orphan",), of_world={"fault_seconds": 20.0, "step": 5.0}),
+    Theme(faults=("lose_crew",), stores=True, of_world={"fault_seconds": 40.0, "step": 2.0, "boot_seconds": 8.0}),
+    Theme(faults=("split_leader", "forge")),
+    Theme(faults=("damage", "ruin"), moment="agent_uploads", deed="flips", stores=True, of_world={"fault_seconds": 20.0}),
+    Theme(faults=("orphan", "misspeak"), of_world={"fault_seconds": 20.0, "step": 5.0}),
     Theme(moment="agent_manifest", deed="is cut off", stores=True, of_world=_SELDOM, settings={"leader_timeout": 3.0}),
     Theme(faults=("read_stored", "kill_all_agents"), stores=True),
-    Theme(stores=True, of_storage={"failing": 0.2, "deleting": 20.0}, of_world=_SELDOM),
+    Theme(
+        faults=("kill_agent",),
+        stores=True,
+        of_storage={"deleting": 60.0, "slowness": 0.3},
+        of_world={"fault_seconds": 25.0, "step": 0.5, "copying": 0.01},
+    ),
 )

@@ -10,6 +10,8 @@ The events of a run, in the order in which they happened, are dicts with ``event
               the copies of those hosts, is heard in its own incarnation only, and nothing older may go for it anywhere else
 ``led``       a host obeys no older epoch than before
 ``opened``    incarnations follow each other on every host
+``copy``      a whole copy has the root that its writer has formed, where the writer forms it
+``kept``      a copy whose root is not the committed one is given up
 ``unsound``   no copy is whole with other bytes than were made, unless these were damaged while their owner wrote them
 ``heard``     a rank is told of no commit but one that a leader has decided
 ``chosen``    nothing that was committed is passed over while memory of the hosts that choose has a sound copy of every shard, and nothing
@@ -43,7 +45,7 @@ from simulation.history_storage import Event, StorageRules, order
 
 _HARM = frozenset({"host lost", "agent killed", "replaced", "left", "flip", "killed"})  # events after which a host may lack what it had
 _ATTEMPTS = {  # that follow a single fault: two without hosts that may know more, and others while hosts boot
-    **dict.fromkeys(("restart_all", "stop", "stop_leader", "kill_worker", "damage"), 3),
+    **dict.fromkeys(("restart_all", "stop", "stop_leader", "kill_worker", "damage", "ruin"), 3),
     "lose_crew": 10,
 }
 
@@ -62,6 +64,7 @@ class Check(StorageRules):
     def __init__(self) -> None:
         super().__init__()
         self.copies: dict[tuple[str, int, str], float] = {}  # (host, owner, version) -> when a sound copy was made there
+        self.formed: dict[tuple[int, str], str] = {}  # (owner, version) -> the root that its rank has formed
         self.harm: dict[str, float] = {}  # host -> when something happened to it last
         self.flipped: set[tuple[str, int, str]] = set()  # (host, owner, version) of copies that were damaged
         self.epochs: dict[tuple[str, float, str], int] = {}  # (host, when its agent began, incarnation) -> newest epoch obeyed
@@ -75,6 +78,7 @@ class Check(StorageRules):
         self.aborted: set[str] = set()
         self.newest: dict[tuple[str, str, int], tuple[int, str, int]] = {}  # (incarnation, leader, epoch) -> its last commit
         self.last: dict[str, tuple[int, str, int]] = {}  # incarnation -> its last commit
+        self.brought_late: set[str] = set()  # hosts whose agents have been given memory back since ranks asked what is there
         self.chosen: str | None = None
         self.chosen_at = 0.0
         self.held: dict[int, list[str]] = {}  # owner -> hosts that had a sound copy of it then
@@ -100,6 +104,21 @@ class Check(StorageRules):
     def _copy(self, event: Event) -> None:
         """Remembers a whole copy with the bytes that were made."""
         self.copies.setdefault((event["host"], event["owner"], event["version"]), event["at"])
+        formed = self.formed.get((event["owner"], event["version"]), event.get("root"))
+        what = (
+            f"rank {event['owner']}'s shard of {event['version']} is whole on {event['host']}, with another root than its writer has formed"
+        )
+        self._must(event.get("root") == formed, event, what)
+
+    def _copied(self, event: Event) -> None:
+        """Remembers the root that a rank has formed of its shard."""
+        if event["root"]:
+            self.formed[event["rank"], event["version"]] = event["root"]
+
+    def _kept(self, event: Event) -> None:
+        """A copy that is not the one that was committed is given up."""
+        what = f"{event['host']} keeps shards of ranks {event['owners']} of {event['version']}, whose roots are not the committed ones"
+        self._must(False, event, what)
 
     def _abort(self, event: Event) -> None:
         """A version that is committed is never taken back."""
@@ -137,6 +156,8 @@ class Check(StorageRules):
             self.safe.add(version)
         else:
             self.late.add(version)
+        if event.get("of") not in (None, incarnation):
+            return  # what was resumed is said again: it was chosen as it was whole, whether it had been committed or not
         last = self.last.setdefault(incarnation, order(version))
         goes_on = order(version) >= last or order(version) < before
         self._must(goes_on, event, f"{version} is committed, and iteration {last[2]} was by another leader")
@@ -252,8 +273,13 @@ class Check(StorageRules):
         """A host promises to ranks that choose only copies that it keeps."""
         self._must(False, event, f"{event['host']} promises copies that it does not keep: {', '.join(event['lost'])}")
 
+    def _reconnected(self, event: Event) -> None:
+        """A rank of an attempt that is over may bring its memory to another agent when the ranks of the next have asked what is there."""
+        self.brought_late.add(event["host"])
+
     def _sealing(self, event: Event) -> None:
         """Nothing changes on a host from which ranks choose."""
+        self.brought_late.discard(event["host"])
         self._must(event["held"], event, f"ranks choose, and {event['host']} goes on")
 
     def _left_out(self, event: Event) -> None:
@@ -268,7 +294,11 @@ class Check(StorageRules):
     def _chosen(self, event: Event) -> None:
         """The newest version that was committed and is whole, in memory or in storage, is resumed; a single fault loses nothing."""
         self.chosen = version = event["version"]
-        loses = not self.probed or self.probed in ("lose_crew", "damage")  # with a checkpoint in storage nobody waits for absent hosts
+        loses = not self.probed or self.probed in (
+            "lose_crew",
+            "damage",
+            "ruin",
+        )  # with a checkpoint in storage nobody waits for absent hosts
         self._must(loses or version == self.latest, event, f"{self.latest} is lost by a single fault ({self.probed})")
         self.chosen_at, self.held = event["at"], event["copies"].get(version, {})
         at = order(version) if version is not None else (0, "", 0)
@@ -276,7 +306,7 @@ class Check(StorageRules):
         passed_over = [other for other in self.committed - {*event["given_up"]} if order(other) > at]
         for other in sorted(passed_over, key=order):
             held = event["copies"].get(other, {})
-            whole = all(held.get(owner) for owner in ranks)
+            whole = all({*held.get(owner, ())} - self.brought_late for owner in ranks)
             self._must(not whole, event, f"{other} is committed and whole on {event['hosts']}, and {version} is resumed")
         for folder, (stored, _) in self.manifests.items():
             is_known = stored in self.stored or folder not in event.get("hidden", ())  # else its leader was lost before it could say so

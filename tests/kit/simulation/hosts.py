@@ -55,7 +55,7 @@ class Agent:
         async def serve() -> None:
             await agent_main._serve(self.run, self.streams, listener)  # type: ignore[arg-type]
             self.world.record("left", host=self.host.name)
-            asyncio.BaseEventLoop.call_soon(self.world.loop, self.world.kill_agent, self)
+            self.world.loop.outside(0.0, self.world.kill_agent, self)
 
         self._task = self.world.loop.create_task(serve())
         self.requests = Requests(self.run, self.streams)  # replaced when the task begins; a client may come before

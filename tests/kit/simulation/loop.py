@@ -7,10 +7,9 @@ goes on. Blocking code runs on threads of its own of which never more than one i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
+import heapq
 import itertools
-import selectors
 import threading
 import traceback
 from collections import deque
@@ -31,6 +30,20 @@ class Killed(BaseException):
     """Ends the threads of a process that was killed."""
 
 
+class Handle:
+    """A callback that is due, as asyncio's handles are, but small: there are hundreds of them in each simulated second."""
+
+    __slots__ = ("args", "callback", "context", "is_cancelled", "process", "when")
+
+    def __init__(
+        self, process: Process | None, callback: Callable[..., Any], args: tuple[Any, ...], context: contextvars.Context, when: float = 0.0
+    ) -> None:
+        self.process, self.callback, self.args, self.context, self.when, self.is_cancelled = process, callback, args, context, when, False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
 class Process:
     """A process of a host: what it has begun does nothing any more once it is dead."""
 
@@ -38,7 +51,7 @@ class Process:
         self.loop, self.name, self.host = loop, name, host
         self.alive = True
         self.stopped_at = self.stopped_until = 0.0  # simulated seconds
-        self.parked: deque[tuple[list[asyncio.Handle], Callable[..., Any], tuple[Any, ...], contextvars.Context]] = deque()
+        self.parked: deque[Handle] = deque()
         self.fibers: set[Fiber] = set()
         self.context = contextvars.copy_context()
         self.context.run(PROCESS.set, self)
@@ -52,7 +65,7 @@ class Process:
         """Has this process do something."""
         self.loop.call_soon(work, *args, context=self.context.copy())
 
-    def at(self, when: float, work: Callable[..., Any], *args: Any) -> asyncio.TimerHandle:
+    def at(self, when: float, work: Callable[..., Any], *args: Any) -> Handle:
         return self.loop.call_at(when, work, *args, context=self.context.copy())
 
     @property
@@ -63,18 +76,11 @@ class Process:
         """Lets it do nothing for so long."""
         self.stopped_at = self.stopped_at if self.is_stopped else self.loop.time()
         self.stopped_until = max(self.stopped_until, self.loop.time() + seconds)
-        asyncio.BaseEventLoop.call_at(self.loop, self.stopped_until, self._go_on)
+        self.loop.outside(self.stopped_until, self._go_on)
 
     def _go_on(self) -> None:
-        if self.is_stopped:
-            return
         while self.parked and self.alive and not self.is_stopped:
-            cell, callback, args, context = self.parked.popleft()
-            if not (cell and cell[0].cancelled()):
-                try:
-                    context.run(callback, *args)
-                except Exception as error:
-                    self.loop.call_exception_handler({"message": f"in {self.name}", "exception": error})
+            self.loop.call_back(self.parked.popleft())
 
     def kill(self) -> None:
         """Ends it; nothing of it runs any more, not even what would clean up."""
@@ -99,18 +105,6 @@ class _Task(asyncio.Task[Any]):
         return self.number
 
 
-class _Clock(selectors.DefaultSelector):
-    """Time passes when nothing is left to do at this moment."""
-
-    now = _BEGAN
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        assert timeout is not None, "nothing will ever happen again"
-        if timeout > 0:
-            self.now += max(_LEAST, timeout)
-        return []
-
-
 class SimulatedLoop(asyncio.SelectorEventLoop):
     """An event loop whose time passes only when nothing is left to do.
 
@@ -119,13 +113,16 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     """
 
     def __init__(self, rng: Random) -> None:
-        self.clock = _Clock()
+        self.now = _BEGAN
         self.rng = rng
+        self._handles: deque[Handle] = deque()  # due now
+        self._timers: list[tuple[float, int, Handle]] = []  # a heap; the numbers keep the order of those that are due at the same time
+        self._numbers = itertools.count()
         self.processes: list[Process] = []
         self.errors: list[str] = []
         self.fibers_begun = 0
         self.dial: Callable[..., Any]
-        super().__init__(self.clock)
+        super().__init__()
         self.set_exception_handler(self._on_error)
         self._kept = set[asyncio.Task[Any]]()  # tasks that have not ended, even of dead processes: what is collected would clean up
         self.set_task_factory(self._new_task)
@@ -137,7 +134,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         return task
 
     def time(self) -> float:
-        return self.clock.now
+        return self.now
 
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error, message = context.get("exception"), str(context.get("message"))
@@ -149,27 +146,62 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
     # -- callbacks of processes
 
-    def call_soon(  # type: ignore[override]
-        self, callback: Any, *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.Handle:
-        process = context.get(PROCESS) if context is not None else PROCESS.get()
-        if process is None:
-            return super().call_soon(callback, *args, context=context)
-        cell: list[asyncio.Handle] = []
-        handle = super().call_soon(_run, process, cell, callback, args, context=context)
-        cell.append(handle)
+    def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Handle:  # type: ignore[override]
+        context = context or contextvars.copy_context()
+        handle = Handle(context.get(PROCESS), callback, args, context)
+        self._handles.append(handle)
         return handle
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.TimerHandle:
-        process = context.get(PROCESS) if context is not None else PROCESS.get()
-        if process is None:
-            return super().call_at(when, callback, *args, context=context)
-        cell: list[asyncio.Handle] = []
-        handle = super().call_at(when, _run, process, cell, callback, args, context=context)
-        cell.append(handle)
+    ) -> Handle:
+        context = context or contextvars.copy_context()
+        return self._add(Handle(context.get(PROCESS), callback, args, context, when))
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> Handle:
+        return self.call_at(self.now + delay, callback, *args, context=context)
+
+    def outside(self, when: float, callback: Callable[..., Any], *args: Any) -> Handle:
+        """Calls at a simulated time what no process does; 0: at once."""
+        return self._add(Handle(None, callback, args, contextvars.copy_context(), max(when, self.now)))
+
+    def _add(self, handle: Handle) -> Handle:
+        heapq.heappush(self._timers, (handle.when, next(self._numbers), handle))
         return handle
+
+    def carry_out(self, handle: Handle) -> None:
+        """Calls back, unless the process is dead, or stopped: then it waits until that goes on."""
+        process = handle.process
+        if process is None or (process.alive and not process.parked and process.stopped_until <= self.now):
+            self.call_back(handle)
+        elif process.alive:
+            process.parked.append(handle)
+
+    def call_back(self, handle: Handle) -> None:
+        if handle.is_cancelled:
+            return
+        try:
+            handle.context.run(handle.callback, *handle.args)
+        except Killed:
+            return
+        except Exception as error:
+            name = handle.process.name if handle.process is not None else "the world"
+            self.call_exception_handler({"message": f"in {name}", "exception": error})
+
+    def _run_once(self) -> None:
+        """Carries out what is due; where nothing is, time passes until something is."""
+        handles, timers = self._handles, self._timers
+        if not handles and not self._stopping:  # type: ignore[attr-defined]
+            while timers[0][2].is_cancelled:
+                heapq.heappop(timers)
+            if timers[0][0] > self.now:
+                self.now = max(self.now + _LEAST, timers[0][0])
+        while timers and timers[0][0] <= self.now:
+            handles.append(heapq.heappop(timers)[2])
+        for _ in range(len(handles)):
+            self.carry_out(handles.popleft())
 
     def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:  # type: ignore[override]
         """Does nothing: of all signals only those that end a process are simulated."""
@@ -197,16 +229,6 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         fiber = Fiber(process, lambda: func(*args), over)
         process.at(self.time() + self.rng.expovariate(1 / 0.0005), fiber.go_on)
         return done
-
-
-def _run(process: Process, cell: list[asyncio.Handle], callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    if not process.alive:
-        return
-    if process.is_stopped or process.parked:
-        process.parked.append((cell, callback, args, contextvars.copy_context()))
-    else:
-        with contextlib.suppress(Killed):
-            callback(*args)
 
 
 class _Thread:

@@ -23,7 +23,7 @@ from gemini_ft.wire.lane import ID_BYTES
 from gemini_ft.wire.lane_thread import LaneThread
 from gemini_ft.wire.tcp import Address, Connection
 from simulation.lanes import FakeSocket, SimulatedLane
-from simulation.loop import PROCESS, Process, SimulatedLoop
+from simulation.loop import PROCESS, Handle, Process, SimulatedLoop
 from simulation.wire import SimulatedWire
 
 SILENCE = 60.0  # simulated seconds after which the kernel gives a peer up: TCP_USER_TIMEOUT and keep-alives
@@ -69,16 +69,16 @@ class Network:
             self.cut_at[near, far] = self.loop.time()
         self.cut[near, far] = self.cut.get((near, far), 0) + 1
         at = self.loop.time() + seconds
-        asyncio.BaseEventLoop.call_at(self.loop, at, self._heal, near, far)
+        self.loop.outside(at, self._heal, near, far)
         if seconds > SILENCE:
             crossing = [end for end in self.ends.values() if {end.host, end.far.host} == {near, far}]
-            asyncio.BaseEventLoop.call_at(self.loop, self.loop.time() + SILENCE, self._give_up, crossing)
+            self.loop.outside(self.loop.time() + SILENCE, self._give_up, crossing)
 
     def _heal(self, near: str, far: str) -> None:
         self.cut[near, far] -= 1
         if not self.is_cut(near, far):
             for end in self.held.pop((near, far), []):  # sent again within a while
-                asyncio.BaseEventLoop.call_at(self.loop, self.loop.time() + self.rng.uniform(0.0, 1.5), end.flow)
+                self.loop.outside(self.loop.time() + self.rng.uniform(0.0, 1.5), end.flow)
 
     def _give_up(self, crossing: list[End]) -> None:
         for end in crossing:
@@ -89,7 +89,7 @@ class Network:
         """The host is without power: nobody is told."""
         for end in [end for end in self.ends.values() if end.host == host]:
             end.vanish()
-            asyncio.BaseEventLoop.call_at(self.loop, self.loop.time() + SILENCE, end.far.lose, TimeoutError("Connection timed out"))
+            self.loop.outside(self.loop.time() + SILENCE, end.far.lose, TimeoutError("Connection timed out"))
         self._forget(lambda listener: listener.process.host == host)
 
     def lose_process(self, process: Process) -> None:
@@ -182,7 +182,7 @@ class End:
         self.socket = FakeSocket()
         self.is_open = True
         self.queue: deque[tuple[float, bytes]] = deque()  # on its way to the far end
-        self.timer: asyncio.TimerHandle | None = None
+        self.timer: Handle | None = None
         self._last = 0.0
         self._early: list[bytes] = []  # came before anybody listened
         self._heard: Callable[[bytes], None] | None = None
@@ -203,7 +203,7 @@ class End:
 
     def _schedule(self) -> None:
         if self.queue and self.timer is None:
-            self.timer = asyncio.BaseEventLoop.call_at(self.network.loop, max(self.queue[0][0], self.network.loop.time()), self.flow)
+            self.timer = self.network.loop.outside(max(self.queue[0][0], self.network.loop.time()), self.flow)
 
     def flow(self) -> None:
         """Delivers what is due, unless the link is cut: then it is sent again when that is over."""

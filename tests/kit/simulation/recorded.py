@@ -113,8 +113,16 @@ def on_decision(world: World, stream: Stream, message: PeerMessage) -> None:
         world.record("holders", host=name, excluded=sorted(map(list, message.excluded)))
 
 
+def on_committed(world: World, stream: Stream, message: Commit) -> None:
+    """A host has taken a commit in: of the copies that it keeps, tells those with other roots than that says."""
+    kept = {owner: slots.complete_version(message.version) for owner, slots in stream.context.host.shards.items()}
+    others = sorted(owner for owner, slot in kept.items() if slot is not None and slot.root != message.roots.get(owner, slot.root))
+    if others and stream.context.host.committed == message.version:
+        world.record("kept", host=stream.context.host.name, version=text(message.version), owners=others)
+
+
 def on_choice(world: World, script: Script, choice: Any) -> None:
-    if script.rank == 0:
+    if script.rank == 0 and not script.attempt.broken:  # else nobody resumes what it has chosen
         version = choice.plan.version
         world.record(
             "chosen",

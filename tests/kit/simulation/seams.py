@@ -27,6 +27,7 @@ from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.replication import rebuild
 from gemini_ft.agent.replication.send import PeerLink
 from gemini_ft.agent.stream import Stream
+from gemini_ft.core.decisions import Commit
 from gemini_ft.core.versions import Version
 from gemini_ft.launch import notes
 from gemini_ft.storage import checkpoints, lookout, shard
@@ -37,6 +38,7 @@ from gemini_ft.worker import session as joining
 from simulation import network as networking
 from simulation import recorded, visitor
 from simulation.audit import Audit
+from simulation.faults import forged
 from simulation.loop import PROCESS, Lock, Process, sleep, within
 from simulation.made import text
 from simulation.storage import SimulatedStorage
@@ -88,11 +90,23 @@ def seams(world: World) -> Iterator[None]:
         if whole:
             event = "copy" if recorded.sound(memory.fd, world.size_at) is not None else "unsound"
             world.record(event, host=process.host, owner=memory.shape.owner, version=text(version), root=memory.root)
+            if world.forging and root is not None and root != "" and not owns(process.host, memory.shape.owner):
+                world.forging, memory.root = (
+                    world.forging - 1,
+                    f"{int(memory.root, 16) ^ 1 << world.rng.randrange(64):0{len(memory.root)}x}",
+                )
+                world.record("flip", host=process.host, owner=memory.shape.owner, version=text(version))
+                forged(world, process.host)
         return whole
+
+    def owns(host: str, owner: int) -> bool:
+        return any(stream.context.host.owns(owner) for of, stream in world.streams if of.name == host)
 
     def decided(stream: Stream, message: PeerMessage) -> None:
         recorded.on_decision(world, stream, message)
         on_decision(stream, message)
+        if isinstance(message, Commit):
+            recorded.on_committed(world, stream, message)
 
     def chosen(chooser: Any) -> Any:
         choice = choose(chooser)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
@@ -72,7 +71,7 @@ def _begin(world: World, process: Process, work: Callable[[], None], failed: Cal
             failed(error)
         if error is not None and not isinstance(error, GeminiError):
             world.loop.errors.append(f"a visitor fails: {error!r}")
-        asyncio.BaseEventLoop.call_soon(world.loop, end)
+        world.loop.outside(0.0, end)
 
     def end() -> None:
         if process.alive:

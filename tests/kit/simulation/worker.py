@@ -75,6 +75,7 @@ class Script:
         self.has_finished = False
         self.lacks = False  # whether others must be here for the state to be whole
         self.at = 0
+        self.is_resting = False
 
     @property
     def fiber(self) -> Fiber:
@@ -161,15 +162,27 @@ class Script:
             self.at += 1
             assert self.client is not None
             try:
-                self.client.tell(Progress(iteration=self.at))
+                with contextlib.suppress(AgentError):  # its death is noticed, and mended, at the snapshot
+                    self.client.tell(Progress(iteration=self.at))
                 if self._room or world.size_at(self.at) != self._nbytes:
                     await loop.run_in_executor(None, self._reserve)
                 await self._snapshot(self.at)
+                if world.recess.is_due(self.at):
+                    await self._rest()
             except AgentError:
                 if not self.client.lost:
                     raise
                 await loop.run_in_executor(None, self._reconnect)
         await loop.run_in_executor(None, self._finish)
+
+    async def _rest(self) -> None:
+        """Does something that is no step, for long."""
+        assert self.client is not None
+        self.client.tell(Progress(iteration=self.at, suspended=True))
+        self.is_resting = True
+        await self.world.recess.rest()
+        self.is_resting = False
+        self.client.tell(Progress(iteration=self.at))
 
     def _finish(self) -> None:
         """Does what `Recorder.close` and the end of the process do."""
@@ -218,10 +231,14 @@ class Script:
             await asyncio.sleep(world.rng.expovariate(1 / world.copying))
             memory[at + start : at + start + size] = body[start : start + size]
             checksums.append(checksum(body[start : start + size]))
+            said = checksums[-1]
+            if world.misspeaking and not world.on_device:
+                world.misspeaking, said = world.misspeaking - 1, said ^ 1 << world.rng.randrange(64)
+                world.record("misspoken", rank=self.rank, version=text(version))
             if world.on_device and start < nbytes:
                 client.tell(Landed(iteration=iteration, upto=start + size))
             else:
-                client.tell(Chunk(owner=self.rank, iteration=iteration, index=index, offset=start, nbytes=size, digest=checksums[-1]))
+                client.tell(Chunk(owner=self.rank, iteration=iteration, index=index, offset=start, nbytes=size, digest=said))
         root = shard_root(self.rank, version, layout_digest(self.layout.to_bytes()), (nbytes, len(EXTRAS), chunk), checksums)
         client.tell(
             Copied(iteration=iteration, extras_bytes=len(EXTRAS), digest=f"digest of {iteration}", root="" if world.on_device else root)

@@ -26,6 +26,7 @@ from simulation.history import Check
 from simulation.hosts import Agent, Attempt, Host
 from simulation.loop import PROCESS, Fiber, Killed, Process, SimulatedLoop
 from simulation.network import Network
+from simulation.recess import Recess
 from simulation.seams import SCRIPTS, seams
 from simulation.storage import URL, Bucket
 from simulation.worker import Script
@@ -67,6 +68,8 @@ class World:
         self.step = rng.choice([0.5, 2.0, 5.0])
         self.copying = rng.choice([0.001, 0.02, 0.2]) * self.step
         self.linger = 3600.0
+        self.boot_seconds = 60.0  # of a host that has lost its power, in the mean
+        self.misspeaking = self.forging = 0  # checksums that ranks say, and roots that agents form, in which a bit flips
         self.hosts = [Host(f"h{number}") for number in range(self.ranks + 1)]
         self.fault_seconds = rng.choice([4.0, 8.0, 20.0])
         self.grace = rng.choice([4.0, 4.0, 20.0])  # seconds for which a worker may outlive its attempt
@@ -88,11 +91,10 @@ class World:
             id="launch", pid=os.getpid(), ticks=began(os.getpid()) or 0, started=0.0, command=[], folder="", script="", environ={}
         )
         self.attempts: list[Attempt] = []
+        self.recess = Recess(self)
         self.is_quiet, self.commits = False, 0
         self.pid_of_process: dict[Process, int] = {}
-        self.weights = {name: rng.choice([0.0, 1.0, 1.0, 3.0]) * SHARES.get(name, 1.0) for name in FAULTS}
-        self.weights["kill_worker"] = max(1.0, self.weights["kill_worker"])
-        self.weights |= dict.fromkeys(self.theme.faults, 0.7 * sum(self.weights.values()) / max(1, len(self.theme.faults)))
+        self._draw_faults()
         vars(self).update(self.theme.of_world)
         vars(self.bucket).update(self.theme.of_storage)
         if self.theme.stores and not self.theme.faults:
@@ -104,6 +106,12 @@ class World:
         self.judge: Check | None = None  # ends the run at the first violation
         self.led_when_listing: dict[tuple[Process | None, str], bool] = {}  # whether the process that began to list this led then
         self.last: int | None = None  # iteration with which the job ends
+
+    def _draw_faults(self) -> None:
+        rng = self.rng
+        self.weights = {name: rng.choice([0.0, 1.0, 1.0, 3.0]) * SHARES.get(name, 1.0) for name in FAULTS}
+        self.weights["kill_worker"] = max(1.0, self.weights["kill_worker"])
+        self.weights |= dict.fromkeys(self.theme.faults, 0.7 * sum(self.weights.values()) / max(1, len(self.theme.faults)))
 
     def size_at(self, iteration: int) -> int:
         """The bytes of a shard after ``iteration`` iterations."""
@@ -210,7 +218,7 @@ class World:
         raise Killed
 
     def kill_soon(self, process: Process, why: str) -> None:
-        asyncio.BaseEventLoop.call_soon(self.loop, self._kill_process, process, why)
+        self.loop.outside(0.0, self._kill_process, process, why)
 
     def _kill_process(self, process: Process, why: str) -> None:
         if (script := SCRIPTS.get(process)) is not None and script.host.worker is script:
@@ -233,7 +241,7 @@ class World:
         host.ready_at = self.loop.time() + self.rng.uniform(0.2, 3.0) + 15.0 * script.lacks  # it gives way to others
         script.attempt.broken |= not script.has_finished
         if lives:
-            asyncio.BaseEventLoop.call_at(self.loop, self.loop.time() + lives, self._bury, script)
+            self.loop.outside(self.loop.time() + lives, self._bury, script)
         else:
             self._bury(script)
 
@@ -244,7 +252,7 @@ class World:
             script.lose_memory()
 
     def _end_soon(self, script: Script, error: BaseException | None) -> None:
-        asyncio.BaseEventLoop.call_soon(self.loop, self._ended, script, error)
+        self.loop.outside(0.0, self._ended, script, error)
 
     def _ended(self, script: Script, error: BaseException | None) -> None:
         if error is not None and not isinstance(error, GeminiError):
@@ -258,7 +266,7 @@ class World:
     # -- launchers
 
     def _launchers(self) -> None:
-        asyncio.BaseEventLoop.call_at(self.loop, self.loop.time() + _LOOK, self._launchers)
+        self.loop.outside(self.loop.time() + _LOOK, self._launchers)
         now = self.loop.time()
         for host in self.hosts:
             if host.worker is not None and host.worker.attempt.broken:
@@ -290,7 +298,7 @@ class World:
         self.record("attempt", number=attempt.number, hosts=[host.name for host in crew])
         if not self.is_quiet and self.rng.random() < self.haste:
             at, name = self.loop.time() + self.rng.uniform(0.0, 12.0), self.rng.choice(PROBES)
-            asyncio.BaseEventLoop.call_at(self.loop, at, lambda: None if self.is_quiet else FAULTS[name](self))
+            self.loop.outside(at, lambda: None if self.is_quiet else FAULTS[name](self))
         for rank, host in enumerate(crew):
             process = Process(self.loop, f"rank {rank} on {host.name}", host.name)
             script = host.worker = Script(self, attempt, host, rank, process)
@@ -316,7 +324,7 @@ class World:
             name = self.rng.choices(names, [self.weights[each] for each in names])[0]
             FAULTS[name](self)
         seconds = self.rng.expovariate(1 / self.fault_seconds) * self.rng.choice([0.02, 1.0, 1.0])
-        asyncio.BaseEventLoop.call_at(self.loop, self.loop.time() + seconds, self._fault)
+        self.loop.outside(self.loop.time() + seconds, self._fault)
 
     def _up(self) -> list[Host]:
         return [host for host in self.hosts if host.is_up]
@@ -335,8 +343,8 @@ class World:
         if host.agent is not None:
             self.kill_agent(host.agent)
         host.notes.clear()
-        seconds = self.rng.uniform(1.0, 20.0) if self.is_quiet else self.rng.expovariate(1 / 60.0)
-        asyncio.BaseEventLoop.call_at(self.loop, self.loop.time() + seconds, self._boot, host)
+        seconds = self.rng.uniform(1.0, 20.0) if self.is_quiet else self.rng.expovariate(1 / self.boot_seconds)
+        self.loop.outside(self.loop.time() + seconds, self._boot, host)
 
     def _boot(self, host: Host) -> None:
         host.is_up = True
@@ -346,22 +354,29 @@ class World:
 
     # -- a whole run
 
-    def simulate(self, seconds: float, quiet: float = 0.0) -> list[Event]:
-        """Lets it run, and then without faults; returns what was recorded."""
+    def simulate(self, seconds: float, quiet: float = 0.0, spells: int = 1, gap: float = 0.0) -> list[Event]:
+        """Lets it run, and then without faults; returns what was recorded.
+
+        Args:
+            seconds: with faults.
+            quiet: without them, within which the job must come up again.
+            spells: times with faults, one after the other.
+            gap: seconds between two of them, in the mean.
+        """
         with seams(self):
 
             async def work() -> None:
                 storage = self.config.storage
                 self.record("settings", keep_last=(storage.kept or 1) if storage is not None else 1)
                 self._launchers()
-                asyncio.BaseEventLoop.call_at(self.loop, self.loop.time() + self.rng.expovariate(1 / self.fault_seconds), self._fault)
-                await asyncio.sleep(seconds)
+                self.loop.outside(self.loop.time() + self.rng.expovariate(1 / self.fault_seconds), self._fault)
+                for spell in range(spells):
+                    if spell:
+                        await self._come_up(quiet)
+                        await self._take_recess(gap)
+                    await asyncio.sleep(seconds)
                 if quiet:
-                    self._calm()
-                    begun = len(self.history)
-                    patience = quiet + 80 * self.step  # thirty steps from one checkpoint to the next, and their copies
-                    await self._until(patience, self.commits + _COMMITS, lambda: self._is_well(begun))
-                    self.record("end", **recorded.state(self))
+                    await self._come_up(quiet)
                     self.record("cruise")
                     said = len(self.lines)
                     await asyncio.sleep(12 * self.step)
@@ -384,6 +399,24 @@ class World:
             finally:
                 self._close()
         return self.history
+
+    async def _come_up(self, quiet: float) -> None:
+        """Lets nothing fail any more, until the job goes on as it should."""
+        self._calm()
+        begun = len(self.history)
+        patience = quiet + 80 * self.step  # thirty steps from one checkpoint to the next, and their copies
+        await self._until(patience, self.commits + _COMMITS, lambda: self._is_well(begun))
+        self.record("end", **recorded.state(self))
+
+    async def _take_recess(self, gap: float) -> None:
+        """Lets a long time pass, after which steps are committed as before, and then other faults come."""
+        self.record("probe", fault="recess")
+        seconds = self.rng.expovariate(1 / gap)
+        self.record("recess", seconds=seconds if await self.recess.take(seconds) else 0.0)
+        await self._until(_COMES_UP, self.commits + _COMMITS)
+        self.record("probe end", fault="recess")
+        self.is_quiet, self.theme = False, self.rng.choice([each for each in THEMES if self.config.storage is not None or not each.stores])
+        self._draw_faults()
 
     async def _until(self, seconds: float, commits: int, holds: Callable[[], bool] = lambda: True) -> None:
         """Waits until so many commits have been heard of and ``holds``, or for that time."""
@@ -420,7 +453,7 @@ class World:
         self.bucket.halving = self.bucket.deleting = 0.0
         self.bucket.away.clear()
         self.bucket.mend()
-        self.network.garbling, self.network.descheduling = 0, 0.0
+        self.network.garbling, self.network.descheduling, self.misspeaking, self.forging = 0, 0.0, 0, 0
         self.network.slow.clear()
         self.full.clear()
         for process in [process for process in self.loop.processes if process.name.startswith("visitor")]:
