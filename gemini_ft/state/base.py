@@ -84,6 +84,19 @@ class TrainingState(Protocol):
         ...
 
 
+class BoundState(TrainingState, Protocol):
+    """A state as a checkpointer is given it.
+
+    Attributes:
+        models, optimizers: of which it consists; the optimizers are torch's.
+        unrepeatable: why its steps cannot be computed again (``verify: replay``); empty: they can.
+    """
+
+    models: Models
+    optimizers: Sequence[Any]
+    unrepeatable: str
+
+
 class PlainState:
     """Modules and optimizers as their owner sees them; see `gemini_ft.state.modules`.
 
@@ -108,6 +121,7 @@ class PlainState:
         before: PlainState | None = None,
     ) -> None:
         self.models, self.optimizers, self.replicated = models, optimizers, replicated
+        self.unrepeatable = ""
         self._ignored, self._has_modes, self._can_rebuild = ignored, modes, can_rebuild
         self._surveyor = Surveyor(models, optimizers)
         self._found: Survey | None = None  # by the last survey
