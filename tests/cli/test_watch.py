@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -236,6 +237,26 @@ def test_at_sigint_the_status_says_that_no_agent_has_answered(capsys: pytest.Cap
     monkeypatch.setattr("time.sleep", interrupted)
     assert cli.main(["watch", "--run-id", "there-is-none"]) == 1
     assert "no agent has answered" in capsys.readouterr().err
+
+
+def test_a_hook_for_which_no_process_is_left_costs_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("subprocess.Popen", refused)
+        watch.tell("curl", [])
+    assert "the hook could not be run (" in capsys.readouterr().err
+
+
+def test_an_alert_is_held_back_no_longer_where_the_clock_is_set_back() -> None:
+    history = watch.History(3600.0)
+    alerts = watch.Alerts(watch.read_rules("groups: [{name: x, rules: [{alert: Here, expr: gemini_step > 0, for: 2m}]}]"))
+    for at in (10_000.0, 10_060.0, 6400.0, 6460.0):
+        history.add(at, {"a": [("gemini_step", {}, 1.0)]})
+        assert alerts.judge(history, at) == []
+    history.add(6520.0, {"a": [("gemini_step", {}, 1.0)]})
+    assert [alert["labels"]["alertname"] for alert in alerts.judge(history, 6520.0)] == ["Here"]
 
 
 def test_a_hook_that_no_signal_ends_does_not_stop_the_watch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
