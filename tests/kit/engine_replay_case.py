@@ -26,8 +26,8 @@ def train(case: Case, wrong_at: int = -1, **options: Any) -> dict[str, Any]:
     engine = start(replace(case, options={**case.options, **options}), net)
     first = engine.global_steps
     while engine.global_steps < case.steps:
-        for _ in range(case.accumulate):
-            calls.append(engine.global_steps)
+        for micro in range(1, case.accumulate + 1):
+            calls.append(engine.global_steps if micro == case.accumulate else -1)  # the last one is computed again
             engine.backward(engine(torch.randn(4, 8, dtype=next(net.parameters()).dtype)).square().mean())
             engine.step()
     return result_of(engine, first) | {"told": told.texts}
