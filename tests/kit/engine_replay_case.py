@@ -27,7 +27,7 @@ def train(case: Case, wrong_at: int = -1, **options: Any) -> dict[str, Any]:
     first = engine.global_steps
     while engine.global_steps < case.steps:
         for micro in range(1, case.accumulate + 1):
-            calls.append(engine.global_steps if micro == case.accumulate else -1)  # the last one is computed again
+            calls.append(engine.global_steps if micro == case.accumulate else -2)  # the last one is computed again
             engine.backward(engine(torch.randn(4, 8, dtype=next(net.parameters()).dtype)).square().mean())
             engine.step()
     return result_of(engine, first) | {"told": told.texts}
