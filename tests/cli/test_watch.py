@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -228,6 +228,32 @@ def test_an_agent_that_dies_while_it_answers_is_away(answer: bytes) -> None:
         thread.start()
         assert accounts.page_at(f"127.0.0.1:{listener.getsockname()[1]}") is None
         thread.join(WAIT)
+
+
+def test_a_page_without_end_is_away_and_what_one_says_moves_no_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer(text: bytes, again: bytes) -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + text)
+                while again:
+                    connection.sendall(again)
+                    time.sleep(0.01)
+
+        def asked(text: bytes, again: bytes = b"") -> Any:
+            thread = threading.Thread(target=answer, args=(text, again))
+            thread.start()
+            found = accounts.page_at(f"127.0.0.1:{listener.getsockname()[1]}")
+            thread.join(WAIT)
+            return found
+
+        assert asked(b'gemini_step{stream="\x1b[2J"} 4\n') == [("gemini_step", {"stream": "\\x1b[2J"}, 4.0)]
+        monkeypatch.setattr(accounts, "_SECONDS", 0.3)
+        assert asked(b"", b"#") is None
+        monkeypatch.setattr(accounts, "_LONGEST", 100)
+        assert asked(b"#" * 200) is None
 
 
 def test_at_sigint_the_status_says_that_no_agent_has_answered(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
