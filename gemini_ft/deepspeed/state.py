@@ -73,15 +73,30 @@ class EngineState:
         self._cut, self._others = present_cut(engine), others(engine)
         self._fixed = {"cut": codec.encode(self._cut.pack()), "about": codec.encode(about(engine))}  # once: it never changes
         self._batch = _batch(engine)
-        self.models, self.optimizers = {"module": engine.module}, [base_optimizer(engine.optimizer)]
-        self.unrepeatable = _unrepeatable(engine)
-        self._held = _held(self.optimizers[0])
+        self._held = _held(base_optimizer(engine.optimizer))
         self._is_resumed = False
         self._left_out: set[str] = set()  # what the optimizer inside has that no snapshot can have
         self._encoded: set[str] = set()  # what snapshots can have
-        self._tree = ModuleTree(self.models)
+        self._tree = ModuleTree({"module": engine.module})
         self._modes = Modes(self._tree.modules(), leave=_not_users) if modes else None
         self.resizable = engine.dp_world_size == dist.get_world_size() and is_partitioned(engine.optimizer)
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        return {"module": self._engine.module}
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [base_optimizer(self._engine.optimizer)]
+
+    @property
+    def unrepeatable(self) -> str:
+        """Why calls cannot be made again between the last backward pass and the update."""
+        if isinstance(self._engine, deepspeed.PipelineEngine):
+            return "a stage of a pipeline has several micro-batches under way at once"
+        if self._engine.zero_optimization_partition_weights():
+            return "ZeRO 3 gathers and releases parameters by the order of calls that it has recorded"
+        return ""
 
     @property
     def named(self) -> set[str]:
@@ -414,15 +429,6 @@ def _check(engine: Any) -> None:
         raise UnsupportedStateError(f"a {type(engine).__name__} cannot be captured; supported: DeepSpeedEngine and PipelineEngine")
     if why := next((why for found, why in _unsupported(engine) if found), None):
         raise UnsupportedStateError(why)
-
-
-def _unrepeatable(engine: Any) -> str:
-    """Why an engine's calls cannot be made again between its last backward pass and its update; empty: they can."""
-    if isinstance(engine, deepspeed.PipelineEngine):
-        return "a stage of a pipeline has several micro-batches under way at once"
-    if engine.zero_optimization_partition_weights():
-        return "ZeRO 3 gathers and releases parameters by the order of calls that it has recorded"
-    return ""
 
 
 def _unsupported(engine: Any) -> Iterator[tuple[bool, str]]:

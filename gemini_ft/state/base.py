@@ -85,16 +85,20 @@ class TrainingState(Protocol):
 
 
 class BoundState(TrainingState, Protocol):
-    """A state as a checkpointer is given it.
+    """A state as a checkpointer is given it."""
 
-    Attributes:
-        models, optimizers: of which it consists; the optimizers are torch's.
-        unrepeatable: why its steps cannot be computed again (``verify: replay``); empty: they can.
-    """
+    @property
+    def models(self) -> Models: ...
 
-    models: Models
-    optimizers: Sequence[Any]
-    unrepeatable: str
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        """Torch's, by themselves or wrapped."""
+        ...
+
+    @property
+    def unrepeatable(self) -> str:
+        """Why its steps cannot be computed again (``verify: replay``); empty: they can."""
+        ...
 
 
 class PlainState:
@@ -109,6 +113,8 @@ class PlainState:
         before: what was bound to the same Checkpointer until now.
     """
 
+    unrepeatable = ""
+
     def __init__(
         self,
         models: Models,
@@ -121,7 +127,6 @@ class PlainState:
         before: PlainState | None = None,
     ) -> None:
         self.models, self.optimizers, self.replicated = models, optimizers, replicated
-        self.unrepeatable = ""
         self._ignored, self._has_modes, self._can_rebuild = ignored, modes, can_rebuild
         self._surveyor = Surveyor(models, optimizers)
         self._found: Survey | None = None  # by the last survey
