@@ -19,8 +19,8 @@ from gemini_ft.core.promql import Sample
 from gemini_ft.errors import GeminiError, printable
 
 Answers = Mapping[str, list[Sample] | None]  # by agent, as people read its name; None: it has not answered
-_SECONDS = 5.0  # for a page
-_LONGEST = 2**26  # bytes of one
+PAGE_SECONDS = 5.0  # for a page
+PAGE_BYTES = 2**26  # bytes of one
 _AT_A_TIME = 32  # pages
 
 
@@ -72,7 +72,7 @@ def page_at(address: str) -> list[Sample] | None:
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
-        with build_opener(ProxyHandler({})).open(f"http://{address}/metrics", timeout=_SECONDS) as answer:
+        with build_opener(ProxyHandler({})).open(f"http://{address}/metrics", timeout=PAGE_SECONDS) as answer:
             families = text_string_to_metric_families(_text_of(answer))
             found = [sample for family in families for sample in family.samples]
         return [(each.name, {name: printable(value) for name, value in each.labels.items()}, each.value) for each in found]
@@ -81,12 +81,12 @@ def page_at(address: str) -> list[Sample] | None:
 
 
 def _text_of(answer: HTTPResponse) -> str:
-    """What a page says, in bounded time and length; raises TimeoutError or ValueError."""
-    end, found = time.monotonic() + _SECONDS, bytearray()
+    """The text of a page, fetched in bounded time and length; raises TimeoutError or ValueError."""
+    end, found = time.monotonic() + PAGE_SECONDS, bytearray()
     while part := answer.read1(2**16):
         found += part
         if time.monotonic() > end:
             raise TimeoutError
-        if len(found) > _LONGEST:
+        if len(found) > PAGE_BYTES:
             raise ValueError
     return found.decode()

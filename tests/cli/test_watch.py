@@ -250,9 +250,9 @@ def test_a_page_without_end_is_away_and_what_one_says_moves_no_cursor(monkeypatc
             return found
 
         assert asked(b'gemini_step{stream="\x1b[2J"} 4\n') == [("gemini_step", {"stream": "\\x1b[2J"}, 4.0)]
-        monkeypatch.setattr(accounts, "_SECONDS", 0.3)
+        monkeypatch.setattr(accounts, "PAGE_SECONDS", 0.3)
         assert asked(b"", b"#") is None
-        monkeypatch.setattr(accounts, "_LONGEST", 100)
+        monkeypatch.setattr(accounts, "PAGE_BYTES", 100)
         assert asked(b"#" * 200) is None
 
 
