@@ -13,6 +13,7 @@ from typing import Any
 
 import byte_costs
 import common
+import observed
 import trials
 from measuring import Plan
 from peers import ROWS
@@ -97,10 +98,28 @@ def main() -> None:
     parser.add_argument(
         "--against", choices=ROWS, metavar="ROW", help="short rounds in random order, each row divided by this one of the same round"
     )
+    parser.add_argument(
+        "--observed", action="store_true", help="what metrics, page, hangs, stragglers, comparisons and replays cost an iteration"
+    )
     trials.options(parser)
     arguments = parser.parse_args()
     common.clean_up_on_sigterm()
 
+    if arguments.observed:
+        megabytes, tokens = (arguments.sizes or [64])[0], TOKENS
+        rounds, steps = (2, 6) if arguments.quick else (12, 20)
+        seconds = observed.measure(arguments.rounds or rounds, megabytes, tokens, steps)
+        found = observed.ratios(seconds)
+        if not arguments.quick:
+            body = observed.report(seconds, found, megabytes)
+            path = common.write_report("checkpoint-overhead-observed", "What it costs to be observed", body, common.versions(PACKAGES[:3]))
+            print(f"report: benchmarks/results/{path.name}", file=sys.stderr)
+        results = {name: [round(each[name], 5) for each in seconds] for name in observed.CELLS}
+        intervals = {name: [round(value, 4) for value in spread] for name, spread in found.items()}
+        common.print_result(
+            "checkpoint_overhead", {"observed": results, "ratios": intervals}, {aim: found[aim][0] for aim in observed.AIMS}
+        )
+        return
     if arguments.against:
         rounds, rows = arguments.rounds or 12, dict.fromkeys([arguments.against, *(arguments.rows or ["gemini", "gemini_encrypted"])])
         found = trials.measure("overhead_worker.py", {row: ROWS[row] for row in rows}, {64: (rounds, SHORT)}, 1.0, 0.0)[64]

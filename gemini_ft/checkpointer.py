@@ -35,7 +35,7 @@ from gemini_ft.faults import inject as faults
 from gemini_ft.launch import hooks, notes
 from gemini_ft.recovery.restore import putting_back, read_extras
 from gemini_ft.state import ddp, iterators
-from gemini_ft.state.base import PlainState, TrainingState
+from gemini_ft.state.base import BoundState, PlainState, TrainingState
 from gemini_ft.state.ddp import ddp_state, findings, first_tensors, refuse_hooks, restore_buckets, restore_sync, send_first
 from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence, lets_ranks_differ
 from gemini_ft.state.hyperparameters import Given, Hyperparameters, warn
@@ -131,7 +131,7 @@ class Checkpointer:
         self._hooks, self._replicated, self._resizable, self._init_sync = hooks, replicated, resizable, init_sync
         self._rebuild = rebuild
         self._wrappers: dict[str, DistributedDataParallel] = {}  # of models that are bound without them
-        self._bound: TrainingState = PlainState({}, ())
+        self._bound: BoundState = PlainState({}, ())
         self._state: TrainingState = self._bound  # with the gradients', if there are any
         self._gradients: GradientState | None = None
         self._reporter: FiguresReporter | None = None
@@ -310,12 +310,10 @@ class Checkpointer:
         watch([*state.models.values(), *params, *meshes, *every_optimizer(state.optimizers).values(), *given])
         self._steps.follow(state, others, hooks=self._hooks)
 
-    def bind_state(self, state: TrainingState) -> None:
+    def bind_state(self, state: BoundState) -> None:
         """Names a state to capture that is no plain module and optimizer; the caller calls ``wait_before_update`` and ``save``."""
-        if self.config.verify == "replay" and not isinstance(state, PlainState):
-            raise ConfigError(
-                "verify='replay' computes updates of torch optimizers again, not those of a DeepSpeed engine; give verify=True"
-            )
+        if self.config.verify == "replay" and state.unrepeatable:
+            raise ConfigError(f"verify='replay' is not possible here: {state.unrepeatable}; give verify=True")
         self._steps.forget()
         self._bound = state
         self._state = state if self._gradients is None else WithGradients(state, self._gradients)
@@ -625,7 +623,7 @@ class Checkpointer:
         if self._replay is not None:
             self._replay.disarm()
             if self._joined.checked is not None:
-                self._replay.arm(self._models, every_optimizer(self._optimizers).values())
+                self._replay.arm(self._bound.models, every_optimizer(self._bound.optimizers).values())
 
     def _report(self) -> None:
         if self._reporter is not None:
@@ -639,7 +637,7 @@ class Checkpointer:
 
     def _any_tensor(self, place: str) -> torch.Tensor | None:
         """A weight, its gradient, or a moment of it, for the drill of a flipped bit; None: there is none."""
-        for optimizer in every_optimizer(self._optimizers).values():
+        for optimizer in every_optimizer(self._bound.optimizers).values():
             for param in (param for group in optimizer.param_groups for param in group["params"]):
                 moments = [value for value in optimizer.state.get(param, {}).values() if isinstance(value, torch.Tensor) and value.dim()]
                 places: dict[str, torch.Tensor | None] = {"weight": param, "gradient": param.grad, "moment": next(iter(moments), None)}

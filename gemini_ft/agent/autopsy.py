@@ -12,6 +12,8 @@ import contextlib
 import math
 import os
 import re
+import shutil
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +32,9 @@ STACKS_SECONDS = 1.0  # for workers to write down where their threads are
 _STOPPED_SECONDS = 0.3  # a stopped worker stays stopped for this time, in which the other hosts look at theirs
 HOSTS_SECONDS = 3.0  # for all hosts to answer the leader
 WORD_SECONDS = STACKS_SECONDS + HOSTS_SECONDS + 2.0  # for the leader's verdict
+_SAMPLED_SECONDS = 1.0  # for py-spy
+_RAS = "localhost:28028"  # where NCCL answers questions, unless NCCL_RAS_ADDR names another place
+_RAS_BYTES = 8192
 _SAY_SECONDS = 0.5  # for workers to say it, and to write torch's record
 _STATES = {"R": Doing.AT_WORK, "D": Doing.KERNEL, "T": Doing.STOPPED, "t": Doing.STOPPED, "Z": Doing.ENDED, "X": Doing.ENDED}
 
@@ -43,7 +48,7 @@ def doing_of(pid: int) -> Doing:
 
 
 async def stacks(workers: Mapping[WorkerConnection, Doing]) -> dict[WorkerConnection, str]:
-    """The stacks of all threads, of those workers that can write them in time; afterwards none is stopped."""
+    """The stacks of all threads, of those workers that can write them in time, or that py-spy can read; afterwards none is stopped."""
     files = {worker: file for worker in workers if (file := stacks_file(worker.pid)) is not None}
     begins = {file: os.fstat(file).st_size for file in files.values()}
     for is_stopped, seconds in ((False, _STOPPED_SECONDS), (True, STACKS_SECONDS - _STOPPED_SECONDS)):
@@ -51,7 +56,34 @@ async def stacks(workers: Mapping[WorkerConnection, Doing]) -> dict[WorkerConnec
             if (doing is Doing.STOPPED) == is_stopped:
                 worker.go_on(writes_stacks=worker in files)
         await asyncio.sleep(seconds)
-    return {worker: _stacks_in(file, begins[file]) for worker, file in files.items()}
+    texts = {worker: _stacks_in(file, begins[file]) for worker, file in files.items()}
+    silent = [worker for worker in workers if not texts.get(worker)]
+    sampled = await asyncio.gather(*(asyncio.to_thread(_sampled, worker.pid) for worker in silent))
+    return texts | dict(zip(silent, sampled, strict=True))
+
+
+def _sampled(pid: int) -> str:
+    """The stacks of a process as py-spy reads them from its memory; empty: it is not installed, or may not."""
+    if (program := shutil.which("py-spy")) is not None:
+        command = [program, "dump", "--nonblocking", "--pid", str(pid)]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SAMPLED_SECONDS, check=True)
+            return found.stdout[:STACK].decode(errors="replace").strip()
+    return ""
+
+
+async def said_by_nccl() -> str:
+    """The account that NCCL's RAS on this host gives of the job, as far as it comes in time; empty: there is none."""
+    host, _, port = os.environ.get("NCCL_RAS_ADDR", _RAS).rpartition(":")
+    found = b""
+    with contextlib.suppress(OSError, TimeoutError, ValueError):
+        async with asyncio.timeout(STACKS_SECONDS):
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            with contextlib.closing(writer):
+                writer.write(b"timeout 1\nverbose status\n")
+                while len(found) < _RAS_BYTES and (more := await reader.read(_RAS_BYTES - len(found))):
+                    found += more
+    return found.decode(errors="replace").strip()
 
 
 def stacks_file(pid: int) -> int | None:
@@ -134,7 +166,11 @@ class Autopsy:
                 if worker.alive:
                     alive[worker] = doing
             self._found.append(RankFound(rank=rank, host=context.host.name, pid=pid, doing=doing, trails=self._trails(rank)))
-        texts = {worker.rank: text for worker, text in (await stacks(alive)).items()}
+        is_asked = self._spec.hosts[:1] == [context.host.name]  # NCCL's account is about all ranks
+        found, nccl = await asyncio.gather(stacks(alive), said_by_nccl() if is_asked else asyncio.sleep(0, ""))
+        texts = {worker.rank: text for worker, text in found.items()}
+        if nccl:
+            texts[0] = f"{texts.get(0, '')[: STACK - len(nccl) - 64]}\n\nWhat NCCL says of the job (RAS):\n{nccl}".lstrip()
         for at, each in enumerate(self._found):
             is_passing = each.doing is Doing.KERNEL and doing_of(each.pid) is not Doing.KERNEL  # it was at a disk just then
             doing = Doing.ASLEEP if is_passing else each.doing

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 _AGE = 1.0  # seconds for which a page is served again as it is
 RETRY_SECONDS = 2.0  # seconds until a port that was taken is tried again
 _SECONDS = 5.0  # for a request and its answer
-_READERS = 16  # at a time
+_READERS = 256  # at a time
+_UNSENT = 16  # of them, for one that does not fetch its answer as fast as it is written: answers of large jobs take megabytes
 _REQUEST_BYTES = 8192
 _TEXTS = 20  # about figures that could not be read; each is logged once
 _PATH = "/metrics"
@@ -111,10 +112,13 @@ class MetricsPage:
             self._run.log(f"a web page is served at http://{self._run.metrics}/; {config.page_token_file} has its token")
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._readers.take(writer, "{}:{}".format(*writer.get_extra_info("peername") or ("", 0)))  # no name: it has hung up
+        peer = "{}:{}".format(*writer.get_extra_info("peername") or ("", 0))  # no name: it has hung up
+        self._readers.take(writer, peer)
         try:
             async with asyncio.timeout(_SECONDS):
                 writer.write(await self._response(await reader.readuntil(b"\r\n\r\n")))
+                if writer.transport.get_write_buffer_size():
+                    self._readers.take(writer, peer, _UNSENT)
                 writer.close()
                 await writer.wait_closed()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):

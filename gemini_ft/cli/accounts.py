@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from urllib.request import ProxyHandler, build_opener
 
 from gemini_ft.agent import lifecycle
@@ -15,10 +16,11 @@ from gemini_ft.agent.metrics_page import check_metrics
 from gemini_ft.cli.commands import documents_of
 from gemini_ft.config import load_config
 from gemini_ft.core.promql import Sample
-from gemini_ft.errors import GeminiError
+from gemini_ft.errors import GeminiError, printable
 
 Answers = Mapping[str, list[Sample] | None]  # by agent, as people read its name; None: it has not answered
-_SECONDS = 5.0  # for a page
+PAGE_SECONDS = 5.0  # for a page
+PAGE_BYTES = 2**26  # bytes of one
 _AT_A_TIME = 32  # pages
 
 
@@ -70,8 +72,21 @@ def page_at(address: str) -> list[Sample] | None:
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
-        with build_opener(ProxyHandler({})).open(f"http://{address}/metrics", timeout=_SECONDS) as answer:
-            families = text_string_to_metric_families(answer.read().decode())
-            return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
+        with build_opener(ProxyHandler({})).open(f"http://{address}/metrics", timeout=PAGE_SECONDS) as answer:
+            families = text_string_to_metric_families(_text_of(answer))
+            found = [sample for family in families for sample in family.samples]
+        return [(each.name, {name: printable(value) for name, value in each.labels.items()}, each.value) for each in found]
     except (OSError, ValueError, HTTPException):  # it is away, or dies meanwhile, or something else listens there
         return None
+
+
+def _text_of(answer: HTTPResponse) -> str:
+    """The text of a page, fetched in bounded time and length; raises TimeoutError or ValueError."""
+    end, found = time.monotonic() + PAGE_SECONDS, bytearray()
+    while part := answer.read1(2**16):
+        found += part
+        if time.monotonic() > end:
+            raise TimeoutError
+        if len(found) > PAGE_BYTES:
+            raise ValueError
+    return found.decode()

@@ -84,7 +84,7 @@ class Alerts:
         """Returns the alerts that have begun to fire, or ended, in the form of Alertmanager's webhooks."""
         results = [(rule, evaluate(rule.query, history, at)) for rule in self._rules]
         found = {(rule.name, without_name(of)): (rule, value) for rule, of_rule in results for of, value in vector(of_rule).items()}
-        self._begun = {key: self._begun.get(key, at) for key in found}
+        self._begun = {key: min(self._begun.get(key, at), at) for key in found}  # a clock may be set back
         over = self._firing.keys() - found.keys()
         now = datetime.fromtimestamp(at, UTC).isoformat()
         changed = [{**self._firing.pop(key), "status": "resolved", "endsAt": now} for key in sorted(over, key=str)]
@@ -173,8 +173,8 @@ def tell(hook: str, changed: Sequence[Mapping[str, Any]]) -> None:
     """Runs the hook; one that fails or hangs costs a line, and no alert."""
     status = "firing" if any(alert["status"] == "firing" for alert in changed) else "resolved"
     told = json.dumps({"version": "4", "status": status, "receiver": "gemini watch", "alerts": changed})
-    process = subprocess.Popen(["sh", "-c", hook], stdin=subprocess.PIPE, text=True, start_new_session=True)
     try:
+        process = subprocess.Popen(["sh", "-c", hook], stdin=subprocess.PIPE, text=True, start_new_session=True)
         process.communicate(told, timeout=HOOK_SECONDS)
         why = f"ended with status {process.returncode}" if process.returncode else ""
     except subprocess.TimeoutExpired:
@@ -182,5 +182,7 @@ def tell(hook: str, changed: Sequence[Mapping[str, Any]]) -> None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(KILLED_SECONDS)
         why = f"did not end within {HOOK_SECONDS:g} s"
+    except OSError as error:  # no process, or no memory, is left for it
+        why = f"could not be run ({error})"
     if why:
         print(f"the hook {why}: {hook}", file=sys.stderr, flush=True)

@@ -82,6 +82,23 @@ class EngineState:
         self.resizable = engine.dp_world_size == dist.get_world_size() and is_partitioned(engine.optimizer)
 
     @property
+    def models(self) -> dict[str, nn.Module]:
+        return {"module": self._engine.module}
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [base_optimizer(self._engine.optimizer)]
+
+    @property
+    def unrepeatable(self) -> str:
+        """Why calls cannot be made again between the last backward pass and the update."""
+        if isinstance(self._engine, deepspeed.PipelineEngine):
+            return "a stage of a pipeline has several micro-batches under way at once"
+        if self._engine.zero_optimization_partition_weights():
+            return "ZeRO 3 gathers and releases parameters by the order of calls that it has recorded"
+        return ""
+
+    @property
     def named(self) -> set[str]:
         """The names that warnings of this job have called missing from its snapshots."""
         return self._modes.named if self._modes is not None else set()

@@ -11,17 +11,18 @@ import logging
 import os
 import signal
 import subprocess
+import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from io import BufferedReader
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from gemini_ft.errors import ConfigError
+from gemini_ft.errors import ConfigError, printable
 from gemini_ft.hosts import lasting_name
 from gemini_ft.launch.notes import SUSPECTED, Notes
 from gemini_ft.launch.out_of_use import out_of_use, publish, wished_back
@@ -61,13 +62,15 @@ class Judgement:
 
     def __init__(self, command: str, seconds: float) -> None:
         self._seconds, self._until = seconds, time.monotonic() + seconds
-        self._output = os.memfd_create("gemini-health", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._output)
-        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": self._output, "stderr": subprocess.STDOUT}
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self._process = subprocess.Popen(["sh", "-c", command], **pipes, start_new_session=True)
+        self._last = bytearray()  # of its output
+        self._reader = threading.Thread(target=_keep_end, args=(self._process.stdout, self._last), name="gemini-health", daemon=True)
 
     def outcome(self, wait: float = 0.0) -> str | None:
         """Returns what is wrong, or nothing; None: the command is still at work after ``wait`` seconds."""
+        if self._reader.ident is None:
+            self._reader.start()
         try:
             status = self._process.wait(max(0.0, min(wait, self._until - time.monotonic())))
         except subprocess.TimeoutExpired:
@@ -75,8 +78,8 @@ class Judgement:
                 return None
             self.end()
             return f"the health command took longer than {self._seconds:g} s"
-        output = os.pread(self._output, _READ, max(0, os.fstat(self._output).st_size - _READ))
-        text = " ".join(output.decode(errors="replace").split())[-_SHOWN:]
+        self._reader.join(_WAIT)
+        text = printable(" ".join(self._last.decode(errors="replace").split()))[-_SHOWN:]
         return f"the health command ended with status {status}{text and f': {text}'}" if status else ""
 
     def end(self) -> None:
@@ -86,6 +89,14 @@ class Judgement:
                 os.killpg(self._process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_LAST)
+
+
+def _keep_end(output: BufferedReader, last: bytearray) -> None:
+    """Reads until all that have the output have closed it; keeps its last bytes."""
+    with output:
+        while part := output.read1(2**16):
+            last += part
+            del last[:-_READ]
 
 
 class Stay(Enum):

@@ -84,6 +84,23 @@ class TrainingState(Protocol):
         ...
 
 
+class BoundState(TrainingState, Protocol):
+    """A state as a checkpointer is given it."""
+
+    @property
+    def models(self) -> Models: ...
+
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        """Torch's, by themselves or wrapped."""
+        ...
+
+    @property
+    def unrepeatable(self) -> str:
+        """Why its steps cannot be computed again (``verify: replay``); empty: they can."""
+        ...
+
+
 class PlainState:
     """Modules and optimizers as their owner sees them; see `gemini_ft.state.modules`.
 
@@ -95,6 +112,8 @@ class PlainState:
         can_rebuild: whether the user's script can build what has been added while training.
         before: what was bound to the same Checkpointer until now.
     """
+
+    unrepeatable = ""
 
     def __init__(
         self,

@@ -187,7 +187,7 @@ class Replay:
         self._open = _Call(module=module, args=args, kwargs=kwargs, rng=rng_state(), held=held, autocasts=_autocasts())
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._is_passive:
+        if self._is_passive or not self._depth:  # it was armed inside this call
             return
         self._depth -= 1
         call = self._open

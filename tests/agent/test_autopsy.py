@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from agent_kit import Job, eventually
@@ -167,6 +169,42 @@ def test_a_file_that_is_closed_meanwhile_does_not_hide_that_of_the_stacks(tmp_pa
     found = autopsy.stacks_file(7)
     assert found is not None
     os.close(found)
+
+
+def test_pyspy_reads_the_stacks_of_a_worker_that_writes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "py-spy"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with subprocess.Popen(["sleep", "60"]) as process:
+        worker = Mock(pid=process.pid)
+        for text, said in (("#!/bin/sh\necho $*\n", f"dump --nonblocking --pid {process.pid}"), ("#!/bin/sh\necho no; exit 1\n", "")):
+            program.write_text(text)
+            program.chmod(0o700)
+            assert asyncio.run(autopsy.stacks({worker: Doing.ASLEEP})) == {worker: said}
+            worker.go_on.assert_called_with(writes_stacks=False)
+        process.kill()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_nccl_is_asked_for_its_account_of_the_job(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.readuntil(b"status\n"))
+        writer.write(b"OK\nJob summary\n" + b"x" * 2**20)
+        await writer.drain()
+        if ends:
+            writer.close()
+
+    async def ask() -> list[str]:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            monkeypatch.setenv("NCCL_RAS_ADDR", "127.0.0.1:{1}".format(*server.sockets[0].getsockname()))
+            return [await autopsy.said_by_nccl()]
+
+    (said,) = asyncio.run(ask())
+    assert said.startswith("OK\nJob summary\nx")
+    assert len(said) <= 8192
+    assert heard == [b"timeout 1\nverbose status\n"]
+    assert asyncio.run(autopsy.said_by_nccl()) == ""  # nobody listens there any more
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,10 @@ def test_readers_that_hang_hold_up_neither_commits_nor_other_readers(served: Job
         eventually(lambda: scrape(address)["gemini_commits_total", "main"] == before + 2, "a scrape after the commits")
         silent = readers[12:]
         assert eventually(lambda: any(is_cut_off(reader) for reader in silent), "the end of a silent reader")
+        readers += (crowd := [socket.create_connection((host, int(port)), 30) for _ in range(200)])
+        for reader in crowd:
+            reader.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert {reader.recv(15) for reader in crowd} == {b"HTTP/1.1 200 OK"}
     finally:
         for reader in readers:
             reader.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -229,6 +230,32 @@ def test_an_agent_that_dies_while_it_answers_is_away(answer: bytes) -> None:
         thread.join(WAIT)
 
 
+def test_a_page_without_end_is_away_and_what_one_says_moves_no_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer(text: bytes, again: bytes) -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + text)
+                while again:
+                    connection.sendall(again)
+                    time.sleep(0.01)
+
+        def asked(text: bytes, again: bytes = b"") -> Any:
+            thread = threading.Thread(target=answer, args=(text, again))
+            thread.start()
+            found = accounts.page_at(f"127.0.0.1:{listener.getsockname()[1]}")
+            thread.join(WAIT)
+            return found
+
+        assert asked(b'gemini_step{stream="\x1b[2J"} 4\n') == [("gemini_step", {"stream": "\\x1b[2J"}, 4.0)]
+        monkeypatch.setattr(accounts, "PAGE_SECONDS", 0.3)
+        assert asked(b"", b"#") is None
+        monkeypatch.setattr(accounts, "PAGE_BYTES", 100)
+        assert asked(b"#" * 200) is None
+
+
 def test_at_sigint_the_status_says_that_no_agent_has_answered(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
@@ -236,6 +263,26 @@ def test_at_sigint_the_status_says_that_no_agent_has_answered(capsys: pytest.Cap
     monkeypatch.setattr("time.sleep", interrupted)
     assert cli.main(["watch", "--run-id", "there-is-none"]) == 1
     assert "no agent has answered" in capsys.readouterr().err
+
+
+def test_a_hook_for_which_no_process_is_left_costs_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("subprocess.Popen", refused)
+        watch.tell("curl", [])
+    assert "the hook could not be run (" in capsys.readouterr().err
+
+
+def test_an_alert_is_held_back_no_longer_where_the_clock_is_set_back() -> None:
+    history = watch.History(3600.0)
+    alerts = watch.Alerts(watch.read_rules("groups: [{name: x, rules: [{alert: Here, expr: gemini_step > 0, for: 2m}]}]"))
+    for at in (10_000.0, 10_060.0, 6400.0, 6460.0):
+        history.add(at, {"a": [("gemini_step", {}, 1.0)]})
+        assert alerts.judge(history, at) == []
+    history.add(6520.0, {"a": [("gemini_step", {}, 1.0)]})
+    assert [alert["labels"]["alertname"] for alert in alerts.judge(history, 6520.0)] == ["Here"]
 
 
 def test_a_hook_that_no_signal_ends_does_not_stop_the_watch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,3 +36,30 @@ def test_a_sick_host_does_not_join_and_a_slow_one_is_drained_when_a_spare_waits(
         hosts.wait_for(lambda: (hosts.status("host1"), hosts.status("host3")) == (0, 0))
         worlds = [sorted(event["hosts"]) for event in hosts.events("joined") if event["rank"] == 0]
     assert worlds == [["host1", "host2"], ["host1", "host3"]]
+
+
+def test_a_host_that_hangs_is_judged_and_listed_and_a_spare_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its command is content until its rank falls asleep."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    health = f'test "$GEMINI_HOST_ID" != host1 || test ! -e {tmp_path}/sick || {{ echo broken; exit 9; }}'
+    env = {"GEMINI_HEALTH": health, "GEMINI_HANG_TIMEOUT": "4", "XDG_RUNTIME_DIR": str(tmp_path)}
+    with EmulatedHosts(2, [SCRIPT, "30", "host1", "sleeps"], tmp_path, env=env, launcher=LAUNCHER) as hosts:
+        hosts.wait_for(lambda: hosts.events("committed"))
+        hosts.add()
+        hosts.wait_for(lambda: hosts.status("host1") == UNHEALTHY)
+        assert {(hang["cause"], *hang["ranks"]) for hang in hosts.events("hang")} == {("asleep", rank_of(hosts, "host1"))}
+        why = "the health command ended with status 9: broken"
+        assert out_of_use(hosts.run) == {"host1": why}
+        assert main(["hosts", "--run-id", hosts.run]) == 0
+        assert main(["status", "--run-id", hosts.run, "--host", "host0"]) == 0
+        listed, shown = capsys.readouterr().out.split("out of use: ")
+        assert f"host1  {why}" in listed
+        assert shown.startswith(f"host host1: {why}")
+        hosts.wait_for(lambda: (hosts.status("host0"), hosts.status("host2")) == (0, 0))
+
+
+def rank_of(hosts: EmulatedHosts, name: str) -> int:
+    """The rank on a host at first."""
+    return int(next(event["hosts"] for event in hosts.events("joined")).index(name))

@@ -34,7 +34,7 @@ from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError
 from gemini_ft.launch import endings, health, spares
 from gemini_ft.launch.endings import HostDrain
-from gemini_ft.launch.health import HealthOptions, HostHealth, UnhealthyError
+from gemini_ft.launch.health import HealthOptions, HostHealth, Judgement, UnhealthyError
 from gemini_ft.launch.notes import SUSPECTED, Notes, notes_of_workers, say
 from gemini_ft.launch.out_of_use import out_of_use, publish, wish_back
 from gemini_ft.wire.worker_messages import Draining
@@ -155,6 +155,16 @@ def test_a_command_that_cannot_be_killed_is_left_behind(tmp_path: Path, monkeypa
     finally:
         os.kill(written(tmp_path / "pid"), signal.SIGKILL)
         gc.collect()
+
+
+def test_a_command_that_says_too_much_costs_no_memory_and_moves_no_cursor() -> None:
+    judgement = Judgement("head -c 300000000 /dev/zero; printf '\\033[2Jbroken'; exit 3", 60.0)
+    said = eventually(lambda: judgement.outcome(0.2), "the end of the command")
+    assert "status 3" in said
+    assert said.endswith("[2Jbroken")
+    assert said.isprintable()
+    files = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    assert sum(file.stat().st_size for file in files if file.exists()) < 10**8
 
 
 def test_a_command_that_leaves_something_in_the_background_has_ended(tmp_path: Path) -> None:

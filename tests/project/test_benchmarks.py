@@ -50,6 +50,14 @@ def test_the_parts_of_a_recovery_add_up_to_its_phases() -> None:
     assert "| rendezvous |" not in shown
 
 
+def test_comparisons_cost_a_thousandth_of_what_they_cost_in_each_step() -> None:
+    import observed
+
+    found = observed.ratios([{"off": each, "watched": 1.01 * each, "compared": 2.01 * each, "replayed": 4.01 * each} for each in (1, 2, 4)])
+    middles = {name: round(middle, 6) for name, (middle, _, _) in found.items()}
+    assert (middles["observed_vs_not"], middles["observed_and_replayed_vs_not"]) == (1.011, 1.013)
+
+
 def test_a_failure_costs_all_that_new_steps_have_not_taken() -> None:
     from goodput import Step, account
 
