@@ -47,9 +47,9 @@ attention._compiled_create_block_mask = create_block_mask
 set_divide_factor = FSDPModule.set_gradient_divide_factor
 
 
-def divide(module: FSDPModule, factor: float) -> None:
-    module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply before it adds
-    set_divide_factor(module, factor)
+def divide(self: FSDPModule, factor: float) -> None:
+    self.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply before it adds
+    set_divide_factor(self, factor)
 
 
 FSDPModule.set_gradient_divide_factor = divide  # type: ignore[method-assign]

@@ -115,8 +115,10 @@ def test_the_image_is_built_and_trains(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP)
     buildah("from", "--name", "host", "train:1")
     buildah("copy", "host", str(tmp_path / "train.py"), "/home/train/train.py")
-    inside = ["run", "--isolation", "chroot", "--network", "host", "host", "--"]
+    inside = ["run", "--isolation", "chroot", "--hostname", "localhost", "--network", "host", "host", "--"]
     assert "uid=1000(train)" in buildah(*inside, "id")
-    said = buildah(*inside, "env", "GEMINI_FAULTS=step=9:rank=1:sigkill", "gemini", "run", "--nproc-per-node", "2", "train.py")
+    said = buildah(
+        *inside, "env", "GEMINI_FAULTS=step=9:rank=1:sigkill", "GEMINI_ON_LATE=wait", "gemini", "run", "--nproc-per-node", "2", "train.py"
+    )
     assert "resuming at iteration" in said
     assert said.count("done 29") == 2
