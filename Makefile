@@ -11,7 +11,7 @@ OPS = $(TORCH_EXTENSIONS_DIR)/.up-to-date
 TREE = build/tree
 PACKAGES = build/packages
 # Not the whole suite a second time: what packaging could break. tests/project/test_packaging.py is about the checkout.
-WHEEL_TESTS = tests/project/test_imports.py tests/core/test_layout.py tests/core/test_placement.py tests/project/test_readme.py
+WHEEL_TESTS = tests/project/test_imports.py tests/core/test_layout.py tests/core/test_placement.py tests/project/test_readme.py tests/project/test_wheel_journeys.py
 # A test that its timeout cannot end, since its cleaning up waits for a lock, ends its process with all stacks; longer than any test's own.
 HANGING = -o faulthandler_timeout=1300 -o faulthandler_exit_on_timeout=true
 # DeepSpeed compiles what it needs of C++ at first use, here before the tests: a process that is killed meanwhile would leave a lock.
@@ -111,7 +111,7 @@ wheel: $(STAMP) ## build the wheel into dist/
 	rm -rf build/lib build/bdist.* dist
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
 
-wheel-test: wheel ## tests against the built wheel, the checkout's code out of reach
+wheel-test: wheel $(OPS) ## tests against the built wheel, the checkout's code out of reach
 	scripts/test_wheel $(BIN)/python dist/*.whl $(or $(ARGS),$(WHEEL_TESTS))
 
 site: $(STAMP) $(PACKAGES) ## the documentation site, strictly, into build/site

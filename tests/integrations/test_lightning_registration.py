@@ -407,3 +407,31 @@ def test_an_installed_package_reminds_if_asked_and_workers_need_no_import(tmp_pa
         reminders = [names.count("Reminder") for names in callbacks]  # the environment's own installation may have one beside this
         assert (known, reminders[0], reminders[1] in (1, 2)) == (is_known, 0, True), err
         assert err.count("this Trainer is not protected: its strategy is SingleDeviceStrategy") == reminders[1]
+
+
+COMMAND_LINE = """
+import sys
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+if "--help" in sys.argv:
+    from gemini_ft.lightning import GeminiStrategy
+cli = LightningCLI(BoringModel, save_config_callback=None)
+print(f"trained {cli.trainer.global_step} by {type(cli.trainer.strategy).__name__}")
+"""
+
+
+def test_the_command_line_of_lightning_takes_the_name_and_lists_the_class_that_is_imported(tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse", reason="needs jsonargparse: pip install 'jsonargparse[signatures]'")
+    (tmp_path / "cli.py").write_text(COMMAND_LINE)
+    quiet = ["--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
+    fit = ["fit", "--trainer.strategy=gemini", "--trainer.max_steps=3", "--trainer.accelerator=cpu", *quiet]
+    run = [sys.executable, "-m", "gemini_ft.cli.main", "run", "--nproc-per-node", "1", "cli.py", *fit]
+    env = os.environ | {"PYTHONWARNINGS": "ignore", "GEMINI_LOG_DIR": str(tmp_path)}
+    started = [
+        subprocess.Popen(line, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for line in (run, [sys.executable, "cli.py", "fit", "--help"])
+    ]
+    for process, expected in zip(started, ("trained 3 by GeminiStrategy", "gemini_ft.lightning.GeminiStrategy"), strict=True):
+        out, err = process.communicate(timeout=200)
+        assert expected in out, err

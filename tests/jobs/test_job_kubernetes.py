@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,26 @@ def test_both_manifests_have_the_same_pods() -> None:
     assert one["name"] == other["name"]
     assert one["template"]["spec"].pop("parallelism") == one["template"]["spec"].pop("completions")
     assert one["template"]["spec"] == other["template"]["spec"]
+
+
+def test_an_overlay_changes_a_job_alike_for_agents_and_workers() -> None:
+    """As kustomize makes it. What a patch misses would be an error of it; an agent or a worker that was left out shows in the variables."""
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("needs kubectl: apt-get install kubernetes-client")
+    made = subprocess.run([kubectl, "kustomize", MANIFESTS.parent / "kustomize"], stdout=subprocess.PIPE, check=True, timeout=60).stdout
+    jobset = yaml.safe_load(made)
+    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    pod = job["template"]["spec"]
+    agent, node = pod["initContainers"][1], pod["containers"][0]
+    assert agent["env"] == node["env"]
+    assert agent["resources"]["limits"]["memory"] == pod["volumes"][0]["emptyDir"]["sizeLimit"] == "64Gi"
+    hosts, workers = (int(entry["value"]) for entry in agent["env"][:2])
+    assert (job["parallelism"], job["completions"], job["successPolicy"]["rules"][0]["succeededCount"]) == (3, 3, hosts)
+    assert node["resources"]["limits"]["nvidia.com/gpu"] == str(workers)
+    assert {container["image"] for container in [*pod["initContainers"], node]} == {"registry.example/team/llm:7"}
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs kubeflow_trainer_api: pip install kubeflow-trainer-api")
+    assert_known(jobset, models.JobsetV1alpha2JobSet.from_dict(jobset).to_dict())
 
 
 def test_no_secret_is_an_argument_or_a_variable() -> None:
