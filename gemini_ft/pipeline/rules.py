@@ -57,6 +57,12 @@ _OURS = ("feedback", "two_phase")  # options of compress that are not the method
 _PLACES = ("switch", "patience", "compare_every")  # options of sync that make no difference to averages
 
 
+_FEWER_HOSTS = (
+    "an average needs all hosts: one that is lost is waited for, or a spare takes its place with its state. Leave min_hosts out, and start "
+    "spare hosts (docs/launcher.md); with fewer hosts than before local steps only begin anew, from exported weights"
+)
+
+
 class _RuleModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
@@ -183,6 +189,10 @@ class Rule(_RuleModel):
         None, description="The optimizer that steps with the average of what ranks have moved; default: they take it."
     )
     fragments: int = Field(1, ge=1, description="Parts of the parameters that are averaged at different steps of a period.")
+    delay: int = Field(0, ge=0, description="Steps that ranks go on for while an average is under way, before they take it.")
+    within: Literal["host"] | None = Field(
+        None, description="host: ranks of a host average their gradients in each step, and hosts train alone; default: each rank does."
+    )
 
     @field_validator("params")
     @classmethod
@@ -215,11 +225,15 @@ class Rule(_RuleModel):
 
     def _check_local(self) -> None:
         if self.every is None:
-            if self.outer is not None or self.fragments > 1:
-                raise ValueError("outer and fragments are of local steps: add every, such as every: 30, or leave them out")
+            if self.outer is not None or self.fragments > 1 or self.within is not None or self.delay:
+                raise ValueError("outer, fragments, delay and within are of local steps: add every, such as every: 30, or leave them out")
             return
         if self.fragments > self.every:
             raise ValueError(f"fragments={self.fragments}: at most one for each of the {self.every} steps of a period")
+        if self.delay >= self.every:
+            raise ValueError(
+                f"delay={self.delay}: an average must come before the next one begins, within the {self.every} steps of a period"
+            )
         if self.sync.scheme != "dense" or self.fusion in PLANNED or self.control is not None:
             raise ValueError(
                 "every averages what ranks have moved by an all-reduce or by compress: leave out sync, control and planned fusions"
@@ -371,7 +385,7 @@ def _explain(where: str, error: ValidationError) -> str:
         if not path and not isinstance(item["input"], Mapping):
             text = f"{item['input']!r} is no rule; a rule is a mapping such as {{'params': '*', 'compress': 'bf16'}}"
         if item["type"] == "extra_forbidden" and len(path) == 1:
-            text = f"unknown option; a rule has {', '.join(Rule.model_fields)}"
+            text = _FEWER_HOSTS if path[0] == "min_hosts" else f"unknown option; a rule has {', '.join(Rule.model_fields)}"
         if path and path[0] == "fusion":
             text = "must be layer-wise, cupcake, espresso, auto, {bucket: bytes} or {groups: number}"
             path = path[:1]
