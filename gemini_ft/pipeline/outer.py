@@ -14,7 +14,7 @@ of a host average their gradients in each step, and the first of them averages f
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -26,10 +26,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from xxhash import xxh3_64_hexdigest
 
-from gemini_ft.errors import StateError
+from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.pipeline.body import Body
-from gemini_ft.pipeline.plan import Tensor
+from gemini_ft.pipeline.plan import NO_RULE, Tensor
 from gemini_ft.pipeline.rules import Outer, Rules
+from gemini_ft.pipeline.telemetry import Step
 from gemini_ft.state.replicas import tensor_digest
 
 _PLAIN = Outer(lr=1.0, momentum=0.0, nesterov=False)
@@ -313,6 +314,69 @@ class OuterSteps(Body):
 def _wide(param: torch.Tensor) -> torch.Tensor:
     """The values, at least in float32, in which small outer steps are not rounded away."""
     return param.detach().to(torch.promote_types(param.dtype, torch.float32))
+
+
+class BodyWithOuter(Body):
+    """A body of which outer steps may be part: averages gradients, or has parameters trained alone, or within hosts."""
+
+    _outer: OuterSteps | None = None  # of parameters that are trained apart: of all, or there is none
+
+    @property
+    def lets_ranks_differ(self) -> bool:
+        """Whether parameters and optimizer state are each rank's own between two averages."""
+        return self._outer is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Body.state_dict`; with local steps, what these remember under "outer"."""
+        return super().state_dict() | ({} if self._outer is None else {"outer": self._outer.state_dict()})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores a `state_dict`; see `Body.load_state_dict`."""
+        super().load_state_dict(state)
+        if self._outer is not None:
+            self._outer.load_state_dict(state["outer"])
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """The costs of the last step as plain data; of local steps, those of their last average."""
+        return super().summary() if self._outer is None else self._outer.summary()
+
+    @property
+    def last_step(self) -> Step | None:
+        """Costs of the last step, by rule; of local steps, those of their last average."""
+        return super().last_step if self._outer is None else self._outer.last_step
+
+    def forget(self, parameters: Iterable[torch.Tensor | str] | None = None) -> None:
+        """Forgets residuals; see `Body.forget`."""
+        super().forget(parameters)
+        if self._outer is not None:
+            self._outer.forget(self._named(parameters))
+
+    def close(self) -> None:
+        """Ends the threads."""
+        if self._outer is not None:
+            self._outer.close()
+        self._ready_times.close()
+        self.averager.close()
+
+
+def check_local(rules: Rules, tensors: Sequence[Tensor], scaler: Any) -> None:
+    """Checks that all parameters are trained alone, or none.
+
+    Raises:
+        ConfigError: some are, or a loss scaler would have ranks skip updates apart.
+    """
+    alone = {tensor.name for tensor in tensors if tensor.rule != NO_RULE and rules[tensor.rule].is_local}
+    if len({rule.within for rule in rules if rule.is_local}) > 1:
+        raise ConfigError("a rule has within: host, and another one has every without it: give it to all of them, or to none")
+    if alone and (others := [tensor.name for tensor in tensors if tensor.name not in alone]):
+        raise ConfigError(
+            f"a rule has every, and {others[0]} is trained by none such: ranks would clip, scale and skip what they average in each step "
+            "by gradients of their own. Give all rules every, and the last one params: '*'"
+        )
+    if alone and scaler is not None and scaler.is_enabled():
+        raise ConfigError(
+            "a loss scaler skips updates on single ranks, which a rule with every has train alone: take bfloat16, or no every"
+        )
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

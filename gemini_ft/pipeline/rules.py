@@ -209,7 +209,8 @@ class Rule(_RuleModel):
                 f"sync {self.sync.scheme} adds up what a sparsifier has picked, such as topk, sidco_e or dgc; "
                 f"{what} is none: leave one of the two out"
             )
-        if self.is_whole and (self.compress is not None or self.fusion in PLANNED):
+        is_tried = self.sync.scheme == "ring8" and self.fusion == "auto"
+        if self.is_whole and (self.compress is not None or (self.fusion in PLANNED and not is_tried)):
             raise ValueError(f"sync {self.sync.scheme} takes whole gradients as they are: leave compress out, and fusions that are planned")
         if self.is_sparse and self.compress is None and self.fusion not in (DEFAULT_FUSION, "layer-wise"):
             raise ValueError(
@@ -240,14 +241,14 @@ class Rule(_RuleModel):
             )
 
     def _check_quality(self) -> None:
-        lossy = self.compress.method if self.compress is not None and self.cast is None and self.fusion == "auto" else None
-        if lossy and self.quality == "equal":
+        lossy = "ring8" if self.is_whole else self.compress.method if self.compress is not None and self.cast is None else None
+        if lossy and self.fusion == "auto" and self.quality == "equal":
             raise ValueError(
-                f"fusion auto chooses by seconds, and {lossy} does not train as all-reduce does: leave compress out, take fusion cupcake, "
+                f"fusion auto chooses by seconds, and {lossy} does not train as all-reduce does: leave it out, take another fusion, "
                 "or add quality: any once you have compared the loss with that method and your optimizer"
             )
-        if self.quality == "any" and not lossy:
-            raise ValueError("quality any lets fusion auto choose the method of compress: give both, or leave quality out")
+        if self.quality == "any" and not (lossy and self.fusion == "auto"):
+            raise ValueError("quality any lets fusion auto choose the method of compress, or ring8: give both, or leave quality out")
 
     def _check_control(self) -> None:
         if self.compress is None or steerable(self.compress.make()) is None:

@@ -30,14 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.hosts import host_id
 from gemini_ft.pipeline.averager import own_group
-from gemini_ft.pipeline.body import Body
 from gemini_ft.pipeline.ddp_buckets import DdpBuckets, communication_hook
 from gemini_ft.pipeline.measuring import ModelHook
-from gemini_ft.pipeline.outer import OuterSteps
+from gemini_ft.pipeline.outer import BodyWithOuter, OuterSteps, check_local
 from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, nothing, trained
 from gemini_ft.pipeline.routes import of_all_ranks
 from gemini_ft.pipeline.rules import Rules, check_world, load_rules
-from gemini_ft.pipeline.telemetry import Step
 from gemini_ft.state.gradients import announce, synchronizers, withdraw
 from gemini_ft.state.pending import zeros_among
 from gemini_ft.state.tensors import unwrap_model
@@ -47,7 +45,7 @@ T = TypeVar("T")
 _log = logging.getLogger("gemini_ft")
 
 
-class GradientSynchronizer(Body):
+class GradientSynchronizer(BodyWithOuter):
     """Averages a model's gradients over ranks by the rules of a pipeline. Constructing it is collective.
 
     Args:
@@ -92,7 +90,7 @@ class GradientSynchronizer(Body):
             if len(devices) > 1:
                 raise ConfigError(f"parameters lie on {', '.join(sorted(map(str, devices)))}: they must all be on one device")
             tensors = assign(model, rules)
-            _check_local(rules, tensors, scaler)
+            check_local(rules, tensors, scaler)
             return rules, tensors
 
         settings = {"find_unused_parameters": find_unused_parameters, "profile_steps": profile_steps}
@@ -104,7 +102,6 @@ class GradientSynchronizer(Body):
         if local:
             tensors = [replace(tensor, rule=NO_RULE) for tensor in tensors] if len(set(hosts)) < len(hosts) else []
         self._has_trained = False  # in training mode, which scripts leave to evaluate, and some train without
-        self._outer: OuterSteps | None = None  # of parameters that every rank trains alone: of all, or there is none
         self._find_unused, self._paused = find_unused_parameters, False
         self._touched: set[str] = set()  # have got a gradient in this step
         self._sent: dict[str, tuple[torch.Tensor, int]] = {}  # gradients of this step that are being averaged, and their versions
@@ -159,11 +156,6 @@ class GradientSynchronizer(Body):
             host=self.averager.group if self.averager.tensors else None,
             hosts=hosts,
         )
-
-    @property
-    def lets_ranks_differ(self) -> bool:
-        """Whether parameters and optimizer state are each rank's own between two averages."""
-        return self._outer is not None
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -380,39 +372,11 @@ class GradientSynchronizer(Body):
             absent = everywhere.bool().tolist()
         return {name for name, is_absent in zip(names, absent, strict=True) if is_absent}
 
-    def state_dict(self) -> dict[str, Any]:
-        """As `Body.state_dict`; with local steps, what these remember under "outer"."""
-        return super().state_dict() | ({} if self._outer is None else {"outer": self._outer.state_dict()})
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`; see `Body.load_state_dict`."""
-        super().load_state_dict(state)
-        if self._outer is not None:
-            self._outer.load_state_dict(state["outer"])
-
-    def summary(self) -> dict[str, dict[str, float]]:
-        """The costs of the last step as plain data; of local steps, those of their last average."""
-        return super().summary() if self._outer is None else self._outer.summary()
-
-    @property
-    def last_step(self) -> Step | None:
-        """Costs of the last step, by rule; of local steps, those of their last average."""
-        return super().last_step if self._outer is None else self._outer.last_step
-
-    def forget(self, parameters: Iterable[torch.Tensor | str] | None = None) -> None:
-        """Forgets residuals; see `Body.forget`."""
-        super().forget(parameters)
-        if self._outer is not None:
-            self._outer.forget(self._named(parameters))
-
     def close(self) -> None:
         """Removes all hooks from the model, and ends the threads."""
-        if self._outer is not None:
-            self._outer.close()
         for handle in self._handles:
             handle.remove()
-        self._ready_times.close()
-        self.averager.close()
+        super().close()
         withdraw(self)
 
 
@@ -454,26 +418,6 @@ def _check_alone(model: nn.Module, ddp: DistributedDataParallel | None, ranks: l
                 "the model's gradients are averaged by another GradientSynchronizer already: close() that one, or make one for all models "
                 "that share parameters"
             )
-
-
-def _check_local(rules: Rules, tensors: Sequence[Tensor], scaler: Any) -> None:
-    """Checks that all parameters are trained alone, or none.
-
-    Raises:
-        ConfigError: some are, or a loss scaler would have ranks skip updates apart.
-    """
-    alone = {tensor.name for tensor in tensors if tensor.rule != NO_RULE and rules[tensor.rule].is_local}
-    if len({rule.within for rule in rules if rule.is_local}) > 1:
-        raise ConfigError("a rule has within: host, and another one has every without it: give it to all of them, or to none")
-    if alone and (others := [tensor.name for tensor in tensors if tensor.name not in alone]):
-        raise ConfigError(
-            f"a rule has every, and {others[0]} is trained by none such: ranks would clip, scale and skip what they average in each step "
-            "by gradients of their own. Give all rules every, and the last one params: '*'"
-        )
-    if alone and scaler is not None and scaler.is_enabled():
-        raise ConfigError(
-            "a loss scaler skips updates on single ranks, which a rule with every has train alone: take bfloat16, or no every"
-        )
 
 
 def _numbered(names: Sequence[str]) -> list[int]:
