@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +26,8 @@ from gemini_ft.compression.norms import row_norms
 from gemini_ft.compression.quantise import QSGD, GlobalInt8, Sketch, TernGrad
 from gemini_ft.compression.sidco import SIDCo, Stages, gamma_quantile
 from gemini_ft.compression.sparse import RandomK, Threshold, TopK, entries, largest
+
+ROOT = Path(__file__).parents[2]
 
 
 def one(flat: Tensor, align: int = 8) -> Bundle:
@@ -80,6 +84,27 @@ def test_contributions_to_one_element_are_added() -> None:
     ranks = [{"w": torch.tensor([4.0, 0, 0, 1])}, {"w": torch.tensor([2.0, 0, 0, 1])}]
     means = together([create("topk", ratio=0.25, feedback=0) for _ in ranks], ranks, 0)
     assert means["w"].tolist() == [3, 0, 0, 0]
+
+
+def test_what_is_kept_for_the_papers_loses_to_another_method_in_bytes_loss_and_seconds() -> None:
+    """As docs/compression.md says it of the figures that it has, and of the report beside it."""
+    page, report = (ROOT / "docs" / "compression.md").read_text(), (ROOT / "benchmarks/results/2026-11-24-compression.md").read_text()
+    paper = set(re.findall(r"`(\w+)`", page.partition("**Kept for the papers**: ")[2].partition(". Another")[0]))
+    learned = re.findall(r"^\| (\w+)(.*) \| [^|]* \| ([\d.]+) % \| [\d.]+ \| ([\d.]+) \|", page, re.MULTILINE)
+    timed = re.findall(r"^\| (\w+) \|.*\| ([\d.]+) \([^|]*\| ([\d.]+) \([^|]*\| ([\d.]+) \([^|]*\|$", report, re.MULTILINE)
+    speeds = {name: tuple(map(float, cells)) for name, *cells in timed} | {"fp16": (1.1, 0.99, 0.93), "bf16": (1.0, 1.0, 1.0)}
+    rows = [(name, options, float(nbytes), float(loss), speeds[name]) for name, options, nbytes, loss in learned if name in speeds]
+    best = {"none"}  # it is what all others are compared with
+    for name, _, nbytes, loss, speed in rows:
+        beaten_by = [
+            other
+            for other, _, less, lower, faster in rows
+            if other != name and less <= nbytes and lower <= loss and all(two >= one for one, two in zip(speed, faster, strict=True))
+        ]
+        best |= set() if beaten_by else {name}
+    best |= {"qsgd", "int8"} - best  # unbiased and without memory, which what beats them is not
+    best -= {"efsignsgd"}  # with two_phase alone
+    assert paper == {name for name, *_ in rows} - best
 
 
 def test_sparseloco_as_it_is_described() -> None:
