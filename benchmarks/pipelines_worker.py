@@ -1,6 +1,7 @@
 """One host of benchmarks/pipelines.py: every row in turns; rank 0 writes what was measured as JSON.
 
-Arguments: a JSON object with model, rows, rounds, learn (steps towards the target loss, 0: none), folder.
+Arguments: a JSON object with model, rows, rounds, learn (steps towards the target loss, 0: none), folder, and a seed for learning. A row
+with ``every`` is measured for so many steps at a time, of which one has an average.
 """
 
 import json
@@ -49,14 +50,14 @@ class Row:
 class Trainer:
     """One model with one way to exchange gradients."""
 
-    def __init__(self, model: str, row: dict[str, Any]) -> None:
+    def __init__(self, model: str, row: dict[str, Any], seed: int = 0) -> None:
         make, self._batch, rate = MODELS[model]
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         module = make()
         self.synchronizer: gemini_ft.GradientSynchronizer | None = None
         self._model = self._wrapped(module, row)
-        self._optimizer = torch.optim.SGD(module.parameters(), rate)
-        self._source = torch.Generator().manual_seed(dist.get_rank())
+        self._optimizer = (torch.optim.AdamW if model == "gpt" else torch.optim.SGD)(module.parameters(), rate)
+        self._source = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
 
     def _wrapped(self, module: nn.Module, row: dict[str, Any]) -> nn.Module:
         if "pipeline" in row:
@@ -116,7 +117,7 @@ def measure(job: dict[str, Any]) -> list[Row]:
     for row in job["rows"]:
         trainers[row["name"]] = Trainer(job["model"], row)
         trainers[row["name"]].settle()
-        steps[row["name"]] = min(MOST_STEPS, 1 + int(VISIT / timed(trainers[row["name"]].step, 1)))
+        steps[row["name"]] = row.get("every") or min(MOST_STEPS, 1 + int(VISIT / timed(trainers[row["name"]].step, 1)))
     rounds: dict[str, list[float]] = {name: [] for name in trainers}
     exchanged: dict[str, list[float]] = {name: [] for name in trainers}
     order = random.Random(0)
@@ -148,7 +149,7 @@ def learn(job: dict[str, Any]) -> list[Row]:
     """Losses by step, of models that begin anew."""
     rows = []
     for row in job["rows"]:
-        trainer = Trainer(job["model"], row)
+        trainer = Trainer(job["model"], row, job.get("seed", 0))
         losses = torch.stack([trainer.step() for _ in range(job["learn"])])
         dist.all_reduce(losses)
         rows.append(Row(row["name"], 0.0, [], losses=(losses / dist.get_world_size()).tolist()))

@@ -16,6 +16,7 @@ from gemini_ft.validation import check_options, options_of
 
 from .base import Compressor, Reducer
 from .cast import Bf16, Dynamic8, Fp16, Identity, Inceptionn, Natural, Natural8
+from .chunked import ChunkedTopK
 from .dgc import MomentumCorrection, SampledThreshold
 from .feedback import ErrorFeedback, TwoPhase
 from .low_rank import Atomo, PowerSGD
@@ -42,6 +43,7 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "fp16": Fp16,
     "bf16": Bf16,
     "topk": TopK,
+    "chunked_topk": ChunkedTopK,
     "randomk": RandomK,
     "threshold": Threshold,
     "hard_threshold": Threshold.hard,

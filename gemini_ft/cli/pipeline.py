@@ -18,6 +18,7 @@ def command(arguments: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=8, help="workers (default: 8)")
     parser.add_argument("--rate", type=rate, default="1gbit", help="of each worker's link, such as 200mbit or 25gbit (default: 1gbit)")
     parser.add_argument("--latency", type=float, default=50.0, help="of a message, in microseconds, for the dense patterns (default: 50)")
+    parser.add_argument("--step", type=float, help="seconds that a step computes, to compare whole steps with other rules")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(arguments)
     from gemini_ft.cli.pipeline_costs import show  # torch comes with it, and takes seconds that --help does without

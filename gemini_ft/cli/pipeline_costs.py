@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini_ft.cli.pipeline_advice import SOURCE, shown, verdict, ways
 from gemini_ft.compression.base import FlatLayout, Primitive, layout_of
 from gemini_ft.compression.sparse import kept
 from gemini_ft.core.words import table
@@ -229,9 +231,24 @@ def show(options: argparse.Namespace) -> None:
         raise ConfigError(f"--latency {options.latency:g}: must be microseconds, at least 0; for example 50")
     if not options.rate > 0:
         raise ConfigError(f"--rate {options.rate:g}: must be above 0")
-    rules = load_rules(options.config)
-    description = describe(_model(options.model), rules, options.ranks, options.rate, 1e-6 * options.latency)
-    print(json.dumps(asdict(description), indent=2) if options.json else _shown(description))
+    if options.step is not None and not 0 <= options.step < math.inf:
+        raise ConfigError(f"--step {options.step:g}: must be seconds, at least 0")
+    rules, model = load_rules(options.config), _model(options.model)
+    description = describe(model, rules, options.ranks, options.rate, 1e-6 * options.latency)
+
+    def costs(rule: Rule) -> tuple[int | None, float | None]:
+        try:
+            (cost,) = describe(model, (rule,), options.ranks, options.rate).rules
+        except ConfigError:  # vectors alone, for example, have no factors
+            return None, None
+        return cost.wire_bytes, cost.seconds
+
+    others = ways(model, costs, options.step)
+    if options.json:
+        advice = {"ways": [asdict(way) for way in others], "verdict": verdict(others, options.step), "source": SOURCE}
+        print(json.dumps({**asdict(description), "advice": advice}, indent=2))
+    else:
+        print(f"{_shown(description)}\n\n{shown(others, options.step)}")
 
 
 def _model(path: str) -> nn.Module:

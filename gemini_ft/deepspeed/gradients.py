@@ -27,17 +27,17 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from gemini_ft.deepspeed.partitions import own_part
 from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.averager import own_group
-from gemini_ft.pipeline.body import Body
-from gemini_ft.pipeline.plan import Tensor, assign, nothing, trained
+from gemini_ft.pipeline.outer import BodyWithOuter, OuterSteps, check_local
+from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, nothing, trained
 from gemini_ft.pipeline.routes import Gradients
-from gemini_ft.pipeline.rules import PLANNED, Rules, check_world, load_rules
+from gemini_ft.pipeline.rules import PLANNED, Rule, Rules, check_world, load_rules
 
 _log = logging.getLogger("gemini_ft")
 _PROFILE_STEPS = 5  # that are watched before a planned fusion is planned
 _SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 
 
-class EngineGradients(Body):
+class EngineGradients(BodyWithOuter):
     """The pipeline of one engine, ``engine.gradients``. Constructing it is collective.
 
     Args:
@@ -54,9 +54,11 @@ class EngineGradients(Body):
     def __init__(self, engine: Any, pipeline: Any) -> None:
         rules = load_rules(pipeline)
         _refuse(_unsupported_engine(engine))
-        local = next((rule for rule in rules if rule.is_local), None)
-        _refuse(iter([(local is not None, f"{local}: an engine's optimizer steps on all ranks together: leave every out, or use DDP")]))
         tensors = assign(engine.module, rules)
+        local = [tensor for tensor in tensors if tensor.rule != NO_RULE and rules[tensor.rule].is_local]
+        if local:
+            check_local(rules, tensors, getattr(engine, "torch_autocast_z0_gradscaler", None))
+            _refuse(_unsupported_alone(engine, rules[local[0].rule]))
         _refuse(_complex(engine.module))
         self._is_whole = not isinstance(engine.optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3)
         if not self._is_whole:
@@ -68,16 +70,19 @@ class EngineGradients(Body):
         ranks = dist.get_process_group_ranks(engine.seq_data_parallel_group)
         check_world(rules, len(ranks))
         group = own_group(ranks, engine.seq_data_parallel_group) if len(ranks) > 1 else None
+        control = own_group(ranks, engine.seq_data_parallel_group, "gloo") if len(ranks) > 1 else None
         super().__init__(
             engine.module,
             parameters,
-            tensors,
+            [] if local else tensors,
             rules,
             group=group,
-            control=own_group(ranks, engine.seq_data_parallel_group, "gloo") if len(ranks) > 1 else None,
+            control=control,
             device=engine.device,
             profile_steps=_PROFILE_STEPS,
         )
+        if local:  # the groups have nothing else to carry
+            self._outer = OuterSteps(engine.module, parameters, local, rules, group=group, control=control, device=engine.device)
         self.averager.scale = self._loss_scale
         self._replaced: list[tuple[Any, str]] = []
         self._install()
@@ -109,6 +114,8 @@ class EngineGradients(Body):
         engine = self._engine
         if grads is not None:
             type(engine).buffered_allreduce_fallback(engine, grads, elements_per_buffer)
+            return
+        if self._outer is not None:
             return
         gradients, dtype = self._accumulated(), engine.communication_data_type
         for name in gradients:
@@ -178,8 +185,12 @@ class EngineGradients(Body):
 
     def _take_model_step(self, *arguments: Any, **named: Any) -> Any:
         engine = self._engine
+        if self._outer is not None:
+            self._outer.catch_up()
+            self._outer.stepped()
         result = type(engine)._take_model_step(engine, *arguments, **named)
-        self.step_over()
+        if self._outer is None:
+            self.step_over()
         return result
 
     def _destroy(self) -> Any:
@@ -191,8 +202,7 @@ class EngineGradients(Body):
         """Gives the engine its own methods back, and ends the threads."""
         for target, name in self._replaced:
             vars(target).pop(name, None)
-        self._ready_times.close()
-        self.averager.close()
+        super().close()
 
     def _tell(self, rules: Rules) -> None:
         stage = self._engine.zero_optimization_stage()
@@ -240,6 +250,16 @@ def _unsupported_engine(engine: Any) -> Iterator[tuple[bool, str]]:
     yield bool(engine.is_deepcompile_enabled()), "compile.deepcompile builds the reduction into the graph; switch it off"
     for name, value in (("zenflow", engine.zenflow_config()), ("offload_optimizer.super_offload", engine.super_offload())):
         yield bool(value), f"zero_optimization.{name} reduces gradients in its own way; switch it off"
+
+
+def _unsupported_alone(engine: Any, rule: Rule) -> Iterator[tuple[bool, str]]:
+    """The reason why ranks cannot train alone in an engine, or None."""
+    shared = f"{rule}: ranks train alone at ZeRO stage 0 in float32, where each has a whole optimizer of torch; this engine has a"
+    yield (
+        not isinstance(engine.optimizer, torch.optim.Optimizer),
+        f"{shared} {type(engine.optimizer).__name__}: leave every out, or use DDP",
+    )
+    yield rule.within is not None, f"{rule}: within: host is of DDP and plain loops: leave it out"
 
 
 def _unsupported_buckets(engine: Any, rules: Rules) -> Iterator[tuple[bool, str]]:

@@ -35,6 +35,7 @@ from gemini_ft.deepspeed.versions import check_version, counters
 from gemini_ft.errors import GeminiError, LayoutMismatchError, UnsupportedStateError
 from gemini_ft.state import codec
 from gemini_ft.state.attributes import AttributeReturn, AttributeWalk, held
+from gemini_ft.state.gradients import lets_ranks_differ
 from gemini_ft.state.hyperparameters import Given, of_groups, of_scheduler
 from gemini_ft.state.modes import Modes, not_users
 from gemini_ft.state.rebuilding import ModuleTree
@@ -129,7 +130,8 @@ class EngineState:
     def _is_replicated(self, item: Live) -> bool:
         if item.name.startswith("frozen."):
             return not self._engine.zero_optimization_partition_weights()
-        return item.role is not Role.BUFFER and not is_partitioned(self._engine.optimizer)
+        alike = not is_partitioned(self._engine.optimizer) and not lets_ranks_differ(vars(self._engine).get("gradients"))
+        return item.role is not Role.BUFFER and alike
 
     def extras(self) -> dict[str, Any]:
         """Returns all that is not in tensors.

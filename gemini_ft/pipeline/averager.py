@@ -62,7 +62,7 @@ class Averager:
         self.step = 0
         self.rounds = 0  # of averaging; more than one per step where buckets come one by one
         self._lanes = Lanes(device, self._broken)
-        self._failures = Failures(group, control, self.rank)
+        self._failures = Failures(group, control)
         self._completed = 0  # steps since the beginning of this object, whatever has been loaded since
         self._arrived: dict[str, _Arrival | None] = {}  # None: no rank has it in this step
         self._launched = 0  # groups of the plan
@@ -190,18 +190,28 @@ class Averager:
 
     def average(self, gradients: Gradients) -> dict[str, Tensor]:
         """The averages of gradients of the same names on all ranks, in the groups of the plan as far as they are there. Collective."""
+        return self.begin_average(gradients)()
+
+    def begin_average(self, gradients: Gradients) -> Callable[[], dict[str, Tensor]]:
+        """Sets gradients on their way as `average` does; what is returned waits for the averages, and may only be called once."""
         if not self._jobs:
             self.on_begin()
         begin, means = time.perf_counter(), dict[str, Tensor]()
         groups = [group._replace(names=tuple(name for name in group.names if name in gradients)) for group in self.plan.groups]
         self._scale = self.scale()
         jobs = [self._submitted(group, {name: gradients[name] for name in group.names}, means.update) for group in groups if group.names]
-        for _, job in jobs:
-            self._lanes.wait(job, self._anxious)
-        self._jobs += jobs
         self._blocked += time.perf_counter() - begin
         self.rounds += 1
-        return means
+
+        def finish() -> dict[str, Tensor]:
+            begin = time.perf_counter()
+            for _, job in jobs:
+                self._lanes.wait(job, self._anxious)
+            self._jobs += jobs
+            self._blocked += time.perf_counter() - begin
+            return means
+
+        return finish
 
     # -- state
 

@@ -70,7 +70,10 @@ class DdpBuckets:
             )
         names = [self._synchronizer.name_of(param) for param in bucket.parameters()]
         if self._synchronizer.lets_ranks_differ:
-            return self._kept(bucket, names)
+            self._check_inputs()
+            if not self._ours:
+                self._synchronizer.trained_alone(names)
+                return _answered(bucket.buffer())
         if any(self._averager.has(name) for name in names):  # of the backward pass before
             self._synchronizer.backward_over()
         if self.otherwise is not None and self._ours.isdisjoint(names):
@@ -94,20 +97,18 @@ class DdpBuckets:
                 continue
             self._synchronizer.ready(name)
             self._averager.ready(name, gradient, partial(waiting.take, gradient))
+        self._synchronizer.trained_alone(names)
         found: Future[Tensor] = waiting.future
         return found
 
-    def _kept(self, bucket: GradBucket, names: list[str]) -> Future[Tensor]:
-        """Leaves the gradients of a bucket as they are: every rank steps with its own."""
+    def _check_inputs(self) -> None:
+        """Refuses join(), under which ranks go on without others."""
         ddp = self._synchronizer.ddp
         if ddp is not None and ddp._join_config.enable:
             raise StateError(
                 "join() lets a rank whose inputs have ended answer the others' collectives, and between two averages of a rule with every "
                 "nobody trains for it: give all ranks as many batches, or leave every out"
             )
-        if not self._synchronizer.discards_all:
-            self._synchronizer.trained_alone(names)
-        return _answered(bucket.buffer())
 
     def _ask_for_end(self) -> None:
         if not self._will_end:

@@ -26,11 +26,11 @@ class Failures:
 
     Args:
         group: whose collectives fail, or wait for nothing; None: one rank.
-        control: of the same ranks and on CPUs; its connections last as long as processes do.
+        control: of its ranks, or of more, and on CPUs; its connections last as long as processes do, and ranks are numbered as in it.
     """
 
-    def __init__(self, group: Any, control: Any, rank: int) -> None:
-        self._group, self._control, self._rank = group, control, rank
+    def __init__(self, group: Any, control: Any) -> None:
+        self._group, self._control, self._rank = group, control, control.rank() if control is not None else 0
         self._resolved: BaseException | None = None
 
     def resolved(self, error: BaseException, step: int, is_computing: bool = False) -> BaseException:

@@ -7,13 +7,16 @@ Between two averages nothing of these parameters travels. Then a rank's pseudo-g
 the anchor, to where it is now; its average over ranks, which a rule's ``compress`` makes smaller as it does gradients, is what the outer
 optimizer steps with from the anchor, and all ranks go on from there (McMahan et al., "Communication-Efficient Learning of Deep Networks
 from Decentralized Data", algorithm 1; Douillard et al., "DiLoCo", algorithm 1). Anchors, momenta and residuals are part of every
-snapshot, and so are each rank's own parameters and optimizer state, which differ between two averages.
+snapshot, and so are each rank's own parameters and optimizer state, which differ between two averages. With ``within: host`` the ranks
+of a host average their gradients in each step, and the first of them averages for its host.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,13 +26,35 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from xxhash import xxh3_64_hexdigest
 
-from gemini_ft.errors import StateError
+from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.pipeline.body import Body
-from gemini_ft.pipeline.plan import Tensor
+from gemini_ft.pipeline.plan import NO_RULE, Tensor
 from gemini_ft.pipeline.rules import Outer, Rules
+from gemini_ft.pipeline.telemetry import Step
 from gemini_ft.state.replicas import tensor_digest
 
 _PLAIN = Outer(lr=1.0, momentum=0.0, nesterov=False)
+
+
+@dataclass
+class _Delayed:
+    """An average that is taken some steps after it was begun.
+
+    Attributes:
+        step: after whose update it is taken.
+        sent: where this rank's parameters were when it was begun.
+        finish: waits for it; None: it is there.
+        means: it, once it is there.
+    """
+
+    step: int
+    sent: dict[str, torch.Tensor]
+    finish: Callable[[], dict[str, torch.Tensor]] | None = None
+    means: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def settle(self) -> None:
+        if self.finish is not None:
+            self.means, self.finish = self.finish(), None
 
 
 class OuterSteps(Body):
@@ -42,8 +67,10 @@ class OuterSteps(Body):
         model: whose forward passes are watched.
         parameters: by name; of floats.
         tensors: the same, as rules see them.
-        group: of the ranks, for the averages alone; None: one rank.
-        control: of the same ranks and on CPUs, for what the training thread asks; None: one rank.
+        group: of the ranks that train apart, or of the first of each host, for the averages alone; None: one such rank, or not this one.
+        control: of all ranks and on CPUs, for what the training thread asks; None: one rank.
+        host: of the ranks of this host, which train together; None: each rank trains alone.
+        hosts: of each rank, the number of its host; (): each rank trains alone.
     """
 
     def __init__(
@@ -56,7 +83,10 @@ class OuterSteps(Body):
         group: Any,
         control: Any,
         device: torch.device,
+        host: Any = None,
+        hosts: Sequence[int] = (),
     ) -> None:
+        self._host, self._hosts = host, list(hosts)
         tensors = [tensor.moved() for tensor in tensors]
         super().__init__(model, parameters, tensors, rules, group=group, control=control, device=device, profile_steps=0)
         self._rules = {tensor.name: rules[tensor.rule] for tensor in tensors}
@@ -71,6 +101,8 @@ class OuterSteps(Body):
         self._trained: set[str] = set()  # have been updated since they were averaged
         self._stepping: weakref.ref[Optimizer] | None = None  # the one whose step() is under way, of those that have any of the parameters
         self._has_counted = False  # a step within it
+        self._delayed: list[_Delayed] = []  # the last one may be under way
+        self._before: dict[str, Any] = {}  # the averager's state when that one was begun
         begun, ended = weakref.WeakMethod(self._step_begins), weakref.WeakMethod(self._updated)  # hooks of all optimizers of the process:
         self._handles = [  # they must not keep this object alive
             register_optimizer_step_pre_hook(lambda optimizer, *_: call(optimizer) if (call := begun()) is not None else None),
@@ -131,32 +163,75 @@ class OuterSteps(Body):
             )
         self._updates += 1
         self._trained |= {name for name in own if self._parameters[name].grad is not None}
-        if not self._due:
+        if not (due := self._due.union(*(each.sent for each in self._ripe))):
             return
         if self._awaited is None:  # in the first step it is not known which parameters no optimizer has
-            known = self._due if self._steps == 1 else self._due & self._owned
+            known = due if self._steps == 1 else due & self._owned
             self._awaited = {name for name in known if self._parameters[name].grad is not None}
         self._awaited -= own
         if not self._awaited:
             self.catch_up()
 
+    @property
+    def _ripe(self) -> list[_Delayed]:
+        return [each for each in self._delayed if each.step <= self._steps]
+
     @torch.no_grad()
     def catch_up(self) -> None:
-        """Makes the outer step that is due, if one is. Collective then."""
-        if not self._due:
+        """Makes the outer steps that are due, if any are, and begins those that are delayed. Collective then."""
+        if not (self._due or self._ripe):
             return
         with self._telling():
+            for each in self._ripe:
+                each.settle()
+                self._delayed.remove(each)
+                self._step_with(self._of_host(each.means, each.sent), each.sent)
             names = self._due - self._frozen()
             self._due, self._awaited, self._trained = set(), None, self._trained - names
-            means = self.averager.average({name: self._moved(name) for name in names})
+            if at_once := {name for name in names if not self._rules[name].delay}:
+                self._step_with(self._of_host(self._begun(at_once)(), at_once), {})
+            for delay in sorted({self._rules[name].delay for name in names - at_once}):
+                self._delay(_Delayed(self._steps + delay, {name: self._where(name) for name in names if self._rules[name].delay == delay}))
+        self.step_over()
+
+    def _where(self, name: str) -> torch.Tensor:
+        return _wide(self._parameters[name]).clone()
+
+    def _delay(self, average: _Delayed) -> None:
+        """Begins an average. The one before is waited for, so that the averager's state is that of a moment."""
+        for each in self._delayed:
+            each.settle()
+        self._before = _copied(self.averager.state_dict())
+        average.finish = self._begun(average.sent, average.sent)
+        self._delayed.append(average)
+
+    def _begun(
+        self, names: Collection[str], sent: Mapping[str, torch.Tensor] = MappingProxyType({})
+    ) -> Callable[[], dict[str, torch.Tensor]]:
+        """Sets on its way what this rank has moved; of a host, its first rank does so."""
+        leads = self._host is None or self._host.rank() == 0
+        return self.averager.begin_average({name: self._moved(name, sent.get(name)) for name in names} if leads else {})
+
+    def _of_host(self, means: dict[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
+        """The averages that the first rank of the host has got. Collective within the host."""
+        if self._host is None:
+            return means
+        found = {}
+        for name, anchor in self._anchors.items():
+            if name in names:
+                found[name] = means[name] if name in means else torch.empty(anchor.shape, dtype=anchor.dtype, device=anchor.device)
+                dist.broadcast(found[name], group=self._host, group_src=0)
+        return found
+
+    def _step_with(self, means: Mapping[str, torch.Tensor], sent: Mapping[str, torch.Tensor]) -> None:
+        """Steps from the anchors; what a rank has moved since it sent what is averaged is left to the next period."""
         for name, mean in means.items():
-            anchor, outer = self._anchors[name], self._outer(name)
+            anchor, outer, param = self._anchors[name], self._outer(name), self._parameters[name]
             if outer.momentum:
                 momentum = self._momenta[name].mul_(outer.momentum).add_(mean)
                 mean = mean.add(momentum, alpha=outer.momentum) if outer.nesterov else momentum
             anchor.sub_(mean, alpha=outer.lr)
-            self._parameters[name].copy_(anchor)
-        self.step_over()
+            param.copy_(_wide(param) + (anchor - sent[name]) if name in sent else anchor)
 
     def _frozen(self) -> set[str]:
         """Parameters due that are frozen, on all ranks, and that none has trained since the last average. Collective if any is frozen."""
@@ -166,10 +241,14 @@ class OuterSteps(Body):
             dist.all_reduce(trained, dist.ReduceOp.MAX, group=self._control)
         return {name for name, is_trained in zip(frozen, trained.tolist(), strict=True) if not is_trained}
 
-    def _moved(self, name: str) -> torch.Tensor:
-        """The pseudo-gradient: where all ranks began this period, in the values that the parameter's dtype has, less where this one is."""
+    def _moved(self, name: str, sent: torch.Tensor | None) -> torch.Tensor:
+        """The pseudo-gradient: where all ranks began this period, in the values that the parameter's dtype has, less where this one is.
+
+        Args:
+            sent: where it was instead.
+        """
         param = self._parameters[name].detach()
-        return _wide(self._anchors[name].to(param.dtype)) - _wide(param)
+        return _wide(self._anchors[name].to(param.dtype)) - (_wide(param) if sent is None else sent)
 
     def _common(self) -> dict[str, Any]:
         return {**super()._common(), "first weights": self._first, "local steps": self._steps, "updates": self._updates_before}
@@ -184,10 +263,21 @@ class OuterSteps(Body):
             "owned": sorted(self._owned),
         }
         counts = {"steps": self._steps, "updates": self._updates, "before": self._updates_before}
-        return {**super().state_dict(), **own, **counts, "first": self._first}
+        delayed = {
+            str(at): {"step": each.step, "sent": each.sent, "means": each.means, "is there": each.finish is None}
+            for at, each in enumerate(self._delayed)
+        }
+        found = {**super().state_dict(), **own, **counts, "first": self._first, "hosts": self._hosts, "delayed": delayed}
+        # Threads may be changing it: resumed, the average is begun anew from where it was.
+        return found | ({"averager": self._before} if self._delayed and self._delayed[-1].finish is not None else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a `state_dict`; see `Body.load_state_dict`."""
+        if (hosts := state.get("hosts", [])) != self._hosts:
+            raise StateError(
+                f"ranks of a host train together (within: host), and they were divided among hosts as {hosts}, now as {self._hosts}: start "
+                "them in the same order, with as many on each host"
+            )
         then = self._steps, self._updates, self._updates_before, self._first
         # They are compared between ranks while the rest is loaded.
         self._steps, self._updates, self._updates_before, self._first = state["steps"], state["updates"], state["before"], state["first"]
@@ -198,8 +288,20 @@ class OuterSteps(Body):
             raise
         self._due, self._trained, self._owned = {*state["due"]}, {*state["trained"]}, {*state["owned"]}
         self._awaited = self._stepping = None
+        self._delayed = []
         self._anchors = {name: tensor.to(self._parameters[name].device, copy=True) for name, tensor in state["anchors"].items()}
         self._momenta = {name: tensor.to(self._parameters[name].device, copy=True) for name, tensor in state["momenta"].items()}
+        for each in state.get("delayed", {}).values():
+            average = _Delayed(each["step"], _copied(each["sent"]), means=_copied(each["means"]))
+            if each["is there"]:
+                self._delayed.append(average)
+            else:
+                self._delay(average)
+
+    def _end_pending(self) -> None:
+        for each in self._delayed:
+            each.settle()
+        super()._end_pending()
 
     def close(self) -> None:
         """Ends the threads, and looks at optimizers no more."""
@@ -212,6 +314,77 @@ class OuterSteps(Body):
 def _wide(param: torch.Tensor) -> torch.Tensor:
     """The values, at least in float32, in which small outer steps are not rounded away."""
     return param.detach().to(torch.promote_types(param.dtype, torch.float32))
+
+
+class BodyWithOuter(Body):
+    """A body of which outer steps may be part: averages gradients, or has parameters trained alone, or within hosts."""
+
+    _outer: OuterSteps | None = None  # of parameters that are trained apart: of all, or there is none
+
+    @property
+    def lets_ranks_differ(self) -> bool:
+        """Whether parameters and optimizer state are each rank's own between two averages."""
+        return self._outer is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Body.state_dict`; with local steps, what these remember under "outer"."""
+        return super().state_dict() | ({} if self._outer is None else {"outer": self._outer.state_dict()})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores a `state_dict`; see `Body.load_state_dict`."""
+        super().load_state_dict(state)
+        if self._outer is not None:
+            self._outer.load_state_dict(state["outer"])
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """The costs of the last step as plain data; of local steps, those of their last average."""
+        return super().summary() if self._outer is None else self._outer.summary()
+
+    @property
+    def last_step(self) -> Step | None:
+        """Costs of the last step, by rule; of local steps, those of their last average."""
+        return super().last_step if self._outer is None else self._outer.last_step
+
+    def forget(self, parameters: Iterable[torch.Tensor | str] | None = None) -> None:
+        """Forgets residuals; see `Body.forget`."""
+        super().forget(parameters)
+        if self._outer is not None:
+            self._outer.forget(self._named(parameters))
+
+    def close(self) -> None:
+        """Ends the threads."""
+        if self._outer is not None:
+            self._outer.close()
+        self._ready_times.close()
+        self.averager.close()
+
+
+def check_local(rules: Rules, tensors: Sequence[Tensor], scaler: Any) -> None:
+    """Checks that all parameters are trained alone, or none.
+
+    Raises:
+        ConfigError: some are, or a loss scaler would have ranks skip updates apart.
+    """
+    alone = {tensor.name for tensor in tensors if tensor.rule != NO_RULE and rules[tensor.rule].is_local}
+    if len({rule.within for rule in rules if rule.is_local}) > 1:
+        raise ConfigError("a rule has within: host, and another one has every without it: give it to all of them, or to none")
+    if alone and (others := [tensor.name for tensor in tensors if tensor.name not in alone]):
+        raise ConfigError(
+            f"a rule has every, and {others[0]} is trained by none such: ranks would clip, scale and skip what they average in each step "
+            "by gradients of their own. Give all rules every, and the last one params: '*'"
+        )
+    if alone and scaler is not None and scaler.is_enabled():
+        raise ConfigError(
+            "a loss scaler skips updates on single ranks, which a rule with every has train alone: take bfloat16, or no every"
+        )
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dicts with copies of their tensors."""
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else _copied(value) if isinstance(value, Mapping) else value
+        for key, value in state.items()
+    }
 
 
 def _turns(tensors: Sequence[Tensor], rules: Rules) -> dict[str, int]:

@@ -57,6 +57,12 @@ _OURS = ("feedback", "two_phase")  # options of compress that are not the method
 _PLACES = ("switch", "patience", "compare_every")  # options of sync that make no difference to averages
 
 
+_FEWER_HOSTS = (
+    "an average needs all hosts: one that is lost is waited for, or a spare takes its place with its state. Leave min_hosts out, and start "
+    "spare hosts (docs/launcher.md); with fewer hosts than before local steps only begin anew, from exported weights"
+)
+
+
 class _RuleModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
@@ -183,6 +189,10 @@ class Rule(_RuleModel):
         None, description="The optimizer that steps with the average of what ranks have moved; default: they take it."
     )
     fragments: int = Field(1, ge=1, description="Parts of the parameters that are averaged at different steps of a period.")
+    delay: int = Field(0, ge=0, description="Steps that ranks go on for while an average is under way, before they take it.")
+    within: Literal["host"] | None = Field(
+        None, description="host: ranks of a host average their gradients in each step, and hosts train alone; default: each rank does."
+    )
 
     @field_validator("params")
     @classmethod
@@ -199,7 +209,8 @@ class Rule(_RuleModel):
                 f"sync {self.sync.scheme} adds up what a sparsifier has picked, such as topk, sidco_e or dgc; "
                 f"{what} is none: leave one of the two out"
             )
-        if self.is_whole and (self.compress is not None or self.fusion in PLANNED):
+        is_tried = self.sync.scheme == "ring8" and self.fusion == "auto"
+        if self.is_whole and (self.compress is not None or (self.fusion in PLANNED and not is_tried)):
             raise ValueError(f"sync {self.sync.scheme} takes whole gradients as they are: leave compress out, and fusions that are planned")
         if self.is_sparse and self.compress is None and self.fusion not in (DEFAULT_FUSION, "layer-wise"):
             raise ValueError(
@@ -215,25 +226,29 @@ class Rule(_RuleModel):
 
     def _check_local(self) -> None:
         if self.every is None:
-            if self.outer is not None or self.fragments > 1:
-                raise ValueError("outer and fragments are of local steps: add every, such as every: 30, or leave them out")
+            if self.outer is not None or self.fragments > 1 or self.within is not None or self.delay:
+                raise ValueError("outer, fragments, delay and within are of local steps: add every, such as every: 30, or leave them out")
             return
         if self.fragments > self.every:
             raise ValueError(f"fragments={self.fragments}: at most one for each of the {self.every} steps of a period")
+        if self.delay >= self.every:
+            raise ValueError(
+                f"delay={self.delay}: an average must come before the next one begins, within the {self.every} steps of a period"
+            )
         if self.sync.scheme != "dense" or self.fusion in PLANNED or self.control is not None:
             raise ValueError(
                 "every averages what ranks have moved by an all-reduce or by compress: leave out sync, control and planned fusions"
             )
 
     def _check_quality(self) -> None:
-        lossy = self.compress.method if self.compress is not None and self.cast is None and self.fusion == "auto" else None
-        if lossy and self.quality == "equal":
+        lossy = "ring8" if self.is_whole else self.compress.method if self.compress is not None and self.cast is None else None
+        if lossy and self.fusion == "auto" and self.quality == "equal":
             raise ValueError(
-                f"fusion auto chooses by seconds, and {lossy} does not train as all-reduce does: leave compress out, take fusion cupcake, "
+                f"fusion auto chooses by seconds, and {lossy} does not train as all-reduce does: leave it out, take another fusion, "
                 "or add quality: any once you have compared the loss with that method and your optimizer"
             )
-        if self.quality == "any" and not lossy:
-            raise ValueError("quality any lets fusion auto choose the method of compress: give both, or leave quality out")
+        if self.quality == "any" and not (lossy and self.fusion == "auto"):
+            raise ValueError("quality any lets fusion auto choose the method of compress, or ring8: give both, or leave quality out")
 
     def _check_control(self) -> None:
         if self.compress is None or steerable(self.compress.make()) is None:
@@ -371,7 +386,7 @@ def _explain(where: str, error: ValidationError) -> str:
         if not path and not isinstance(item["input"], Mapping):
             text = f"{item['input']!r} is no rule; a rule is a mapping such as {{'params': '*', 'compress': 'bf16'}}"
         if item["type"] == "extra_forbidden" and len(path) == 1:
-            text = f"unknown option; a rule has {', '.join(Rule.model_fields)}"
+            text = _FEWER_HOSTS if path[0] == "min_hosts" else f"unknown option; a rule has {', '.join(Rule.model_fields)}"
         if path and path[0] == "fusion":
             text = "must be layer-wise, cupcake, espresso, auto, {bucket: bytes} or {groups: number}"
             path = path[:1]

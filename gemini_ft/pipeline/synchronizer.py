@@ -17,6 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,15 +28,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gemini_ft.errors import ConfigError, StateError
+from gemini_ft.hosts import host_id
 from gemini_ft.pipeline.averager import own_group
-from gemini_ft.pipeline.body import Body
 from gemini_ft.pipeline.ddp_buckets import DdpBuckets, communication_hook
 from gemini_ft.pipeline.measuring import ModelHook
-from gemini_ft.pipeline.outer import OuterSteps
+from gemini_ft.pipeline.outer import BodyWithOuter, OuterSteps, check_local
 from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, nothing, trained
 from gemini_ft.pipeline.routes import of_all_ranks
 from gemini_ft.pipeline.rules import Rules, check_world, load_rules
-from gemini_ft.pipeline.telemetry import Step
 from gemini_ft.state.gradients import announce, synchronizers, withdraw
 from gemini_ft.state.pending import zeros_among
 from gemini_ft.state.tensors import unwrap_model
@@ -45,7 +45,7 @@ T = TypeVar("T")
 _log = logging.getLogger("gemini_ft")
 
 
-class GradientSynchronizer(Body):
+class GradientSynchronizer(BodyWithOuter):
     """Averages a model's gradients over ranks by the rules of a pipeline. Constructing it is collective.
 
     Args:
@@ -90,7 +90,7 @@ class GradientSynchronizer(Body):
             if len(devices) > 1:
                 raise ConfigError(f"parameters lie on {', '.join(sorted(map(str, devices)))}: they must all be on one device")
             tensors = assign(model, rules)
-            _check_local(rules, tensors, scaler)
+            check_local(rules, tensors, scaler)
             return rules, tensors
 
         settings = {"find_unused_parameters": find_unused_parameters, "profile_steps": profile_steps}
@@ -98,9 +98,10 @@ class GradientSynchronizer(Body):
         if otherwise is not None:
             tensors = [tensor for tensor in tensors if tensor.rule != NO_RULE]
         local = [tensor for tensor in tensors if tensor.rule != NO_RULE and rules[tensor.rule].is_local]
-        tensors = [] if local else tensors
+        hosts = _numbered(of_all_ranks(host_id(), own)) if local and rules[local[0].rule].within == "host" else []
+        if local:
+            tensors = [replace(tensor, rule=NO_RULE) for tensor in tensors] if len(set(hosts)) < len(hosts) else []
         self._has_trained = False  # in training mode, which scripts leave to evaluate, and some train without
-        self._outer: OuterSteps | None = None  # of parameters that every rank trains alone: of all, or there is none
         self._find_unused, self._paused = find_unused_parameters, False
         self._touched: set[str] = set()  # have got a gradient in this step
         self._sent: dict[str, tuple[torch.Tensor, int]] = {}  # gradients of this step that are being averaged, and their versions
@@ -114,8 +115,11 @@ class GradientSynchronizer(Body):
             unwrap_model(model).register_forward_pre_hook(ModelHook(self._check_wrapper)),
         ]
         # The training thread asks in a group of its own: other ranks may be waiting in theirs for gradients that this rank lacks.
-        control = own_group(ranks, group, "gloo") if own is not None else None
-        super().__init__(model, parameters, tensors, rules, group=own, control=control, device=device, profile_steps=profile_steps)
+        self._of_all = own_group(ranks, group, "gloo") if own is not None else None
+        together, control, apart = own, self._of_all, own
+        if tensors and local:
+            together, control, apart = _host_groups(ranks, hosts, group)
+        super().__init__(model, parameters, tensors, rules, group=together, control=control, device=device, profile_steps=profile_steps)
         if scaler is not None and scaler.is_enabled():
             self.averager.scale = scaler.get_scale
         if ddp is not None:
@@ -123,21 +127,21 @@ class GradientSynchronizer(Body):
             ddp.register_comm_hook(self._buckets, communication_hook)
         else:
             self._model = model
-            averaged = [] if local else parameters.values()
+            averaged = parameters.values() if tensors else []
             self._handles += [param.register_post_accumulate_grad_hook(self._ready) for param in averaged]  # type: ignore[no-untyped-call]
             if own is not None:
                 with torch.no_grad():
                     for tensor in (*model.parameters(), *model.buffers()):
                         dist.broadcast(tensor.detach(), group=own, group_src=0)
         if local:
-            self._outer = self._outer_steps(local)
+            self._outer = self._outer_steps(local, apart, hosts)
         announce(self, parameters.values())
         close_with(self)
 
-    def _outer_steps(self, tensors: Sequence[Tensor]) -> OuterSteps:
+    def _outer_steps(self, tensors: Sequence[Tensor], apart: Any, hosts: Sequence[int]) -> OuterSteps:
         model = self.ddp if self.is_ddp else self._model
         assert model is not None
-        if self.is_ddp and self._control is not None and model.broadcast_buffers and next(model.buffers(), None) is not None:
+        if self.is_ddp and self._of_all is not None and model.broadcast_buffers and next(model.buffers(), None) is not None:
             _log.warning(
                 "DDP sends buffers from rank 0 before each forward pass, also between two averages: give it broadcast_buffers=False"
             )
@@ -146,15 +150,12 @@ class GradientSynchronizer(Body):
             {tensor.name: self._parameters[tensor.name] for tensor in tensors},
             tensors,
             self.averager.rules,
-            group=self.averager.group,  # which nothing else uses: gradients are not averaged
-            control=self._control,
+            group=apart,  # which nothing else uses
+            control=self._of_all,
             device=next(iter(self._parameters.values())).device,
+            host=self.averager.group if self.averager.tensors else None,
+            hosts=hosts,
         )
-
-    @property
-    def lets_ranks_differ(self) -> bool:
-        """Whether parameters and optimizer state are each rank's own between two averages."""
-        return self._outer is not None
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -173,10 +174,10 @@ class GradientSynchronizer(Body):
         """
         if self.is_ddp:
             raise StateError("DistributedDataParallel waits for its communication hook by itself: leave synchronize() out")
-        if self._outer is not None:
-            if not self.discards_all:
-                self._outer.catch_up()
-                self._outer.stepped()
+        if self._outer is not None and not self.discards_all:
+            self._outer.catch_up()
+            self._outer.stepped()
+        if not self.averager.tensors:
             self._check_parameters()
             return
         untouched = [name for name in self.averager.missing() if name not in self._touched | self._discarded]
@@ -324,8 +325,9 @@ class GradientSynchronizer(Body):
         self._tune()
 
     def trained_alone(self, names: Collection[str]) -> None:
-        """Records that the gradients of these parameters are final, which each rank steps with alone; all of them are a step."""
-        assert self._outer is not None
+        """Records that the gradients of these parameters are final, which a rank or a host steps with alone; all of them are a step."""
+        if self._outer is None or self.discards_all:
+            return
         self._touched.update(names)
         if self._touched.issuperset(self._parameters):
             self._touched.clear()
@@ -370,39 +372,11 @@ class GradientSynchronizer(Body):
             absent = everywhere.bool().tolist()
         return {name for name, is_absent in zip(names, absent, strict=True) if is_absent}
 
-    def state_dict(self) -> dict[str, Any]:
-        """As `Body.state_dict`; with local steps, what these remember under "outer"."""
-        return super().state_dict() | ({} if self._outer is None else {"outer": self._outer.state_dict()})
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`; see `Body.load_state_dict`."""
-        super().load_state_dict(state)
-        if self._outer is not None:
-            self._outer.load_state_dict(state["outer"])
-
-    def summary(self) -> dict[str, dict[str, float]]:
-        """The costs of the last step as plain data; of local steps, those of their last average."""
-        return super().summary() if self._outer is None else self._outer.summary()
-
-    @property
-    def last_step(self) -> Step | None:
-        """Costs of the last step, by rule; of local steps, those of their last average."""
-        return super().last_step if self._outer is None else self._outer.last_step
-
-    def forget(self, parameters: Iterable[torch.Tensor | str] | None = None) -> None:
-        """Forgets residuals; see `Body.forget`."""
-        super().forget(parameters)
-        if self._outer is not None:
-            self._outer.forget(self._named(parameters))
-
     def close(self) -> None:
         """Removes all hooks from the model, and ends the threads."""
-        if self._outer is not None:
-            self._outer.close()
         for handle in self._handles:
             handle.remove()
-        self._ready_times.close()
-        self.averager.close()
+        super().close()
         withdraw(self)
 
 
@@ -446,22 +420,23 @@ def _check_alone(model: nn.Module, ddp: DistributedDataParallel | None, ranks: l
             )
 
 
-def _check_local(rules: Rules, tensors: Sequence[Tensor], scaler: Any) -> None:
-    """Checks that all parameters are trained alone, or none.
+def _numbered(names: Sequence[str]) -> list[int]:
+    """The number of each name, in the order in which they first come."""
+    order = list(dict.fromkeys(names))
+    return [order.index(name) for name in names]
 
-    Raises:
-        ConfigError: some are, or a loss scaler would have ranks skip updates apart.
+
+def _host_groups(ranks: Sequence[int], hosts: Sequence[int], group: Any) -> tuple[Any, Any, Any]:
+    """Groups of this host's ranks, twice, the second on CPUs, and of the first rank of each host; None: of one rank, or not this one's.
+
+    All ranks make as many groups, as torch names them by their number: those that are not the first of their host make some of no use.
     """
-    alone = {tensor.name for tensor in tensors if tensor.rule != NO_RULE and rules[tensor.rule].is_local}
-    if alone and (others := [tensor.name for tensor in tensors if tensor.name not in alone]):
-        raise ConfigError(
-            f"a rule has every, and {others[0]} is trained by none such: ranks would clip, scale and skip what they average in each step "
-            "by gradients of their own. Give all rules every, and the last one params: '*'"
-        )
-    if alone and scaler is not None and scaler.is_enabled():
-        raise ConfigError(
-            "a loss scaler skips updates on single ranks, which a rule with every has train alone: take bfloat16, or no every"
-        )
+    members = [[rank for rank, its in zip(ranks, hosts, strict=True) if its == host] for host in range(max(hosts) + 1)]
+    mine = members[hosts[ranks.index(dist.get_rank())]]
+    place = mine.index(dist.get_rank())
+    peers = [each[place] for each in members if len(each) > place]
+    made = [own_group(mine, group), own_group(mine, group, "gloo"), own_group(peers, group)]
+    return made[0] if mine[1:] else None, made[1] if mine[1:] else None, made[2] if peers[1:] and not place else None
 
 
 def _fill(param: torch.Tensor, mean: torch.Tensor) -> None:

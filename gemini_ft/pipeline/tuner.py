@@ -88,8 +88,9 @@ class Candidates:
         rule = self._averager.rules[number]
         own = [tensor for tensor in self._tensors if tensor.rule == number and not tensor.sparse]
         found: list[Candidate] = []
-        if rule.fusion == "cupcake" or (rule.fusion == "auto" and rule.compress is not None and rule.cast is not torch.bfloat16):
-            found += self._by_cupcake(number, own, "rule", "cupcake")
+        lossy = rule.is_whole or (rule.compress is not None and rule.cast is not torch.bfloat16)
+        if rule.fusion == "cupcake" or (rule.fusion == "auto" and lossy):
+            found += self._by_cupcake(number, own, "rule", rule.sync.scheme if rule.is_whole else "cupcake")
         if rule.fusion == "espresso":
             found.append(self._by_espresso(number, own))
         if rule.fusion == "auto":
@@ -102,7 +103,7 @@ class Candidates:
         backward, group_costs = self._backward(own), costs.group(self._device)
         groupings = {cupcake.plan(backward, group_costs).grouping: label}
         for count in _EVEN:
-            groupings.setdefault(even(len(own), min(count, len(own))), "even" if way == "rule" else f"{label} even")
+            groupings.setdefault(even(len(own), min(count, len(own))), "even" if label == "cupcake" else f"{label} even")
         return [
             Candidate(
                 f"{name}, {len(grouping.ends)} groups",

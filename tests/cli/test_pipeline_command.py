@@ -14,9 +14,10 @@ from pipeline_case import Leaves
 from torch import nn
 
 from gemini_ft.cli import main as cli
+from gemini_ft.cli import pipeline_advice
 from gemini_ft.cli.pipeline_costs import describe
 from gemini_ft.compression.base import Bundle, Turn
-from gemini_ft.pipeline.rules import load_rules
+from gemini_ft.pipeline.rules import Rule, load_rules
 
 RULES: list[dict[str, Any]] = [
     {"params": "embed.*", "sync": "zen"},
@@ -131,6 +132,37 @@ def test_local_steps_cost_a_part_of_their_average_in_each_step() -> None:
     assert tenth.by == "formula; once in 10 steps"
 
 
+def test_other_rules_are_compared(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By whole steps if those of computing are known; what trains otherwise is named with its figure and where that is from."""
+    out = shown(capsys, config, "--model", f"{__name__}:Model", "--rate", "200mbit", "--step", "30")
+    assert "Plain DDP" in out
+    assert out.endswith("30.000 s for a step. Nothing else saves a tenth of that.\n")
+    document = json.loads(shown(capsys, config, "--model", f"{__name__}:Model", "--json"))["advice"]
+    assert "Exchanges travel beside the backward pass: give --step" in document["verdict"]
+    dense = nn.Linear(4096, 1024, bias=False, device="meta")
+
+    def costs(rule: Rule) -> tuple[int | None, float | None]:
+        [cost] = describe(dense, (rule,), 4, 5e7).rules
+        return cost.wire_bytes, cost.seconds
+
+    found = {way.name: way for way in pipeline_advice.ways(dense, costs, 0.1)}
+    assert found["DiLoCo"].network == pytest.approx(found["all-reduce in bfloat16"].network / 25)
+    assert found["DiLoCo"].step == pytest.approx(0.1 + found["DiLoCo"].network)
+    assert found["all-reduce in float32"].step == pytest.approx(0.1 / 3 + found["all-reduce in float32"].network)
+    assert found["SparseLoCo"].compressing > 0
+    said = pipeline_advice.verdict([found["DiLoCo"], found["all-reduce in bfloat16"]], 0.1)
+    assert "DiLoCo takes" in said
+    assert f"reached 0.984 of DDP's accuracy in as many steps ({pipeline_advice.SOURCE})" in said
+
+
+def test_quality_is_that_of_the_report() -> None:
+    report = (Path(__file__).parents[2] / pipeline_advice.SOURCE).read_text()
+    accuracy = {row: float(value) for row, value in re.findall(r"^\| ([^|]+) \| 10 \| ([0-9.]+) \|", report, re.MULTILINE)}
+    rows = {"all-reduce in bfloat16": "auto", "int8": "int8", "powersgd": "powersgd", "top-k 1 %": "topk 1 %, buckets"}
+    for way, row in (rows | {"DiLoCo": "diloco", "SparseLoCo": "sparseloco"}).items():
+        assert pipeline_advice.WAYS[way][1] == pytest.approx(accuracy[row] / accuracy["DDP"], abs=5e-4), way
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_bytes_are_those_that_travel(name: str) -> None:
     """Exactly, but for methods of which the data decide, whose bytes come from their ratio, or are not known."""
@@ -183,6 +215,7 @@ def test_seconds_follow_from_the_collective(compress: Any, share: float) -> None
         (["--model", f"{__name__}:no_model"], f"--model '{__name__}:no_model': returned int; it must return an nn.Module"),
         (["--model", f"{__name__}:Model", "--ranks", "0"], "--ranks 0: must be at least 1"),
         (["--model", f"{__name__}:Model", "--ranks", "9" * 400], "must be at least 1, and at most a million"),
+        (["--model", f"{__name__}:Model", "--step", "-1"], "--step -1: must be seconds, at least 0"),
         (["--model", f"{__name__}:Model", "--rate", "-1gbit"], "--rate -1e+09: must be above 0"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ def test_ranks_end_with_the_bits_of_one_process(case: str, found: list[dict[str,
     assert [rank[case] for rank in found] == [None, None]
 
 
+def test_hosts_whose_ranks_train_together_end_with_the_bits_of_one_process(tmp_path: Path) -> None:
+    for rank in on_ranks(tmp_path, 4, local_steps_case.differences, local_steps_case.WITHIN):
+        assert rank == dict.fromkeys(local_steps_case.WITHIN)
+
+
 def test_ranks_that_compress_are_together_after_each_average_and_only_then(tmp_path: Path) -> None:
     for alike_between, alike_after, (before, after) in on_ranks(tmp_path, 2, local_steps_case.compressed):
         assert not alike_between
@@ -44,6 +50,15 @@ def test_each_rank_goes_on_with_its_own_state_after_kills(tmp_path: Path) -> Non
     assert min(starts) >= 9
     first, second = (history(tmp_path / "disturbed", rank) for rank in range(2))
     assert any(first[step].split()[1] != second[step].split()[1] for step in first)
+
+
+def test_each_host_goes_on_with_its_own_state_after_a_kill(tmp_path: Path) -> None:
+    """Ranks 0 and 1 are one host, 2 and 3 another, which loses a rank while averages are under way. Residuals are with ranks 0 and 2."""
+    train = partial(local_steps_case.train, delay=3, within="host")
+    starts, _ = side_by_side(tmp_path, train, "step=8:rank=3:sigkill", 4)
+    assert min(starts) in (7, 8)  # begun after step 6, taken after step 9
+    first, second, third, fourth = ([line.split()[1] for line in history(tmp_path / "disturbed", rank).values()] for rank in range(4))
+    assert first == second != third == fourth
 
 
 def test_what_lets_no_rank_train_alone_is_refused(tmp_path: Path) -> None:
@@ -70,9 +85,11 @@ def test_all_parameters_are_trained_alone_or_none() -> None:
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        ({"outer": {"lr": 1.0}}, "outer and fragments are of local steps: add every"),
-        ({"fragments": 2}, "outer and fragments are of local steps: add every"),
+        ({"outer": {"lr": 1.0}}, "outer, fragments, delay and within are of local steps: add every"),
+        ({"fragments": 2}, "outer, fragments, delay and within are of local steps: add every"),
         ({"every": 2, "fragments": 3}, "fragments=3: at most one for each of the 2 steps of a period"),
+        ({"every": 2, "delay": 2}, "delay=2: an average must come before the next one begins, within the 2 steps of a period"),
+        ({"every": 2, "min_hosts": 3}, "min_hosts=3: an average needs all hosts: one that is lost is waited for, or a spare"),
         ({"every": 0}, "greater than or equal to 1"),
         ({"every": 2, "outer": {"lr": 0}}, "greater than 0"),
         ({"every": 2, "outer": {"momentum": 1}}, "less than 1"),

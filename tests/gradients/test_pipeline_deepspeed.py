@@ -10,13 +10,14 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
 
 from deepspeed.runtime import constants
 from deepspeed_case import Case as Job
 from deepspeed_case import check
-from engine_pipeline_case import BF16, BF16_OPTIMIZER, WORDS, Case, every, refusals
+from engine_pipeline_case import BF16, BF16_OPTIMIZER, WORDS, Case, every, loss_of, network, refusals
 from rank_kit import Batches, World, in_batches
 
 pytestmark = pytest.mark.timeout(300)
@@ -60,6 +61,7 @@ CASES = {
     "bytes, bf16": Case(2, [], config={"communication_data_type": "bf16"}),
     "0, planned": Case(0, PLANNED, steps=12),
     **{f"{stage}, steered": Case(stage, STEERED, steps=12) for stage in (0, 2, 3)},
+    "alone": Case(0, [{"params": "*", "every": 2, "outer": {}}], steps=6, config={"gradient_clipping": 0.0}),
     "sparse, base": Case(0, steps=6, sparse=True),
     "sparse, no rules": Case(0, [], steps=6, sparse=True),
     "sparse, zen": Case(0, ZEN, steps=6, sparse=True),
@@ -156,6 +158,27 @@ def test_a_fusion_is_planned_where_all_gradients_are_there_at_once(ran: Sequence
     assert ran[0]["0, planned"]["plan"] == ran[1]["0, planned"]["plan"]
 
 
+def test_ranks_that_train_alone_end_with_the_bits_of_one_process(ran: Sequence[Mapping[str, Any]]) -> None:
+    models, anchor = [network() for _ in ran], network()
+    inner = [torch.optim.AdamW(model.parameters(), 1e-2) for model in models]
+    outer = torch.optim.SGD(anchor.parameters(), 0.7, momentum=0.9, nesterov=True)
+    for step in range(6):
+        for rank, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, step, 0, rank).backward()
+            optimizer.step()
+        if step % 2:
+            with torch.no_grad():
+                for start, *own in zip(anchor.parameters(), *(model.parameters() for model in models), strict=True):
+                    start.grad = sum(start - param for param in own) / len(own)
+            outer.step()
+            for model in models:
+                model.load_state_dict(anchor.state_dict())
+    for found in ran:
+        for name, weight in found["alone"]["weights"].items():
+            assert (weight == anchor.get_parameter(name).detach().numpy()).all(), name
+
+
 class TestSparseTensors:
     @pytest.mark.parametrize("rules", ["no rules", "zen"])
     def test_they_are_added_up(self, ran: Sequence[Mapping[str, Any]], rules: str) -> None:
@@ -178,8 +201,12 @@ def test_threads_end_with_their_engine(ran: Sequence[Mapping[str, Any]]) -> None
 
 @pytest.mark.parametrize(
     "job",
-    [Job(2, accumulate=2, config={"gradient_pipeline": [POWERSGD[0], TOPK[0]]}), Job(0, bf16=True, config={"gradient_pipeline": TOPK})],
-    ids=["stage 2", "stage 0"],
+    [
+        Job(2, accumulate=2, config={"gradient_pipeline": [POWERSGD[0], TOPK[0]]}),
+        Job(0, bf16=True, config={"gradient_pipeline": TOPK}),
+        Job(0, config={"gradient_pipeline": [{**TOPK[0], "every": 4, "outer": {}, "delay": 1}]}),
+    ],
+    ids=["stage 2", "stage 0", "alone"],
 )
 def test_residuals_survive_a_kill(tmp_path: Path, job: Job) -> None:
     """The losses that follow, and all state at the end, have the bits of a run that nobody has killed."""
@@ -197,7 +224,10 @@ REFUSED = {
     ),
     "summed": (Case(0, [], config={"gradient_allreduce_op": "sum"}), 'gradient_allreduce_op must be "mean" or left out'),
     "pipeline": (Case(1, []), "a PipelineEngine averages gradients in its own way; leave the section out"),
-    "local steps": (Case(0, [{"params": "*", "every": 2}]), "an engine's optimizer steps on all ranks together: leave every out"),
+    "local steps": (
+        Case(1, [{"params": "*", "every": 2}]),
+        "ranks train alone at ZeRO stage 0 in float32, where each has a whole optimizer",
+    ),
     "no optimizer": (Case(0, []), "this engine has no optimizer, so it averages no gradients"),
     "typo": (Case(1, [{"params": "*", "compres": "topk"}]), "rule 1, compres='topk': unknown option; a rule has params, sync, compress"),
     "no such parameter": (

@@ -150,9 +150,10 @@ class TestRefusals:
             ({"fusion": {"groups": 0}}, "fusion={'groups': 0}: must be layer-wise"),
             (
                 {"fusion": "auto", "compress": "efsignsgd"},
-                "efsignsgd does not train as all-reduce does: leave compress out, ",
+                "efsignsgd does not train as all-reduce does: leave it out, ",
             ),
-            ({"fusion": "auto", "quality": "any"}, "quality any lets fusion auto choose the method of compress: give both"),
+            ({"fusion": "auto", "sync": "ring8"}, "ring8 does not train as all-reduce does: leave it out, "),
+            ({"fusion": "auto", "quality": "any"}, "quality any lets fusion auto choose the method of compress, or ring8: give both"),
             ({"fusion": "cupcake", "compress": "topk", "quality": "any"}, "quality any lets fusion auto choose the method of compress"),
             ({"fusion": "auto", "compress": "bf16", "quality": "any"}, "quality any lets fusion auto choose the method of compress"),
             ({"fusion": "espresso"}, "fusion espresso chooses between compressing and not; add compress"),

@@ -55,10 +55,10 @@ class Training:
     def __init__(self, fusion: str, clock: Clock, seconds: Callable[[str], float]) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS)))
-        fusion, _, quality = fusion.partition(" ")
-        rule = {"params": "*", "fusion": fusion, **({"quality": quality} if quality else {})}
-        rules = [rule | ({"compress": {"method": "topk", "ratio": 0.25}} if rule["fusion"] != "auto" or quality else {})]
-        self.synchronizer = GradientSynchronizer(self.model, rules, profile_steps=2)
+        topk = {"compress": {"method": "topk", "ratio": 0.25}}
+        more = {"auto": {}, "auto any": {**topk, "quality": "any"}, "auto ring8": {"sync": "ring8", "quality": "any"}}.get(fusion, topk)
+        rule = {"params": "*", "fusion": fusion.partition(" ")[0], **more}
+        self.synchronizer = GradientSynchronizer(self.model, [rule], profile_steps=2)
         self._clock, self._seconds = clock, seconds
         self.seen: list[str] = []
 
@@ -100,9 +100,9 @@ def test_what_is_measured_decides_and_not_what_is_predicted(clock: Clock, make: 
 
 
 @pytest.mark.usefixtures("all_tried")
-@pytest.mark.parametrize("fast", ["bf16", "all-reduce", "cupcake", "even"])
+@pytest.mark.parametrize("fast", ["bf16", "all-reduce", "cupcake", "even", "ring8"])
 def test_auto_keeps_the_fastest(clock: Clock, make: Callable[..., Training], fast: str) -> None:
-    training = make("auto any", clock, lambda label: 1.0 if label.startswith(fast) else 2.0)
+    training = make("auto ring8" if fast == "ring8" else "auto any", clock, lambda label: 1.0 if label.startswith(fast) else 2.0)
     training.until_settled()
     tried = {label.partition(",")[0] for label in training.seen}
     assert fast in tried

@@ -29,6 +29,7 @@ Gradients = dict[str, Tensor]
 # Chosen so that something is left out of the small tensors of the tests.
 OPTIONS: dict[str, dict[str, Any]] = {
     "topk": {"ratio": 0.1},
+    "chunked_topk": {"ratio": 0.1},
     "randomk": {"ratio": 0.1},
     "threshold": {"value": 1.0},
     "hard_threshold": {"count": 1},

@@ -60,6 +60,17 @@ class Net(nn.Module):
         return out
 
 
+def network(sparse: bool = False) -> Net:
+    torch.manual_seed(0)
+    return Net(sparse)
+
+
+def loss_of(model: Any, step: int, micro: int, rank: int, use_words: bool = True) -> torch.Tensor:
+    words = torch.randint(0, 12, (8,), generator=torch.Generator().manual_seed(1000 * step + 10 * micro + rank))
+    found: torch.Tensor = (model(words, use_words=use_words).float().squeeze(1) - (words % 3)).square().mean()
+    return found
+
+
 def configuration(case: Case) -> dict[str, Any]:
     zero = {"stage": case.stage, "reduce_bucket_size": 300, "allgather_bucket_size": 100_000, "stage3_param_persistence_threshold": 64}
     config = {
@@ -80,8 +91,7 @@ def start(case: Case) -> Any:
     import gemini_ft.deepspeed
     from gemini_ft.launch import autoprotect
 
-    torch.manual_seed(0)
-    net = Net(case.sparse)
+    net = network(case.sparse)
     params = list(net.parameters())
     optimizer = torch.optim.SGD(params, 0.05) if case.sparse else torch.optim.AdamW(params, 1e-2)
     theirs = deepspeed.initialize
@@ -100,9 +110,7 @@ def steps(case: Case, engine: Any, last: int) -> list[float]:
         if case.scale != 1.0:
             engine.optimizer.loss_scaler.cur_scale = case.scale if step % 2 else 1.0
         for micro in range(case.accumulate):
-            words = torch.randint(0, 12, (8,), generator=torch.Generator().manual_seed(1000 * step + 10 * micro + rank))
-            out = engine(words, use_words=not (case.idle and rank == 1))
-            loss = (out.float().squeeze(1) - (words % 3)).square().mean()
+            loss = loss_of(engine, step, micro, rank, use_words=not (case.idle and rank == 1))
             losses.append(loss.item())
             engine.backward(loss)
             engine.step()

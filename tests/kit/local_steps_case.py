@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gemini_ft
+from gemini_ft.pipeline import synchronizer
 from gemini_ft.testing import digest, first_difference
 
 STEPS = 9
@@ -43,6 +45,7 @@ class Case:
     loads: bool = False  # whether weights are loaded after the synchronizer was made
     freezes: bool = False  # whether the first layer is frozen after five steps
     strays: bool = False  # whether no optimizer has the last bias, which has gradients
+    together: int = 1  # ranks of a host, which average their gradients
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -51,6 +54,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "DiLoCo": {"rule": {"every": 3, "outer": DILOCO}},
     "each step": {"rule": {"every": 1, "outer": DILOCO}},
     "fragments": {"rule": {"every": 4, "outer": DILOCO, "fragments": 2}},
+    "delayed": {"rule": {"every": 4, "outer": DILOCO, "fragments": 2, "delay": 3}},
+    "delayed, bfloat16": {"rule": {"every": 3, "outer": DILOCO, "delay": 1}, "dtype": torch.bfloat16},
     "micro-batches": {"rule": {"every": 3, "outer": DILOCO}, "micro": 2},
     "bfloat16": {"rule": {"every": 3, "outer": DILOCO}, "dtype": torch.bfloat16},
     "two optimizers": {"rule": {"every": 3, "outer": DILOCO}, "optimizers": 2},
@@ -63,6 +68,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 _OF_DDP: dict[str, dict[str, Any]] = {"a hook": {"rule": {"every": 3}, "hook": True}, "again": {"rule": {"every": 3}, "again": True}}
 CASES = {f"{what}, DDP=False": Case(**options) for what, options in _OPTIONS.items()} | {
     f"{what}, DDP=True": Case(ddp=True, **options) for what, options in (_OPTIONS | _OF_DDP).items()
+}
+WITHIN = {
+    f"{what}, DDP={ddp}": Case(rule={"every": 3, "outer": DILOCO, "within": "host", **more}, ddp=ddp, together=2, micro=micro)
+    for what, more, micro in (("hosts", {}, 1), ("hosts, fragments", {"fragments": 2}, 2))
+    for ddp in (False, True)
 }
 
 
@@ -102,6 +112,7 @@ def in_one_process(case: Case) -> list[nn.Module]:
     outer = torch.optim.SGD(anchor.parameters(), **rule["outer"])
     last_first = [name for name, _ in anchor.named_parameters()][::-1]
     sizes = [anchor.get_parameter(name).numel() for name in last_first]
+    under_way: list[tuple[int, set[str], list[dict[str, torch.Tensor]]]] = []
     fragment = {name: sum(sizes[:place]) * rule["fragments"] // sum(sizes) for place, name in enumerate(last_first)}
     for step in range(STEPS):
         frozen = {name for name in last_first if case.freezes and step >= 5 and name.startswith("0.")}
@@ -111,10 +122,25 @@ def in_one_process(case: Case) -> list[nn.Module]:
                 loss_of(model, step, micro, rank, case.dtype).backward()
             for name in frozen:
                 model.get_parameter(name).grad = None
-            inner[rank].step()
+        for begin in range(0, world, case.together):
+            for own in zip(*(model.parameters() for model in models[begin : begin + case.together]), strict=True):
+                if case.together > 1:
+                    mean = sum(param.grad / case.together for param in own)
+                    for param in own:
+                        param.grad = mean.clone()
+        for each in inner:
+            each.step()
         turn, parts = (step + 1) % rule["every"], rule["fragments"]
         due = {name for name in last_first if turn == (fragment[name] + 1) * rule["every"] // parts % rule["every"]}
-        _outer_step(models, anchor, outer, due - frozen if step > 5 else due)  # of the period in which they were frozen
+        for at, names, sent in [each for each in under_way if each[0] == step]:
+            _late_step(models, anchor, outer, names, sent)
+            under_way.remove((at, names, sent))
+        if delay := rule.get("delay", 0):
+            under_way += [
+                (step + delay, due, [{name: model.get_parameter(name).detach().float().clone() for name in due} for model in models])
+            ]
+            continue
+        _outer_step(models, case.together, anchor, outer, due - frozen if step > 5 else due)  # of the period in which they were frozen
     return models
 
 
@@ -124,16 +150,30 @@ def load(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _outer_step(models: list[nn.Module], anchor: nn.Module, outer: torch.optim.Optimizer, due: set[str]) -> None:
+def _outer_step(models: list[nn.Module], together: int, anchor: nn.Module, outer: torch.optim.Optimizer, due: set[str]) -> None:
     outer.zero_grad()
     for name in due:
         start, dtype = anchor.get_parameter(name), models[0].get_parameter(name).dtype
-        moved = [start.to(dtype).float() - model.get_parameter(name).float() for model in models]
-        start.grad = torch.stack(moved).sum(0) / len(models)
+        moved = [start.to(dtype).float() - model.get_parameter(name).float() for model in models[::together]]
+        start.grad = torch.stack(moved).sum(0) / len(moved)
     outer.step()
     for name in due:
         for model in models:
             model.get_parameter(name).copy_(anchor.get_parameter(name))
+
+
+@torch.no_grad()
+def _late_step(models: list[nn.Module], anchor: nn.Module, outer: torch.optim.Optimizer, due: set[str], sent: list[Any]) -> None:
+    """An outer step with what ranks had moved some steps before; what they have moved since stays."""
+    outer.zero_grad()
+    for name in due:
+        start, dtype = anchor.get_parameter(name), models[0].get_parameter(name).dtype
+        start.grad = torch.stack([start.to(dtype).float() - each[name] for each in sent]).sum(0) / len(models)
+    outer.step()
+    for model, each in zip(models, sent, strict=True):
+        for name in due:
+            param = model.get_parameter(name)
+            param.copy_(param.float() + (anchor.get_parameter(name) - each[name]))
 
 
 def on_each_rank(case: Case) -> nn.Module:
@@ -164,12 +204,17 @@ def on_each_rank(case: Case) -> nn.Module:
     return model
 
 
+def emulate_hosts(rank: int) -> None:
+    """Has every two ranks be of a host of their own, as far as a gradient pipeline sees."""
+    patch.object(synchronizer, "host_id", lambda: f"host{rank // 2}").start()
+
+
 def differences(cases: Mapping[str, Case]) -> dict[str, str | None]:
     """Case -> where this rank's model differs from what one process makes of all ranks' data; None: nowhere, in bits."""
-    join()
-    found = {}
+    rank, found = join().rank(), {}
+    emulate_hosts(rank)
     for name, case in cases.items():
-        expected = in_one_process(case)[dist.get_rank()]
+        expected = in_one_process(case)[rank]
         found[name] = first_difference(on_each_rank(case).state_dict(), expected.state_dict())
     return found
 
@@ -233,15 +278,19 @@ def apart() -> list[str]:
     return said
 
 
-def train(out: str) -> int:
+def train(out: str, delay: int = 0, **more: Any) -> int:
     """Trains to the end, with two periods; loss, weights and anchors of each iteration go to ``<out>.<rank>``."""
     rank, _ = start_ranks()
+    emulate_hosts(rank)
     torch.manual_seed(0)
     net = Net(16)
     torch.manual_seed(rank)
     optimizers = [torch.optim.AdamW(part, lr=0.01) for part in (net.first.parameters(), [*net.norm.parameters(), *net.last.parameters()])]
-    rules = [{"params": "last.*", "every": 3}, {"params": "*", "every": 4, "outer": DILOCO, "fragments": 2, "compress": TOPK}]
-    synchronizer = gemini_ft.GradientSynchronizer(net, rules)
+    rules = [
+        {"params": "last.*", "every": 3, **more},
+        {"params": "*", "every": 4, "outer": DILOCO, "fragments": 2, "compress": TOPK, "delay": delay, **more},
+    ]
+    gradients = gemini_ft.GradientSynchronizer(net, rules)
     checkpointer = gemini_ft.Checkpointer(net, optimizers, replicated=True, on_late="wait")
     start = checkpointer.resume()
     with open(f"{out}.{rank}", "a", buffering=1) as trace:
@@ -249,13 +298,12 @@ def train(out: str) -> int:
             net.zero_grad()
             loss = net(torch.randn(8, 8)).square().mean()
             loss.backward()
-            synchronizer.synchronize()
+            gradients.synchronize()
             for optimizer in optimizers:
                 optimizer.step()
-            trace.write(
-                f"{iteration} {loss.item().hex()} {digest(net.state_dict())} {digest(synchronizer.state_dict()['outer']['anchors'])}\n"
-            )
+            weights, anchors = dict(net.named_parameters()), gradients.state_dict()["outer"]["anchors"]
+            trace.write(f"{iteration} {loss.item().hex()} {digest(weights)} {digest(anchors)}\n")
             checkpointer.step()
     checkpointer.close()
-    synchronizer.close()
+    gradients.close()
     return start
