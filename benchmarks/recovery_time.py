@@ -33,6 +33,7 @@ from trials import by_plan, worst
 PACKAGES = ("torch", "lightning", "gemini-ft")
 STEPS_BETWEEN = 4  # optimizer steps from one recovery to the next failure
 SPARE_HEAD_START = 5.0  # seconds a spare gets at least to start and to wait in the rendezvous
+WAITS = "waits as a spare, and its workers can begin"  # in the output of `gemini run`
 PATIENCE = 180.0  # seconds until a job that makes no step counts as failed
 
 
@@ -78,17 +79,21 @@ class Running:
         self._script = [worker, *options, "--events", str(self.log), "--folder", str(folder / "checkpoints")]
 
     def start_spare(self) -> None:
-        """Start one more launcher and return when it waits for its turn: all its imports are done, it has become idle."""
+        """Start one more launcher and return when it waits for its turn and its workers can begin at once.
+
+        Torchrun does not say so: it counts as waiting once it has become idle.
+        """
         host, until = self.start_host(), time.monotonic() + PATIENCE
+        log, is_gemini = self.folder / f"{host}.log", self.job.launcher != TORCHRUN
         time.sleep(SPARE_HEAD_START)
         before = common.Usage.now(self.mark, GEMINI_HOST_ID=host)
         while time.monotonic() < until:
             time.sleep(2.0)
             now = common.Usage.now(self.mark, GEMINI_HOST_ID=host)
-            if now.own_since(before) < 0.1:
+            if WAITS in log.read_text() if is_gemini else now.own_since(before) < 0.1:
                 return
             before = now
-        raise common.TrialError(f"the spare was still busy after {PATIENCE:.0f} s")
+        raise common.TrialError(f"the spare does not wait after {PATIENCE:.0f} s")
 
     def start_host(self) -> str:
         """Start one more launcher and return its host's name; the first ``hosts`` of them train, further ones are spares."""

@@ -21,7 +21,7 @@ import time
 import traceback
 import uuid
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -118,7 +118,7 @@ def command(argv: Sequence[str]) -> int:
             hosts = torchrun.parse_min_max_nnodes(options.nnodes)[1]
             options_of_health = HealthOptions(command=config.health, seconds=config.health_timeout, drains=config.straggler == "drain")
             health = HostHealth(run_id, options_of_health, notes, partial(account_of, run_id, _ACCOUNT_SECONDS))
-            stack.enter_context(better_rendezvous(hosts, notes, partial(unheard, run_id), partial(tell_spares, run_id), health))
+            this = stack.enter_context(better_rendezvous(hosts, notes, partial(unheard, run_id), partial(tell_spares, run_id), health))
             stack.enter_context(surviving_stores())
             stack.enter_context(whole_rounds())
             stack.enter_context(own_log_dir(options))
@@ -129,7 +129,7 @@ def command(argv: Sequence[str]) -> int:
             interval, options.monitor_interval = options.monitor_interval, min(_NO_INTERVAL, options.monitor_interval)
             endings = stack.enter_context(final_endings(notes, run_id, drain, health, interval=interval))
             copy = stack.enter_context(copied_from_pipe(program)) if not (options.module or options.no_python) else None
-            stack.enter_context(workers_of(options, program, copy))
+            this.is_warm = stack.enter_context(workers_of(options, program, copy))
             stack.enter_context(drain.heeded())
             watchman = AgentWatch(run_id, host_id(), config.agent_timeout)
             watchman.start()
@@ -295,8 +295,11 @@ def program_of(options: argparse.Namespace) -> list[str]:
     return [*(["-m"] if options.module else []), script, *options.training_script_args]
 
 
-def workers_of(options: argparse.Namespace, program: Sequence[str], copy: Path | None) -> AbstractContextManager[None]:
-    """The context in which torch's launcher starts workers as this command needs; explains where that is not the user's wish."""
+def workers_of(options: argparse.Namespace, program: Sequence[str], copy: Path | None) -> AbstractContextManager[Callable[[], bool]]:
+    """The context in which torch's launcher starts workers as this command needs; explains where that is not the user's wish.
+
+    It gives a function that tells whether workers can begin without waiting for imports.
+    """
     if options.cold:
         return cold_workers(copy)
     if reason := not_forkable(options, copy):

@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from gemini_ft import failpoints
 from gemini_ft.errors import GeminiError
+from gemini_ft.hosts import is_readable
 from gemini_ft.launch import forkserver
 from gemini_ft.launch.grace import Process, Workers
 from gemini_ft.launch.in_place import Attempt, Survivors, surviving
@@ -89,6 +90,11 @@ class ForkServer:
         if self._answered < 0:
             self._refusal = self._answer(0.0 if self._slow else _READY_SECONDS)["refused"]
         return self._refusal
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the imports are over, well or not, or no longer waited for."""
+        return self.lost or self._slow or self._answered >= 0 or is_readable(self.channel.fileno())
 
     def fork(self, program: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]) -> Process:
         """Starts a worker that runs ``program`` with ``streams`` as its standard input, output and error.
@@ -202,6 +208,10 @@ class WarmStart:
         self._start_server = start_server
         self._server: ForkServer | None = self._start_server()
 
+    def is_ready(self) -> bool:
+        """Whether a worker can be started without waiting for imports."""
+        return self._server is None or self._server.is_ready
+
     def start_worker(self, program: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]) -> Process | None:
         """A forked worker, or None if it must be started cold; then the log says why."""
         if self._server is not None and self._server.lost:
@@ -271,25 +281,30 @@ def _descriptor(redirect: IO[str] | None, default: int) -> int:
 @contextlib.contextmanager
 def forked_workers(
     program: Sequence[str], modules: Sequence[str], early: Mapping[str, str | None] | None = None, copy: Path | None = None
-) -> Iterator[None]:
-    """Inside, torch's launcher forks the workers of ``program`` from a server that has imported ``modules``; see `ForkServer`."""
+) -> Iterator[Callable[[], bool]]:
+    """Inside, torch's launcher forks the workers of ``program`` from a server that has imported ``modules``; see `ForkServer`.
+
+    Gives `WarmStart.is_ready`.
+    """
     workers = Workers()
     warm = WarmStart(partial(ForkServer, program, modules, workers, early, copy))
     try:
         with _started_by(workers, warm, partial(cold_command, copy=copy)):
-            yield
+            yield warm.is_ready
     finally:
         warm.close()
 
 
-def cold_workers(copy: Path | None = None, by_python: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Inside, torch's launcher starts workers from nothing.
+@contextlib.contextmanager
+def cold_workers(copy: Path | None = None, by_python: bool = False) -> Iterator[Callable[[], bool]]:
+    """Inside, torch's launcher starts workers from nothing; nothing has to be waited for before.
 
     Args:
         copy: of the script, which has come through a pipe.
         by_python: whether Python itself runs the program, and not `gemini_ft.launch.script`, which knows scripts and modules only.
     """
-    return _started_by(Workers(), None, tuple if by_python else partial(cold_command, copy=copy))
+    with _started_by(Workers(), None, tuple if by_python else partial(cold_command, copy=copy)):
+        yield lambda: True
 
 
 @contextlib.contextmanager
