@@ -82,6 +82,7 @@ class LaunchingHost:
     health: HostHealth | None = None
     lacked: int = 0  # how often its workers had found that the state lacks absent hosts, when it wished to join last
     is_warm: Callable[[], bool] = lambda: True  # whether its workers can begin without waiting for imports
+    prepare: Callable[[], None] = lambda: None  # starts what it has in reserve as a spare
 
     def report(self, state: Any) -> None:
         """Tells the agent how many hosts wait as spares, and how many the job lacks; of one host without spares there is nothing to say."""
@@ -115,6 +116,7 @@ class PatientJoin:
         self._host.report(ctx.state)
         if not self._said_warm and ctx.node in ctx.state.redundancy_list and self._host.is_warm():
             self._said_warm = True
+            self._host.prepare()
             logger.warning("this host waits as a spare, and its workers can begin at once")
         action = self._wanted(ctx, deadline)
         if action not in _STEPS:

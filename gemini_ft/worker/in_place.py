@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from gemini_ft import accelerator
-from gemini_ft.launch import notes
+from gemini_ft.launch import notes, reserve
 from gemini_ft.launch.failures import record, refusal_behind
 from gemini_ft.launch.in_place import BEGUN, FAILED, IN_PLACE, LEAVES, PARKED
 from gemini_ft.launch.replaced import take_rank
@@ -82,6 +82,7 @@ def run(train: Callable[[], T]) -> T:
         The result of ``train``.
     """
     global has_begun
+    is_parked = reserve.end()
     is_first, has_begun = not has_begun, True
     launcher, _, address = os.environ.get(IN_PLACE, "").partition(":")
     if not address:
@@ -91,6 +92,8 @@ def run(train: Callable[[], T]) -> T:
         why = why or "the process group was made before it"
     if launcher != str(os.getppid()):
         why = why or "another program is between it and the launcher"
+    if why and is_parked:
+        raise SystemExit(1)
     if why:
         _log.warning("gemini_ft.run: after a failure this worker is started anew, as %s", why)
         return train()
@@ -102,10 +105,12 @@ def run(train: Callable[[], T]) -> T:
         try:
             while True:
                 attempt.present = present = OwnAttempt(end)
-                with abort.training():
-                    done = once(train, present)
-                if done:
-                    return done[0]
+                if not is_parked:
+                    with abort.training():
+                        done = once(train, present)
+                    if done:
+                        return done[0]
+                is_parked = False
                 variables |= park(present, known)
                 for name in os.environ.keys() - variables.keys():
                     del os.environ[name]
