@@ -21,7 +21,8 @@ class _WithoutRank(os._Environ):  # type: ignore[type-arg]
         if key in _ASSIGNED and self.encodekey(key) not in self._data:  # type: ignore[attr-defined]
             print(f"gemini run: a worker in reserve ends, as the script asks for {key} before gemini_ft.run", file=sys.stderr, flush=True)
             os._exit(0)
-        return super().__getitem__(key)
+        value: str = super().__getitem__(key)
+        return value
 
 
 def begin() -> None:
