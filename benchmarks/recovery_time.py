@@ -33,6 +33,7 @@ from trials import by_plan, worst
 PACKAGES = ("torch", "lightning", "gemini-ft")
 STEPS_BETWEEN = 4  # optimizer steps from one recovery to the next failure
 SPARE_HEAD_START = 5.0  # seconds a spare gets at least to start and to wait in the rendezvous
+WAITS = "waits as a spare, and its workers can begin"  # in the output of `gemini run`
 PATIENCE = 180.0  # seconds until a job that makes no step counts as failed
 
 
@@ -56,6 +57,12 @@ JOBS = {
     "gemini_in_place": Job("gemini-ft, plain loop, in place", (*GEMINI_RUN, "--restart=in_place"), "plain", "gemini", in_place=True),
     "torchrun": Job("torchrun, Lightning's checkpoint of every step", TORCHRUN, "lightning", "lightning"),
 }
+# These need benchmarks/requirements-peers.txt. The last one makes no new process: it has no cell for a killed worker.
+PEERS = {
+    "torchft": Job("torchft, the survivor sends the state", TORCHRUN, "torchft", "lightning", in_place=True),
+    "nvrx": Job("NVRx in process, a file of every step", TORCHRUN, "nvrx", "files", in_place=True),
+}
+JOBS |= PEERS
 BASELINE = "torchrun"
 
 
@@ -72,28 +79,41 @@ class Running:
         self.log.touch()
         self._own = folder / "own-events"  # as gemini-ft itself writes them
         self._endpoint = f"127.0.0.1:{common.free_port()}"
+        self._lighthouse = f"http://127.0.0.1:{common.free_port()}"  # torchft's
         self._launchers: list[subprocess.Popen[bytes]] = []
         worker = str(Path(__file__).with_name("recovery_worker.py"))
         options = ["--loop", job.loop, "--keeper", job.keeper, "--every", str(job.every), "--megabytes", str(megabytes)]
         self._script = [worker, *options, "--events", str(self.log), "--folder", str(folder / "checkpoints")]
 
+    def start_lighthouse(self) -> None:
+        """Start the process by which torchft's replicas find each other."""
+        options = f"bind={self._lighthouse.removeprefix('http://')!r}, min_replicas=2, join_timeout_ms=100, heartbeat_timeout_ms=1000"
+        text = f"import time; from torchft.coordination import LighthouseServer; it = LighthouseServer({options}); time.sleep(100000)"
+        subprocess.Popen([sys.executable, "-c", text], env={**os.environ, common.MARK: self.mark}, stderr=subprocess.DEVNULL)
+
     def start_spare(self) -> None:
-        """Start one more launcher and return when it waits for its turn: all its imports are done, it has become idle."""
+        """Start one more launcher and return when it waits for its turn and its workers can begin at once.
+
+        Torchrun does not say so: it counts as waiting once it has become idle.
+        """
         host, until = self.start_host(), time.monotonic() + PATIENCE
+        log, is_gemini = self.folder / f"{host}.log", self.job.launcher != TORCHRUN
         time.sleep(SPARE_HEAD_START)
         before = common.Usage.now(self.mark, GEMINI_HOST_ID=host)
         while time.monotonic() < until:
             time.sleep(2.0)
             now = common.Usage.now(self.mark, GEMINI_HOST_ID=host)
-            if now.own_since(before) < 0.1:
+            if WAITS in log.read_text() if is_gemini else now.own_since(before) < 0.1:
                 return
             before = now
-        raise common.TrialError(f"the spare was still busy after {PATIENCE:.0f} s")
+        raise common.TrialError(f"the spare does not wait after {PATIENCE:.0f} s")
 
     def start_host(self) -> str:
         """Start one more launcher and return its host's name; the first ``hosts`` of them train, further ones are spares."""
         name = f"host{len(self._launchers)}"
-        if self.hosts == 1:
+        if self.job.loop == "torchft":
+            where = ["--standalone", "--nproc-per-node=1"]  # a job of its own for each replica
+        elif self.hosts == 1:
             where = ["--standalone", "--nproc-per-node=2"]
         else:
             where = [f"--nnodes={self.hosts}", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={self._endpoint}"]
@@ -101,7 +121,7 @@ class Running:
         env = {**os.environ, **common.one_thread(), common.MARK: self.mark, "GEMINI_HOST_ID": name, "GEMINI_RUN_ID": self.mark}
         env |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "GEMINI_EVENTS": str(self._own)}
         # without it restarts of torch 2.13 on gloo find the dead workers' addresses in the store, and most hang
-        env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0" if self.job.loop == "nvrx" else "1", "TORCHFT_LIGHTHOUSE": self._lighthouse}
         with open(self.folder / f"{name}.log", "ab") as log:
             self._launchers.append(subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT))
         return name
@@ -147,6 +167,8 @@ def running(job: Job, megabytes: int, hosts: int) -> Iterator[Running]:
     with tempfile.TemporaryDirectory() as folder:
         found = Running(job, megabytes, hosts, Path(folder))
         try:
+            if job.loop == "torchft":
+                found.start_lighthouse()
             for _ in range(hosts):
                 found.start_host()
                 if hosts > 1:
@@ -277,7 +299,7 @@ def measure(job: Job, scenario: str, megabytes: int, failures: int) -> tuple[lis
     """One job, ``failures`` times failed and recovered; with the reason if it did not come back."""
     found: list[Recovery] = []
     try:
-        with running(job, megabytes, hosts=2 if scenario == "host" else 1) as job_run:
+        with running(job, megabytes, hosts=2 if scenario == "host" or job.loop == "torchft" else 1) as job_run:
             for _ in range(failures):
                 if scenario == "host":
                     job_run.start_spare()
@@ -302,7 +324,7 @@ def main() -> None:
 
     rounds, failures = (arguments.rounds or (1 if arguments.quick else 3)), (arguments.failures or (1 if arguments.quick else 2))
     scenarios, sizes = arguments.scenarios or ["worker", "host"], arguments.sizes or [64, 1000]
-    jobs = arguments.jobs or list(JOBS)
+    jobs = arguments.jobs or [name for name in JOBS if name not in PEERS]
     if arguments.quick:
         scenarios, sizes, jobs = scenarios[:1], sizes[:1], arguments.jobs or ["gemini_plain", "gemini_in_place", BASELINE]
     cases = [(scenario, size) for scenario in scenarios for size in sizes]

@@ -152,9 +152,62 @@ def plain_job(arguments: argparse.Namespace, log: Log) -> None:
         keeper.step()
 
 
+def torchft_job(arguments: argparse.Namespace, log: Log) -> None:
+    """Two replicas of one rank each: the one that lives keeps its process, waits for the other, and sends it the state.
+
+    A new quorum begins an attempt. Both take part in every step, as in the other jobs.
+    """
+    from torchft import DistributedDataParallel as Replicated
+    from torchft import Manager, Optimizer, ProcessGroupGloo
+
+    os.environ.update(RANK=os.environ["GEMINI_HOST_ID"].removeprefix("host"), WORLD_SIZE="2")
+    told: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, frame: told.append(number))
+    log.started()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    load = Load(arguments.megabytes * 10**6, TOKENS, seed=0)
+    log.write("model")
+    parts: dict[str, Any] = {"model": load.model, "optimizer": load.optimizer}
+    patience = timedelta(seconds=60)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=patience),
+        load_state_dict=lambda found: [part.load_state_dict(found[name]) for name, part in parts.items()],
+        state_dict=lambda: {name: part.state_dict() for name, part in parts.items()},
+        min_replica_size=2,
+        use_async_quorum=False,
+        timeout=patience,
+        quorum_timeout=patience,
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        replica_id=os.environ["GEMINI_HOST_ID"],
+        hostname="127.0.0.1",
+    )
+    model, optimizer = Replicated(manager, load.model), Optimizer(manager, load.optimizer)
+    inputs, quorum = Inputs(STEPS, TOKENS), -1
+    while (step := manager.current_step()) < STEPS:
+        if told:
+            raise RuntimeError(f"told to fail at {time.monotonic()}")
+        optimizer.zero_grad()  # asks for the quorum, and takes the state from the other one
+        if manager._quorum_id != quorum:
+            if quorum >= 0:
+                log.started()
+            quorum, step = manager._quorum_id, manager.current_step()
+            log.write("group")
+            log.write("restored", step=step)
+        loss = model(inputs[step])
+        log.write("forward")
+        loss.backward()
+        log.write("backward")
+        optimizer.step()
+        if manager.current_step() > step:
+            log.write("step", step=step + 1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--loop", choices=("plain", "lightning"), required=True)
+    parser.add_argument("--loop", choices=("plain", "lightning", "torchft", "nvrx"), required=True)
     parser.add_argument("--keeper", choices=("gemini", "lightning", "files"), required=True)
     parser.add_argument("--every", type=int, default=1, help="steps from one file to the next; 0: none")
     parser.add_argument("--megabytes", type=int, required=True)
@@ -167,6 +220,12 @@ def main() -> None:
         import gemini_ft
 
         gemini_ft.run(partial(plain_job, arguments, log))
+    elif arguments.loop == "torchft":
+        torchft_job(arguments, log)
+    elif arguments.loop == "nvrx":
+        from nvidia_resiliency_ext.inprocess import Wrapper
+
+        Wrapper(store_kwargs={"port": int(os.environ["MASTER_PORT"]) + 1})(partial(plain_job, arguments, log))()
     else:
         log.started()
         lightning_job(arguments, log)

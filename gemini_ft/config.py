@@ -215,6 +215,7 @@ class GeminiConfig(_Model):
     health_timeout: float = Field(60.0, gt=0, description="Seconds after which the health command has failed.")
     restart: Literal["process", "in_place"] = Field("process", description="After a failure, `gemini run` starts all workers anew (process), or keeps those inside `gemini_ft.run` that live, and has them begin anew in the same process (in_place).")
     in_place_timeout: float = Field(10.0, gt=0, description="Seconds for a surviving worker to come back from the step that is given up; then it is killed, and another one started.")
+    spare: Literal["cold", "warm"] = Field("cold", description="Workers of a host that waits as a spare begin when it is needed (cold), or run the script up to `gemini_ft.run` while it waits (warm); that needs restart=in_place.")
     drain_signal: Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "none"] = Field("SIGUSR1", description="Signal at which `gemini run`, or a worker, finishes its step, commits it and ends with status 85, unless the script has its own use of it.")
     drain_seconds: float = Field(25.0, gt=0, description="Seconds that a drain may take, uploads included; then `gemini run` ends its workers as at SIGTERM.")
     linger: float = Field(1800.0, ge=0, description="Seconds an agent keeps its memory after the job has crashed.")
@@ -239,6 +240,8 @@ class GeminiConfig(_Model):
             raise ValueError(f"straggler_factor={self.straggler_factor} must be 0, or more than 1: half of all ranks are slower than the median")
         if self.straggler == "drain" and not self.straggler_factor:
             raise ValueError("straggler='drain' with straggler_factor=0: no rank is ever named as slow; give a factor above 1")
+        if self.spare == "warm" and self.restart != "in_place":
+            raise ValueError("spare='warm' with restart='process': only workers that begin anew in their process can wait; choose restart='in_place'")
         if self.chunk_bytes % 64:
             raise ValueError(f"chunk_bytes={self.chunk_bytes} must be a multiple of 64, so that no element is cut")
         if self.encrypt and self.traffic.transport == "collective":
@@ -319,7 +322,7 @@ VARIABLES = {
     "GEMINI_FAULTS_DIR": "Folder in which injected failures are noted, so that each happens once.",
     "GEMINI_FAULTS_FILL_LIMIT": "Most bytes that the drill of a full disk may write; default: 256MiB.",
 }
-SET_BY_LAUNCHER = ("GEMINI_HOSTNAME", "GEMINI_IN_PLACE", "GEMINI_LAUNCH", "GEMINI_LAUNCHER_PID", "GEMINI_NOTES_FILE")
+SET_BY_LAUNCHER = ("GEMINI_HOSTNAME", "GEMINI_IN_PLACE", "GEMINI_LAUNCH", "GEMINI_LAUNCHER_PID", "GEMINI_NOTES_FILE", "GEMINI_RESERVE")
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

@@ -40,6 +40,7 @@ from functools import partial
 from typing import Any
 
 from gemini_ft.hosts import began, is_readable
+from gemini_ft.launch import reserve
 from gemini_ft.launch.replaced import take_rank
 from gemini_ft.launch.script import die_with, import_root, run
 from gemini_ft.wire import channel as messages
@@ -69,6 +70,7 @@ def main() -> None:
     if job is not None:
         _become_worker({**left_behind, **job["environ"]})
         renewal.draw_anew()
+        reserve.begin()
         run(job["fork"], job["copy"])
 
 

@@ -152,6 +152,7 @@ class Survivors:
         self._begun: set[int] = set()  # those that have taken their last order
         self._refusals: dict[int, str] = {}  # of those that cannot stay, as they have said
         self._attempts: dict[str, Attempt] = {}  # the last one of each local rank
+        self._reserve: set[str] = set()  # local ranks whose worker has not had an attempt yet
 
     def begin(self, environ: Mapping[str, str], streams: Sequence[int], start: Callable[[], Process]) -> Attempt:
         """The next attempt at a place: of the worker that had it before, if that may stay, or of one that is started."""
@@ -159,8 +160,18 @@ class Survivors:
         before = self._attempts.get(place)
         if before is not None and before.process.poll() is not None:
             before = None
+        if before is not None and place in self._reserve:
+            before.end(0)  # it has its time from now on
+        self._reserve.discard(place)
         self._attempts[place] = attempt = Attempt(self, environ, streams, start, before)
         return attempt
+
+    def reserve(self, environ: Mapping[str, str], streams: Sequence[int], start: Callable[[], Process | None]) -> None:
+        """Starts a worker that waits for its first attempt at a place, if there has been none there, and ``start`` gives one."""
+        if (place := environ["LOCAL_RANK"]) not in self._attempts and (process := start()) is not None:
+            self._attempts[place] = attempt = Attempt(self, environ, streams, lambda: process, None)
+            attempt.end(0)
+            self._reserve.add(place)
 
     def new(self, process: Process) -> Process:
         """Takes in a process that has just been started, whose number another may have had."""

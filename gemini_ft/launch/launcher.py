@@ -65,7 +65,7 @@ from gemini_ft.launch.spares import better_rendezvous
 from gemini_ft.launch.stores import OvertakenError, surviving_stores
 from gemini_ft.launch.trainjob import reported_progress
 from gemini_ft.launch.whole_rounds import whole_rounds
-from gemini_ft.launch.worker_start import cold_workers, forked_workers
+from gemini_ft.launch.worker_start import StandBy, cold_workers, forked_workers
 from gemini_ft.wire.worker_messages import OF_RUN, Launch
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def command(argv: Sequence[str]) -> int:
             hosts = torchrun.parse_min_max_nnodes(options.nnodes)[1]
             options_of_health = HealthOptions(command=config.health, seconds=config.health_timeout, drains=config.straggler == "drain")
             health = HostHealth(run_id, options_of_health, notes, partial(account_of, run_id, _ACCOUNT_SECONDS))
-            stack.enter_context(better_rendezvous(hosts, notes, partial(unheard, run_id), partial(tell_spares, run_id), health))
+            this = stack.enter_context(better_rendezvous(hosts, notes, partial(unheard, run_id), partial(tell_spares, run_id), health))
             stack.enter_context(surviving_stores())
             stack.enter_context(whole_rounds())
             stack.enter_context(own_log_dir(options))
@@ -129,7 +129,9 @@ def command(argv: Sequence[str]) -> int:
             interval, options.monitor_interval = options.monitor_interval, min(_NO_INTERVAL, options.monitor_interval)
             endings = stack.enter_context(final_endings(notes, run_id, drain, health, interval=interval))
             copy = stack.enter_context(copied_from_pipe(program)) if not (options.module or options.no_python) else None
-            stack.enter_context(workers_of(options, program, copy))
+            reserve = torchrun.determine_local_world_size(options.nproc_per_node) if config.spare == "warm" else 0
+            stand_by = stack.enter_context(workers_of(options, program, copy, reserve))
+            this.is_warm, this.prepare = stand_by.is_ready, stand_by.prepare
             stack.enter_context(drain.heeded())
             watchman = AgentWatch(run_id, host_id(), config.agent_timeout)
             watchman.start()
@@ -295,7 +297,7 @@ def program_of(options: argparse.Namespace) -> list[str]:
     return [*(["-m"] if options.module else []), script, *options.training_script_args]
 
 
-def workers_of(options: argparse.Namespace, program: Sequence[str], copy: Path | None) -> AbstractContextManager[None]:
+def workers_of(options: argparse.Namespace, program: Sequence[str], copy: Path | None, reserve: int = 0) -> AbstractContextManager[StandBy]:
     """The context in which torch's launcher starts workers as this command needs; explains where that is not the user's wish."""
     if options.cold:
         return cold_workers(copy)
@@ -306,7 +308,7 @@ def workers_of(options: argparse.Namespace, program: Sequence[str], copy: Path |
         modules = modules_to_preload(program, options.preload, copy, follow=follow)
         early = early_environment(program, modules, copy, follow=follow)
         if not early.unknown:
-            return forked_workers(program, modules, early.constants, copy)
+            return forked_workers(program, modules, early.constants, copy, reserve)
     logger.warning("starting workers cold: %s; a constant could be set for the fork server too", early.unknown)
     return cold_workers(copy)
 

@@ -12,8 +12,10 @@
 - Hosts look more often than once a second, and never take an older look for the present state. In its log lines torch names the calling
   method; here that name comes from the frame alone.
 - A host is dead when what it writes has not changed for as long by the reader's monotonic clock; no other host's clock counts. Half of that
-  is enough while hosts come together if the agent that leads the commits hears nothing of it either: that host's launcher writes so into
-  the state. Where a host is lost and no worker fails, as the network says nothing, those that train begin anew as soon as there is a spare.
+  is enough if the agent that leads the commits hears nothing of it either, while hosts come together or once this one has left a complete
+  round. Then that host's launcher writes so into the state, and a spare takes such a place without waiting. Where a host is lost and no
+  worker fails, as the network says nothing, those that train begin anew as soon as there is a spare.
+- A spare whose imports are not over leaves its turn to others.
 """
 
 from __future__ import annotations
@@ -79,6 +81,8 @@ class LaunchingHost:
     _tells_from: float = 0.0  # when the agent is told the same again; it may have been started since
     health: HostHealth | None = None
     lacked: int = 0  # how often its workers had found that the state lacks absent hosts, when it wished to join last
+    is_warm: Callable[[], bool] = lambda: True  # whether its workers can begin without waiting for imports
+    prepare: Callable[[], None] = lambda: None  # starts what it has in reserve as a spare
 
     def report(self, state: Any) -> None:
         """Tells the agent how many hosts wait as spares, and how many the job lacks; of one host without spares there is nothing to say."""
@@ -99,7 +103,7 @@ class PatientJoin:
         self._join, self._host, self._clock = join, host, clock
         self._seen: tuple[int, bool] | None = None  # round, and whether it was complete
         self._since = 0.0
-        self._said = self._said_alone = False
+        self._said = self._said_alone = self._said_warm = False
         lacks = host.notes.count(LACKS)
         self._yields, host.lacked = lacks > host.lacked, lacks  # to hosts that may have the state
 
@@ -110,6 +114,10 @@ class PatientJoin:
             setattr(ctx.state, NAMES, {node: name for node, name in getattr(ctx.state, NAMES, {}).items() if node != ctx.node})
         self._host.needs = ctx.settings.min_nodes
         self._host.report(ctx.state)
+        if not self._said_warm and ctx.node in ctx.state.redundancy_list and self._host.is_warm():
+            self._said_warm = True
+            self._host.prepare()
+            logger.warning("this host waits as a spare, and its workers can begin at once")
         action = self._wanted(ctx, deadline)
         if action not in _STEPS:
             return action
@@ -144,6 +152,7 @@ class PatientJoin:
         if completes or len(participants) >= ctx.settings.max_nodes:
             members = members or frozenset(names[node] for node in participants if node in names)
             setattr(state, _WORLD, uuid.uuid4().hex)
+            setattr(state, _LOST, {})
         setattr(state, _MEMBERS, members)
         setattr(state, _KEPT, kept)
 
@@ -189,7 +198,12 @@ class PatientJoin:
             return waited >= _STUCK
         living = state.last_heartbeats.keys() - state.participants.keys() - state.redundancy_list - {ctx.node}
         missing = ctx.settings.max_nodes - len(state.participants) - len(_took_part(state, living))
-        return waited >= self._host.patience * (_YIELDING if self._yields else 1) and missing > 0
+        if missing <= 0:
+            return False
+        if not self._yields and self._host.is_warm():  # others come first, if they are
+            lost = getattr(state, _LOST, {}).keys() - state.last_heartbeats.keys()
+            return waited >= self._host.patience or len(lost) >= missing  # of these nobody need wait for a sign of life
+        return waited >= self._host.patience * _YIELDING
 
 
 def world_of(state: Any) -> str | None:
@@ -211,6 +225,14 @@ def has_lost_one(state: Any, node: Any, host: LaunchingHost) -> bool:
     if not is_at_work or len(state.participants) >= host.size or not state.redundancy_list or state.wait_list:
         return False
     return not _took_part(state, state.last_heartbeats.keys() - state.participants.keys() - state.redundancy_list)
+
+
+def _is_over(host: LaunchingHost, state: Any) -> bool:
+    """Whether hosts come together: no round is complete, or this host has left its place in the one that is, and the others stop soon."""
+    if not state.complete:
+        return True
+    names = getattr(state, NAMES, {})
+    return host.world is not None and host.world == world_of(state) and host.name not in map(names.get, state.participants)
 
 
 def members_of(state: Any) -> frozenset[str]:
@@ -296,7 +318,9 @@ def nodes_waiting(original: Callable[[Any], int], host: LaunchingHost, handler: 
     return 0 if len(state.participants) >= getattr(state, _HOSTS, 1) else waiting  # else one of its hosts has been lost
 
 
-def by_own_clock(holder: Any, unheard: Callable[[], Collection[str]] = tuple) -> Any:
+def by_own_clock(
+    holder: Any, unheard: Callable[[], Collection[str]] = tuple, is_over: Callable[[Any], bool] = lambda state: not state.complete
+) -> Any:
     """Torch's class that keeps the state of the rendezvous and drops hosts without a sign of life; this one asks no other host's clock.
 
     A host that has just left its place lives: its action has come before the state is marked.
@@ -304,6 +328,7 @@ def by_own_clock(holder: Any, unheard: Callable[[], Collection[str]] = tuple) ->
     Args:
         holder: the class.
         unheard: the names of the hosts of which this host's agent hears nothing.
+        is_over: tells whether the round of a state is no longer at work.
     """
 
     class Holder(holder):  # type: ignore[misc]
@@ -328,7 +353,7 @@ def by_own_clock(holder: Any, unheard: Callable[[], Collection[str]] = tuple) ->
         def _ask(self, silent: Collection[Any], now: float) -> None:
             """Has hosts marked as lost that are silent both here and to the agents, while hosts come together."""
             state = self._state
-            if state.complete or now < self._asks_from or not (missed := _took_part(state, silent)):
+            if not is_over(state) or now < self._asks_from or not (missed := _took_part(state, silent)):
                 return
             try:
                 names = unheard()
@@ -337,7 +362,7 @@ def by_own_clock(holder: Any, unheard: Callable[[], Collection[str]] = tuple) ->
                 names = ()
             self._asks_from = now + (_REST if time.monotonic() - now > _LONG else _ASKING)
             if lost := {host: state.last_heartbeats[host] for host in missed if getattr(state, NAMES)[host] in names}:
-                setattr(state, _LOST, lost)
+                setattr(state, _LOST, getattr(state, _LOST, {}) | lost)
                 super().mark_dirty()
 
         def mark_dirty(self) -> None:
@@ -366,8 +391,8 @@ def better_rendezvous(
     unheard: Callable[[], Collection[str]] = tuple,
     tell: Callable[[int, int], bool] = lambda waiting, lacking: True,
     health: HostHealth | None = None,
-) -> Iterator[None]:
-    """Inside, torch's launcher joins a job of ``hosts`` hosts in the way described above.
+) -> Iterator[LaunchingHost]:
+    """Inside, torch's launcher joins a job of ``hosts`` hosts in the way described above; gives the facts of this one.
 
     Torch has no settings for that, so its classes and its functions are replaced.
 
@@ -386,9 +411,9 @@ def better_rendezvous(
     changes = {
         "_RendezvousJoinOp": lambda: PatientJoin(join(), this),
         "_delay": lambda seconds: delay(interval if seconds == 1 else seconds),
-        "_BackendRendezvousStateHolder": partial(by_own_clock(state, unheard), cache_duration=interval / 2),
+        "_BackendRendezvousStateHolder": partial(by_own_clock(state, unheard, partial(_is_over, this)), cache_duration=interval / 2),
         "_should_keep_alive": _due,
         "get_method_name": lambda depth=2: sys._getframe(depth).f_code.co_name,
     }
     with replaced(torch_rendezvous, **changes), replaced(handler, num_nodes_waiting=lambda self: nodes_waiting(waiting, this, self)):
-        yield
+        yield this

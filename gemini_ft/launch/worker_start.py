@@ -22,10 +22,12 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from gemini_ft import failpoints
 from gemini_ft.errors import GeminiError
+from gemini_ft.hosts import is_readable
 from gemini_ft.launch import forkserver
 from gemini_ft.launch.grace import Process, Workers
 from gemini_ft.launch.in_place import Attempt, Survivors, surviving
 from gemini_ft.launch.replaced import replaced
+from gemini_ft.launch.reserve import RESERVE
 from gemini_ft.launch.script import cold_command, starter
 from gemini_ft.wire import channel as messages
 
@@ -36,6 +38,7 @@ ColdStart = Callable[[tuple[str, ...]], tuple[str, ...]]  # makes of Python's co
 _READY_SECONDS = 600.0  # for the imports, which a shared file system can make slow
 ANSWER_SECONDS = 30.0  # for a fork, which takes milliseconds, unless the host swaps
 _PR_SET_CHILD_SUBREAPER = 36
+_STREAMS = (0, 1, 2)  # of this process
 _END_SECONDS = 15.0  # for a server to end when its launcher is done with it
 
 
@@ -89,6 +92,11 @@ class ForkServer:
         if self._answered < 0:
             self._refusal = self._answer(0.0 if self._slow else _READY_SECONDS)["refused"]
         return self._refusal
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the imports are over, well or not, or no longer waited for."""
+        return self.lost or self._slow or self._answered >= 0 or is_readable(self.channel.fileno())
 
     def fork(self, program: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]) -> Process:
         """Starts a worker that runs ``program`` with ``streams`` as its standard input, output and error.
@@ -202,6 +210,10 @@ class WarmStart:
         self._start_server = start_server
         self._server: ForkServer | None = self._start_server()
 
+    def is_ready(self) -> bool:
+        """Whether a worker can be started without waiting for imports."""
+        return self._server is None or self._server.is_ready
+
     def start_worker(self, program: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]) -> Process | None:
         """A forked worker, or None if it must be started cold; then the log says why."""
         if self._server is not None and self._server.lost:
@@ -223,6 +235,32 @@ class WarmStart:
         if self._server is not None:
             self._server.close()
             self._server = None
+
+
+class StandBy:
+    """Readiness of this host's workers while it waits as a spare.
+
+    Args:
+        warm: their source; None: they are started cold.
+        survivors: take in workers in reserve.
+        program: script and arguments, or ``-m``, module name and arguments.
+        reserve: how many of them there are to be.
+    """
+
+    def __init__(self, warm: WarmStart | None, survivors: Survivors | None, program: Sequence[str], reserve: int) -> None:
+        self._warm, self._survivors, self._program, self._reserve = warm, survivors, program, reserve
+
+    def is_ready(self) -> bool:
+        """Whether a worker can be started without waiting for imports."""
+        return self._warm is None or self._warm.is_ready()
+
+    def prepare(self) -> None:
+        """Starts the workers in reserve. They write to this launcher's output until they have a rank."""
+        for place in range(self._reserve):
+            environ = {**os.environ, "LOCAL_RANK": str(place), "LOCAL_WORLD_SIZE": str(self._reserve), RESERVE: "1"}
+            if self._warm is not None and self._survivors is not None:
+                start = partial(self._warm.start_worker, self._program, environ, _STREAMS)
+                self._survivors.reserve(environ, _STREAMS, start)
 
 
 class WorkerHandler(SubprocessHandler):
@@ -270,36 +308,46 @@ def _descriptor(redirect: IO[str] | None, default: int) -> int:
 
 @contextlib.contextmanager
 def forked_workers(
-    program: Sequence[str], modules: Sequence[str], early: Mapping[str, str | None] | None = None, copy: Path | None = None
-) -> Iterator[None]:
-    """Inside, torch's launcher forks the workers of ``program`` from a server that has imported ``modules``; see `ForkServer`."""
+    program: Sequence[str],
+    modules: Sequence[str],
+    early: Mapping[str, str | None] | None = None,
+    copy: Path | None = None,
+    reserve: int = 0,
+) -> Iterator[StandBy]:
+    """Inside, torch's launcher forks the workers of ``program`` from a server that has imported ``modules``; see `ForkServer`.
+
+    Args:
+        reserve: workers that this host has in reserve while it waits as a spare.
+    """
     workers = Workers()
     warm = WarmStart(partial(ForkServer, program, modules, workers, early, copy))
     try:
-        with _started_by(workers, warm, partial(cold_command, copy=copy)):
-            yield
+        with _started_by(workers, warm, partial(cold_command, copy=copy)) as survivors:
+            yield StandBy(warm, survivors, program, reserve if survivors is not None else 0)
     finally:
         warm.close()
 
 
-def cold_workers(copy: Path | None = None, by_python: bool = False) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def cold_workers(copy: Path | None = None, by_python: bool = False) -> Iterator[StandBy]:
     """Inside, torch's launcher starts workers from nothing.
 
     Args:
         copy: of the script, which has come through a pipe.
         by_python: whether Python itself runs the program, and not `gemini_ft.launch.script`, which knows scripts and modules only.
     """
-    return _started_by(Workers(), None, tuple if by_python else partial(cold_command, copy=copy))
+    with _started_by(Workers(), None, tuple if by_python else partial(cold_command, copy=copy)):
+        yield StandBy(None, None, (), 0)
 
 
 @contextlib.contextmanager
-def _started_by(workers: Workers, warm: WarmStart | None, cold_start: ColdStart) -> Iterator[None]:
-    """Replaces torch's function that starts a worker process."""
+def _started_by(workers: Workers, warm: WarmStart | None, cold_start: ColdStart) -> Iterator[Survivors | None]:
+    """Replaces torch's function that starts a worker process; gives those that may outlive a failure, if they may."""
     with workers.signalled(), surviving(workers) as survivors:
         handler = partial(WorkerHandler, workers, warm, cold_start, survivors)
         with replaced(torch_api, get_subprocess_handler=handler):
             try:
-                yield
+                yield survivors
                 workers.go_on()
             finally:
                 if survivors is not None:

@@ -368,9 +368,18 @@ def test_the_survivors_of_other_hosts_stay_too(plain: Outcome, tmp_path: Path) -
 
 
 def test_a_lost_host_costs_no_process_of_another(plain: Outcome, tmp_path: Path) -> None:
-    """Two hosts are lost, and spares take their places: one falls silent without closing a connection, and one, with rank 0, is killed."""
+    """Two hosts are lost, and spares take their places: one falls silent without closing a connection, and one, with rank 0, is killed.
+
+    The spares' workers have waited in reserve.
+    """
     (tmp_path / "job").mkdir()
-    env = {"GEMINI_RESTART": "in_place", "GEMINI_IN_PLACE_TIMEOUT": "60", "GEMINI_FAULTS": "step=8:rank=0:kill"}
+    env = {
+        "GEMINI_RESTART": "in_place",
+        "GEMINI_SPARE": "warm",
+        "CASE_RESERVE": "2",
+        "GEMINI_IN_PLACE_TIMEOUT": "60",
+        "GEMINI_FAULTS": "step=8:rank=0:kill",
+    }
     with EmulatedHosts(2, [SCRIPT, str(tmp_path / "job"), "gemini", "0:1:4:freeze"], tmp_path, env=env) as hosts:
         names = ["host0", "host1", hosts.add(), hosts.add()]
         hosts.wait_for(lambda: len(hosts.alive) == 1)
@@ -378,5 +387,7 @@ def test_a_lost_host_costs_no_process_of_another(plain: Outcome, tmp_path: Path)
         assert sorted(map(str, map(hosts.status, names))) == ["-9", "0", "0", "None"], logs
     ranks = read(tmp_path / "job")
     assert [(rank.steps, rank.end) for rank in ranks] == plain.bits
-    assert len({*ranks[0].pids, *ranks[1].pids}) == 4, logs  # two, and one for each lost host
+    pids = {*ranks[0].pids, *ranks[1].pids}
+    assert len(pids) == 4, logs  # two, and one for each lost host
+    assert len(pids & {path.name.removeprefix("reserve-") for path in (tmp_path / "job").glob("reserve-*")}) == 2, logs
     assert "in_place_timeout" not in str(logs)

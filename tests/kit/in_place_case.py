@@ -39,6 +39,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gemini_ft
 from gemini_ft.agent import lifecycle
 from gemini_ft.hosts import host_id
+from gemini_ft.launch.reserve import RESERVE
 from gemini_ft.pipeline import GradientSynchronizer
 from gemini_ft.testing import digest
 from gemini_ft.testing.hosts import environment
@@ -60,6 +61,8 @@ class Counting(TensorDataset):
 
 
 counting = Counting(torch.ones(48, 8))
+if RESERVE in os.environ:
+    (Path(FOLDER) / f"reserve-{os.getpid()}").touch()
 opened: IO[str] | None = None
 ends: Any = ()
 kept: list[Any] = []  # what survives an attempt, as a script's mistake
@@ -78,6 +81,8 @@ def reached(moment: object, model: Any = None) -> None:
             case "raise":
                 raise ValueError(f"bad luck: {moment}")
             case "freeze" if not os.path.exists(f"{FOLDER}/frozen"):  # a host that has just come counts its attempts anew
+                while len([*Path(FOLDER).glob("reserve-*")]) < int(os.environ.get("CASE_RESERVE", "0")):
+                    time.sleep(0.05)
                 freeze()
             case "interrupt":
                 raise KeyboardInterrupt

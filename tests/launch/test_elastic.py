@@ -103,6 +103,30 @@ def test_a_spare_waits_for_hosts_that_give_signs_of_life() -> None:
     assert scene.action() is _Action.ADD_TO_PARTICIPANTS
 
 
+def test_a_spare_takes_the_place_of_a_host_that_agents_have_lost_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Unless it lives after all, or this spare cannot begin yet: then others come first, though not for ever."""
+    scene, is_warm = Scene(), [False]
+    scene.host.is_warm = lambda: is_warm[0]
+    assert scene.action() is _Action.SYNC
+    scene.made_by(*HOSTS)
+    scene.open_round(HOSTS[0], HOSTS[1])
+    setattr(scene.state, "gemini_lost", {HOSTS[2]: scene.state.last_heartbeats[HOSTS[2]]})  # noqa: B010
+    assert scene.action() is _Action.SYNC
+    del scene.state.last_heartbeats[HOSTS[2]]
+    assert scene.actions(5) == [_Action.SYNC] * 9 + [_Action.REMOVE_FROM_REDUNDANCY_LIST]
+    assert "at once" not in caplog.text
+    is_warm[0] = True
+    scene.open_round(HOSTS[0], HOSTS[1])
+    assert scene.action() is _Action.REMOVE_FROM_REDUNDANCY_LIST
+    assert "waits as a spare, and its workers can begin at once" in caplog.text
+    scene.state.redundancy_list.clear()
+    assert scene.action() is _Action.ADD_TO_PARTICIPANTS
+    assert getattr(scene.state, "gemini_lost") == {}  # noqa: B009  # of that round; a later one must not be misled by it
+    scene.state.redundancy_list.add(SPARE)
+    scene.open_round(HOSTS[0], HOSTS[1])
+    assert scene.action() is _Action.SYNC
+
+
 def test_spares_begin_nothing_without_a_host_that_took_part() -> None:
     """Whether those are dead or cut off cannot be seen."""
     scene = Scene()
@@ -376,16 +400,22 @@ def test_a_host_with_another_clock_lives_as_long_as_it_gives_signs_of_life(hours
         assert torch_rendezvous._should_keep_alive(SimpleNamespace(node=own, state=state, settings=settings))
 
 
-@pytest.mark.parametrize(("is_lost", "is_complete", "dead_after"), [(True, False, 1.5), (False, False, 3.0), (True, True, 3.0)])
+@pytest.mark.parametrize(
+    ("is_lost", "is_complete", "has_left", "dead_after"),
+    [(True, False, False, 1.5), (False, False, False, 3.0), (True, True, False, 3.0), (True, True, True, 1.5)],
+)
 def test_a_host_that_agents_have_lost_is_missed_after_half_the_time(
-    is_lost: bool, is_complete: bool, dead_after: float, monkeypatch: pytest.MonkeyPatch
+    is_lost: bool, is_complete: bool, has_left: bool, dead_after: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While hosts come together. A spare, whose own agent knows nothing, hears of it; with its next sign of life the host lives again."""
+    """While hosts come together, or the one that asks has left the round in which it was at work: torch calls that complete until all have.
+
+    A spare, whose own agent knows nothing, hears of it; with its next sign of life the host lives again.
+    """
     other, began = HOSTS[1], datetime.now(UTC)
     state = _RendezvousState()
-    state.complete, state.participants = is_complete, {HOSTS[0]: 0}
+    state.complete, state.participants = is_complete, {other: 1} if has_left else {HOSTS[0]: 0, other: 1}
     state.last_heartbeats = dict.fromkeys(HOSTS[:2], began)
-    vars(state).update(gemini_names={other: "host1"}, gemini_members=frozenset({"host1"}))
+    vars(state).update(gemini_names={HOSTS[0]: "host0", other: "host1"}, gemini_members=frozenset({"host1"}), gemini_world="w")
     stored, now, asked = [pickle.dumps(state)], [100.0], list[float]()
     monkeypatch.setattr("gemini_ft.launch.spares.time", SimpleNamespace(monotonic=lambda: now[0]))
 
@@ -399,17 +429,24 @@ def test_a_host_that_agents_have_lost_is_missed_after_half_the_time(
 
     settings = SimpleNamespace(run_id="r", keep_alive_interval=timedelta(seconds=1), keep_alive_max_attempt=3, min_nodes=2)
     backend = SimpleNamespace(name="none", get_state=lambda: (stored[0], None), set_state=write)
-    theirs = torch_rendezvous._BackendRendezvousStateHolder
-    agents, spare = spares.by_own_clock(theirs, unheard)(backend, settings, 0), spares.by_own_clock(theirs)(backend, settings, 0)
     seen = []
+    with notes_of_workers() as notes:
+        with better_rendezvous(3, notes, unheard) as this:
+            this.name, this.world = "host0", "w"
+            agents = torch_rendezvous._BackendRendezvousStateHolder(backend, settings)
+        with better_rendezvous(3, notes) as of_spare:
+            of_spare.name = "spare"
+            spare = torch_rendezvous._BackendRendezvousStateHolder(backend, settings)
+    agents._cache_duration = spare._cache_duration = 0
     for _ in range(40):
         agents.sync()
         spare.sync()
         seen += [now[0] - 100.0] if other in spare.state.last_heartbeats else []
         now[0] += 0.1
     assert dead_after <= round(seen[-1] + 0.1, 6) <= dead_after + 0.3
-    assert (asked == []) == is_complete
+    assert (asked == []) == (is_complete and not has_left)
     assert len(asked) <= 9
+    assert not (has_left and spare.state.complete)  # so that the others and the spare can come together
     state.last_heartbeats[other] = began + timedelta(seconds=1)
     stored[:] = [pickle.dumps(state)]
     spare.sync()

@@ -508,6 +508,7 @@ def test_ranks_that_kept_the_job_waiting_once_are_not_suspected_of_later_failure
         ({"verify": "replays"}, "verify='replays'.*true, false or replay"),
         ({"straggler": "kill"}, "straggler='kill'.*'warn' or 'drain'"),
         ({"straggler": "drain", "straggler_factor": 0}, "straggler_factor=0"),
+        ({"spare": "warm"}, "restart='in_place'"),
         ({"health": ""}, "health=''.*at least 1"),
         ({"health_timeout": 0}, "health_timeout=0.*greater than 0"),
     ],

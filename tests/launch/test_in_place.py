@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -380,6 +381,46 @@ def test_a_worker_that_is_stopped_while_it_waits_for_its_next_attempt_is_replace
     survivors.close()
 
 
+@pytest.mark.parametrize("state", ["parked", "stopped", "ended"])
+def test_a_worker_in_reserve_has_the_first_attempt_or_another_one_is_started(state: str) -> None:
+    """One that is stopped, or runs on before `gemini_ft.run`, has `in_place_timeout` from the moment at which it is needed."""
+    survivors, rank = Survivors(Workers(), 0.2), {"LOCAL_RANK": "0"}
+    reserve, other = (Mock(pid=os.getpid(), signs=[], poll=lambda: None) for _ in range(2))
+    survivors.workers.send = Mock()  # type: ignore[method-assign]
+    survivors.reserve(rank, [], lambda: None)  # none can be forked
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        survivors.reserve(rank, [], lambda: reserve)
+        survivors.reserve(rank, [], lambda: other)
+        end.connect(f"\0{survivors.address}")
+        if state == "parked":
+            channel.send(end, {"word": PARKED})
+        time.sleep(0.3)
+        reserve.poll = lambda: 0 if state == "ended" else None
+        first = survivors.begin({**rank, "RANK": "5"}, [], lambda: other)
+        assert first.process is (other if state == "ended" else reserve)
+        if state == "parked":
+            order = channel.receive(end)
+            assert order is not None
+            assert order[0] == {"environ": {"RANK": "5"}}
+            channel.send(end, {"word": BEGUN})
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            assert first.poll() is None
+        assert first.process is (reserve if state == "parked" else other)
+    survivors.close()
+
+
+def test_a_worker_in_reserve_ends_when_the_script_asks_for_its_rank() -> None:
+    """Before `gemini_ft.run`, where it has none; what is known of it already, or set by the script, is no such question."""
+    lines = "import os; from gemini_ft.launch import reserve; reserve.begin(); print(os.environ['LOCAL_RANK'], os.getenv('PATH') != '')"
+    lines += "\nos.environ['WORLD_SIZE'] = '3'; print(os.environ['WORLD_SIZE'])\nif {0}: reserve.end()\nprint('RANK' in os.environ)"
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    env |= {"GEMINI_RESERVE": "1", "LOCAL_RANK": "7", "PYTHONUNBUFFERED": "1"}
+    ends = [subprocess.run([sys.executable, "-c", lines.format(has_come)], env=env, capture_output=True, text=True) for has_come in (0, 1)]
+    assert [(end.returncode, end.stdout.split()) for end in ends] == [(0, ["7", "True", "3"]), (0, ["7", "True", "3", "False"])]
+    assert "asks for RANK before gemini_ft.run" in ends[0].stderr
+
+
 @pytest.mark.parametrize("is_signalled", [False, True])
 def test_a_parked_worker_ends_with_its_job_whatever_handler_the_script_has_left(is_signalled: bool) -> None:
     """Lightning's handler only notes the signal; the launcher has waited for such a worker for 30 s."""
@@ -414,6 +455,23 @@ def test_a_parked_worker_ends_with_its_job_whatever_handler_the_script_has_left(
         if pid:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("setting", ["", "MALLOC_ARENA_MAX"])
+def test_a_worker_that_stays_gets_no_fresh_pages_for_what_it_has_freed(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]:
+        monkeypatch.delenv(name)
+    if setting:
+        monkeypatch.setenv(setting, "2")
+    pid = os.fork()
+    if pid == 0:
+        in_place.keep_freed_memory()
+        (torch.ones(2**25), torch.ones(2**25))
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**25)  # 128 MB: 32768 pages, or 64 large ones
+        os._exit(min(100, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before))
+    faults = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert faults >= 50 if setting else faults < 50
 
 
 def test_a_setting_that_torch_does_not_tell_is_left_alone() -> None:
