@@ -19,7 +19,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -222,7 +222,7 @@ class Checkpointer:
             check_step(self._stateful.values(), self.accumulation)
         if not self._has_looked:
             if self.config.elastic:
-                self.refuse_data(self._stateful)
+                self.refuse_data(self._stateful, unkept(self._stateful.values(), generators=True))
             check_epochs(self._stateful.values(), then=self.scalars, now=scalars)
             self._has_looked = True
             self._look_for_uneven_steps()
@@ -261,6 +261,10 @@ class Checkpointer:
         Raises:
             GeminiError: a rank could not join, or the state cannot be resumed; the same text on all ranks.
         """
+        if self.config.elastic and not self.asks_for_accumulation:
+            raise ConfigError(
+                "elastic='batch' is for plain loops and for Lightning's Trainer under DDP; leave it out here (docs/elastic.md)"
+            )
         _log_to_stderr()
         if isinstance(self._bound, PlainState):
             self._bound.remember()
@@ -268,10 +272,6 @@ class Checkpointer:
         atexit.register(self._end_with_process)
         notes.say(notes.PROTECTED)
         keep_groups()
-        if self.config.elastic and not self.asks_for_accumulation:
-            raise ConfigError(
-                "elastic='batch' is for plain loops and for Lightning's Trainer under DDP; leave it out here (docs/elastic.md)"
-            )
         is_resizable = self._resizable or self.config.elastic is not None
         self._recorder = recorder = Recorder(self.config, self.name, self.stats, is_resizable)
         if self.config.verify == "replay":
@@ -299,10 +299,9 @@ class Checkpointer:
                 iterators.resumption.resize = resize if plan.world_size != session.world_size else None
             self._state_extras = {owner: value["tensors"] for owner, value in extras.items()}
             self._hyperparameters.then = own.get("given", {})  # snapshots in storage may be older
-            new_rank = session.rank if session.rank >= plan.world_size and _draw_apart(extras.values()) else None
-            return Snapshot(
-                iteration=self._iteration, extras=own["extras"], source=plan.kind, world_size=plan.world_size, new_rank=new_rank
-            )
+            is_new = self.config.elastic and session.rank >= plan.world_size and _draw_apart(extras.values())
+            found = Snapshot(iteration=self._iteration, extras=own["extras"], source=plan.kind, world_size=plan.world_size)
+            return replace(found, new_rank=session.rank) if is_new else found
 
     @contextlib.contextmanager
     def putting_back(self) -> Iterator[None]:
@@ -641,14 +640,9 @@ class Checkpointer:
             if os.environ.get(EXPLAIN) and self._joined.session.rank == 0:
                 print(f"gemini: state of rank 0, stream {self.name}, after iteration {self._iteration}\n{table(found)}", flush=True)
 
-    def refuse_data(self, loaders: Mapping[str, Any]) -> None:
-        """Refuses, where the number of ranks may change, loaders of the training whose samples cannot be dealt out anew.
-
-        Raises:
-            UnsupportedStateError: there are some.
-        """
-        session = self._joined.session
-        refuse_data(loaders, unkept(loaders.values(), generators=True), session.rank, session.world_size)
+    def refuse_data(self, loaders: Mapping[str, Any], strangers: Sequence[str] = ()) -> None:
+        """Refuses, as `gemini_ft.state.worlds.refuse_data`, what another number of ranks could not take over."""
+        refuse_data(loaders, strangers, self._joined.session.rank, self._joined.session.world_size)
 
     def _save(self, iteration: int, extras: Any) -> None:
         self._find_gradients()

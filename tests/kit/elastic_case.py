@@ -1,18 +1,27 @@
-"""What the ranks of test_elastic_batch.py train: a small DDP model whose samples are recorded."""
+"""What the ranks of test_elastic_batch.py train: a small DDP model whose samples are recorded.
+
+Usage under ``gemini run``: elastic_case.py FILE EPOCHS, as `train` has them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
-from plain_case import start_ranks
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import gemini_ft
+from gemini_ft.lightning import GeminiStrategy
 from gemini_ft.testing import digest
 
 SAMPLES, BATCH, GLOBAL = 72, 2, 12  # micro-batches of 2, and steps of 12 samples: 6 micro-batches of all ranks
@@ -27,6 +36,7 @@ class Case:
     workers: int = 0
     draws: bool = False  # samples have noise
     kind: str = "dealt"  # of the loader
+    pause: float = 0.0  # seconds after each step
     options: dict[str, Any] = field(default_factory=lambda: {"elastic": "batch", "interval": 1})
 
 
@@ -84,8 +94,9 @@ class Stream(torch.utils.data.IterableDataset[tuple[int, torch.Tensor]]):
 
 
 def train(case: Case, out: str, until: int) -> dict[str, Any]:
-    """Trains until a step; the samples of each step go to the file ``<out>.<rank>``, with the loss of each micro-batch."""
-    rank, world = start_ranks()
+    """Trains until a step; the samples of each step go to the file ``<out>.<rank>``."""
+    gemini_ft.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = DistributedDataParallel(Net())
     torch.manual_seed(rank)
@@ -102,7 +113,7 @@ def train(case: Case, out: str, until: int) -> dict[str, Any]:
             for number, (ids, batch) in enumerate(loader, loader.batches_done + 1):
                 loss = model(batch).square().mean() / checkpointer.accumulation
                 loss.backward()
-                trace.write(f"{world} {step} {epoch} {float(loss).hex()} {' '.join(map(str, ids.tolist()))}\n")
+                trace.write(f"{incarnation_of(checkpointer)} {step} {epoch} {' '.join(map(str, ids.tolist()))}\n")
                 if number % checkpointer.accumulation:
                     continue
                 optimizer.step()
@@ -110,6 +121,7 @@ def train(case: Case, out: str, until: int) -> dict[str, Any]:
                 scheduler.step()
                 step += 1
                 checkpointer.step(epoch=epoch)
+                time.sleep(case.pause)
                 if step == until:
                     checkpointer.flush()
                     return said(start, checkpointer, model, optimizer)
@@ -134,7 +146,68 @@ def samples(out: Path) -> dict[int, dict[int, list[int]]]:
     found: dict[int, dict[int, dict[int, list[int]]]] = {}
     for file in out.parent.glob(f"{out.name}.*"):
         for line in file.read_text().splitlines():
-            world, step, epoch, _, *ids = line.split()
-            found.setdefault(int(epoch), {}).setdefault(int(step), {}).setdefault(int(world), []).extend(map(int, ids))
-    return {epoch: {step: [*worlds.values()][-1] for step, worlds in of.items()} for epoch, of in found.items()}
+            incarnation, step, epoch, *ids = line.split()
+            found.setdefault(int(epoch), {}).setdefault(int(step), {}).setdefault(int(incarnation), []).extend(map(int, ids))
+    return {epoch: {step: attempts[max(attempts)] for step, attempts in of.items()} for epoch, of in found.items()}
 
+
+def incarnation_of(checkpointer: gemini_ft.Checkpointer) -> int:
+    return checkpointer._joined.session.spec.incarnation.number
+
+
+class Stopped(Exception):
+    """The job has come as far as it was to come."""
+
+
+def fit(case: Case, out: str, until: int) -> dict[str, Any]:
+    """Does as `train`, by Lightning's Trainer."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    found: dict[str, Any] = {}
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            ids, numbers = batch
+            loss: torch.Tensor = self.net(numbers).square().mean()
+            with open(f"{out}.{rank}", "a") as trace:
+                step, epoch = self.trainer.global_step, self.trainer.current_epoch
+                incarnation = incarnation_of(self.trainer.strategy._gemini_fit.checkpointer)
+                trace.write(f"{incarnation} {step} {epoch} {' '.join(map(str, ids.tolist()))}\n")
+            return loss
+
+        def on_train_batch_start(self, batch: Any, number: int) -> None:
+            checkpointer = self.trainer.strategy._gemini_fit.checkpointer
+            found.setdefault("start", self.trainer.global_step)
+            if self.trainer.global_step == until:
+                checkpointer.flush()
+                raise Stopped
+
+        def configure_optimizers(self) -> Any:
+            found["steps"] = self.trainer.estimated_stepping_batches
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)]
+
+    L.seed_everything(3, verbose=False)
+    module = Module()
+    strategy = GeminiStrategy(process_group_backend="gloo", **case.options)
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=strategy,
+        max_epochs=case.epochs,
+        accumulate_grad_batches=case.accumulation,
+        num_sanity_val_steps=0,
+        **quiet,
+    )
+    with contextlib.suppress(Stopped):
+        trainer.fit(module, DataLoader(Numbers(), BATCH, shuffle=True, num_workers=case.workers))
+    weights = [value for param in module.parameters() for value in param.flatten().tolist()]
+    return found | {"accumulation": trainer.accumulate_grad_batches, "weights": weights, "epoch": trainer.current_epoch}
+
+
+if __name__ == "__main__":
+    train(Case(epochs=int(sys.argv[2]), pause=0.1), sys.argv[1], 10**9)
