@@ -57,6 +57,8 @@ class Numbers(Dataset[tuple[int, torch.Tensor]]):
 class Net(nn.Module):
     """Parameters, and a buffer that each rank changes."""
 
+    batches: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(4, 8, dtype=torch.float64), nn.Linear(8, 1, dtype=torch.float64)
@@ -64,26 +66,24 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
-            self.batches += 1  # type: ignore[operator]
+            self.batches.add_(1)
         out: torch.Tensor = self.last(torch.tanh(self.first(x)))
         return out
 
 
 def loader_of(case: Case, rank: int, world: int) -> DataLoader[Any]:
     data = Numbers(case.draws)
+    sampler = DistributedSampler[Any](data, world, rank, seed=5)
     match case.kind:
         case "dealt":
-            sampler = DistributedSampler(data, world, rank, seed=5)
             return DataLoader(data, BATCH, sampler=sampler, num_workers=case.workers)
         case "shuffled":
             return DataLoader(data, BATCH, shuffle=True)
         case "persistent":
-            sampler = DistributedSampler(data, world, rank, seed=5)
             return DataLoader(data, BATCH, sampler=sampler, num_workers=1, persistent_workers=True)
         case "iterated":
             return DataLoader(Stream(), BATCH)
         case "batched":
-            sampler = DistributedSampler(data, world, rank, seed=5)
             return DataLoader(data, batch_sampler=[[index, index] for index in sampler])
     raise ValueError(case.kind)
 
@@ -136,7 +136,7 @@ def said(start: int, checkpointer: Any, model: nn.Module, optimizer: torch.optim
         "restored": checkpointer.stats.restored,
         "weights": [value for param in model.parameters() for value in param.flatten().tolist()],
         "state": digest({"model": dict(model.named_parameters()), "optimizer": optimizer.state_dict()}),
-        "buffer": int(model.module.batches),  # type: ignore[arg-type, union-attr, operator]
+        "buffer": int(next(model.buffers())),
         "drawn": float(torch.rand(())),
     }
 
@@ -164,6 +164,10 @@ def fit(case: Case, out: str, until: int) -> dict[str, Any]:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found: dict[str, Any] = {}
 
+    def the_checkpointer() -> gemini_ft.Checkpointer:
+        assert strategy._gemini_fit is not None
+        return strategy._gemini_fit.checkpointer
+
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -174,12 +178,12 @@ def fit(case: Case, out: str, until: int) -> dict[str, Any]:
             loss: torch.Tensor = self.net(numbers).square().mean()
             with open(f"{out}.{rank}", "a") as trace:
                 step, epoch = self.trainer.global_step, self.trainer.current_epoch
-                incarnation = incarnation_of(self.trainer.strategy._gemini_fit.checkpointer)
+                incarnation = incarnation_of(the_checkpointer())
                 trace.write(f"{incarnation} {step} {epoch} {' '.join(map(str, ids.tolist()))}\n")
             return loss
 
         def on_train_batch_start(self, batch: Any, number: int) -> None:
-            checkpointer = self.trainer.strategy._gemini_fit.checkpointer
+            checkpointer = the_checkpointer()
             found.setdefault("start", self.trainer.global_step)
             if self.trainer.global_step == until:
                 checkpointer.flush()
