@@ -198,6 +198,7 @@ class Checkpointer:
                 if found.new_rank is None or not isinstance(self._stateful[name], GivenGenerator):
                     self._stateful[name].load_state_dict(value)
             self.scalars = {**found.extras["scalars"]}
+            iterators.resumption.resize = None  # positions that are loaded later are of the present ranks
         self._joined.prepare(self._state, found.extras, self._hyperparameters.saved())
         with self.putting_back():
             take_rng_state(found.extras["rng"], found.new_rank)
@@ -294,7 +295,7 @@ class Checkpointer:
         with self.putting_back():
             own = extras[session.rank % plan.world_size]
             if self.config.elastic:
-                resize = Resize(plan.world_size, session.world_size, session.rank)
+                resize = Resize(then=plan.world_size, now=session.world_size, rank=session.rank)
                 self.accumulation = carried_accumulation(own["extras"], self.accumulation, resize)
                 iterators.resumption.resize = resize if plan.world_size != session.world_size else None
             self._state_extras = {owner: value["tensors"] for owner, value in extras.items()}

@@ -33,6 +33,7 @@ from gemini_ft.lightning.trainer_loggers import Logs
 from gemini_ft.loaders.bookmark import Bookmark
 from gemini_ft.loaders.loader import bookmark_of
 from gemini_ft.loaders.parts import refuse_gone, split
+from gemini_ft.state import iterators
 from gemini_ft.state.ddp import ddp_state, frozen_at_first, restore_buckets, restore_sync
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.rebuilding import ModuleTree
@@ -243,6 +244,7 @@ class Fit:
                 self._begin_files(self._found.get("files", {}))
                 found, self._found = self._found, None
                 restore(self._trainer, self._package, found, self._new_rank)
+                iterators.resumption.resize = None  # positions that are loaded later are of the present ranks
                 for param, gradient in self._waiting.items():
                     param.grad = gradient
                 self._waiting = {}

@@ -8,7 +8,8 @@ as if the present ranks had been at work since the epoch began.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,7 +19,8 @@ from gemini_ft.errors import ConfigError, StateError, UnsupportedStateError, Wor
 _OUT = "or leave elastic out"
 
 
-class Resize(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Resize:
     """A snapshot of ``then`` ranks that rank ``rank`` of ``now`` ranks resumes."""
 
     then: int

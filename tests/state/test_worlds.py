@@ -43,7 +43,7 @@ class Job:
         for rank, loader in enumerate(loaders):
             if self._positions:
                 then = len(self._positions)
-                iterators.resumption = Resumption(resize=Resize(then, world, rank) if then != world else None)
+                iterators.resumption = Resumption(resize=Resize(then=then, now=world, rank=rank) if then != world else None)
                 loader.load_state_dict(self._positions[rank % then])
             loader.sampler.set_epoch(epoch)
         accumulation = self._micro_batches // world
@@ -145,12 +145,12 @@ def test_a_step_of_other_micro_batches_is_refused() -> None:
 
 
 def test_a_global_batch_that_does_not_divide_is_refused_with_the_numbers_that_do() -> None:
-    assert carried_accumulation({"accumulation": 2}, 1, Resize(3, 2, 0)) == 3
+    assert carried_accumulation({"accumulation": 2}, 1, Resize(then=3, now=2, rank=0)) == 3
     with pytest.raises(WorldSizeError, match=r"2 micro-batches of a step on each of 3 ranks .* among 4; .* with 1, 2, 3 or 6 ranks"):
-        carried_accumulation({"accumulation": 2}, 1, Resize(3, 4, 0))
-    assert carried_accumulation({}, 5, Resize(3, 3, 0)) == 5
+        carried_accumulation({"accumulation": 2}, 1, Resize(then=3, now=4, rank=0))
+    assert carried_accumulation({}, 5, Resize(then=3, now=3, rank=0)) == 5
     with pytest.raises(WorldSizeError, match="made by 3 ranks without elastic='batch', this job has 2; start 3 ranks"):
-        carried_accumulation({}, 5, Resize(3, 2, 0))
+        carried_accumulation({}, 5, Resize(then=3, now=2, rank=0))
 
 
 def test_where_nobody_asks_for_the_accumulation_it_is_refused() -> None:
