@@ -19,7 +19,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -39,12 +39,13 @@ from gemini_ft.state.base import BoundState, PlainState, TrainingState
 from gemini_ft.state.ddp import ddp_state, findings, first_tensors, refuse_hooks, restore_buckets, restore_sync, send_first
 from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence, lets_ranks_differ
 from gemini_ft.state.hyperparameters import Given, Hyperparameters, warn
-from gemini_ft.state.iterators import Resumption, check_epochs
+from gemini_ft.state.iterators import Resumption, check_epochs, unkept
 from gemini_ft.state.loop import LoopWatch, keepable
 from gemini_ft.state.optimizer_steps import OptimizerSteps
 from gemini_ft.state.rebuilding import Changes
-from gemini_ft.state.rng import GivenGenerator, rng_state, set_rng_state
+from gemini_ft.state.rng import GivenGenerator, rng_state, take_rng_state
 from gemini_ft.state.tensors import every_optimizer
+from gemini_ft.state.worlds import Resize, carried_accumulation, check_step, refuse_data, refuse_fixed
 from gemini_ft.storage.base import WORD
 from gemini_ft.torch_versions import buffers_are_broadcast
 from gemini_ft.worker.attempt import close_with, keep_groups, watch
@@ -70,6 +71,7 @@ class Snapshot:
     extras: Any  # of this rank, or of one whose state it takes over in part
     source: str  # "memory" or "storage"
     world_size: int  # ranks of the job that made it
+    new_rank: int | None = None  # of this one, where it takes over another's state and must not draw the same numbers
 
 
 class Checkpointer:
@@ -93,6 +95,11 @@ class Checkpointer:
             that ``DistributedDataParallel(init_sync=False)`` wraps, so that after a failure they are not sent only to be replaced. Models
             beside them, which may be copies, are sent too; buffers are not, if DDP leaves them to the ranks before a forward pass.
         **options: fields of ``GeminiConfig``.
+
+    Attributes:
+        accumulation: micro-batches of each rank in a step, 1 unless it is set before `resume`. With ``elastic: batch`` they change with the
+            number of ranks, so that the global batch does not: a loop asks for it after `resume`.
+        asks_for_accumulation: whether it does, as a plain loop has to.
 
     Raises:
         ConfigError: an option is wrong.
@@ -120,6 +127,8 @@ class Checkpointer:
             raise ConfigError(f"name={name!r}: must be 1 to 64 letters, digits and . _ -, not beginning with a dot")
         self.config = config if config is not None else load_config(options)
         self.name = name
+        self.accumulation = 1
+        self.asks_for_accumulation = False
         self.scalars: dict[str, Any] = {}
         self._stateful = {key: keepable(value, f"state[{key!r}]") for key, value in (state or {}).items()}
         self.stats = Stats()
@@ -161,6 +170,7 @@ class Checkpointer:
         Raises:
             GeminiError: see ``open`` and ``load_tensors``.
         """
+        self.asks_for_accumulation = True
         found = self.open()
         if self._init_sync:
             exchange_or_raise(self._check_init_sync)
@@ -185,11 +195,13 @@ class Checkpointer:
                     restore_buckets(self._wrapped[name], value)
                     restore_sync(self._wrapped[name], value)
             for name, value in saved.items():
-                self._stateful[name].load_state_dict(value)
+                if found.new_rank is None or not isinstance(self._stateful[name], GivenGenerator):
+                    self._stateful[name].load_state_dict(value)
             self.scalars = {**found.extras["scalars"]}
+            iterators.resumption.resize = None  # positions that are loaded later are of the present ranks
         self._joined.prepare(self._state, found.extras, self._hyperparameters.saved())
         with self.putting_back():
-            set_rng_state(found.extras["rng"])
+            take_rng_state(found.extras["rng"], found.new_rank)
         return found.iteration
 
     def step(self, **scalars: Any) -> None:
@@ -207,7 +219,11 @@ class Checkpointer:
         if ddp.has_left_join(self._wrapped.values()):
             self._count_alike()
         self._iteration += 1
+        if self.config.elastic:
+            check_step(self._stateful.values(), self.accumulation)
         if not self._has_looked:
+            if self.config.elastic:
+                self.refuse_data(self._stateful, unkept(self._stateful.values(), generators=True))
             check_epochs(self._stateful.values(), then=self.scalars, now=scalars)
             self._has_looked = True
             self._look_for_uneven_steps()
@@ -246,6 +262,10 @@ class Checkpointer:
         Raises:
             GeminiError: a rank could not join, or the state cannot be resumed; the same text on all ranks.
         """
+        if self.config.elastic and not self.asks_for_accumulation:
+            raise ConfigError(
+                "elastic='batch' is for plain loops and for Lightning's Trainer under DDP; leave it out here (docs/elastic.md)"
+            )
         _log_to_stderr()
         if isinstance(self._bound, PlainState):
             self._bound.remember()
@@ -253,10 +273,11 @@ class Checkpointer:
         atexit.register(self._end_with_process)
         notes.say(notes.PROTECTED)
         keep_groups()
-        self._recorder = recorder = Recorder(self.config, self.name, self.stats, self._resizable)
+        is_resizable = self._resizable or self.config.elastic is not None
+        self._recorder = recorder = Recorder(self.config, self.name, self.stats, is_resizable)
         if self.config.verify == "replay":
             self._replay = Replay(lambda found: exchange(found, self.config.timeout), recorder.take_differing, recorder.refuse)
-        if not self._resizable:
+        if not is_resizable:
             notes.say(notes.FIXED)
         if self.config.storage is not None:
             notes.say(notes.STORES)
@@ -273,9 +294,15 @@ class Checkpointer:
             extras = on_all_ranks(lambda: read_extras(session.sources, session.rank, session.world_size, session.secret, trust))
         with self.putting_back():
             own = extras[session.rank % plan.world_size]
+            if self.config.elastic:
+                resize = Resize(then=plan.world_size, now=session.world_size, rank=session.rank)
+                self.accumulation = carried_accumulation(own["extras"], self.accumulation, resize)
+                iterators.resumption.resize = resize if plan.world_size != session.world_size else None
             self._state_extras = {owner: value["tensors"] for owner, value in extras.items()}
             self._hyperparameters.then = own.get("given", {})  # snapshots in storage may be older
-            return Snapshot(iteration=self._iteration, extras=own["extras"], source=plan.kind, world_size=plan.world_size)
+            is_new = self.config.elastic and session.rank >= plan.world_size and _draw_apart(extras.values())
+            found = Snapshot(iteration=self._iteration, extras=own["extras"], source=plan.kind, world_size=plan.world_size)
+            return replace(found, new_rank=session.rank) if is_new else found
 
     @contextlib.contextmanager
     def putting_back(self) -> Iterator[None]:
@@ -407,6 +434,8 @@ class Checkpointer:
                 self._bound.inherit(fresh)
         self._find_gradients()
         with self._script_to_blame():
+            if self.config.elastic:
+                self._refuse_fixed()
             if self._gradients is None:
                 on_all_ranks(lambda: check_presence(self._state_extras[session.rank % session.plan.world_size], attached=False))
             self.stats.restored, own = fill(session, self._state, self._state_extras)
@@ -610,13 +639,23 @@ class Checkpointer:
             if os.environ.get(EXPLAIN) and self._joined.session.rank == 0:
                 print(f"gemini: state of rank 0, stream {self.name}, after iteration {self._iteration}\n{table(found)}", flush=True)
 
+    def refuse_data(self, loaders: Mapping[str, Any], strangers: Sequence[str] = ()) -> None:
+        """Refuses, as `gemini_ft.state.worlds.refuse_data`, what another number of ranks could not take over."""
+        refuse_data(loaders, strangers, self._joined.session.rank, self._joined.session.world_size)
+
     def _save(self, iteration: int, extras: Any) -> None:
         self._find_gradients()
+        if self.config.elastic:
+            self._refuse_fixed()
+            extras = extras | {"accumulation": self.accumulation}
         self._take_census()
         self._joined.record(iteration, self._state, extras, self._hyperparameters.saved())
         self._prepare_replay()
         self._report()
         faults.at_step(iteration, "in_copy", self._any_tensor)
+
+    def _refuse_fixed(self) -> None:
+        refuse_fixed(self._models, is_replicated=self._is_replicated, has_pipeline=self._gradients is not None)
 
     def _prepare_replay(self) -> None:
         """Has the iteration that begins checked where it is due (``verify: replay``)."""
@@ -673,6 +712,12 @@ class Checkpointer:
     @property
     def _is_replicated(self) -> bool:
         return isinstance(self._bound, PlainState) and self._bound.is_replicated
+
+
+def _draw_apart(extras: Iterable[Any]) -> bool:
+    """Whether the ranks of a snapshot draw numbers of their own, as far as that can be told."""
+    first, *others = (value["extras"]["rng"]["host"] for value in extras)
+    return not others or any(other != first for other in others)
 
 
 def _log_to_stderr() -> None:

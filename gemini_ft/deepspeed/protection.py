@@ -22,7 +22,7 @@ from gemini_ft.deepspeed.versions import put_back_trackers, rng_trackers
 from gemini_ft.state.gradients import GradientState
 from gemini_ft.state.iterators import unkept
 from gemini_ft.state.left_out import left_out
-from gemini_ft.state.rng import branch_randomness, rng_state, set_rng_state
+from gemini_ft.state.rng import rng_state, take_rng_state
 from gemini_ft.worker.attempt import never_stay, next_name
 
 _log = logging.getLogger("gemini_ft")
@@ -87,10 +87,8 @@ class Protection:
         """Gives all generators of the process the states that they had at the moment of the resumed snapshot."""
         assert self.found is not None
         is_new = dist.get_rank() >= self.found.world_size
-        set_rng_state(self.found.extras["rng"], of_script=not is_new)  # two ranks never share the script's generators
+        take_rng_state(self.found.extras["rng"], dist.get_rank() if is_new else None)  # two ranks never share the script's generators
         put_back_trackers(self.found.extras.get("tracked", {}))  # snapshots in storage may be older
-        if is_new:
-            branch_randomness(dist.get_rank())
 
     @property
     def resumed(self) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gemini_ft.lightning import trainer_callbacks, trainer_checkpoints, trainer_loops, trainer_metrics
-from gemini_ft.state.rng import rng_state, set_rng_state
+from gemini_ft.state.rng import rng_state, take_rng_state
 
 _LIVE = "gemini.live"  # {_LIVE: name} stands for the model's tensor of that name
 
@@ -72,10 +72,13 @@ def file_checkpoint(checkpoint: dict[str, Any], state_dict: Mapping[str, Any], o
     return {"state_dict": dict(state_dict), "optimizer_states": list(optimizer_states)} | resolved
 
 
-def restore(trainer: Any, package: str, extras: Mapping[str, Any]) -> None:
+def restore(trainer: Any, package: str, extras: Mapping[str, Any], new_rank: int | None) -> None:
     """Puts back the state that Lightning does not restore; the Trainer is about to fetch the same batch as then.
 
     It has to be this late, because everything on the way there draws random numbers, resets metrics, or counts.
+
+    Args:
+        new_rank: of this rank, where there is no state of its own number.
     """
     trainer_metrics.track(trainer, extras["trackers"])
     metrics, collections = trainer_metrics.metrics_of(trainer)
@@ -90,7 +93,7 @@ def restore(trainer: Any, package: str, extras: Mapping[str, Any]) -> None:
     trainer_loops.set_loop_extras(trainer, extras["loops"])
     trainer_callbacks.set_averaging(trainer, package, extras["averaging"])
     trainer_metrics.set_logging_state(trainer, package, extras["logging"], metrics)
-    set_rng_state(extras["rng"])
+    take_rng_state(extras["rng"], new_rank)
 
 
 def _is_untouched(state_dict: Mapping[str, Any], live: Tensors) -> bool:

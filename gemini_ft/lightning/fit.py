@@ -33,6 +33,7 @@ from gemini_ft.lightning.trainer_loggers import Logs
 from gemini_ft.loaders.bookmark import Bookmark
 from gemini_ft.loaders.loader import bookmark_of
 from gemini_ft.loaders.parts import refuse_gone, split
+from gemini_ft.state import iterators
 from gemini_ft.state.ddp import ddp_state, frozen_at_first, restore_buckets, restore_sync
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.rebuilding import ModuleTree
@@ -54,6 +55,7 @@ class Fit:
 
     def __init__(self, trainer: Any, package: str, config: GeminiConfig, replicated: bool, epoch_hooks: EpochHooks) -> None:
         self.checkpointer = Checkpointer(config=config, name=attempt.next_name("fit"), hooks=False, replicated=replicated)
+        self.checkpointer.accumulation, self.checkpointer.asks_for_accumulation = trainer.accumulate_grad_batches, True
         # The module's state dict while Lightning makes a checkpoint for a snapshot; empty if no hook would see it.
         self.live: dict[str, torch.Tensor] | None = None
         self._trainer, self._package, self._epoch_hooks, self._config = trainer, package, epoch_hooks, config
@@ -65,6 +67,7 @@ class Fit:
         self._ddp: DistributedDataParallel | None = None
         self._found: dict[str, Any] | None = None  # extras of what is being resumed
         self._iteration = 0  # of what is being resumed
+        self._new_rank: int | None = None  # as of `Snapshot`
         self._newest = 0  # optimizer steps of the newest snapshot
         self._last_step: int | None = None  # optimizer steps at the last look
         self._made: float = 0  # those that optimizers had made by then; infinite: the user was told
@@ -103,8 +106,10 @@ class Fit:
         if found is None:
             return
         self._found, self._iteration = found.extras, found.iteration
-        self._newest = found.iteration
+        self._newest, self._new_rank = found.iteration, found.new_rank
         with self.checkpointer.putting_back():
+            if self._config.elastic:
+                trainer_loops.carry_over(self._trainer, found.extras, self.checkpointer.accumulation)
             self._make_loaders_as(training=found.extras.get("training_data"), validation=found.extras.get("validation_data"))
             trainer_checkpoints.offer_checkpoint(self._trainer, self.checkpoint)
             self._logs.go_on(found.extras["loggers"], trainer_checkpoints.logged_steps(self.checkpoint))
@@ -238,7 +243,8 @@ class Fit:
             with self.checkpointer.putting_back():
                 self._begin_files(self._found.get("files", {}))
                 found, self._found = self._found, None
-                restore(self._trainer, self._package, found)
+                restore(self._trainer, self._package, found, self._new_rank)
+                iterators.resumption.resize = None  # positions that are loaded later are of the present ranks
                 for param, gradient in self._waiting.items():
                     param.grad = gradient
                 self._waiting = {}
@@ -252,6 +258,9 @@ class Fit:
         else:
             self._refuse_lost(self._to_be_drawn, only_there=True)
             self._to_be_drawn = {}
+        if self._config.elastic and self._last_step is None:
+            trainer_loops.refuse_batches(self._trainer)
+            self.checkpointer.refuse_data({f"loader {at}": one for at, one in enumerate(trainer_loops.training_loaders(self._trainer))})
         step = self._steps
         if self._time is not None and (figures := self._time.due()):
             for logger in self._trainer.loggers:

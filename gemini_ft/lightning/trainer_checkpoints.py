@@ -51,7 +51,8 @@ def hyper_parameters(trainer: Any) -> dict[str, Any]:
 
 def given(trainer: Any) -> tuple[Given, Given]:
     """Hyperparameters that the script gives beside the optimizers': those that a resume puts back, and those that it leaves."""
-    snapshots = of_mapping("the Trainer", {"accumulate_grad_batches": trainer.accumulate_grad_batches})
+    is_elastic = trainer.strategy.gemini_config.elastic is not None  # then it changes with the number of ranks
+    snapshots = of_mapping("the Trainer", {} if is_elastic else {"accumulate_grad_batches": trainer.accumulate_grad_batches})
     for index, config in enumerate(trainer.lr_scheduler_configs):
         snapshots |= of_scheduler(f"scheduler {index} ({type(config.scheduler).__name__})", config.scheduler)
     scripts: Given = {}

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gemini_ft.errors import StateError
+from gemini_ft.errors import ConfigError, StateError, WorldSizeError
 from gemini_ft.lightning.around import Around
 from gemini_ft.loaders.bookmark import Bookmark
 from gemini_ft.loaders.loader import bookmark_of
@@ -133,6 +133,46 @@ def set_loop_extras(trainer: Any, extras: Mapping[str, Any]) -> None:
     for mark, state in zip(_validation_marks(trainer), extras["validation"], strict=False):
         if state is not None and mark is not None:
             mark.load_state_dict(state)
+
+
+def carry_over(trainer: Any, extras: Mapping[str, Any], accumulation: int) -> None:
+    """Makes a snapshot's counts of batches those of ranks that have taken ``accumulation`` of them for every step."""
+    loops, before = extras["loops"], extras["loops"]["accumulate_grad_batches"]
+    trainer.accumulate_grad_batches = loops["accumulate_grad_batches"] = accumulation
+    if accumulation == before:
+        return
+    progress = extras["checkpoint"]["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    for name, count in progress["current"].items():
+        if count % before:
+            raise WorldSizeError(f"elastic='batch': the snapshot was taken after {count} batches of an epoch, and a step takes {before}")
+        progress["current"][name] = count // before * accumulation
+        progress["total"][name] = -(-progress["total"][name] * accumulation // before)
+    at, consumed = loops["cycles"]
+    loops["cycles"] = at // before * accumulation, consumed
+
+
+def refuse_batches(trainer: Any) -> None:
+    """Refuses, for ``elastic: batch``, what counts each rank's own batches, or steps at other times than after so many of them.
+
+    Raises:
+        ConfigError: there is something of the kind.
+    """
+    callbacks = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
+    why = {
+        "several training loaders": len(training_loaders(trainer)) != 1,
+        "manual optimization": not trainer.lightning_module.automatic_optimization,
+        "limit_train_batches": trainer.limit_train_batches != 1.0,
+        "overfit_batches": trainer.overfit_batches != 0,
+        "val_check_interval": trainer.val_check_interval != 1.0 or trainer.check_val_every_n_epoch is None,
+        "reload_dataloaders_every_n_epochs": trainer.reload_dataloaders_every_n_epochs != 0,
+        "GradientAccumulationScheduler": "GradientAccumulationScheduler" in callbacks,
+        "StochasticWeightAveraging": "StochasticWeightAveraging" in callbacks,
+    }
+    if found := [name for name, is_there in why.items() if is_there]:
+        raise ConfigError(
+            f"elastic='batch': each rank's number of batches changes with the number of ranks, which {', '.join(found)} cannot follow; "
+            "leave that out, or elastic"
+        )
 
 
 def loaders_at_hand(module: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.launch import notes
 from gemini_ft.loaders.between import OF_WORKERS, Between
 from gemini_ft.loaders.parts import DataResume, LoaderParts, Way, facts, is_sized, is_stateful, is_torchdata, of_sampler, refuse_gone, split
+from gemini_ft.loaders.stripes import BATCHES, restriped, why_undivided
 from gemini_ft.loaders.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates, end_at_once
 from gemini_ft.state import iterators
 from gemini_ft.state.iterators import Resumption
@@ -158,6 +159,9 @@ class Bookmark:
             self._base.load_state_dict(self._loader, state)
             return
         under_way = "batches" in state
+        if (resize := iterators.resumption.resize) is not None:
+            state = restriped(state, self._loader, self._way, resize)
+            state |= {"start": self._start_of(state["batches"])} if under_way else {}
         self._running = False
         self._between.forget_workers()  # an iteration that came too early has left nothing behind
         self._over = False
@@ -241,6 +245,14 @@ class Bookmark:
     def given(self) -> int:
         """How many batches this process's loop has been given by the iteration that is under way."""
         return self._taken - self._given_from - self.held_back
+
+    def is_after_steps_of(self, batches: int) -> bool:
+        """Whether the iteration that is under way stands after whole steps of so many batches each, or at its end."""
+        return self._taken % batches == 0 or self._taken == self._facts[BATCHES]
+
+    def why_undivided(self, loader: Any, rank: int, world_size: int) -> str:
+        """See `gemini_ft.loaders.stripes.why_undivided`; ``loader``: what the loop iterates."""
+        return why_undivided(loader, self._way, rank, world_size)
 
     @property
     def is_under_way(self) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gemini_ft.core.census import Fate, Finding, declare
-from gemini_ft.core.layout import Layout, Read, TensorSpec
+from gemini_ft.core.layout import Layout, Read, TensorSpec, plan_reads, stored_specs
 from gemini_ft.errors import WorldSizeError
 from gemini_ft.state.hyperparameters import Given, of_groups
 from gemini_ft.state.modes import Modes
@@ -210,7 +210,13 @@ class PlainState:
     def resized(
         self, layouts: Mapping[int, Layout], extras: Mapping[int, Extras], rank: int, world_size: int
     ) -> tuple[Sequence[Read], Mapping[str, torch.Tensor], Extras]:
-        raise WorldSizeError(f"plain modules and optimizers of {len(layouts)} ranks cannot be loaded by {world_size}")
+        """Takes what all ranks hold alike, and the rest from the rank of the same number, modulo the ranks that there were."""
+        if not self.is_replicated:
+            raise WorldSizeError(f"modules and optimizers of {len(layouts)} ranks that differ cannot be loaded by {world_size}")
+        source = rank % len(layouts)
+        live = self.destinations(stored_specs(source, layouts), source, len(layouts))
+        reads = plan_reads([item.spec for item in live], source, layouts)
+        return reads, {item.spec.name: item.tensor for item in live}, extras[source]
 
     def findings(self) -> Iterable[Finding]:
         found = self._surveyor()

@@ -17,6 +17,7 @@ from torch.utils.data import dataloader as torch_loaders
 from gemini_ft.errors import StateError
 from gemini_ft.state.left_out import instances
 from gemini_ft.state.script import variables_of
+from gemini_ft.state.worlds import Resize
 
 _log = logging.getLogger("gemini_ft")
 _COUNTERS = (type(iter(range(0))), itertools.count)
@@ -29,10 +30,12 @@ class Resumption:
     Attributes:
         gone_on: how many have gone on where they stood.
         to_go_on: how many have a position to go on at, and have not begun.
+        resize: where the snapshot is of another number of ranks, these numbers.
     """
 
     gone_on: int = 0
     to_go_on: int = 0
+    resize: Resize | None = None
 
 
 resumption = Resumption()  # of the Checkpointer of this process that has resumed last

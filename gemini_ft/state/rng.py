@@ -150,6 +150,13 @@ def set_rng_state(state: dict[str, Any], *, of_script: bool = True) -> None:
         module.set_rng_state(states[state["accelerator"]["current"]])
 
 
+def take_rng_state(state: dict[str, Any], new_rank: int | None) -> None:
+    """Restores the result of `rng_state`; ``new_rank``: of a rank that had none of its own, and goes on with other numbers."""
+    set_rng_state(state, of_script=new_rank is None)
+    if new_rank is not None:
+        branch_randomness(new_rank)
+
+
 def branch_randomness(stream: int) -> None:
     """Goes on with numbers that depend on the present state and differ from those of every other ``stream``.
 

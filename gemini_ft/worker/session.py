@@ -385,7 +385,7 @@ def _announce(session: WorkerSession, configured_secret: bool) -> None:
     spec = session.spec
     placed = {host: tuple(spec.holders[rank]) for rank, host in enumerate(spec.hosts)}
     _log.info("run %s, incarnation %d: %s", session.run, spec.incarnation.number, describe(session.plan))
-    if spec.incarnation.number == 1:
+    if spec.incarnation.number == 1 or session.plan.world_size not in (0, session.world_size):
         if not configured_secret and len(placed) > 1:
             _log.warning(
                 "no run secret was configured: hosts send each other a random one through the rendezvous, sealed against readers but "

@@ -71,7 +71,7 @@ class TestVersions:
 class TestOptions:
     def test_an_unknown_one_is_named_with_those_there_are(self, one: World) -> None:
         text = same_error(one.outcome(*run(replica=3)), ConfigError)
-        known = "agent_cpus, agent_timeout, chunk_bytes, compare_every, copy_when, domain, drain_seconds, drain_signal, encrypt"
+        known = "agent_cpus, agent_timeout, chunk_bytes, compare_every, copy_when, domain, drain_seconds, drain_signal, elastic, encrypt"
         assert text.startswith(f"gemini options: unknown option 'replica'; allowed: {known}")
 
     def test_that_differ_between_ranks_are_refused(self, two: World) -> None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import inspect
 import pickle
 import weakref
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout, _Action, _NodeDesc, _RendezvousState
 
+from gemini_ft.config import GeminiConfig
+from gemini_ft.errors import ConfigError
 from gemini_ft.launch import spares
+from gemini_ft.launch.launcher import _check_range
 from gemini_ft.launch.notes import Notes, hosts_of_commits, notes_of_workers, say_committed
 from gemini_ft.launch.spares import LaunchingHost, PatientJoin, better_rendezvous, pause
 from gemini_ft.testing import EmulatedHosts
@@ -534,6 +539,14 @@ def test_a_host_that_leaves_its_place_to_come_back_lives_until_its_sign_of_life_
             holder.sync()
             assert [*holder.state.participants] == [HOSTS[1]] * (seconds < 3)  # neither says anything any more
             assert (HOSTS[0] in holder.state.last_heartbeats) == (seconds < 3)
+
+
+@pytest.mark.parametrize(("nnodes", "stores", "elastic"), [("1:2", "a,b", None), ("2:3", "a,b", "batch"), ("1:2", "a", "batch")])
+def test_two_sides_of_a_network_never_have_hosts_and_a_store_each(nnodes: str, stores: str, elastic: Literal["batch"] | None) -> None:
+    config = GeminiConfig(elastic=elastic)
+    _check_range(Namespace(nnodes=nnodes, rdzv_endpoint=stores), config)
+    with pytest.raises(ConfigError, match="give a MIN of 3 or more, or one store"):
+        _check_range(Namespace(nnodes="2:4", rdzv_endpoint="a,b"), GeminiConfig(elastic="batch"))
 
 
 def test_torch_is_left_as_it_was() -> None:

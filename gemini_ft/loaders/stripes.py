@@ -1,0 +1,79 @@
+"""Positions in data that a DistributedSampler deals out, carried over to another number of ranks (`gemini_ft.state.worlds`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from gemini_ft.errors import UnsupportedStateError
+from gemini_ft.loaders.parts import Way, facts
+from gemini_ft.loaders.workers import State
+from gemini_ft.state.rng import branch_randomness, randomness, set_randomness, unchanged_randomness
+from gemini_ft.state.worlds import Resize
+
+BATCHES = "the number of batches"
+_DEALERS = ("torch.utils.data.distributed", "lightning.fabric.utilities.distributed", "lightning_fabric.utilities.distributed")
+_OWN = ("dataset", "collate")  # parts whose generators belong to a rank; samplers draw the same order on all
+
+
+def why_undivided(loader: Any, way: Way, rank: int, world_size: int) -> str:
+    """The reason why the samples of a loader cannot be dealt out to another number of ranks; empty: they can."""
+    if not isinstance(loader, DataLoader) or way != "skip":
+        return "is no DataLoader of a map-style dataset without a state of its own"
+    if type(loader.batch_sampler) is not BatchSampler:
+        return f"has a {type(loader.batch_sampler).__qualname__} as its batch sampler"
+    sampler = loader.sampler
+    dealer = next(kind for kind in type(sampler).__mro__ if "__iter__" in vars(kind))
+    if not isinstance(sampler, DistributedSampler) or dealer.__module__ not in _DEALERS:
+        return f"has a {type(sampler).__qualname__} as its sampler"
+    if (sampler.rank, sampler.num_replicas) != (rank, world_size):
+        return f"has a sampler for rank {sampler.rank} of {sampler.num_replicas}, and this is rank {rank} of {world_size}"
+    return "has persistent workers (give persistent_workers=False)" if loader.persistent_workers else ""
+
+
+def restriped(position: dict[str, Any], loader: Any, way: Way, resize: Resize) -> dict[str, Any]:
+    """A position of another number of ranks as one of this rank; between two iterations it is the same for all.
+
+    The first batch to ``start`` with is left to whoever takes it.
+
+    Generators of the dataset are those of the former rank; a new rank keeps those that the script gives it. What workers draw is new.
+
+    Raises:
+        UnsupportedStateError: the data cannot be dealt out anew.
+        WorldSizeError: the position is not between two steps.
+    """
+    if "left" in position:
+        position = position | {"left": _own(position["left"], resize)}
+    if "batches" not in position:
+        return position
+    why = why_undivided(loader, way, resize.rank, resize.now)
+    if not why and position["ahead"]:
+        why = "is fetched ahead of the steps"
+    if not why and (position["lost"] or position["lost_here"]):
+        why = f"keeps what no snapshot can have ({', '.join([*position['lost'], *position['lost_here']][:5])})"
+    if why:
+        raise UnsupportedStateError(
+            f"the snapshot is of {resize.then} ranks, this job has {resize.now}, and the loader of the training {why}; start "
+            f"{resize.then} ranks"
+        )
+    then, now = position["facts"], facts(loader)
+    is_over = position["batches"] == then[BATCHES]
+    batches = now[BATCHES] if is_over else resize.carried(position["batches"], "batches of this epoch")
+    begin = _own(position["begin"], resize)
+    with unchanged_randomness():
+        set_randomness(begin["random"])
+        branch_randomness(resize.rank << 32 | batches)
+        begin["random"] = randomness()
+    workers: dict[int, State] = {}
+    changes = {"facts": then | {BATCHES: now[BATCHES]}, "begin": begin, "now": _own(position["now"], resize), "workers": workers}
+    return position | changes | {"batches": batches}
+
+
+def _own(moment: Mapping[str, Any], resize: Resize) -> dict[str, Any]:
+    """A moment without the generators that belong to another rank."""
+    generators = moment["generators"]
+    if resize.rank >= resize.then:
+        generators = {path: state for path, state in generators.items() if not path.startswith(_OWN)}
+    return {**moment, "generators": generators}

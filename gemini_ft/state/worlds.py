@@ -1,0 +1,119 @@
+"""Another number of ranks, the same global batch (``elastic: batch``): what is carried over, and what is refused by name.
+
+A step takes a fixed number of micro-batches of all ranks together. A `DistributedSampler` deals the samples of an epoch out in turn, so
+that after whole steps those that were used are the first ones of the epoch's order, whatever the number of ranks: it is the same position
+as if the present ranks had been at work since the epoch began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from gemini_ft.errors import ConfigError, StateError, UnsupportedStateError, WorldSizeError
+
+_OUT = "or leave elastic out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resize:
+    """A snapshot of ``then`` ranks that rank ``rank`` of ``now`` ranks resumes."""
+
+    then: int
+    now: int
+    rank: int
+
+    def carried(self, count: int, what: str) -> int:
+        """The number that each of the present ranks has where each of the former ones had ``count``.
+
+        Raises:
+            WorldSizeError: the present ranks cannot share these out evenly.
+        """
+        if count * self.then % self.now:
+            fitting = [str(ranks) for ranks in range(1, count * self.then + 1) if count * self.then % ranks == 0]
+            raise WorldSizeError(
+                f"elastic='batch': {count} {what} on each of {self.then} ranks cannot be shared out evenly among {self.now}; give a number "
+                f"of hosts with {', '.join(fitting[:-1])}{' or ' * (len(fitting) > 1)}{fitting[-1]} ranks"
+            )
+        return count * self.then // self.now
+
+
+def carried_accumulation(extras: Mapping[str, Any], given: int, resize: Resize) -> int:
+    """The micro-batches of each rank in a step, from what a snapshot says.
+
+    Args:
+        extras: of the snapshot.
+        given: the script's own number, for a snapshot that was made without ``elastic`` by the same number of ranks.
+
+    Raises:
+        WorldSizeError: the present ranks cannot have the same global batch, or the snapshot does not say which it is.
+    """
+    found = extras.get("accumulation")
+    if found is None and resize.then == resize.now:
+        return given
+    if found is None:
+        raise WorldSizeError(
+            f"the snapshot was made by {resize.then} ranks without elastic='batch', this job has {resize.now}; start {resize.then} ranks"
+        )
+    return resize.carried(int(found), "micro-batches of a step")
+
+
+def refuse_fixed(models: Mapping[str, torch.nn.Module], *, is_replicated: bool, has_pipeline: bool) -> None:
+    """Refuses a state that another number of ranks cannot load.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    why = ""
+    if has_pipeline:
+        why = "a gradient pipeline, whose residuals belong to each rank"
+    elif any(isinstance(param, DTensor) for model in models.values() for param in model.parameters()):
+        why = "parameters that are sharded (FSDP2)"
+    elif not is_replicated:
+        why = "a model that DistributedDataParallel does not wrap"
+    if why:
+        raise ConfigError(f"elastic='batch' keeps what DDP trains, and this job has {why}; give a fixed number of hosts, {_OUT}")
+
+
+def refuse_data(loaders: Mapping[str, Any], strangers: Sequence[str], rank: int, world_size: int) -> None:
+    """Refuses loaders whose samples cannot be dealt out anew to another number of ranks.
+
+    Args:
+        loaders: those that snapshots have, by name.
+        strangers: the datasets of those that are iterated as well, by their types.
+
+    Raises:
+        UnsupportedStateError: there are some, or there is no loader at all.
+    """
+    marks = {name: mark for name, loader in loaders.items() if (mark := getattr(loader, "_gemini", None)) is not None}
+    said = {name: mark.why_undivided(loaders[name], rank, world_size) for name, mark in marks.items() if mark.is_under_way}
+    why = {name: reason for name, reason in said.items() if reason}
+    if not any(mark.place[0] for mark in marks.values()):
+        why["the data"] = "come from no loader that the snapshots have (state={'loader': gemini_ft.resumable(loader)})"
+    elif strangers:
+        why[f"a DataLoader of a {', '.join(strangers)}"] = "is not in state="
+    if why:
+        told = "; ".join(f"{name} {reason}" for name, reason in why.items())
+        raise UnsupportedStateError(
+            f"elastic='batch' deals out anew the samples of a map-style dataset in a DataLoader with a DistributedSampler alone: {told}. "
+            f"Give such a loader, a fixed number of hosts, {_OUT}"
+        )
+
+
+def check_step(loaders: Iterable[Any], accumulation: int) -> None:
+    """Compares the batches that a loop has taken with those that each rank is to take for a step.
+
+    Raises:
+        StateError: it has taken others.
+    """
+    for loader in loaders:
+        mark = getattr(loader, "_gemini", None)
+        if mark is not None and mark.is_under_way and not mark.is_after_steps_of(accumulation):
+            raise StateError(
+                f"elastic='batch': step() was called after {mark.place[1]} batches of the epoch, where each step is to take "
+                f"{accumulation} (checkpointer.accumulation); call it once after each step of the optimizer (docs/elastic.md)"
+            )

@@ -1,0 +1,104 @@
+"""`elastic: batch`: other numbers of ranks go on with the same global batches, and with each sample of an epoch once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from agent_kit import end_agent, preload
+from elastic_case import GLOBAL, SAMPLES, Case, fit, samples, train
+from rank_kit import World
+
+from gemini_ft.testing import EmulatedHosts
+
+pytestmark = pytest.mark.timeout(300)
+
+preload("elastic_case")
+
+
+CASE = Path(__file__).parents[1] / "kit" / "elastic_case.py"
+LAUNCHED = {"TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
+
+
+@pytest.fixture(scope="module", params=[train, fit], ids=["plain", "lightning"])
+def resized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Three ranks; two after the loss of a host and its agent, which fail before their first commit and begin once more; one from storage,
+    after the loss of all agents; three again. And three all the time.
+    """
+    folder, job = tmp_path_factory.mktemp("resized"), request.param
+    stored = Case(options=Case().options | {"storage": {"url": f"file://{folder / 'stored'}", "every_steps": 1}})
+    with World(folder, 3, **LAUNCHED) as ranks, World(folder, 3, **LAUNCHED) as others:
+        fixed = others.start(job, Case(), str(folder / "fixed"), 12)
+        said = [ranks.outcome(job, stored, str(folder / "ours"), 4)]
+        end_agent(ranks.run, "host2")  # and with it the owner's copy of its shard
+        ranks.hosts = ["host0", "host1"]
+        if job is fit:  # what reads the state is the same
+            said.append(ranks.outcome(job, stored, str(folder / "ours"), 9))
+            ranks.hosts = ["host0", "host1", "host3"]
+            said.append(ranks.outcome(job, stored, str(folder / "ours"), 12))
+            yield {"said": said, "fixed": fixed.results(), "folder": folder}
+            return
+        failed = ranks.outcome(job, stored, str(folder / "ours"), 9, GEMINI_FAULTS="step=4:rank=1:moment=before_update:sigkill")
+        assert any(isinstance(each, Exception) for each in failed)
+        said.append(ranks.outcome(job, stored, str(folder / "ours"), 8))
+        for host in ranks.hosts:
+            end_agent(ranks.run, host)
+        ranks.hosts = ["host3"]
+        said.append(ranks.outcome(job, stored, str(folder / "ours"), 9))
+        ranks.hosts = ["host3", "host4", "host5"]
+        said.append(ranks.outcome(job, stored, str(folder / "ours"), 12))
+        yield {"said": said, "fixed": fixed.results(), "folder": folder}
+
+
+def test_the_newest_commit_of_another_number_of_ranks_is_resumed(resized: dict[str, Any]) -> None:
+    """A failure of the new ranks before their first commit leaves the old ranks' commit; storage may have no later step than some."""
+    for results in resized["said"]:
+        assert not any(isinstance(each, Exception) for each in results), results
+    starts = [sorted({each["start"] for each in results}) for results in resized["said"]]
+    assert starts[:2] + starts[-1:] == [[0], [4], [9]]
+    assert all(4 <= from_storage <= 8 for [from_storage] in starts[2:-1])
+    assert [results[0]["accumulation"] for results in resized["said"]] == [2, 3, *[6] * (len(starts) - 3), 2]
+
+
+def test_each_sample_of_an_epoch_is_used_once(resized: dict[str, Any]) -> None:
+    ours, fixed = samples(resized["folder"] / "ours"), samples(resized["folder"] / "fixed")
+    for epoch in (0, 1):
+        assert sorted(chain.from_iterable(ours[epoch].values())) == list(range(SAMPLES))
+        assert {step: sorted(ids) for step, ids in ours[epoch].items()} == {step: sorted(ids) for step, ids in fixed[epoch].items()}
+        assert {len(ids) for ids in ours[epoch].values()} == {GLOBAL}
+
+
+def test_the_weights_are_those_of_a_fixed_world_but_for_rounding(resized: dict[str, Any]) -> None:
+    """Sums are formed in another order, in float64: a few units in the last place a step."""
+    ours, fixed = resized["said"][-1], resized["fixed"]
+    assert len({str(each["weights"]) for each in ours}) == 1
+    np.testing.assert_allclose(ours[0]["weights"], fixed[0]["weights"], rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.soak  # in short: the jobs above, of a launcher in miniature
+def test_hosts_that_are_left_go_on_and_take_in_one_that_comes(tmp_path: Path) -> None:
+    program = ["--nnodes=2:3", "--rdzv-conf=is_host=0,last_call_timeout=1", str(CASE), str(tmp_path / "ours"), "14"]
+    with EmulatedHosts(3, program, tmp_path) as hosts:
+
+        def sizes() -> list[int]:
+            return [len(event["hosts"]) for event in hosts.events("joined") if event["rank"] == 0]
+
+        def goes_on() -> bool:
+            steps = hosts.events("step")
+            return bool(steps) and steps[-1]["iteration"] > reached + 3
+
+        reached = 0
+        hosts.wait_for(goes_on)
+        hosts.kill("host2")
+        hosts.wait_for(lambda: sizes()[-1] == 2)
+        reached = hosts.events("step")[-1]["iteration"]
+        hosts.wait_for(goes_on)
+        hosts.add()
+        hosts.finish(200)
+        assert sizes() == [3, 2, 3]
+    for epoch, steps in samples(tmp_path / "ours").items():
+        assert sorted(chain.from_iterable(steps.values())) == list(range(SAMPLES)), epoch

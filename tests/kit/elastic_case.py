@@ -1,0 +1,217 @@
+"""What the ranks of test_elastic_batch.py train: a small DDP model whose samples are recorded.
+
+Usage under ``gemini run``: elastic_case.py FILE EPOCHS, as `train` has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import gemini_ft
+from gemini_ft.lightning import GeminiStrategy
+from gemini_ft.testing import digest
+
+SAMPLES, BATCH, GLOBAL = 72, 2, 12  # micro-batches of 2, and steps of 12 samples: 6 micro-batches of all ranks
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training job."""
+
+    epochs: int = 2
+    accumulation: int = 2  # at the first start
+    workers: int = 0
+    draws: bool = False  # samples have noise
+    kind: str = "dealt"  # of the loader
+    pause: float = 0.0  # seconds after each step
+    options: dict[str, Any] = field(default_factory=lambda: {"elastic": "batch", "interval": 1})
+
+
+class Numbers(Dataset[tuple[int, torch.Tensor]]):
+    """Samples that name themselves."""
+
+    def __init__(self, draws: bool = False) -> None:
+        self._draws = draws
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        sample = torch.linspace(-1, 1, 4, dtype=torch.float64) * (index + 1) / SAMPLES
+        return index, sample + torch.rand(()) if self._draws else sample
+
+
+class Net(nn.Module):
+    """Parameters, and a buffer that each rank changes."""
+
+    batches: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8, dtype=torch.float64), nn.Linear(8, 1, dtype=torch.float64)
+        self.register_buffer("batches", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.batches.add_(1)
+        out: torch.Tensor = self.last(torch.tanh(self.first(x)))
+        return out
+
+
+def loader_of(case: Case, rank: int, world: int) -> DataLoader[Any]:
+    data = Numbers(case.draws)
+    sampler = DistributedSampler[Any](data, world, rank, seed=5)
+    match case.kind:
+        case "dealt":
+            return DataLoader(data, BATCH, sampler=sampler, num_workers=case.workers)
+        case "shuffled":
+            return DataLoader(data, BATCH, shuffle=True)
+        case "persistent":
+            return DataLoader(data, BATCH, sampler=sampler, num_workers=1, persistent_workers=True)
+        case "iterated":
+            return DataLoader(Stream(), BATCH)
+        case "batched":
+            return DataLoader(data, batch_sampler=[[index, index] for index in sampler])
+    raise ValueError(case.kind)
+
+
+class Stream(torch.utils.data.IterableDataset[tuple[int, torch.Tensor]]):
+    def __iter__(self) -> Any:
+        return map(Numbers().__getitem__, range(SAMPLES))
+
+
+def train(case: Case, out: str, until: int) -> dict[str, Any]:
+    """Trains until a step; the samples of each step go to the file ``<out>.<rank>``."""
+    gemini_ft.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net())
+    torch.manual_seed(rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+    loader = gemini_ft.resumable(loader_of(case, rank, world))
+    checkpointer = gemini_ft.Checkpointer(model, optimizer, state={"loader": loader, "scheduler": scheduler}, **case.options)
+    checkpointer.accumulation = case.accumulation
+    start = step = checkpointer.resume()
+    with open(f"{out}.{rank}", "a", buffering=1) as trace:
+        for epoch in range(checkpointer.scalars.get("epoch", 0), case.epochs):
+            if isinstance(loader.sampler, DistributedSampler):
+                loader.sampler.set_epoch(epoch)
+            for number, (ids, batch) in enumerate(loader, loader.batches_done + 1):
+                loss = model(batch).square().mean() / checkpointer.accumulation
+                loss.backward()
+                trace.write(f"{incarnation_of(checkpointer)} {step} {epoch} {' '.join(map(str, ids.tolist()))}\n")
+                if number % checkpointer.accumulation:
+                    continue
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                step += 1
+                checkpointer.step(epoch=epoch)
+                time.sleep(case.pause)
+                if step == until:
+                    checkpointer.flush()
+                    return said(start, checkpointer, model, optimizer)
+    checkpointer.close()
+    return said(start, checkpointer, model, optimizer)
+
+
+def said(start: int, checkpointer: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        "start": start,
+        "accumulation": checkpointer.accumulation,
+        "restored": checkpointer.stats.restored,
+        "weights": [value for param in model.parameters() for value in param.flatten().tolist()],
+        "state": digest({"model": dict(model.named_parameters()), "optimizer": optimizer.state_dict()}),
+        "buffer": int(next(model.buffers())),
+        "drawn": float(torch.rand(())),
+    }
+
+
+def samples(out: Path) -> dict[int, dict[int, list[int]]]:
+    """Epoch -> step -> the samples that were used, by the last attempt at each step."""
+    found: dict[int, dict[int, dict[int, list[int]]]] = {}
+    for file in out.parent.glob(f"{out.name}.*"):
+        for line in file.read_text().splitlines():
+            incarnation, step, epoch, *ids = line.split()
+            found.setdefault(int(epoch), {}).setdefault(int(step), {}).setdefault(int(incarnation), []).extend(map(int, ids))
+    return {epoch: {step: attempts[max(attempts)] for step, attempts in of.items()} for epoch, of in found.items()}
+
+
+def incarnation_of(checkpointer: gemini_ft.Checkpointer) -> int:
+    return checkpointer._joined.session.spec.incarnation.number
+
+
+class Stopped(Exception):
+    """The job has come as far as it was to come."""
+
+
+def fit(case: Case, out: str, until: int) -> dict[str, Any]:
+    """Does as `train`, by Lightning's Trainer."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    found: dict[str, Any] = {}
+
+    def the_checkpointer() -> gemini_ft.Checkpointer:
+        assert strategy._gemini_fit is not None
+        return strategy._gemini_fit.checkpointer
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            ids, numbers = batch
+            loss: torch.Tensor = self.net(numbers).square().mean()
+            with open(f"{out}.{rank}", "a") as trace:
+                step, epoch = self.trainer.global_step, self.trainer.current_epoch
+                incarnation = incarnation_of(the_checkpointer())
+                trace.write(f"{incarnation} {step} {epoch} {' '.join(map(str, ids.tolist()))}\n")
+            return loss
+
+        def on_train_batch_start(self, batch: Any, number: int) -> None:
+            checkpointer = the_checkpointer()
+            found.setdefault("start", self.trainer.global_step)
+            if self.trainer.global_step == until:
+                checkpointer.flush()
+                raise Stopped
+
+        def configure_optimizers(self) -> Any:
+            found["steps"] = self.trainer.estimated_stepping_batches
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)]
+
+    L.seed_everything(3, verbose=False)
+    module = Module()
+    strategy = GeminiStrategy(process_group_backend="gloo", **case.options)
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=strategy,
+        max_epochs=case.epochs,
+        accumulate_grad_batches=case.accumulation,
+        num_sanity_val_steps=0,
+        **quiet,
+    )
+    with contextlib.suppress(Stopped):
+        trainer.fit(module, DataLoader(Numbers(), BATCH, shuffle=True, num_workers=case.workers))
+    weights = [value for param in module.parameters() for value in param.flatten().tolist()]
+    return found | {"accumulation": trainer.accumulate_grad_batches, "weights": weights, "epoch": trainer.current_epoch}
+
+
+if __name__ == "__main__":
+    train(Case(epochs=int(sys.argv[2]), pause=0.1), sys.argv[1], 10**9)

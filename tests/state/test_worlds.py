@@ -1,0 +1,188 @@
+"""Samples of an epoch are dealt out anew whenever the number of ranks changes; no processes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from elastic_case import Case, Numbers, loader_of
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+import gemini_ft
+from gemini_ft.config import load_config
+from gemini_ft.errors import ConfigError, StateError, UnsupportedStateError, WorldSizeError
+from gemini_ft.lightning.trainer_loops import refuse_batches
+from gemini_ft.state import iterators
+from gemini_ft.state.iterators import Resumption
+from gemini_ft.state.worlds import Resize, carried_accumulation, check_step, refuse_data, refuse_fixed
+
+
+@pytest.fixture(autouse=True)
+def unresized() -> Iterator[None]:
+    yield
+    iterators.resumption = Resumption()
+
+
+class Job:
+    """The loaders of all ranks of one job, as its ranks would have them, whatever their number."""
+
+    def __init__(self, samples: int, batch: int, micro_batches: int, drop_last: bool, workers: int = 0) -> None:
+        self._workers = workers
+        self.samples, self._batch, self._micro_batches, self.drops_last = samples, batch, micro_batches, drop_last
+        self._positions: list[dict[str, Any]] = []
+        self.used: list[int] = []  # in this epoch
+
+    def run(self, world: int, epoch: int, steps: int) -> bool:
+        """Makes so many steps of an epoch with so many ranks; whether it has come to its end."""
+        loaders = [self._loader(rank, world) for rank in range(world)]
+        for rank, loader in enumerate(loaders):
+            if self._positions:
+                then = len(self._positions)
+                iterators.resumption = Resumption(resize=Resize(then=then, now=world, rank=rank) if then != world else None)
+                loader.load_state_dict(self._positions[rank % then])
+            loader.sampler.set_epoch(epoch)
+        accumulation = self._micro_batches // world
+        taken = [iter(loader) for loader in loaders]
+        for _ in range(steps):
+            for _ in range(accumulation):
+                batches = [next(each, None) for each in taken]
+                assert len({batch is None for batch in batches}) == 1, "ranks have different numbers of batches"
+                if batches[0] is None:
+                    self._positions = []
+                    return True
+                self.used += [int(index) for batch in batches for index in batch]
+                self._positions = [loader.state_dict() for loader in loaders]
+            check_step(loaders, accumulation)
+        return False
+
+    def _loader(self, rank: int, world: int) -> Any:
+        data = list(range(self.samples))
+        sampler = DistributedSampler(data, world, rank, seed=11, drop_last=self.drops_last)  # type: ignore[arg-type]
+        return gemini_ft.resumable(DataLoader(data, self._batch, sampler=sampler, num_workers=self._workers))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_each_sample_of_an_epoch_once(seed: int) -> None:
+    """Beside the tail: a DistributedSampler repeats the first samples of an epoch, or leaves out its last, until all ranks have as many."""
+    draw = random.Random(seed)
+    job = Job(draw.randrange(30, 70), draw.choice([1, 2]), 6, draw.random() < 0.3)
+    for epoch in range(2):
+        job.used, last = [], []
+        while not job.run(world := draw.choice([1, 2, 3, 6]), epoch, draw.randrange(1, 4)):
+            last = [world]
+        # Ranks that come after the last whole step of an epoch may have nothing left to take.
+        totals = {job.samples // each * each if job.drops_last else -(-job.samples // each) * each for each in (*last, world)}
+        sampler = DistributedSampler(range(job.samples), 1, 0, seed=11)  # type: ignore[arg-type]
+        sampler.set_epoch(epoch)
+        order = list(sampler)
+        assert len(job.used) in totals
+        assert Counter(job.used) == Counter((order + order)[: len(job.used)])
+
+
+def test_with_worker_processes() -> None:
+    job = Job(24, 2, 6, drop_last=False, workers=2)
+    assert not job.run(2, 0, 1), "three batches of each rank: in the middle of a round of the workers"
+    assert job.run(1, 0, 9)
+    assert sorted(job.used) == list(range(24))
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("shuffled", "RandomSampler as its sampler"),
+        ("persistent", "persistent_workers=False"),
+        ("iterated", "no DataLoader of a map-style dataset"),
+        ("batched", "has a list as its batch sampler"),
+    ],
+)
+def test_other_loaders_are_refused_by_name(kind: str, why: str) -> None:
+    loader = gemini_ft.resumable(loader_of(Case(kind=kind), 0, 2))
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(UnsupportedStateError, match=f"elastic='batch'.* loader .*{why}.*leave elastic out"):
+        refuse_data({"loader": loader}, [], 0, 2)
+
+
+def test_data_from_elsewhere_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedStateError, match="come from no loader"):
+        refuse_data({}, [], 0, 2)
+    loader = gemini_ft.resumable(loader_of(Case(), 0, 2))
+    batches = iter(loader)
+    next(batches)
+    refuse_data({"loader": loader}, [], 0, 2)
+    with pytest.raises(UnsupportedStateError, match="for rank 0 of 2, and this is rank 1 of 3"):
+        refuse_data({"loader": loader}, [], 1, 3)
+    with pytest.raises(UnsupportedStateError, match="a DataLoader of a Table is not in state="):
+        refuse_data({"loader": loader}, ["Table"], 0, 2)
+
+
+def test_a_batch_sampler_of_the_users_own_is_refused() -> None:
+    class Bucketed(BatchSampler):
+        pass
+
+    sampler = DistributedSampler(Numbers(), 2, 0)
+    loader = gemini_ft.resumable(DataLoader(Numbers(), batch_sampler=Bucketed(sampler, 2, False)))
+    next(iter(loader))
+    assert "Bucketed" in loader._gemini.why_undivided(loader, 0, 2)
+
+
+def test_a_step_of_other_micro_batches_is_refused() -> None:
+    loader = gemini_ft.resumable(loader_of(Case(), 0, 2))
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(StateError, match="after 1 batches of the epoch, where each step is to take 2"):
+        check_step([loader], 2)
+    next(batches)
+    check_step([loader, object()], 2)
+    for _ in batches:
+        pass
+    check_step([loader], 5)
+
+
+def test_a_global_batch_that_does_not_divide_is_refused_with_the_numbers_that_do() -> None:
+    assert carried_accumulation({"accumulation": 2}, 1, Resize(then=3, now=2, rank=0)) == 3
+    with pytest.raises(WorldSizeError, match=r"2 micro-batches of a step on each of 3 ranks .* among 4; .* with 1, 2, 3 or 6 ranks"):
+        carried_accumulation({"accumulation": 2}, 1, Resize(then=3, now=4, rank=0))
+    assert carried_accumulation({}, 5, Resize(then=3, now=3, rank=0)) == 5
+    with pytest.raises(WorldSizeError, match="made by 3 ranks without elastic='batch', this job has 2; start 3 ranks"):
+        carried_accumulation({}, 5, Resize(then=3, now=2, rank=0))
+
+
+def test_where_nobody_asks_for_the_accumulation_it_is_refused() -> None:
+    """As by Fabric, transformers' Trainer and DeepSpeed's engines, which have no place for it."""
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="for plain loops and for Lightning's Trainer"):
+        gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters()), elastic="batch").open()
+    with pytest.raises(ConfigError, match="leave restart out"):
+        load_config({"elastic": "batch", "restart": "in_place"})
+
+
+def test_a_trainer_that_counts_batches_of_its_own_is_refused() -> None:
+    module = SimpleNamespace(automatic_optimization=True)
+    combined = SimpleNamespace(flattened=[object()])
+    usual = {
+        "callbacks": [],
+        "fit_loop": SimpleNamespace(_combined_loader=combined),
+        "lightning_module": module,
+        "limit_train_batches": 1.0,
+        "overfit_batches": 0,
+        "val_check_interval": 1.0,
+        "check_val_every_n_epoch": 1,
+        "reload_dataloaders_every_n_epochs": 0,
+    }
+    refuse_batches(SimpleNamespace(**usual))
+    for changes in ({"limit_train_batches": 5}, {"val_check_interval": 0.5}, {"check_val_every_n_epoch": None}, {"overfit_batches": 1}):
+        with pytest.raises(ConfigError, match=r"number of batches changes with the number of ranks, which .* cannot follow"):
+            refuse_batches(SimpleNamespace(**usual | changes))
+
+
+def test_state_that_differs_between_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="DistributedDataParallel does not wrap"):
+        refuse_fixed({}, is_replicated=False, has_pipeline=False)
+    with pytest.raises(ConfigError, match="a gradient pipeline"):
+        refuse_fixed({}, is_replicated=True, has_pipeline=True)
