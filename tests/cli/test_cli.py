@@ -321,7 +321,11 @@ class TestAgentsThatHang:
         ask = lifecycle.ask.func  # all answers but one come
         monkeypatch.setattr(lifecycle, "ask", lambda *question: ask(*question, timeout=0.5 if isinstance(question[-1], Leave) else WAIT))
         run = f"stores-{os.getpid()}"
+        ask_first = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(bytes.fromhex(sys.argv[1])); s.send(b'?'); s.recv(1)"
         with hanging_agent(run, [ANSWER, b"", ANSWER]):
+            subprocess.run(
+                [sys.executable, "-c", ask_first, lifecycle.socket_name(run, "here").hex()], stderr=subprocess.DEVNULL, timeout=WAIT
+            )
             assert cli.main(["leave", "--run-id", run, "--host", "here"]) == 0
         shown = f"run {run} has been told to leave host here: its memory goes when the uploads under way are over\n"
         assert capsys.readouterr().out == shown
