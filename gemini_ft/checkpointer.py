@@ -287,6 +287,7 @@ class Checkpointer:
         trust = bool(self.config.storage and self.config.storage.trust_pickle)  # the state in memory may have come from storage
         notes.step = 0 if plan.version is None else plan.version.iteration
         if plan.version is None:
+            self._find_gradients()
             return None
         iterators.resumption = Resumption()
         self._iteration = self.stats.committed = plan.version.iteration
@@ -385,14 +386,14 @@ class Checkpointer:
         self._state = WithGradients(self._bound, gradients)
         self._reporter = FiguresReporter(gradients.summary, lambda message: self._joined.client.offer(message))
 
-    def _find_gradients(self) -> None:
-        """Attaches the synchronizer of the models' gradients, unless one was named."""
+    def _find_gradients(self, *, is_late: bool = False) -> None:
+        """Attaches the synchronizer of the models' gradients, unless one was named; one that comes late no restart could resume."""
         if self._gradients is not None:
             return
         found = announced(param for model in self._models.values() for param in model.parameters())
         if found is None:
             return
-        if self._has_begun:
+        if is_late or self._has_begun:
             raise StateError(
                 "a GradientSynchronizer was given to the model after resume(), or after the first snapshot, so that its residuals would be "
                 "missing in snapshots; make it before the Checkpointer resumes, or close() it"
@@ -644,7 +645,7 @@ class Checkpointer:
         refuse_data(loaders, strangers, self._joined.session.rank, self._joined.session.world_size)
 
     def _save(self, iteration: int, extras: Any) -> None:
-        self._find_gradients()
+        self._find_gradients(is_late=True)
         if self.config.elastic:
             self._refuse_fixed()
             extras = extras | {"accumulation": self.accumulation}

@@ -57,6 +57,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
     """A callback for the Trainer's ``callbacks``. Under DeepSpeed without a "gemini" section in its configuration it does nothing.
 
     Args:
+        gradient_pipeline: rules by which gradients travel, or their file, for a Trainer on DDP (docs/pipelines.md).
         **options: fields of `gemini_ft.GeminiConfig`, for a Trainer without DeepSpeed.
 
     Raises:
@@ -64,10 +65,11 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             something that is not known here.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, gradient_pipeline: Any = None, **options: Any) -> None:
         _extend_trainer()
         load_config(options)
-        self._options = options
+        self._options, self._rules = options, gradient_pipeline
+        self._gradients: Any = None
         self._protection: Any = None
         self._found: dict[str, Any] | None = None  # what is resumed, until the training has come there
         self._trainer: Any = None
@@ -84,7 +86,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Makes copies and pickles callbacks of their own: they have no part in the training under way."""
-        return functools.partial(type(self), **self._options), ()
+        return functools.partial(type(self), gradient_pipeline=self._rules, **self._options), ()
 
     @property
     def fetches_again(self) -> bool:
@@ -129,6 +131,8 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         """Makes the engine, and resumes it if there is something to resume; from a checkpoint only if that is newer."""
         self._protection, self._found, self._trainer = None, None, trainer
         prepared = prepare(max_steps, train_dataloader, None)
+        if self._rules is not None:
+            self._average(trainer)
         self._protection = _protect(trainer, self._options)
         resumed = None
         if self._protection is not None:
@@ -213,6 +217,16 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         return None
 
     # -- inside
+
+    def _average(self, trainer: Any) -> None:
+        """Has gradients travel by the rules, before anything is resumed: what they keep is part of that."""
+        if trainer.is_deepspeed_enabled:
+            raise ConfigError('under DeepSpeed the rules belong into the section "gradient_pipeline" of its configuration')
+        from gemini_ft.pipeline import GradientSynchronizer
+
+        if self._gradients is not None:  # of a training before
+            self._gradients.close()
+        self._gradients = GradientSynchronizer(trainer.model_wrapped, self._rules)
 
     def _is_overtaken(self, found: Mapping[str, Any], checkpoint: str, max_steps: int) -> bool:
         """Whether a checkpoint has more steps than the snapshot that was found, and is not one that this training has just written.

@@ -20,7 +20,7 @@ def script_modules() -> list[ModuleType]:
     """The modules of the script that have been imported."""
     # By name: a forked process would copy the pages of thousands of modules, as references to them are counted.
     own = [name for name in [*sys.modules] if name != "builtins" and not is_of_library(name)]
-    return [module for module in map(sys.modules.get, own) if issubclass(type(module), ModuleType)]
+    return [module for module in map(sys.modules.get, own) if module is not None and issubclass(type(module), ModuleType)]
 
 
 def script_frames() -> Iterator[FrameType]:

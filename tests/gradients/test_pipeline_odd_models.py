@@ -126,11 +126,14 @@ def test_a_checkpointer_finds_the_synchronizer_of_its_model(tmp_path: Path) -> N
     assert min(starts) > 0
 
 
-def test_a_synchronizer_that_comes_after_the_first_snapshot_is_refused(tmp_path: Path) -> None:
-    assert on_ranks(tmp_path, 1, pipeline_odd_case.made_too_late) == [
-        "; StateError: a GradientSynchronizer was given to the model after resume(), or after the first snapshot, so that its residuals "
+@pytest.mark.parametrize("snapshots", [0, 1])
+def test_a_synchronizer_that_comes_after_resume_or_the_first_snapshot_is_refused(snapshots: int, tmp_path: Path) -> None:
+    """At a first start too, where there was nothing to resume: no restart could resume it."""
+    (said,) = on_ranks(tmp_path, 1, pipeline_odd_case.made_too_late, snapshots)
+    assert said == "; " * snapshots + (
+        "StateError: a GradientSynchronizer was given to the model after resume(), or after the first snapshot, so that its residuals "
         "would be missing in snapshots; make it before the Checkpointer resumes, or close() it"
-    ]
+    )
 
 
 def test_several_synchronizers_are_one_state() -> None:

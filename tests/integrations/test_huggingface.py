@@ -274,6 +274,18 @@ def _plain(folders: pytest.TempPathFactory, callback: bool, streamed: bool = Fal
 
 
 @pytest.mark.soak
+def test_a_trainer_on_ddp_with_a_gradient_pipeline_ends_with_the_very_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Its residuals are part of every snapshot, and the callback has the pipeline made before it resumes."""
+    rules = [{"params": "*.bias"}, {"params": "*", "compress": {"method": "topk", "ratio": 0.1}}]
+    case = {"kind": "trainer", "plain": True, "accumulate": 2, "callback": True, "rules": rules, "arguments": {"eval_strategy": "no"}}
+    undisturbed = Run(tmp_path_factory.mktemp("undisturbed"), case, faults="", GEMINI_ON_LATE="wait")
+    run = Run(tmp_path_factory.mktemp("killed"), case, faults="step=4:rank=1:sigkill; step=7:rank=0:sigkill", GEMINI_ON_LATE="wait")
+    assert "gradient_pipeline: rule 2" in run.output
+    assert [len(engines) for engines in run.engines] == [3, 3]
+    assert run.ends == undisturbed.ends
+
+
+@pytest.mark.soak
 def test_a_trainer_on_fsdp2_ends_with_the_very_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Each rank's shards, and after an evaluation, which leaves the parameters whole."""
     sharding = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}}

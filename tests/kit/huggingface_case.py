@@ -207,7 +207,7 @@ def train(run: dict[str, Any], diary: Diary) -> None:
     if run.get("callback"):
         import gemini_ft.huggingface
 
-        callbacks.append(gemini_ft.huggingface.GeminiCallback())
+        callbacks.append(gemini_ft.huggingface.GeminiCallback(gradient_pipeline=run.get("rules")))
     arguments = TrainingArguments(
         output_dir=f"{run['out']}/checkpoints",
         **({"use_cpu": True, "ddp_backend": "gloo"} if run.get("plain") else {"deepspeed": configuration(run)}),

@@ -371,20 +371,20 @@ def drifted_and_saved(folder: str) -> int:
     return start
 
 
-def made_too_late() -> str:
-    """Makes a synchronizer after the first snapshot; returns the error."""
+def made_too_late(after: int) -> str:
+    """Makes a synchronizer after so many snapshots; returns the errors of all steps."""
     start_ranks()
     model = TwoLayers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     checkpointer = gemini_ft.Checkpointer(model, optimizer, replicated=True)
     checkpointer.resume()
     said = []
-    for step in range(2):
+    for step in range(after + 1):
+        if step == after:
+            synchronizer = GradientSynchronizer(model, [])
         model(torch.ones(4, 6)).square().sum().backward()
         optimizer.step()
         said.append(error_of(checkpointer.step))
-        if not step:
-            synchronizer = GradientSynchronizer(model, [])
     synchronizer.close()
     checkpointer.close()
     return "; ".join(said)
