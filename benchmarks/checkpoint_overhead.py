@@ -88,6 +88,22 @@ def compare(rows: Mapping[str, trials.Measured], base: str, rounds: int) -> str:
     )
 
 
+def observe(arguments: argparse.Namespace) -> None:
+    """Measures, and reports, what it costs to be observed."""
+    megabytes = (arguments.sizes or [64])[0]
+    rounds, steps = (2, 6) if arguments.quick else (12, 20)
+    seconds = observed.measure(arguments.rounds or rounds, megabytes, TOKENS, steps)
+    found = observed.ratios(seconds)
+    if not arguments.quick:
+        body = observed.report(seconds, found, megabytes)
+        path = common.write_report("checkpoint-overhead-observed", "What it costs to be observed", body, common.versions(PACKAGES[:3]))
+        print(f"report: benchmarks/results/{path.name}", file=sys.stderr)
+    results = {name: [round(each[name], 5) for each in seconds] for name in observed.CELLS}
+    intervals = {name: [round(value, 4) for value in spread] for name, spread in found.items()}
+    told = {"observed": results, "ratios": intervals}
+    common.print_result("checkpoint_overhead", told, {aim: round(found[aim][0], 4) for aim in observed.AIMS})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="64 MB, fewer blocks, rows that start fast: some minutes, writes no report")
@@ -106,19 +122,7 @@ def main() -> None:
     common.clean_up_on_sigterm()
 
     if arguments.observed:
-        megabytes, tokens = (arguments.sizes or [64])[0], TOKENS
-        rounds, steps = (2, 6) if arguments.quick else (12, 20)
-        seconds = observed.measure(arguments.rounds or rounds, megabytes, tokens, steps)
-        found = observed.ratios(seconds)
-        if not arguments.quick:
-            body = observed.report(seconds, found, megabytes)
-            path = common.write_report("checkpoint-overhead-observed", "What it costs to be observed", body, common.versions(PACKAGES[:3]))
-            print(f"report: benchmarks/results/{path.name}", file=sys.stderr)
-        results = {name: [round(each[name], 5) for each in seconds] for name in observed.CELLS}
-        intervals = {name: [round(value, 4) for value in spread] for name, spread in found.items()}
-        common.print_result(
-            "checkpoint_overhead", {"observed": results, "ratios": intervals}, {aim: found[aim][0] for aim in observed.AIMS}
-        )
+        observe(arguments)
         return
     if arguments.against:
         rounds, rows = arguments.rounds or 12, dict.fromkeys([arguments.against, *(arguments.rows or ["gemini", "gemini_encrypted"])])

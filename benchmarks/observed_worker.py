@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,7 +73,7 @@ def block(name: str, number: int, load: Load, steps: int, folder: Path) -> float
         os.environ.pop(variable, None)
         if cell.is_watched:
             os.environ[variable] = value
-    options = {} if cell.is_watched else {"straggler_factor": 0.0, "hang_timeout": 0.0}
+    options: dict[str, Any] = {} if cell.is_watched else {"straggler_factor": 0.0, "hang_timeout": 0.0}
     checkpointer = gemini_ft.Checkpointer(
         load.model,
         load.optimizer,
@@ -110,7 +111,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     os.environ |= {"GEMINI_HOST_ID": f"host{dist.get_rank()}", "GEMINI_LOG_DIR": str(arguments.folder)}
     load = Load(arguments.megabytes * 10**6, arguments.tokens, seed=0)
-    load.model = DistributedDataParallel(load.model, bucket_cap_mb=BUCKET_MB)
+    load.model = DistributedDataParallel(load.model, bucket_cap_mb=BUCKET_MB)  # type: ignore[assignment]
     order = random.Random(arguments.seed).sample(list(CELLS), len(CELLS))
     mine = {name: block(name, number, load, arguments.steps, arguments.folder) for number, name in enumerate(order)}
     everyone: list[dict[str, float]] = [{}] * dist.get_world_size()
