@@ -107,7 +107,7 @@ def command(argv: Sequence[str]) -> int:
     failpoints.arm(run_id, host_id())
     config = load_config()
     _check_health(options, config)
-    _check_range(options, config)
+    check_range(options, config)
     options.signals_to_handle = ",".join(each for each in options.signals_to_handle.split(",") if each.strip() != config.drain_signal)
     if torchrun.parse_min_max_nnodes(options.nnodes)[1] == 1:
         _refuse_second(run_id)
@@ -208,7 +208,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"{given}: must be a number of hosts, or MIN:MAX, and a number of workers, or auto, cpu or gpu where it is")
 
 
-def _check_range(options: argparse.Namespace, config: GeminiConfig) -> None:
+def check_range(options: argparse.Namespace, config: GeminiConfig) -> None:
     """Refuses stores that two sides of a network could each go on with, where each may have hosts enough."""
     least, most = torchrun.parse_min_max_nnodes(options.nnodes)
     if config.elastic is not None and 2 * least <= most and "," in options.rdzv_endpoint:

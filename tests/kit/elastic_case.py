@@ -106,6 +106,7 @@ def train(case: Case, out: str, until: int) -> dict[str, Any]:
     checkpointer = gemini_ft.Checkpointer(model, optimizer, state={"loader": loader, "scheduler": scheduler}, **case.options)
     checkpointer.accumulation = case.accumulation
     start = step = checkpointer.resume()
+    this = began()
     with open(f"{out}.{rank}", "a", buffering=1) as trace:
         for epoch in range(checkpointer.scalars.get("epoch", 0), case.epochs):
             if isinstance(loader.sampler, DistributedSampler):
@@ -113,7 +114,7 @@ def train(case: Case, out: str, until: int) -> dict[str, Any]:
             for number, (ids, batch) in enumerate(loader, loader.batches_done + 1):
                 loss = model(batch).square().mean() / checkpointer.accumulation
                 loss.backward()
-                trace.write(f"{incarnation_of(checkpointer)} {step} {epoch} {' '.join(map(str, ids.tolist()))}\n")
+                trace.write(f"{this} {step} {epoch} {' '.join(map(str, ids.tolist()))}\n")
                 if number % checkpointer.accumulation:
                     continue
                 optimizer.step()
@@ -143,16 +144,19 @@ def said(start: int, checkpointer: Any, model: nn.Module, optimizer: torch.optim
 
 def samples(out: Path) -> dict[int, dict[int, list[int]]]:
     """Epoch -> step -> the samples that were used, by the last attempt at each step."""
-    found: dict[int, dict[int, dict[int, list[int]]]] = {}
+    found: dict[int, dict[int, dict[float, list[int]]]] = {}
     for file in out.parent.glob(f"{out.name}.*"):
         for line in file.read_text().splitlines():
-            incarnation, step, epoch, *ids = line.split()
-            found.setdefault(int(epoch), {}).setdefault(int(step), {}).setdefault(int(incarnation), []).extend(map(int, ids))
+            began_at, step, epoch, *ids = line.split()
+            found.setdefault(int(epoch), {}).setdefault(int(step), {}).setdefault(float(began_at), []).extend(map(int, ids))
     return {epoch: {step: attempts[max(attempts)] for step, attempts in of.items()} for epoch, of in found.items()}
 
 
-def incarnation_of(checkpointer: gemini_ft.Checkpointer) -> int:
-    return checkpointer._joined.session.spec.incarnation.number
+def began() -> float:
+    """The time at which rank 0 has begun this attempt, the same on all ranks."""
+    times = [time.time()]
+    dist.broadcast_object_list(times, src=0)
+    return times[0]
 
 
 class Stopped(Exception):
@@ -164,10 +168,6 @@ def fit(case: Case, out: str, until: int) -> dict[str, Any]:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found: dict[str, Any] = {}
 
-    def the_checkpointer() -> gemini_ft.Checkpointer:
-        assert strategy._gemini_fit is not None
-        return strategy._gemini_fit.checkpointer
-
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -178,15 +178,17 @@ def fit(case: Case, out: str, until: int) -> dict[str, Any]:
             loss: torch.Tensor = self.net(numbers).square().mean()
             with open(f"{out}.{rank}", "a") as trace:
                 step, epoch = self.trainer.global_step, self.trainer.current_epoch
-                incarnation = incarnation_of(the_checkpointer())
-                trace.write(f"{incarnation} {step} {epoch} {' '.join(map(str, ids.tolist()))}\n")
+                trace.write(f"{found['this']} {step} {epoch} {' '.join(map(str, ids.tolist()))}\n")
             return loss
 
+        def on_train_start(self) -> None:
+            found["this"] = began()
+
         def on_train_batch_start(self, batch: Any, number: int) -> None:
-            checkpointer = the_checkpointer()
             found.setdefault("start", self.trainer.global_step)
             if self.trainer.global_step == until:
-                checkpointer.flush()
+                assert strategy.checkpointer is not None
+                strategy.checkpointer.flush()
                 raise Stopped
 
         def configure_optimizers(self) -> Any:

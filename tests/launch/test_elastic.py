@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTi
 from gemini_ft.config import GeminiConfig
 from gemini_ft.errors import ConfigError
 from gemini_ft.launch import spares
-from gemini_ft.launch.launcher import _check_range
+from gemini_ft.launch.launcher import check_range
 from gemini_ft.launch.notes import Notes, hosts_of_commits, notes_of_workers, say_committed
 from gemini_ft.launch.spares import LaunchingHost, PatientJoin, better_rendezvous, pause
 from gemini_ft.testing import EmulatedHosts
@@ -544,9 +544,9 @@ def test_a_host_that_leaves_its_place_to_come_back_lives_until_its_sign_of_life_
 @pytest.mark.parametrize(("nnodes", "stores", "elastic"), [("1:2", "a,b", None), ("2:3", "a,b", "batch"), ("1:2", "a", "batch")])
 def test_two_sides_of_a_network_never_have_hosts_and_a_store_each(nnodes: str, stores: str, elastic: Literal["batch"] | None) -> None:
     config = GeminiConfig(elastic=elastic)
-    _check_range(Namespace(nnodes=nnodes, rdzv_endpoint=stores), config)
+    check_range(Namespace(nnodes=nnodes, rdzv_endpoint=stores), config)
     with pytest.raises(ConfigError, match="give a MIN of 3 or more, or one store"):
-        _check_range(Namespace(nnodes="2:4", rdzv_endpoint="a,b"), GeminiConfig(elastic="batch"))
+        check_range(Namespace(nnodes="2:4", rdzv_endpoint="a,b"), GeminiConfig(elastic="batch"))
 
 
 def test_torch_is_left_as_it_was() -> None:

@@ -17,6 +17,7 @@ import gemini_ft
 from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError, StateError, UnsupportedStateError, WorldSizeError
 from gemini_ft.lightning.trainer_loops import refuse_batches
+from gemini_ft.loaders.stripes import why_undivided
 from gemini_ft.state import iterators
 from gemini_ft.state.iterators import Resumption
 from gemini_ft.state.worlds import Resize, carried_accumulation, check_step, refuse_data, refuse_fixed
@@ -128,7 +129,7 @@ def test_a_batch_sampler_of_the_users_own_is_refused() -> None:
     sampler = DistributedSampler(Numbers(), 2, 0)
     loader = gemini_ft.resumable(DataLoader(Numbers(), batch_sampler=Bucketed(sampler, 2, False)))
     next(iter(loader))
-    assert "Bucketed" in loader._gemini.why_undivided(loader, 0, 2)
+    assert "Bucketed" in why_undivided(loader, "skip", 0, 2)
 
 
 def test_a_step_of_other_micro_batches_is_refused() -> None:
