@@ -174,14 +174,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=400, help="of each training")
     parser.add_argument("--rounds", type=int, default=3, help="times that steps are timed at each rate")
-    parser.add_argument("--quick", action="store_true", help="two hosts, two ways, one rate and seed, few steps; no report")
+    parser.add_argument("--quick", action="store_true", help="two hosts, two ways, one rate and seed, eight steps; no report")
     arguments = parser.parse_args()
     clean_up_on_sigterm()
     if (reason := Network.unavailable()) is not None:
         sys.exit(f"no shaped links: {reason}")
     if arguments.quick:
-        arguments.rows, arguments.rates, arguments.hosts = ["DDP fp32", "SparseLoCo"], ["200mbit"], 2
-        arguments.seeds, arguments.steps, arguments.rounds = 1, 50, 1
+        arguments.rows, arguments.rates, arguments.hosts = ["DDP fp32", "ring8"], ["1gbit"], 2
+        arguments.seeds, arguments.steps, arguments.rounds = 1, 8, 1
     rows, hosts = list(dict.fromkeys(["DDP fp32", *arguments.rows])), arguments.hosts
     seconds = {rate: {row: run(hosts, rate, row, rounds=arguments.rounds) for row in rows} for rate in arguments.rates}
     losses = {row: [run(hosts, None, row, learn=arguments.steps, seed=seed)["losses"] for seed in range(arguments.seeds)] for row in rows}
