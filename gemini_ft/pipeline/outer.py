@@ -191,7 +191,9 @@ class OuterSteps(Body):
             if at_once := {name for name in names if not self._rules[name].delay}:
                 self._step_with(self._of_host(self._begun(at_once)(), at_once), {})
             for delay in sorted({self._rules[name].delay for name in names - at_once}):
-                self._delay(_Delayed(self._steps + delay, {name: self._where(name) for name in names if self._rules[name].delay == delay}))
+                self._begin_late(
+                    _Delayed(self._steps + delay, {name: self._where(name) for name in names if self._rules[name].delay == delay})
+                )
         self.step_over()
 
     def _settle_delayed(self) -> None:
@@ -202,7 +204,7 @@ class OuterSteps(Body):
     def _where(self, name: str) -> torch.Tensor:
         return _wide(self._parameters[name]).clone()
 
-    def _delay(self, average: _Delayed) -> None:
+    def _begin_late(self, average: _Delayed) -> None:
         """Begins an average; no other one is under way."""
         self._settle_delayed()
         self._before = _copied(self.averager.state_dict())
@@ -301,7 +303,7 @@ class OuterSteps(Body):
             if each["is there"]:
                 self._delayed.append(average)
             else:
-                self._delay(average)
+                self._begin_late(average)
                 self.averager.step, self.averager.rounds = each["counters"]
 
     def _end_pending(self) -> None:
