@@ -124,7 +124,8 @@ def ratios(losses: Losses, seconds: Seconds) -> dict[str, float | None]:
     """For each rate DDP's time to the target over the best row's, and auto's over the best of the rows; None: not reached or not there."""
     out: dict[str, float | None] = {}
     for rate, rows in times(losses, seconds).items():
-        reached = {row: statistics.fmean(each) for row, each in rows.items() if None not in each}
+        known = {row: [one for one in each if one is not None] for row, each in rows.items()}
+        reached = {row: statistics.fmean(known[row]) for row, each in rows.items() if len(known[row]) == len(each)}
         best = min(reached.values(), default=None)
         for name, top, bottom in (("ddp_over_best", reached.get("DDP fp32"), best), ("auto_over_best", reached.get("auto"), best)):
             out[f"{name}_{rate}"] = round(top / bottom, 3) if top is not None and bottom else None
