@@ -54,7 +54,7 @@ class ChunkedTopK(WithRatio, Compressor):
         tables, packed, codes = cut(payload.data, (torch.float32, _CODES * len(begins)), *_packed(count))
         tables = tables.view(-1, _CODES)
         code = kernels.unpack_small(codes, 2, 0)[:count].long()
-        values = [table[own] for table, own in zip(tables, code.split([part.numel() for part in begins]), strict=True)]
+        values = [table[own] for table, own in zip(tables, code.split_with_sizes([part.numel() for part in begins]), strict=True)]
         flat = BUFFERS.zeros(layout.total, device=device)
         return Bundle(layout, flat.index_copy_(0, torch.cat(begins).to(device) + _unpack12(packed)[:count], torch.cat(values)))
 

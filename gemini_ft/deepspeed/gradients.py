@@ -27,8 +27,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from gemini_ft.deepspeed.partitions import own_part
 from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.averager import own_group
-from gemini_ft.pipeline.outer import BodyWithOuter, OuterSteps, check_local
-from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, nothing, trained
+from gemini_ft.pipeline.outer import BodyWithOuter, OuterSteps
+from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, check_local, nothing, trained
 from gemini_ft.pipeline.routes import Gradients
 from gemini_ft.pipeline.rules import PLANNED, Rule, Rules, check_world, load_rules
 

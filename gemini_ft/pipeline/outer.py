@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from xxhash import xxh3_64_hexdigest
 
-from gemini_ft.errors import ConfigError, StateError
+from gemini_ft.errors import StateError
 from gemini_ft.pipeline.body import Body
-from gemini_ft.pipeline.plan import NO_RULE, Tensor
+from gemini_ft.pipeline.plan import Tensor
 from gemini_ft.pipeline.rules import Outer, Rules
 from gemini_ft.pipeline.telemetry import Step
 from gemini_ft.state.replicas import tensor_digest
@@ -182,8 +182,8 @@ class OuterSteps(Body):
         if not (self._due or self._ripe):
             return
         with self._telling():
+            self._settle_delayed()
             for each in self._ripe:
-                each.settle()
                 self._delayed.remove(each)
                 self._step_with(self._of_host(each.means, each.sent), each.sent)
             names = self._due - self._frozen()
@@ -191,16 +191,22 @@ class OuterSteps(Body):
             if at_once := {name for name in names if not self._rules[name].delay}:
                 self._step_with(self._of_host(self._begun(at_once)(), at_once), {})
             for delay in sorted({self._rules[name].delay for name in names - at_once}):
-                self._delay(_Delayed(self._steps + delay, {name: self._where(name) for name in names if self._rules[name].delay == delay}))
+                self._begin_late(
+                    _Delayed(self._steps + delay, {name: self._where(name) for name in names if self._rules[name].delay == delay})
+                )
         self.step_over()
+
+    def _settle_delayed(self) -> None:
+        """Waits for an average that is under way: the averager's state is that of a moment only where none is."""
+        for each in self._delayed:
+            each.settle()
 
     def _where(self, name: str) -> torch.Tensor:
         return _wide(self._parameters[name]).clone()
 
-    def _delay(self, average: _Delayed) -> None:
-        """Begins an average. The one before is waited for, so that the averager's state is that of a moment."""
-        for each in self._delayed:
-            each.settle()
+    def _begin_late(self, average: _Delayed) -> None:
+        """Begins an average; no other one is under way."""
+        self._settle_delayed()
         self._before = _copied(self.averager.state_dict())
         average.finish = self._begun(average.sent, average.sent)
         self._delayed.append(average)
@@ -263,8 +269,9 @@ class OuterSteps(Body):
             "owned": sorted(self._owned),
         }
         counts = {"steps": self._steps, "updates": self._updates, "before": self._updates_before}
+        counters = [self.averager.step, self.averager.rounds]
         delayed = {
-            str(at): {"step": each.step, "sent": each.sent, "means": each.means, "is there": each.finish is None}
+            str(at): {"step": each.step, "sent": each.sent, "means": each.means, "is there": each.finish is None, "counters": counters}
             for at, each in enumerate(self._delayed)
         }
         found = {**super().state_dict(), **own, **counts, "first": self._first, "hosts": self._hosts, "delayed": delayed}
@@ -296,12 +303,17 @@ class OuterSteps(Body):
             if each["is there"]:
                 self._delayed.append(average)
             else:
-                self._delay(average)
+                self._begin_late(average)
+                self.averager.step, self.averager.rounds = each["counters"]
 
     def _end_pending(self) -> None:
-        for each in self._delayed:
-            each.settle()
+        self._settle_delayed()
         super()._end_pending()
+
+    def forget(self, parameters: Iterable[torch.Tensor | str] | None = None) -> None:
+        """Forgets residuals; see `Body.forget`."""
+        self._settle_delayed()
+        super().forget(parameters)
 
     def close(self) -> None:
         """Ends the threads, and looks at optimizers no more."""
@@ -357,26 +369,6 @@ class BodyWithOuter(Body):
             self._outer.close()
         self._ready_times.close()
         self.averager.close()
-
-
-def check_local(rules: Rules, tensors: Sequence[Tensor], scaler: Any) -> None:
-    """Checks that all parameters are trained alone, or none.
-
-    Raises:
-        ConfigError: some are, or a loss scaler would have ranks skip updates apart.
-    """
-    alone = {tensor.name for tensor in tensors if tensor.rule != NO_RULE and rules[tensor.rule].is_local}
-    if len({rule.within for rule in rules if rule.is_local}) > 1:
-        raise ConfigError("a rule has within: host, and another one has every without it: give it to all of them, or to none")
-    if alone and (others := [tensor.name for tensor in tensors if tensor.name not in alone]):
-        raise ConfigError(
-            f"a rule has every, and {others[0]} is trained by none such: ranks would clip, scale and skip what they average in each step "
-            "by gradients of their own. Give all rules every, and the last one params: '*'"
-        )
-    if alone and scaler is not None and scaler.is_enabled():
-        raise ConfigError(
-            "a loss scaler skips updates on single ranks, which a rule with every has train alone: take bfloat16, or no every"
-        )
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

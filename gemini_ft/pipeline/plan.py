@@ -183,6 +183,26 @@ def assign(model: nn.Module, rules: Rules) -> list[Tensor]:
     return found[::-1]
 
 
+def check_local(rules: Rules, tensors: Sequence[Tensor], scaler: Any) -> None:
+    """Checks that all parameters are trained alone, or none.
+
+    Raises:
+        ConfigError: some are, or a loss scaler would have ranks skip updates apart.
+    """
+    alone = {tensor.name for tensor in tensors if tensor.rule != NO_RULE and rules[tensor.rule].is_local}
+    if len({rule.within for rule in rules if rule.is_local}) > 1:
+        raise ConfigError("a rule has within: host, and another one has every without it: give it to all of them, or to none")
+    if alone and (others := [tensor.name for tensor in tensors if tensor.name not in alone]):
+        raise ConfigError(
+            f"a rule has every, and {others[0]} is trained by none such: ranks would clip, scale and skip what they average in each step "
+            "by gradients of their own. Give all rules every, and the last one params: '*'"
+        )
+    if alone and scaler is not None and scaler.is_enabled():
+        raise ConfigError(
+            "a loss scaler skips updates on single ranks, which a rule with every has train alone: take bfloat16, or no every"
+        )
+
+
 def nothing(param: torch.Tensor, sparse: bool) -> torch.Tensor:
     """The gradient that a parameter adds that has none on this rank.
 

@@ -26,6 +26,7 @@ from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.pipeline.lanes import PendingCollective, Work
 from gemini_ft.sync.base import Scheme
 from gemini_ft.sync.builtin import Dense
+from gemini_ft.sync.ring import Ring8
 
 T = TypeVar("T")
 Gradients: TypeAlias = Mapping[str, Tensor]
@@ -101,7 +102,7 @@ class Plain(Route):
             torch._foreach_copy_(flat.split_with_sizes([line.numel() for line in lines]), lines)
             flat.div_(turn.world)
         if turn.world > 1:
-            nbytes = sum(flat.nbytes for flat in flats)
+            nbytes = sum(self._scheme.wire_bytes(flat.numel()) if isinstance(self._scheme, Ring8) else flat.nbytes for flat in flats)
             if self._scheme is None:
                 yield PendingCollective(
                     run=partial(_all_reduce, flats, group), nbytes=nbytes, begin=partial(_begin_all_reduce, flats, group)

@@ -32,8 +32,8 @@ from gemini_ft.hosts import host_id
 from gemini_ft.pipeline.averager import own_group
 from gemini_ft.pipeline.ddp_buckets import DdpBuckets, communication_hook
 from gemini_ft.pipeline.measuring import ModelHook
-from gemini_ft.pipeline.outer import BodyWithOuter, OuterSteps, check_local
-from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, nothing, trained
+from gemini_ft.pipeline.outer import BodyWithOuter, OuterSteps
+from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, check_local, nothing, trained
 from gemini_ft.pipeline.routes import of_all_ranks
 from gemini_ft.pipeline.rules import Rules, check_world, load_rules
 from gemini_ft.state.gradients import announce, synchronizers, withdraw

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import local_steps_case
 import pytest
+import torch
 from agent_kit import preload
 from plain_case import history, side_by_side
 from rank_kit import on_ranks
@@ -16,6 +18,7 @@ from torch import nn
 import gemini_ft
 from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.rules import load_rules
+from gemini_ft.testing import digest
 
 preload("local_steps_case")
 
@@ -55,10 +58,41 @@ def test_each_rank_goes_on_with_its_own_state_after_kills(tmp_path: Path) -> Non
 def test_each_host_goes_on_with_its_own_state_after_a_kill(tmp_path: Path) -> None:
     """Ranks 0 and 1 are one host, 2 and 3 another, which loses a rank while averages are under way. Residuals are with ranks 0 and 2."""
     train = partial(local_steps_case.train, delay=3, within="host")
-    starts, _ = side_by_side(tmp_path, train, "step=8:rank=3:sigkill", 4)
-    assert min(starts) in (7, 8)  # begun after step 6, taken after step 9
+    starts, _ = side_by_side(tmp_path, train, "step=13:rank=3:sigkill", 4)
+    assert min(starts) == 12  # one is under way since step 10 and taken after step 13; another was made in step 12
     first, second, third, fourth = ([line.split()[1] for line in history(tmp_path / "disturbed", rank).values()] for rank in range(4))
     assert first == second != third == fourth
+
+
+def test_a_state_with_an_average_under_way_goes_on_in_the_same_bits() -> None:
+    """From each step of a period of both rules, of which one averages while the other's, of elements that are drawn, is under way."""
+    drawn = {"method": "randomk", "ratio": 0.5}
+    rules = [
+        {"params": "2.*", "every": 3, "compress": local_steps_case.TOPK},
+        {"params": "*", "every": 4, "delay": 3, "outer": {}, "compress": drawn},
+    ]
+
+    def begun(state: Any = None) -> tuple[nn.Module, torch.optim.Optimizer, gemini_ft.GradientSynchronizer]:
+        model = local_steps_case.network()
+        optimizer, gradients = torch.optim.AdamW(model.parameters(), 1e-2), gemini_ft.GradientSynchronizer(model, rules)
+        for each, value in zip((model, optimizer, gradients), state or (), strict=False):
+            each.load_state_dict(value)
+        return model, optimizer, gradients
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Any, steps: range) -> dict[int, Any]:
+        states = {}
+        for step in steps:
+            optimizer.zero_grad()
+            local_steps_case.loss_of(model, step, 0, 0, torch.float32).backward()
+            gradients.synchronize()
+            optimizer.step()
+            states[step] = copy.deepcopy([each.state_dict() for each in (model, optimizer, gradients)])
+        gradients.close()
+        return states
+
+    states = train(*begun(), range(20))
+    for step in range(4, 16):
+        assert digest(train(*begun(states[step]), range(step + 1, 20))[19][:2]) == digest(states[19][:2]), step
 
 
 def test_what_lets_no_rank_train_alone_is_refused(tmp_path: Path) -> None:

@@ -287,7 +287,7 @@ def train(out: str, delay: int = 0, **more: Any) -> int:
     torch.manual_seed(rank)
     optimizers = [torch.optim.AdamW(part, lr=0.01) for part in (net.first.parameters(), [*net.norm.parameters(), *net.last.parameters()])]
     rules = [
-        {"params": "last.*", "every": 3, **more},
+        {"params": "last.*", "every": 3, "compress": TOPK, **more},
         {"params": "*", "every": 4, "outer": DILOCO, "fragments": 2, "compress": TOPK, "delay": delay, **more},
     ]
     gradients = gemini_ft.GradientSynchronizer(net, rules)
