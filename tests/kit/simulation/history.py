@@ -311,6 +311,8 @@ class Check(StorageRules):
             self._must(not whole, event, f"{other} is committed and whole on {event['hosts']}, and {version} is resumed")
         for folder, (stored, _) in self.manifests.items():
             is_known = stored in self.stored or folder not in event.get("hidden", ())  # else its leader was lost before it could say so
+            if order(stored) > at and not self._is_whole(folder):
+                self.passed_over.add(folder)
             if order(stored) > at and stored not in event["given_up"] and is_known:
                 self._must(not self._is_whole(folder), event, f"{stored} is whole in storage, and {version} is resumed")
 
