@@ -76,7 +76,7 @@ def _lose_crew(world: World) -> None:
 def _hide(world: World) -> None:
     """Lists may lack for a while what was stored just now, when they are needed; nobody can know of it where nothing was reported yet."""
     if world.rng.random() < 0.7 and any(key.endswith(".stored.json") for key in world.bucket.objects):
-        seconds = 60.0 if world.is_quiet else 200.0
+        seconds = 150.0 if world.is_quiet else 200.0
         world.bucket.lagging, world.bucket.late = 1.0, seconds
         world.loop.outside(world.loop.time() + seconds + 10.0, setattr, world.bucket, "lagging", 0.0)
 

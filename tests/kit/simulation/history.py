@@ -306,10 +306,13 @@ class Check(StorageRules):
         passed_over = [other for other in self.committed - {*event["given_up"]} if order(other) > at]
         for other in sorted(passed_over, key=order):
             held = event["copies"].get(other, {})
-            whole = all({*held.get(owner, ())} - self.brought_late for owner in ranks)
+            damaged = {(host, owner) for host, owner, version_of in self.flipped if version_of == other}
+            whole = all(any((host, owner) not in damaged for host in {*held.get(owner, ())} - self.brought_late) for owner in ranks)
             self._must(not whole, event, f"{other} is committed and whole on {event['hosts']}, and {version} is resumed")
         for folder, (stored, _) in self.manifests.items():
             is_known = stored in self.stored or folder not in event.get("hidden", ())  # else its leader was lost before it could say so
+            if order(stored) > at and not self._is_whole(folder):
+                self.passed_over.add(folder)
             if order(stored) > at and stored not in event["given_up"] and is_known:
                 self._must(not self._is_whole(folder), event, f"{stored} is whole in storage, and {version} is resumed")
 

@@ -28,6 +28,7 @@ class StorageRules:
         self.manifests: dict[str, tuple[str, set[str]]] = {}  # folder -> version, and the keys of its shards
         self.halved: set[str] = set()  # keys of objects of which storage has kept a half
         self.rotten: set[str] = set()  # keys of objects that were damaged in storage
+        self.passed_over: set[str] = set()  # folders of checkpoints that were damaged when something older was resumed
         self.keep_last = 1
         self.active: dict[str, int] = {}  # folder of an upload that is under way -> the event with which it began
         self.put_at: dict[str, int] = {}  # key -> the event that has written it
@@ -121,7 +122,9 @@ class StorageRules:
             version = self.manifests[folder][0]
             newer = [other for other, (stored, _) in self.manifests.items() if order(stored) > order(version) and self._is_there(other)]
             kept = len(newer) >= self.keep_last or version not in self.stored or not self._is_whole(folder)
-            self._must(kept, event, f"{key} is deleted, and {len(newer) or 'nothing'} newer than {version} is stored")
+            self._must(
+                kept or folder in self.passed_over, event, f"{key} is deleted, and {len(newer) or 'nothing'} newer than {version} is stored"
+            )
             held = {note for note in self.looked.get(event.get("by", ""), set()) if self.readers.get(note) == folder}
             self._must(not held, event, f"{key} is deleted, and {sorted(held)} says that it is read")
         if not key.endswith(MANIFEST) and folder in self.active:

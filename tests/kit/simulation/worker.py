@@ -75,6 +75,7 @@ class Script:
         self.has_finished = False
         self.lacks = False  # whether others must be here for the state to be whole
         self.at = 0
+        self.copied: int | None = None  # the last iteration that was copied as a whole
         self.is_resting = False
 
     @property
@@ -243,6 +244,7 @@ class Script:
         client.tell(
             Copied(iteration=iteration, extras_bytes=len(EXTRAS), digest=f"digest of {iteration}", root="" if world.on_device else root)
         )
+        self.copied = iteration
         world.record("copied", rank=self.rank, version=text(version), root=root)
 
     def _version(self, iteration: int) -> Version:
@@ -270,8 +272,8 @@ class Script:
         self._granted.clear()
         client.tell(Progress(iteration=self.at))
         self._reserve()
-        if self.newest is not None:
-            client.tell(GiveUp(iteration=self.newest, reason="this host's agent was restarted"))
+        if self.copied != self.at:  # else it was copied while the other agent lived, and is handed over
+            client.tell(GiveUp(iteration=self.at, reason="this host's agent was restarted"))
 
     @property
     def _committed(self) -> Version | None:

@@ -372,11 +372,11 @@ class World:
                 self.loop.outside(self.loop.time() + self.rng.expovariate(1 / self.fault_seconds), self._fault)
                 for spell in range(spells):
                     if spell:
-                        await self._come_up(quiet)
+                        if not await self._come_up(quiet):
+                            return
                         await self._take_recess(gap)
                     await asyncio.sleep(seconds)
-                if quiet:
-                    await self._come_up(quiet)
+                if quiet and await self._come_up(quiet):
                     self.record("cruise")
                     said = len(self.lines)
                     await asyncio.sleep(12 * self.step)
@@ -387,8 +387,9 @@ class World:
                     for name in (*drawn[:_PROBES], *(["lose_crew"] if self.config.storage is not None else [])):
                         self.record("probe", fault=name)
                         FAULTS[name](self)
-                        await self._until(_COMES_UP, self.commits + _COMMITS)
+                        await self._until(_COMES_UP / 2 if name == "lose_crew" else _COMES_UP, self.commits + _COMMITS)
                         self.record("probe end", fault=name)
+                        self.bucket.lagging = 0.0
                     await self._end_job()
 
             try:
@@ -400,13 +401,22 @@ class World:
                 self._close()
         return self.history
 
-    async def _come_up(self, quiet: float) -> None:
-        """Lets nothing fail any more, until the job goes on as it should."""
+    async def _come_up(self, quiet: float) -> bool:
+        """Lets nothing fail any more, until the job goes on as it should; returns False where only the user can say that it begins anew."""
         self._calm()
-        begun = len(self.history)
+        begun, before = len(self.history), self.commits
         patience = quiet + 80 * self.step  # thirty steps from one checkpoint to the next, and their copies
         await self._until(patience, self.commits + _COMMITS, lambda: self._is_well(begun))
+        if self.commits == before and self._has_lost_all():
+            self.record("lost")
+            return False
         self.record("end", **recorded.state(self))
+        return True
+
+    def _has_lost_all(self) -> bool:
+        """Whether all memory was lost before anything was stored."""
+        is_whole = any(len(held) == self.ranks for held in recorded.copies(self, self.hosts).values())
+        return not is_whole and not any(key.endswith(".stored.json") for key in self.bucket.objects)
 
     async def _take_recess(self, gap: float) -> None:
         """Lets a long time pass, after which steps are committed as before, and then other faults come."""
