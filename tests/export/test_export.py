@@ -285,7 +285,9 @@ class TestReader:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             exec(block.replace('"run-7"', repr(ddp.store)), found)
-        manager = type(found["manager"])(found["manager"]._config)
+        manager = found["CheckpointManager"](
+            found["CheckpointManager"].Config(items=found["items"], save=found["SyncCheckpointSaverConfig"]())
+        )
         loaded = manager.load("exported/step-7", into={"model": emptied(ddp.live["model"])})
         manager.close()
         assert_identical(dict(loaded["model"]), ddp.live["model"])
