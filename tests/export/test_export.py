@@ -274,6 +274,24 @@ class TestReader:
         with pytest.raises(CheckpointException, match="is a pickled object"):
             load(GeminiReader(job.store), like)
 
+    def test_torch_checkpointing_loads_what_the_page_says_how_to_write(
+        self, ddp: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("torch_checkpointing", reason="needs torch_checkpointing: pip install torch_checkpointing")
+        page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+        [block] = re.findall(r"^```python\n([^`]*torch_checkpointing[^`]*)^```", page, re.MULTILINE)
+        monkeypatch.chdir(tmp_path)
+        found = {"model": SimpleNamespace(state_dict=lambda: emptied(ddp.live["model"]))}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            exec(block.replace('"run-7"', repr(ddp.store)), found)
+        manager = found["CheckpointManager"](
+            found["CheckpointManager"].Config(items=found["items"], save=found["SyncCheckpointSaverConfig"]())
+        )
+        loaded = manager.load("exported/step-7", into={"model": emptied(ddp.live["model"])})
+        manager.close()
+        assert_identical(dict(loaded["model"]), ddp.live["model"])
+
     def test_damage_in_memory_leads_to_the_next_copy(self, ddp: Job) -> None:
         with damaged(ddp, "host0"):
             assert_identical(load(GeminiReader(ddp.run), ddp.live), ddp.live)

@@ -48,7 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(folder: Path, script: str, run: str, *more: str, faults: str = "", fails: bool = False) -> tuple[list[str], str]:
     """The last weights of both ranks, and the output."""
     env = {"GEMINI_RUN_ID": f"{folder.name}-{run}", "GEMINI_FAULTS": faults, "GEMINI_FAULTS_DIR": str(folder), "GEMINI_ON_LATE": "wait"}
-    places = {"GEMINI_LOG_DIR": str(folder), "HF_HOME": str(folder / "hf"), "OMP_NUM_THREADS": "1"}
+    places = {"GEMINI_LOG_DIR": str(folder), "HF_HOME": str(folder / "hf"), "OMP_NUM_THREADS": "1"} | (
+        {"GEMINI_LINGER": "2"} if fails else {}
+    )
     launch = [sys.executable, "-m", "gemini_ft.cli.main", "run", "--nproc-per-node", "2", "--max-restarts", "0" if fails else "3"]
     command = [*launch, str(ROOT / "tests" / "kit" / "torchtitan_case.py"), script, *ARGUMENTS, *more]
     done = subprocess.run(

@@ -88,8 +88,9 @@ def test_the_image_is_linted() -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("buildah"), reason="needs root and buildah: apt-get install buildah")
 @pytest.mark.skipif(not shutil.which("debootstrap"), reason="needs debootstrap, for a base: apt-get install debootstrap")
-def test_the_image_is_built_and_trains(tmp_path: Path) -> None:
+def test_the_image_is_built_and_trains(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """On a Debian made here, with the packages that pip finds on this machine, and without a container: its steps run in a chroot."""
+    request.addfinalizer(lambda: shutil.rmtree(tmp_path, ignore_errors=True))  # gigabytes
     root = tmp_path / "debian"
     base = ["debootstrap", "--variant=minbase", "--include=python3,python3-venv,ca-certificates", "bookworm", str(root)]
     subprocess.run(base, check=True, stdout=subprocess.DEVNULL, timeout=1200)
