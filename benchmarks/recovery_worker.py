@@ -157,6 +157,7 @@ def torchft_job(arguments: argparse.Namespace, log: Log) -> None:
 
     A new quorum begins an attempt. Both take part in every step, as in the other jobs.
     """
+    from torch._C._distributed_c10d import TCPStore
     from torchft import DistributedDataParallel as Replicated
     from torchft import Manager, Optimizer, ProcessGroupGloo
 
@@ -164,7 +165,7 @@ def torchft_job(arguments: argparse.Namespace, log: Log) -> None:
     told: list[int] = []
     signal.signal(signal.SIGUSR2, lambda number, frame: told.append(number))
     log.started()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     load = Load(arguments.megabytes * 10**6, TOKENS, seed=0)
     log.write("model")
     parts: dict[str, Any] = {"model": load.model, "optimizer": load.optimizer}
