@@ -12,6 +12,7 @@ from .cast import Identity as Identity
 from .cast import Inceptionn as Inceptionn
 from .cast import Natural as Natural
 from .cast import Natural8 as Natural8
+from .chunked import ChunkedTopK as ChunkedTopK
 from .collective import ScopedGroups as ScopedGroups
 from .collective import reduce as reduce
 from .collective import run as run
