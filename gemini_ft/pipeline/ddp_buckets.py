@@ -96,7 +96,8 @@ class DdpBuckets:
                 waiting.take(gradient, gradient)
                 continue
             self._synchronizer.ready(name)
-            self._averager.ready(name, gradient, partial(waiting.take, gradient))
+            sent = torch.zeros_like(gradient) if self._synchronizer.is_left(name) else gradient  # DDP hands on what is there
+            self._averager.ready(name, sent, partial(waiting.take, gradient))
         self._synchronizer.trained_alone(names)
         found: Future[Tensor] = waiting.future
         return found

@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.hosts import host_id
@@ -104,6 +106,7 @@ class GradientSynchronizer(BodyWithOuter):
         self._has_trained = False  # in training mode, which scripts leave to evaluate, and some train without
         self._find_unused, self._paused = find_unused_parameters, False
         self._touched: set[str] = set()  # have got a gradient in this step
+        self._had: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # gradients when an optimizer had stepped with them, with versions
         self._sent: dict[str, tuple[torch.Tensor, int]] = {}  # gradients of this step that are being averaged, and their versions
         self._discarding: set[str] = set()  # gradients that come now are thrown away
         self._discarded: set[str] = set()  # and of those that have come in this step
@@ -122,6 +125,10 @@ class GradientSynchronizer(BodyWithOuter):
         super().__init__(model, parameters, tensors, rules, group=together, control=control, device=device, profile_steps=profile_steps)
         if scaler is not None and scaler.is_enabled():
             self.averager.scale = scaler.get_scale
+        if find_unused_parameters or (ddp is not None and (ddp.find_unused_parameters or ddp.static_graph)):
+            stepped = weakref.WeakMethod(self._stepped)  # a hook of all optimizers of the process must not keep this object alive
+            note = register_optimizer_step_post_hook(lambda optimizer, *_: call(optimizer) if (call := stepped()) is not None else None)
+            self._handles.append(note)
         if ddp is not None:
             self._buckets = DdpBuckets(self, otherwise)
             ddp.register_comm_hook(self._buckets, communication_hook)
@@ -222,7 +229,7 @@ class GradientSynchronizer(BodyWithOuter):
                 if name in absent:
                     self.averager.absent(name)
                     continue
-                gradient = param.grad if param.grad is not None else nothing(param, name in self._sparse)
+                gradient = param.grad if param.grad is not None and not self.is_left(name) else nothing(param, name in self._sparse)
                 self.averager.ready(name, gradient, partial(_fill, param))
             self.averager.wait()
 
@@ -270,6 +277,20 @@ class GradientSynchronizer(BodyWithOuter):
     @property
     def discards_all(self) -> bool:
         return self._discarding.issuperset(self._parameters)
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if (grad := param.grad) is not None and (name := self._names.get(id(param))) is not None:
+                    self._had[name] = weakref.ref(grad), grad._version
+
+    def is_left(self, name: str) -> bool:
+        """Whether the gradient of a parameter is one that its optimizer has stepped with: no backward pass has written to it since.
+
+        With ``gradient_as_bucket_view`` all gradients of a bucket count their writes together, and none is said to be left.
+        """
+        grad, (had, version) = self._parameters[name].grad, self._had.get(name, (lambda: None, 0))
+        return grad is not None and grad is had() and grad._version == version
 
     def _forward_begins(self, model: nn.Module, *_: Any) -> None:
         self._settle()
@@ -361,9 +382,9 @@ class GradientSynchronizer(BodyWithOuter):
         self._sent[name] = gradient, version
 
     def _absent(self) -> set[str]:
-        """Parameters that have no gradient on any rank, or the zeros that ``zero_grad(set_to_none=False)`` has left. Collective."""
+        """Parameters without a gradient of this step on any rank, but perhaps with an earlier one's, or with zeros. Collective."""
         names = list(self._parameters)
-        left = {name: param.grad for name, param in self._parameters.items() if name not in self._touched}
+        left = {name: None if self.is_left(name) else param.grad for name, param in self._parameters.items() if name not in self._touched}
         zeros = zeros_among({name: grad for name, grad in left.items() if grad is not None})
         absent = [name in zeros or (name in left and left[name] is None) for name in names]
         if self._control is not None:

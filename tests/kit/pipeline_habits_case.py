@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -323,6 +324,41 @@ def zeros_that_are_left() -> list[str]:
     return [] if found[0] == found[1] else ["other averages than with gradients set to None"]
 
 
+class _Pair(nn.Module):
+    """Two nets that are trained in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nets = nn.ModuleList([_net(), _net()])
+
+    def forward(self, number: int, given: Tensor) -> Tensor:
+        net: Tensor = self.nets[number](given)
+        return net
+
+
+def optimizers_that_take_turns() -> list[str]:
+    """Averages alike whether what the other optimizer had in its last step is still there, as in most GANs, or was made None."""
+    join()
+    wrong = []
+    for wrapped in (True, False):
+        found = []
+        for zeroes_all in (True, False):
+            pair = _Pair()
+            model: Any = DistributedDataParallel(pair, find_unused_parameters=True) if wrapped else pair
+            optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in pair.nets]
+            with closing(GradientSynchronizer(model, LOSSY, find_unused_parameters=True)) as synchronizer:
+                for step in range(6):
+                    (model if zeroes_all else optimizers[step % 2]).zero_grad()
+                    _loss(partial(model, step % 2), step).backward()
+                    if not wrapped:
+                        synchronizer.synchronize()
+                    optimizers[step % 2].step()
+                found.append(hexed({str(number): param.detach() for number, param in enumerate(pair.parameters())}))
+        if found[0] != found[1]:
+            wrong.append(f"DDP {wrapped}: other weights than with all gradients set to None")
+    return wrong
+
+
 def in_any_memory_format() -> list[str]:
     """Averages transposed and channels-last parameters under DDP by the matrices that they are, as without DDP."""
     join()
@@ -386,6 +422,7 @@ HABITS = [
     options_of_ddp,
     parameters_that_come_later,
     zeros_that_are_left,
+    optimizers_that_take_turns,
     in_any_memory_format,
     default_dtypes,
 ]
