@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,9 @@ def test_who_gets_what(function: str, config: str, capsys: pytest.CaptureFixture
     assert costs["3: params='layers.0.*', sync=dense, compress=topk"] == ["20,000", "400", "0.0000", "0.0012", "0.0006", "formula"]
     assert costs["4: params='layers.1.*', sync=dense, compress=dgc"][1] == "400"
     assert costs["4: params='layers.1.*', sync=dense, compress=dgc"][-1] == "ratio 0.01; depends on the data"
-    assert dict(zip(*cells[-6:-4], strict=True))["parameter server"] == "0.1475"  # 2 alpha + 2 * 4 ranks * 115 150 elements of 4 bytes
-    through = dict(zip(*cells[-2:], strict=True))
+    tables = {name: dict(zip(row, below, strict=False)) for row, below in pairwise(cells) for name in row}
+    assert tables["parameter server"]["parameter server"] == "0.1475"  # 2 alpha + 2 * 4 ranks * 115 150 elements of 4 bytes
+    through = tables["switchml"]
     assert (through["switchml"], through["fpisa, 16 bits"]) == ("0.0202", "0.0103")  # 1472 bytes a packet for 1408 of values, 64 ahead
 
 
