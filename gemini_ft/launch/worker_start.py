@@ -24,10 +24,10 @@ from gemini_ft import failpoints
 from gemini_ft.errors import GeminiError
 from gemini_ft.hosts import is_readable
 from gemini_ft.launch import forkserver
+from gemini_ft.launch import reserve as in_reserve
 from gemini_ft.launch.grace import Process, Workers
 from gemini_ft.launch.in_place import Attempt, Survivors, surviving
 from gemini_ft.launch.replaced import replaced
-from gemini_ft.launch.reserve import RESERVE
 from gemini_ft.launch.script import cold_command, starter
 from gemini_ft.wire import channel as messages
 
@@ -257,7 +257,7 @@ class StandBy:
     def prepare(self) -> None:
         """Starts the workers in reserve. They write to this launcher's output until they have a rank."""
         for place in range(self._reserve):
-            environ = {**os.environ, "LOCAL_RANK": str(place), "LOCAL_WORLD_SIZE": str(self._reserve), RESERVE: "1"}
+            environ = {**os.environ, **in_reserve.variables(place, self._reserve)}
             if self._warm is not None and self._survivors is not None:
                 start = partial(self._warm.start_worker, self._program, environ, _STREAMS)
                 self._survivors.reserve(environ, _STREAMS, start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import resource
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +39,7 @@ from gemini_ft.faults import inject
 from gemini_ft.hosts import is_readable
 from gemini_ft.launch.grace import Process, Workers, await_news
 from gemini_ft.launch.in_place import BEGUN, FAILED, LEAVES, PARKED, Attempt, Survivors
-from gemini_ft.launch.worker_start import WorkerHandler
+from gemini_ft.launch.worker_start import ForkServer, StandBy, WarmStart, WorkerHandler
 from gemini_ft.state.copy_plan import MappedSlot
 from gemini_ft.wire import channel
 from gemini_ft.wire.worker_messages import Over
@@ -410,15 +411,78 @@ def test_a_worker_in_reserve_has_the_first_attempt_or_another_one_is_started(sta
     survivors.close()
 
 
-def test_a_worker_in_reserve_ends_when_the_script_asks_for_its_rank() -> None:
-    """Before `gemini_ft.run`, where it has none; what is known of it already, or set by the script, is no such question."""
-    lines = "import os; from gemini_ft.launch import reserve; reserve.begin(); print(os.environ['LOCAL_RANK'], os.getenv('PATH') != '')"
-    lines += "\nos.environ['WORLD_SIZE'] = '3'; print(os.environ['WORLD_SIZE'])\nif {0}: reserve.end()\nprint('RANK' in os.environ)"
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    env |= {"GEMINI_RESERVE": "1", "LOCAL_RANK": "7", "PYTHONUNBUFFERED": "1"}
-    ends = [subprocess.run([sys.executable, "-c", lines.format(has_come)], env=env, capture_output=True, text=True) for has_come in (0, 1)]
-    assert [(end.returncode, end.stdout.split()) for end in ends] == [(0, ["7", "True", "3"]), (0, ["7", "True", "3", "False"])]
-    assert "asks for RANK before gemini_ft.run" in ends[0].stderr
+# Notes the rank that it believes to have.
+ASKS = """
+import os, subprocess, sys
+def note(environ):
+    rank = int(environ.get("RANK", "0"))
+    open(sys.argv[1], "w").write(str(rank))
+again = [sys.executable, __file__, sys.argv[1], "get"]
+match sys.argv[2]:
+    case "get": note(os.environ)
+    case "copy": note(os.environ.copy())
+    case "items": note(dict(os.environ.items()))
+    case "unpacked": note({**os.environ})
+    case "bytes": note({name.decode(): value for name, value in os.environb.items()})
+    case "child": subprocess.run(again, check=True)
+    case "exec": os.execv(sys.executable, again)
+    case "fork":
+        if os.fork() == 0:
+            try:
+                note(os.environ)
+            finally:
+                os._exit(0)
+        sys.exit(os.wait()[1] or 1)
+"""
+
+
+class Spare:
+    """A host that waits as a spare, with a worker in reserve that has been forked for a script."""
+
+    def __init__(self, folder: Path, script: str, *arguments: str, places: int = 1) -> None:
+        (folder / "script.py").write_text(script)
+        self.program, self.servers = [str(folder / "script.py"), *arguments], list[ForkServer]()
+        self.workers = Workers()
+        self.survivors, self.warm = Survivors(self.workers, 5.0), WarmStart(self._server)
+        self.stand_by = StandBy(self.warm, self.survivors, self.program, places)
+        assert self.servers[0].wait_ready() is None
+
+    def _server(self) -> ForkServer:
+        self.servers.append(ForkServer(self.program, [], self.workers))
+        return self.servers[-1]
+
+
+@pytest.fixture
+def spare(tmp_path: Path) -> Iterator[Callable[..., Spare]]:
+    with contextlib.ExitStack() as stack:
+
+        def wait(*arguments: Any, **options: Any) -> Spare:
+            made = Spare(tmp_path, *arguments, **options)
+            for close in (made.warm.close, made.survivors.close, made.workers.stop):
+                stack.callback(close)
+            return made
+
+        yield wait
+
+
+@pytest.mark.parametrize("way", ["get", "copy", "items", "unpacked", "bytes", "child", "exec", "fork"])
+def test_nothing_in_reserve_finds_a_rank(way: str, spare: Callable[..., Spare], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Only `os.environ[...]` was watched: copies of it, and processes that the script started, took rank 0 and went on."""
+    host = spare(ASKS, str(tmp_path / "rank"), way)
+    host.stand_by.prepare()
+    (process,) = host.workers.all
+    assert process.wait(30) != 0
+    assert not (tmp_path / "rank").exists()
+    if way == "get":
+        assert "asks for RANK before gemini_ft.run" in capfd.readouterr().err
+
+
+def test_what_is_known_in_reserve_or_set_by_the_script_is_no_question() -> None:
+    lines = "import os; from gemini_ft.launch import reserve; os.environ.update(reserve.variables(7, 8)); reserve.begin()"
+    lines += "\nprint(os.environ['LOCAL_RANK'], os.getenv('PATH') != '')"
+    lines += "\nos.environ['WORLD_SIZE'] = '3'; print(os.environ['WORLD_SIZE'])\nprint(reserve.end(), 'RANK' in os.environ)"
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()) == (0, ["7", "True", "3", "True", "False"]), done.stderr
 
 
 @pytest.mark.parametrize("is_signalled", [False, True])
