@@ -122,9 +122,7 @@ class Attempt:
             self._replace()
 
     def _replace(self) -> None:
-        self._survivors.workers.send(self.process, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_KILL_SECONDS)
+        self._survivors.kill(self.process)
         self.process, self._before, self._begins_by = self._survivors.new(self._start()), None, None
 
     @property
@@ -151,27 +149,58 @@ class Survivors:
         self._words: dict[int, str] = {}  # the last one of each
         self._begun: set[int] = set()  # those that have taken their last order
         self._refusals: dict[int, str] = {}  # of those that cannot stay, as they have said
-        self._attempts: dict[str, Attempt] = {}  # the last one of each local rank
-        self._reserve: set[str] = set()  # local ranks whose worker has not had an attempt yet
+        self._attempts: dict[str, Attempt] = {}  # the last one of each place: the number of a worker among those of this host
+        self._reserve: dict[str, tuple[object, ...]] = {}  # places whose worker has not had an attempt yet -> what it was started as
 
-    def begin(self, environ: Mapping[str, str], streams: Sequence[int], start: Callable[[], Process]) -> Attempt:
-        """The next attempt at a place: of the worker that had it before, if that may stay, or of one that is started."""
-        place = environ["LOCAL_RANK"]
+    def begin(
+        self,
+        environ: Mapping[str, str],
+        streams: Sequence[int],
+        start: Callable[[], Process],
+        command: Sequence[str] = (),
+        place: str | None = None,
+    ) -> Attempt:
+        """The next attempt at a place: of the worker that had it before, if that may stay, or of one that is started.
+
+        A worker in reserve has it only if ``command`` and what torch gives its workers by their place on this host are as it was started.
+
+        Args:
+            environ: of the attempt.
+            streams: its standard streams.
+            start: starts another worker.
+            command: line of a worker that is started.
+            place: its number on this host; None: its local rank.
+        """
+        place = environ["LOCAL_RANK"] if place is None else place
         before = self._attempts.get(place)
         if before is not None and before.process.poll() is not None:
             before = None
-        if before is not None and place in self._reserve:
-            before.end(0)  # it has its time from now on
-        self._reserve.discard(place)
+        kind = self._reserve.pop(place, None)
+        if before is not None and kind is not None:
+            if kind == _kind(command, environ):
+                before.end(0)  # it has its time from now on
+            else:
+                self.kill(before.process)
+                before = None
+        for other in [other for other in self._reserve if int(other) >= int(environ.get("LOCAL_WORLD_SIZE", len(self._attempts)))]:
+            del self._reserve[other]  # no attempt is for it
+            self.kill(self._attempts.pop(other).process)
         self._attempts[place] = attempt = Attempt(self, environ, streams, start, before)
         return attempt
 
-    def reserve(self, environ: Mapping[str, str], streams: Sequence[int], start: Callable[[], Process | None]) -> None:
+    def reserve(
+        self, environ: Mapping[str, str], streams: Sequence[int], start: Callable[[], Process | None], command: Sequence[str] = ()
+    ) -> None:
         """Starts a worker that waits for its first attempt at a place, if there has been none there, and ``start`` gives one."""
         if (place := environ["LOCAL_RANK"]) not in self._attempts and (process := start()) is not None:
             self._attempts[place] = attempt = Attempt(self, environ, streams, lambda: process, None)
             attempt.end(0)
-            self._reserve.add(place)
+            self._reserve[place] = _kind(command, environ)
+
+    def kill(self, process: Process) -> None:
+        self.workers.send(process, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_KILL_SECONDS)
 
     def new(self, process: Process) -> Process:
         """Takes in a process that has just been started, whose number another may have had."""
@@ -249,6 +278,11 @@ class Survivors:
         """Dismisses all workers, now or when they call."""
         for end in (self._listener, *self._channels.values()):
             end.close()
+
+
+def _kind(command: Sequence[str], environ: Mapping[str, str]) -> tuple[object, ...]:
+    """What torch may make different for each worker of a host: by ``${local_rank}``, --numa-binding, and --virtual-local-rank."""
+    return (*command, *map(environ.get, ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")))
 
 
 def _received(end: socket.socket) -> dict[str, Any] | None:

@@ -260,7 +260,7 @@ class StandBy:
             environ = {**os.environ, **in_reserve.variables(place, self._reserve)}
             if self._warm is not None and self._survivors is not None:
                 start = partial(self._warm.start_worker, self._program, environ, _STREAMS)
-                self._survivors.reserve(environ, _STREAMS, start)
+                self._survivors.reserve(environ, _STREAMS, start, (sys.executable, "-u", *self._program))
 
 
 class WorkerHandler(SubprocessHandler):
@@ -277,7 +277,7 @@ class WorkerHandler(SubprocessHandler):
         streams = [0, _descriptor(self._stdout, 1), _descriptor(self._stderr, 2)]
         start = partial(self._started, args, env, streams)
         self.workers.go_on()
-        return start() if self._survivors is None else self._survivors.begin(env, streams, start)
+        return start() if self._survivors is None else self._survivors.begin(env, streams, start, args, str(self.local_rank_id))
 
     def _started(self, args: tuple[str, ...], env: dict[str, str], streams: Sequence[int]) -> Process:
         if args[:2] == (sys.executable, "-u"):  # else it is wrapped in something, such as numactl

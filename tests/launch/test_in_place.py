@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -451,6 +451,13 @@ class Spare:
         self.servers.append(ForkServer(self.program, [], self.workers))
         return self.servers[-1]
 
+    def begin(self, *, command: Sequence[str] = (), **environ: str) -> Any:
+        """The attempt at the only place, as torch's launcher begins it."""
+        program, *arguments = command or (sys.executable, "-u", *self.program)
+        known: Any = {"entrypoint": program, "args": tuple(arguments), "stdout": None, "stderr": None, "numa_options": None}
+        env = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "RANK": "5", **environ}
+        return WorkerHandler(self.workers, self.warm, tuple, self.survivors, env=env, local_rank_id=0, **known).proc
+
 
 @pytest.fixture
 def spare(tmp_path: Path) -> Iterator[Callable[..., Spare]]:
@@ -483,6 +490,43 @@ def test_what_is_known_in_reserve_or_set_by_the_script_is_no_question() -> None:
     lines += "\nos.environ['WORLD_SIZE'] = '3'; print(os.environ['WORLD_SIZE'])\nprint(reserve.end(), 'RANK' in os.environ)"
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
     assert (done.returncode, done.stdout.split()) == (0, ["7", "True", "3", "True", "False"]), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrapper", "environ"),
+    [
+        ("same", [], {}),
+        ("${local_rank}", [], {}),
+        ("same", ["/usr/bin/env"], {}),
+        ("same", [], {"CUDA_VISIBLE_DEVICES": "3"}),
+        ("same", [], {"LOCAL_RANK": "1"}),
+    ],
+    ids=["the same", "substituted", "wrapped", "a device of its own", "another local rank"],
+)
+def test_a_worker_in_reserve_that_torch_would_start_otherwise_is_replaced(
+    argument: str, wrapper: list[str], environ: dict[str, str], spare: Callable[..., Spare]
+) -> None:
+    """It kept the text ``${local_rank}`` among its arguments, and ran on processors of another NUMA node."""
+    host = spare("import time; time.sleep(1000)", argument)
+    host.stand_by.prepare()
+    (reserve,) = host.workers.all
+    command = [*wrapper, sys.executable, "-u", host.program[0], argument.replace("${local_rank}", "0")]
+    begun = host.begin(command=command, **environ)
+    is_same = argument == "same" and not wrapper and not environ
+    assert (begun.process is reserve) == is_same
+    assert reserve.poll() == (None if is_same else -signal.SIGKILL)
+    assert begun.poll() is None
+
+
+def test_a_worker_in_reserve_that_no_attempt_is_for_is_killed() -> None:
+    survivors = Survivors(Workers(), 60.0)
+    processes = [Mock(pid=os.getpid(), signs=[], poll=lambda: None) for _ in range(2)]
+    survivors.workers.send = Mock()  # type: ignore[method-assign]
+    for place, process in enumerate(processes):
+        survivors.reserve({"LOCAL_RANK": str(place)}, [], lambda process=process: process)
+    survivors.begin({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, [], Mock(), place="0")
+    survivors.workers.send.assert_any_call(processes[1], signal.SIGKILL)
+    survivors.close()
 
 
 @pytest.mark.parametrize("is_signalled", [False, True])
