@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -259,8 +260,23 @@ class StandBy:
         for place in range(self._reserve):
             environ = {**os.environ, **in_reserve.variables(place, self._reserve)}
             if self._warm is not None and self._survivors is not None:
-                start = partial(self._warm.start_worker, self._program, environ, _STREAMS)
+                start = partial(_watched, partial(self._warm.start_worker, self._program, environ, _STREAMS))
                 self._survivors.reserve(environ, _STREAMS, start, (sys.executable, "-u", *self._program))
+
+
+def _watched(start: Callable[[], Process | None]) -> Process | None:
+    """Starts a worker in reserve, and has a thread look at its end, which nothing else does: then what it has started ends, too."""
+    if (process := start()) is not None and process.signs:
+        threading.Thread(target=_look_at_end, args=(process,), name="gemini-reserve", daemon=True).start()
+    return process
+
+
+def _look_at_end(process: Process) -> None:
+    waiting = select.poll()
+    for sign in process.signs:
+        waiting.register(sign, select.POLLIN)
+    waiting.poll()
+    process.poll()
 
 
 class WorkerHandler(SubprocessHandler):

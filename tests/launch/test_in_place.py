@@ -36,7 +36,7 @@ from gemini_ft.agent.client import AgentClient
 from gemini_ft.errors import ConfigError, UnsupportedStateError
 from gemini_ft.events import read_events
 from gemini_ft.faults import inject
-from gemini_ft.hosts import is_readable
+from gemini_ft.hosts import began, is_readable
 from gemini_ft.launch.grace import Process, Workers, await_news
 from gemini_ft.launch.in_place import BEGUN, FAILED, LEAVES, PARKED, Attempt, Survivors
 from gemini_ft.launch.worker_start import ForkServer, StandBy, WarmStart, WorkerHandler
@@ -527,6 +527,18 @@ def test_a_worker_in_reserve_that_no_attempt_is_for_is_killed() -> None:
     survivors.begin({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, [], Mock(), place="0")
     survivors.workers.send.assert_any_call(processes[1], signal.SIGKILL)
     survivors.close()
+
+
+def test_what_a_worker_in_reserve_has_started_ends_with_it(spare: Callable[..., Spare], tmp_path: Path) -> None:
+    """It ended with status 0, so that its processes were taken for what a finished worker leaves."""
+    script = (
+        "import os, subprocess, sys; open(sys.argv[1], 'w').write(str(subprocess.Popen(['sleep', '1000']).pid)); os.environ.get('RANK')"
+    )
+    host = spare(script, str(tmp_path / "pid"))
+    host.stand_by.prepare()
+    eventually(lambda: host.workers.all[0].returncode is not None, "the end of the worker, which nobody else looks for")
+    child = int((tmp_path / "pid").read_text())
+    eventually(lambda: began(child) is None, "the end of the child")
 
 
 @pytest.mark.parametrize("is_signalled", [False, True])
