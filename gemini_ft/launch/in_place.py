@@ -190,12 +190,16 @@ class Survivors:
 
     def reserve(
         self, environ: Mapping[str, str], streams: Sequence[int], start: Callable[[], Process | None], command: Sequence[str] = ()
-    ) -> None:
-        """Starts a worker that waits for its first attempt at a place, if there has been none there, and ``start`` gives one."""
-        if (place := environ["LOCAL_RANK"]) not in self._attempts and (process := start()) is not None:
-            self._attempts[place] = attempt = Attempt(self, environ, streams, lambda: process, None)
-            attempt.end(0)
-            self._reserve[place] = _kind(command, environ)
+    ) -> bool:
+        """Starts a worker that waits for its first attempt at a place, if there has been none there; returns False if there is none now."""
+        if (place := environ["LOCAL_RANK"]) in self._attempts:
+            return True
+        if (process := start()) is None:
+            return False
+        self._attempts[place] = attempt = Attempt(self, environ, streams, lambda: process, None)
+        attempt.end(0)
+        self._reserve[place] = _kind(command, environ)
+        return True
 
     def kill(self, process: Process) -> None:
         self.workers.send(process, signal.SIGKILL)

@@ -232,6 +232,12 @@ class WarmStart:
             logger.warning("starting a worker cold: %s", error)
             return None
 
+    def start_at_once(self, program: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]) -> Process | None:
+        """A forked worker, or None if there is no server that could fork it now: none is started, and no import waited for."""
+        if self._server is None or self._server.lost or not self._server.is_ready:
+            return None
+        return self.start_worker(program, environ, streams)
+
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
@@ -256,24 +262,25 @@ class StandBy:
         return self._warm is None or self._warm.is_ready()
 
     def prepare(self) -> None:
-        """Starts the workers in reserve. They write to this launcher's output until they have a rank."""
+        """Starts the workers in reserve, as many as can be forked now. They write to this launcher's output until they have a rank."""
         for place in range(self._reserve):
             environ = {**os.environ, **in_reserve.variables(place, self._reserve)}
             if self._warm is not None and self._survivors is not None:
-                start = partial(_watched, partial(self._warm.start_worker, self._program, environ, _STREAMS))
-                self._survivors.reserve(environ, _STREAMS, start, (sys.executable, "-u", *self._program))
+                start = partial(_watched, partial(self._warm.start_at_once, self._program, environ, _STREAMS))
+                if not self._survivors.reserve(environ, _STREAMS, start, (sys.executable, "-u", *self._program)):
+                    return
 
 
 def _watched(start: Callable[[], Process | None]) -> Process | None:
     """Starts a worker in reserve, and has a thread look at its end, which nothing else does: then what it has started ends, too."""
-    if (process := start()) is not None and process.signs:
-        threading.Thread(target=_look_at_end, args=(process,), name="gemini-reserve", daemon=True).start()
+    if (process := start()) is not None and (signs := process.signs):
+        threading.Thread(target=_look_at_end, args=(process, signs), name="gemini-reserve", daemon=True).start()
     return process
 
 
-def _look_at_end(process: Process) -> None:
+def _look_at_end(process: Process, signs: Sequence[int]) -> None:
     waiting = select.poll()
-    for sign in process.signs:
+    for sign in signs:
         waiting.register(sign, select.POLLIN)
     waiting.poll()
     process.poll()

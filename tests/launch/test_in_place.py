@@ -39,7 +39,7 @@ from gemini_ft.faults import inject
 from gemini_ft.hosts import began, is_readable
 from gemini_ft.launch.grace import Process, Workers, await_news
 from gemini_ft.launch.in_place import BEGUN, FAILED, LEAVES, PARKED, Attempt, Survivors
-from gemini_ft.launch.worker_start import ForkServer, StandBy, WarmStart, WorkerHandler
+from gemini_ft.launch.worker_start import ForkServer, ForkServerError, StandBy, WarmStart, WorkerHandler
 from gemini_ft.state.copy_plan import MappedSlot
 from gemini_ft.wire import channel
 from gemini_ft.wire.worker_messages import Over
@@ -539,6 +539,23 @@ def test_what_a_worker_in_reserve_has_started_ends_with_it(spare: Callable[..., 
     eventually(lambda: host.workers.all[0].returncode is not None, "the end of the worker, which nobody else looks for")
     child = int((tmp_path / "pid").read_text())
     eventually(lambda: began(child) is None, "the end of the child")
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_no_imports_are_waited_for_while_workers_in_reserve_are_started(
+    is_known: bool, spare: Callable[..., Spare], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fork server has been killed while the host waits; for its successor's imports the launcher gave no sign of life."""
+    host = spare("", places=2)
+    os.kill(host.servers[0].pid, signal.SIGKILL)
+    if is_known:
+        with pytest.raises(ForkServerError):
+            host.servers[0].fork(host.program, os.environ, [0, 1, 2])
+    wait_ready = ForkServer.wait_ready
+    monkeypatch.setattr(ForkServer, "wait_ready", lambda server: wait_ready(server) if server is host.servers[0] else pytest.fail("waits"))
+    host.stand_by.prepare()
+    assert len(host.servers) == 1
+    assert host.workers.all == []
 
 
 @pytest.mark.parametrize("is_signalled", [False, True])
