@@ -171,6 +171,7 @@ class Survivors:
             command: line of a worker that is started.
             place: its number on this host; None: its local rank.
         """
+        self._hear()  # why one in reserve has ended, before another one takes its place
         place = environ["LOCAL_RANK"] if place is None else place
         before = self._attempts.get(place)
         if before is not None and before.process.poll() is not None:

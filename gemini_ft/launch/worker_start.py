@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing import api as torch_api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from gemini_ft import failpoints
+from gemini_ft.config import load_config
 from gemini_ft.errors import GeminiError
 from gemini_ft.hosts import is_readable
 from gemini_ft.launch import forkserver
@@ -359,6 +360,8 @@ def cold_workers(copy: Path | None = None, by_python: bool = False) -> Iterator[
         copy: of the script, which has come through a pipe.
         by_python: whether Python itself runs the program, and not `gemini_ft.launch.script`, which knows scripts and modules only.
     """
+    if load_config().spare == "warm":
+        logger.warning("spare='warm' changes nothing here: workers in reserve are forked, and those of this command are started cold")
     with _started_by(Workers(), None, tuple if by_python else partial(cold_command, copy=copy)):
         yield StandBy(None, None, (), 0)
 

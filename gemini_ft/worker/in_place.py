@@ -95,6 +95,7 @@ def run(train: Callable[[], T]) -> T:
     if launcher != str(os.getppid()):
         why = why or "another program is between it and the launcher"
     if why and is_parked:
+        _log.warning("gemini_ft.run: this worker in reserve ends, and another one is started when it is needed, as %s", why)
         raise SystemExit(1)
     if why:
         _log.warning("gemini_ft.run: after a failure this worker is started anew, as %s", why)

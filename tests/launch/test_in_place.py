@@ -39,7 +39,7 @@ from gemini_ft.faults import inject
 from gemini_ft.hosts import began, is_readable
 from gemini_ft.launch.grace import Process, Workers, await_news
 from gemini_ft.launch.in_place import BEGUN, FAILED, LEAVES, PARKED, Attempt, Survivors
-from gemini_ft.launch.worker_start import ForkServer, ForkServerError, StandBy, WarmStart, WorkerHandler
+from gemini_ft.launch.worker_start import ForkServer, ForkServerError, StandBy, WarmStart, WorkerHandler, cold_workers
 from gemini_ft.state.copy_plan import MappedSlot
 from gemini_ft.wire import channel
 from gemini_ft.wire.worker_messages import Over
@@ -556,6 +556,44 @@ def test_no_imports_are_waited_for_while_workers_in_reserve_are_started(
     host.stand_by.prepare()
     assert len(host.servers) == 1
     assert host.workers.all == []
+
+
+def test_the_log_says_why_a_worker_in_reserve_has_ended(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody hears its word before it is needed, and then another one has its place."""
+    survivors, rank = Survivors(Workers(), 60.0), {"LOCAL_RANK": "0"}
+    reserve, other = (Mock(pid=pid, signs=[], poll=lambda: None) for pid in (os.getpid(), 0))
+    survivors.reserve(rank, [], lambda: reserve)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        end.connect(f"\0{survivors.address}")
+        channel.send(end, {"word": LEAVES, "why": "it uses a device"})
+    reserve.poll = lambda: 1
+    first = survivors.begin(rank, [], lambda: other)
+    assert first.poll() is None
+    assert first.process is other
+    assert "another one is started: it uses a device" in caplog.text
+    survivors.close()
+
+
+def test_a_worker_in_reserve_that_cannot_wait_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("GEMINI_IN_PLACE", f"{os.getppid()}:nobody-listens-here")
+    monkeypatch.setenv("GEMINI_RESERVE", "1")
+    monkeypatch.setattr(in_place, "has_begun", False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(SystemExit):
+        gemini_ft.run(lambda: pytest.fail("trains"))
+    assert "this worker in reserve ends" in caplog.text
+    assert "as the process group was made before it" in caplog.text
+
+
+@pytest.mark.parametrize("spare_option", ["cold", "warm"])
+def test_workers_in_reserve_that_are_started_cold_are_none(
+    spare_option: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("GEMINI_RESTART", "in_place")
+    monkeypatch.setenv("GEMINI_SPARE", spare_option)
+    with cold_workers():
+        pass
+    assert caplog.text.count("spare='warm' changes nothing here") == (spare_option == "warm")
 
 
 @pytest.mark.parametrize("is_signalled", [False, True])
