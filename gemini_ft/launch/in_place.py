@@ -11,6 +11,7 @@ A worker that does not come back in time, or may not stay, is killed, and anothe
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -34,6 +35,7 @@ NEVER = "never"  # and while its attempt goes on: it cannot stay after it
 BEGUN = "begun"  # it has the order to begin the next attempt
 _REFUSAL = "worker (pid %d) does not stay, and another one is started: %s"
 _LATE = "a surviving worker (pid %d) has not come back within %g s (in_place_timeout): killing it, another one is started"
+_LATE_RESERVE = "a worker in reserve (pid %d) has not come to gemini_ft.run within %g s: killing it, another one is started"
 _KILL_SECONDS = 30.0  # for the kernel to end a process that was killed
 
 
@@ -46,7 +48,11 @@ class Attempt:
     Attributes:
         process: the worker, which may have further attempts.
         pid: its process id; to torch's launcher it stays that of the first, should the worker not come back and be replaced.
+        patience: seconds in which the worker must have come back once the attempt is over.
+        is_reserve: whether it is none, and the worker is in reserve.
     """
+
+    is_reserve = False
 
     def __init__(
         self, survivors: Survivors, environ: Mapping[str, str], streams: Sequence[int], start: Callable[[], Process], before: Attempt | None
@@ -57,6 +63,7 @@ class Attempt:
         self._status: int | None = None  # with which it has ended, while the process lives
         self._ended_at = 0.0
         self._begins_by: float | None = None  # until when the worker must have taken the order to begin
+        self.patience = survivors.seconds
         self.process: Process = before.process if before is not None else survivors.new(start())
         self.pid = self.process.pid
         self._go_on()
@@ -101,7 +108,7 @@ class Attempt:
         """Lets the worker begin once it has come back from the attempt before; starts another one if it does not come or cannot stay."""
         if (before := self._before) is None or self._survivors.workers.stopped_by is not None:
             return
-        word, is_late = self._survivors.last_word(self.process.pid), time.monotonic() >= before._ended_at + self._survivors.seconds
+        word, is_late = self._survivors.last_word(self.process.pid), time.monotonic() >= before._ended_at + before.patience
         if self.process.poll() is None and word not in (PARKED, LEAVES) and not is_late:
             return
         if self.process.poll() is None and word == PARKED:
@@ -110,7 +117,7 @@ class Attempt:
                 self._before, self._begins_by = None, time.monotonic() + self._survivors.seconds
                 return
         elif self.process.poll() is None and word != LEAVES:  # else it has said why
-            logger.warning(_LATE, self.process.pid, self._survivors.seconds)
+            logger.warning(_LATE_RESERVE if before.is_reserve else _LATE, self.process.pid, before.patience)
         self._replace()
 
     def _await_begin(self, until: float) -> None:
@@ -136,10 +143,11 @@ class Survivors:
 
     Args:
         seconds: for a worker to come back from an attempt that is over.
+        start_seconds: for a worker to come to `gemini_ft.run`; one that is longer in reserve and has not is taken for stuck.
     """
 
-    def __init__(self, workers: Workers, seconds: float) -> None:
-        self.workers, self.seconds = workers, seconds
+    def __init__(self, workers: Workers, seconds: float, start_seconds: float = math.inf) -> None:
+        self.workers, self.seconds, self._start_seconds = workers, seconds, start_seconds
         self.address = f"gemini-in-place-{uuid.uuid4().hex}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(f"\0{self.address}")
@@ -179,6 +187,8 @@ class Survivors:
         kind = self._reserve.pop(place, None)
         if before is not None and kind is not None:
             if kind == _kind(command, environ):
+                age = time.monotonic() - before._ended_at
+                before.patience = max(self.seconds, age if age < self._start_seconds else 0.0)  # another one would take as long
                 before.end(0)  # it has its time from now on
             else:
                 self.kill(before.process)
@@ -199,6 +209,7 @@ class Survivors:
             return False
         self._attempts[place] = attempt = Attempt(self, environ, streams, lambda: process, None)
         attempt.end(0)
+        attempt.is_reserve = True
         self._reserve[place] = _kind(command, environ)
         return True
 
@@ -305,7 +316,7 @@ def surviving(workers: Workers) -> Iterator[Survivors | None]:
     if config.restart != "in_place":
         yield None
         return
-    survivors = Survivors(workers, config.in_place_timeout)
+    survivors = Survivors(workers, config.in_place_timeout, config.start_timeout or math.inf)
     os.environ[IN_PLACE] = f"{os.getpid()}:{survivors.address}"
     try:
         yield survivors

@@ -596,6 +596,29 @@ def test_workers_in_reserve_that_are_started_cold_are_none(
     assert caplog.text.count("spare='warm' changes nothing here") == (spare_option == "warm")
 
 
+@pytest.mark.parametrize(("start_seconds", "goes_on"), [(3600.0, True), (1.0, False)], ids=["on its way", "stuck"])
+def test_a_worker_in_reserve_that_is_on_its_way_has_the_time_that_another_one_would_take(
+    start_seconds: float, goes_on: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was killed after `in_place_timeout`, and another one began to prepare anew what it had prepared for minutes."""
+    now, rank = [1000.0], {"LOCAL_RANK": "0"}
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    survivors = Survivors(Workers(), 10.0, start_seconds)
+    reserve, other = (Mock(pid=pid, signs=[], poll=lambda: None) for pid in (os.getpid(), 0))
+    survivors.workers.send = Mock()  # type: ignore[method-assign]
+    survivors.reserve(rank, [], lambda: reserve)
+    now[0] += 300.0
+    first = survivors.begin(rank, [], lambda: other)
+    now[0] += 299.0
+    assert first.poll() is None
+    assert first.process is (reserve if goes_on else other)
+    now[0] += 2.0
+    assert first.poll() is None
+    assert first.process is other
+    assert f"has not come to gemini_ft.run within {300 if goes_on else 10} s" in caplog.text
+    survivors.close()
+
+
 @pytest.mark.parametrize("is_signalled", [False, True])
 def test_a_parked_worker_ends_with_its_job_whatever_handler_the_script_has_left(is_signalled: bool) -> None:
     """Lightning's handler only notes the signal; the launcher has waited for such a worker for 30 s."""
