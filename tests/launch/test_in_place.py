@@ -524,7 +524,7 @@ def test_a_worker_in_reserve_that_no_attempt_is_for_is_killed() -> None:
     processes = [Mock(pid=os.getpid(), signs=[], poll=lambda: None) for _ in range(2)]
     survivors.workers.send = Mock()  # type: ignore[method-assign]
     for place, process in enumerate(processes):
-        survivors.reserve({"LOCAL_RANK": str(place)}, [], lambda process=process: process)
+        survivors.reserve({"LOCAL_RANK": str(place)}, [], Mock(return_value=process))
     survivors.begin({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, [], Mock(), place="0")
     survivors.workers.send.assert_any_call(processes[1], signal.SIGKILL)
     survivors.close()
