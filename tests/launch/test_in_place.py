@@ -452,12 +452,12 @@ class Spare:
         self.servers.append(ForkServer(self.program, [], self.workers))
         return self.servers[-1]
 
-    def begin(self, *, command: Sequence[str] = (), **environ: str) -> Any:
-        """The attempt at the only place, as torch's launcher begins it."""
+    def begin(self, *, place: int = 0, command: Sequence[str] = (), **environ: str) -> Any:
+        """The attempt at a place, as torch's launcher begins it."""
         program, *arguments = command or (sys.executable, "-u", *self.program)
         known: Any = {"entrypoint": program, "args": tuple(arguments), "stdout": None, "stderr": None, "numa_options": None}
         env = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "RANK": "5", **environ}
-        return WorkerHandler(self.workers, self.warm, tuple, self.survivors, env=env, local_rank_id=0, **known).proc
+        return WorkerHandler(self.workers, self.warm, tuple, self.survivors, env=env, local_rank_id=place, **known).proc
 
 
 @pytest.fixture
@@ -517,6 +517,14 @@ def test_a_worker_in_reserve_that_torch_would_start_otherwise_is_replaced(
     assert (begun.process is reserve) == is_same
     assert reserve.poll() == (None if is_same else -signal.SIGKILL)
     assert begun.poll() is None
+
+
+def test_workers_that_share_a_local_rank_do_not_have_each_others_attempts(spare: Callable[..., Spare]) -> None:
+    """By --virtual-local-rank all of them have number 0: each one was taken for the survivor of the one before."""
+    host = spare("import time; time.sleep(1000)")
+    first, second = (host.begin(place=place, CUDA_VISIBLE_DEVICES=str(place)) for place in (0, 1))
+    assert first.process is not second.process
+    assert (first.poll(), second.poll()) == (None, None)
 
 
 def test_a_worker_in_reserve_that_no_attempt_is_for_is_killed() -> None:
