@@ -11,6 +11,7 @@ A worker that does not come back in time, or may not stay, is killed, and anothe
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -34,6 +35,7 @@ NEVER = "never"  # and while its attempt goes on: it cannot stay after it
 BEGUN = "begun"  # it has the order to begin the next attempt
 _REFUSAL = "worker (pid %d) does not stay, and another one is started: %s"
 _LATE = "a surviving worker (pid %d) has not come back within %g s (in_place_timeout): killing it, another one is started"
+_LATE_RESERVE = "a worker in reserve (pid %d) has not come to gemini_ft.run within %g s: killing it, another one is started"
 _KILL_SECONDS = 30.0  # for the kernel to end a process that was killed
 
 
@@ -46,7 +48,11 @@ class Attempt:
     Attributes:
         process: the worker, which may have further attempts.
         pid: its process id; to torch's launcher it stays that of the first, should the worker not come back and be replaced.
+        patience: seconds in which the worker must have come back once the attempt is over.
+        is_reserve: whether it is none, and the worker is in reserve.
     """
+
+    is_reserve = False
 
     def __init__(
         self, survivors: Survivors, environ: Mapping[str, str], streams: Sequence[int], start: Callable[[], Process], before: Attempt | None
@@ -57,6 +63,7 @@ class Attempt:
         self._status: int | None = None  # with which it has ended, while the process lives
         self._ended_at = 0.0
         self._begins_by: float | None = None  # until when the worker must have taken the order to begin
+        self.patience = survivors.seconds
         self.process: Process = before.process if before is not None else survivors.new(start())
         self.pid = self.process.pid
         self._go_on()
@@ -101,7 +108,7 @@ class Attempt:
         """Lets the worker begin once it has come back from the attempt before; starts another one if it does not come or cannot stay."""
         if (before := self._before) is None or self._survivors.workers.stopped_by is not None:
             return
-        word, is_late = self._survivors.last_word(self.process.pid), time.monotonic() >= before._ended_at + self._survivors.seconds
+        word, is_late = self._survivors.last_word(self.process.pid), time.monotonic() >= before._ended_at + before.patience
         if self.process.poll() is None and word not in (PARKED, LEAVES) and not is_late:
             return
         if self.process.poll() is None and word == PARKED:
@@ -110,7 +117,7 @@ class Attempt:
                 self._before, self._begins_by = None, time.monotonic() + self._survivors.seconds
                 return
         elif self.process.poll() is None and word != LEAVES:  # else it has said why
-            logger.warning(_LATE, self.process.pid, self._survivors.seconds)
+            logger.warning(_LATE_RESERVE if before.is_reserve else _LATE, self.process.pid, before.patience)
         self._replace()
 
     def _await_begin(self, until: float) -> None:
@@ -122,9 +129,7 @@ class Attempt:
             self._replace()
 
     def _replace(self) -> None:
-        self._survivors.workers.send(self.process, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_KILL_SECONDS)
+        self._survivors.kill(self.process)
         self.process, self._before, self._begins_by = self._survivors.new(self._start()), None, None
 
     @property
@@ -138,10 +143,11 @@ class Survivors:
 
     Args:
         seconds: for a worker to come back from an attempt that is over.
+        start_seconds: for a worker to come to `gemini_ft.run`; one that is longer in reserve and has not is taken for stuck.
     """
 
-    def __init__(self, workers: Workers, seconds: float) -> None:
-        self.workers, self.seconds = workers, seconds
+    def __init__(self, workers: Workers, seconds: float, start_seconds: float = math.inf) -> None:
+        self.workers, self.seconds, self._start_seconds = workers, seconds, start_seconds
         self.address = f"gemini-in-place-{uuid.uuid4().hex}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(f"\0{self.address}")
@@ -151,27 +157,66 @@ class Survivors:
         self._words: dict[int, str] = {}  # the last one of each
         self._begun: set[int] = set()  # those that have taken their last order
         self._refusals: dict[int, str] = {}  # of those that cannot stay, as they have said
-        self._attempts: dict[str, Attempt] = {}  # the last one of each local rank
-        self._reserve: set[str] = set()  # local ranks whose worker has not had an attempt yet
+        self._attempts: dict[str, Attempt] = {}  # the last one of each place: the number of a worker among those of this host
+        self._reserve: dict[str, tuple[object, ...]] = {}  # places whose worker has not had an attempt yet -> what it was started as
 
-    def begin(self, environ: Mapping[str, str], streams: Sequence[int], start: Callable[[], Process]) -> Attempt:
-        """The next attempt at a place: of the worker that had it before, if that may stay, or of one that is started."""
-        place = environ["LOCAL_RANK"]
+    def begin(
+        self,
+        environ: Mapping[str, str],
+        streams: Sequence[int],
+        start: Callable[[], Process],
+        command: Sequence[str] = (),
+        place: str | None = None,
+    ) -> Attempt:
+        """The next attempt at a place: of the worker that had it before, if that may stay, or of one that is started.
+
+        A worker in reserve has it only if ``command`` and what torch gives its workers by their place on this host are as it was started.
+
+        Args:
+            environ: of the attempt.
+            streams: its standard streams.
+            start: starts another worker.
+            command: line of a worker that is started.
+            place: its number on this host; None: its local rank.
+        """
+        self._hear()  # why one in reserve has ended, before another one takes its place
+        place = environ["LOCAL_RANK"] if place is None else place
         before = self._attempts.get(place)
         if before is not None and before.process.poll() is not None:
             before = None
-        if before is not None and place in self._reserve:
-            before.end(0)  # it has its time from now on
-        self._reserve.discard(place)
+        kind = self._reserve.pop(place, None)
+        if before is not None and kind is not None:
+            if kind == _kind(command, environ):
+                age = time.monotonic() - before._ended_at
+                before.patience = max(self.seconds, age if age < self._start_seconds else 0.0)  # another one would take as long
+                before.end(0)  # it has its time from now on
+            else:
+                self.kill(before.process)
+                before = None
+        for other in [other for other in self._reserve if int(other) >= int(environ.get("LOCAL_WORLD_SIZE", len(self._attempts)))]:
+            del self._reserve[other]  # no attempt is for it
+            self.kill(self._attempts.pop(other).process)
         self._attempts[place] = attempt = Attempt(self, environ, streams, start, before)
         return attempt
 
-    def reserve(self, environ: Mapping[str, str], streams: Sequence[int], start: Callable[[], Process | None]) -> None:
-        """Starts a worker that waits for its first attempt at a place, if there has been none there, and ``start`` gives one."""
-        if (place := environ["LOCAL_RANK"]) not in self._attempts and (process := start()) is not None:
-            self._attempts[place] = attempt = Attempt(self, environ, streams, lambda: process, None)
-            attempt.end(0)
-            self._reserve.add(place)
+    def reserve(
+        self, environ: Mapping[str, str], streams: Sequence[int], start: Callable[[], Process | None], command: Sequence[str] = ()
+    ) -> bool:
+        """Starts a worker that waits for its first attempt at a place, if there has been none there; returns False if there is none now."""
+        if (place := environ["LOCAL_RANK"]) in self._attempts:
+            return True
+        if (process := start()) is None:
+            return False
+        self._attempts[place] = attempt = Attempt(self, environ, streams, lambda: process, None)
+        attempt.end(0)
+        attempt.is_reserve = True
+        self._reserve[place] = _kind(command, environ)
+        return True
+
+    def kill(self, process: Process) -> None:
+        self.workers.send(process, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_KILL_SECONDS)
 
     def new(self, process: Process) -> Process:
         """Takes in a process that has just been started, whose number another may have had."""
@@ -251,6 +296,11 @@ class Survivors:
             end.close()
 
 
+def _kind(command: Sequence[str], environ: Mapping[str, str]) -> tuple[object, ...]:
+    """What torch may make different for each worker of a host: by ``${local_rank}``, --numa-binding, and --virtual-local-rank."""
+    return (*command, *map(environ.get, ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")))
+
+
 def _received(end: socket.socket) -> dict[str, Any] | None:
     try:
         received = channel.receive(end)
@@ -266,7 +316,7 @@ def surviving(workers: Workers) -> Iterator[Survivors | None]:
     if config.restart != "in_place":
         yield None
         return
-    survivors = Survivors(workers, config.in_place_timeout)
+    survivors = Survivors(workers, config.in_place_timeout, config.start_timeout or math.inf)
     os.environ[IN_PLACE] = f"{os.getpid()}:{survivors.address}"
     try:
         yield survivors

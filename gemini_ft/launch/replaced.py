@@ -24,5 +24,5 @@ def replaced(owner: Any, **changes: Any) -> Iterator[None]:
 def take_rank(environ: Mapping[str, str]) -> None:
     """Corrects the rank in modules that have read it while they were imported, for the sake of another process or attempt."""
     for module, variable in (("lightning_utilities.core.rank_zero", "RANK"), ("torchmetrics.utilities.prints", "LOCAL_RANK")):
-        if module in sys.modules and variable in environ:
+        if module in sys.modules and environ.get(variable, "").isdigit():  # it has none in reserve
             sys.modules[module].rank_zero_only.rank = int(environ[variable])

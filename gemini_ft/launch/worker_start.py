@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,13 +22,14 @@ from torch.distributed.elastic.multiprocessing import api as torch_api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from gemini_ft import failpoints
+from gemini_ft.config import load_config
 from gemini_ft.errors import GeminiError
 from gemini_ft.hosts import is_readable
 from gemini_ft.launch import forkserver
+from gemini_ft.launch import reserve as in_reserve
 from gemini_ft.launch.grace import Process, Workers
 from gemini_ft.launch.in_place import Attempt, Survivors, surviving
 from gemini_ft.launch.replaced import replaced
-from gemini_ft.launch.reserve import RESERVE
 from gemini_ft.launch.script import cold_command, starter
 from gemini_ft.wire import channel as messages
 
@@ -231,6 +233,12 @@ class WarmStart:
             logger.warning("starting a worker cold: %s", error)
             return None
 
+    def start_at_once(self, program: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]) -> Process | None:
+        """A forked worker, or None if there is no server that could fork it now: none is started, and no import waited for."""
+        if self._server is None or self._server.lost or not self._server.is_ready:
+            return None
+        return self.start_worker(program, environ, streams)
+
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
@@ -255,12 +263,28 @@ class StandBy:
         return self._warm is None or self._warm.is_ready()
 
     def prepare(self) -> None:
-        """Starts the workers in reserve. They write to this launcher's output until they have a rank."""
+        """Starts the workers in reserve, as many as can be forked now. They write to this launcher's output until they have a rank."""
         for place in range(self._reserve):
-            environ = {**os.environ, "LOCAL_RANK": str(place), "LOCAL_WORLD_SIZE": str(self._reserve), RESERVE: "1"}
+            environ = {**os.environ, **in_reserve.variables(place, self._reserve)}
             if self._warm is not None and self._survivors is not None:
-                start = partial(self._warm.start_worker, self._program, environ, _STREAMS)
-                self._survivors.reserve(environ, _STREAMS, start)
+                start = partial(_watched, partial(self._warm.start_at_once, self._program, environ, _STREAMS))
+                if not self._survivors.reserve(environ, _STREAMS, start, (sys.executable, "-u", *self._program)):
+                    return
+
+
+def _watched(start: Callable[[], Process | None]) -> Process | None:
+    """Starts a worker in reserve, and has a thread look at its end, which nothing else does: then what it has started ends, too."""
+    if (process := start()) is not None and (signs := process.signs):
+        threading.Thread(target=_look_at_end, args=(process, signs), name="gemini-reserve", daemon=True).start()
+    return process
+
+
+def _look_at_end(process: Process, signs: Sequence[int]) -> None:
+    waiting = select.poll()
+    for sign in signs:
+        waiting.register(sign, select.POLLIN)
+    waiting.poll()
+    process.poll()
 
 
 class WorkerHandler(SubprocessHandler):
@@ -277,7 +301,7 @@ class WorkerHandler(SubprocessHandler):
         streams = [0, _descriptor(self._stdout, 1), _descriptor(self._stderr, 2)]
         start = partial(self._started, args, env, streams)
         self.workers.go_on()
-        return start() if self._survivors is None else self._survivors.begin(env, streams, start)
+        return start() if self._survivors is None else self._survivors.begin(env, streams, start, args, str(self.local_rank_id))
 
     def _started(self, args: tuple[str, ...], env: dict[str, str], streams: Sequence[int]) -> Process:
         if args[:2] == (sys.executable, "-u"):  # else it is wrapped in something, such as numactl
@@ -336,6 +360,8 @@ def cold_workers(copy: Path | None = None, by_python: bool = False) -> Iterator[
         copy: of the script, which has come through a pipe.
         by_python: whether Python itself runs the program, and not `gemini_ft.launch.script`, which knows scripts and modules only.
     """
+    if load_config().spare == "warm":
+        logger.warning("spare='warm' changes nothing here: workers in reserve are forked, and those of this command are started cold")
     with _started_by(Workers(), None, tuple if by_python else partial(cold_command, copy=copy)):
         yield StandBy(None, None, (), 0)
 

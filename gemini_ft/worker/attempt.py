@@ -47,8 +47,9 @@ class OwnAttempt:
         refusal: the reason why this process cannot stay after it; empty: none is known.
     """
 
-    def __init__(self, end: socket.socket) -> None:
-        self._end, self._thread = end, threading.get_ident()
+    def __init__(self, end: socket.socket, at_refusal: Callable[[], object] = lambda: None) -> None:
+        """Takes the worker's end; ``at_refusal`` is called once it is known that the process cannot stay."""
+        self._end, self._thread, self._at_refusal = end, threading.get_ident(), at_refusal
         end.setblocking(False)
         self.is_over = False
         self._order: tuple[dict[str, str], list[int]] | None = None
@@ -107,6 +108,7 @@ class OwnAttempt:
         if not self.refusal:
             self.refusal = why
             self.say(NEVER, why=why)
+            self._at_refusal()
 
     def close(self) -> None:
         """Closes what the attempt has made, the last first."""

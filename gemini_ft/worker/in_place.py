@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger("gemini_ft")
 _ENDING_SECONDS = 1.0  # for threads and processes of an attempt to end
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's mallopt
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of glibc's mallopt
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # with which launchers end workers
 
 
@@ -95,11 +95,12 @@ def run(train: Callable[[], T]) -> T:
     if launcher != str(os.getppid()):
         why = why or "another program is between it and the launcher"
     if why and is_parked:
+        _log.warning("gemini_ft.run: this worker in reserve ends, and another one is started when it is needed, as %s", why)
         raise SystemExit(1)
     if why:
         _log.warning("gemini_ft.run: after a failure this worker is started anew, as %s", why)
         return train()
-    keep_freed_memory()
+    give_back = give_back_memory if keep_freed_memory() else lambda: None
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         end.connect(f"\0{address}")
         abort = ConnectionAbort(end)
@@ -107,7 +108,7 @@ def run(train: Callable[[], T]) -> T:
         named, variables, settings = attempt.named.copy(), dict(os.environ), list(_settings())
         try:
             while True:
-                attempt.present = present = OwnAttempt(end)
+                attempt.present = present = OwnAttempt(end, give_back)
                 if not is_parked:
                     with abort.training():
                         done = once(train, present)
@@ -128,16 +129,25 @@ def run(train: Callable[[], T]) -> T:
             abort.close()  # processes of a DataLoader may have the descriptor, too
 
 
-def keep_freed_memory() -> None:
-    """Has this process keep the pages that it frees, where glibc allocates them and the user has set nothing else.
+def keep_freed_memory() -> bool:
+    """Has this process keep the pages that it frees, where glibc allocates them and the user has set nothing else; returns whether it does.
 
     The next attempt makes the same model and gradients. In fresh pages, which the kernel clears, its first step takes twice as long.
     """
-    if not any(name.startswith("MALLOC_") or "glibc.malloc" in value for name, value in os.environ.items()):
-        with contextlib.suppress(AttributeError):  # another C library
-            mallopt = ctypes.CDLL(None).mallopt
-            mallopt(_M_MMAP_MAX, 0)
-            mallopt(_M_TRIM_THRESHOLD, -1)
+    if any(name.startswith("MALLOC_") or "glibc.malloc" in value for name, value in os.environ.items()):
+        return False
+    with contextlib.suppress(AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1))
+    return False
+
+
+def give_back_memory() -> None:
+    """Undoes `keep_freed_memory`, and gives back what is free now. The thresholds are those at which glibc arrives by itself."""
+    libc = ctypes.CDLL(None)
+    for option, value in ((_M_MMAP_MAX, 65536), (_M_MMAP_THRESHOLD, 32 * 2**20), (_M_TRIM_THRESHOLD, 64 * 2**20)):
+        libc.mallopt(option, value)
+    libc.malloc_trim(0)
 
 
 def _settings() -> Iterator[tuple[Callable[[Any], object], Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import resource
@@ -12,8 +13,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,10 +37,10 @@ from gemini_ft.agent.client import AgentClient
 from gemini_ft.errors import ConfigError, UnsupportedStateError
 from gemini_ft.events import read_events
 from gemini_ft.faults import inject
-from gemini_ft.hosts import is_readable
+from gemini_ft.hosts import began, is_readable
 from gemini_ft.launch.grace import Process, Workers, await_news
 from gemini_ft.launch.in_place import BEGUN, FAILED, LEAVES, PARKED, Attempt, Survivors
-from gemini_ft.launch.worker_start import WorkerHandler
+from gemini_ft.launch.worker_start import ForkServer, ForkServerError, StandBy, WarmStart, WorkerHandler, cold_workers
 from gemini_ft.state.copy_plan import MappedSlot
 from gemini_ft.wire import channel
 from gemini_ft.wire.worker_messages import Over
@@ -410,15 +412,220 @@ def test_a_worker_in_reserve_has_the_first_attempt_or_another_one_is_started(sta
     survivors.close()
 
 
-def test_a_worker_in_reserve_ends_when_the_script_asks_for_its_rank() -> None:
-    """Before `gemini_ft.run`, where it has none; what is known of it already, or set by the script, is no such question."""
-    lines = "import os; from gemini_ft.launch import reserve; reserve.begin(); print(os.environ['LOCAL_RANK'], os.getenv('PATH') != '')"
-    lines += "\nos.environ['WORLD_SIZE'] = '3'; print(os.environ['WORLD_SIZE'])\nif {0}: reserve.end()\nprint('RANK' in os.environ)"
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    env |= {"GEMINI_RESERVE": "1", "LOCAL_RANK": "7", "PYTHONUNBUFFERED": "1"}
-    ends = [subprocess.run([sys.executable, "-c", lines.format(has_come)], env=env, capture_output=True, text=True) for has_come in (0, 1)]
-    assert [(end.returncode, end.stdout.split()) for end in ends] == [(0, ["7", "True", "3"]), (0, ["7", "True", "3", "False"])]
-    assert "asks for RANK before gemini_ft.run" in ends[0].stderr
+# Notes the rank that it believes to have.
+ASKS = """
+import os, subprocess, sys
+def note(environ):
+    rank = int(environ.get("RANK", "0"))
+    open(sys.argv[1], "w").write(str(rank))
+again = [sys.executable, __file__, sys.argv[1], "get"]
+match sys.argv[2]:
+    case "get": note(os.environ)
+    case "copy": note(os.environ.copy())
+    case "items": note(dict(os.environ.items()))
+    case "unpacked": note({**os.environ})
+    case "bytes": note({name.decode(): value for name, value in os.environb.items()})
+    case "child": subprocess.run(again, check=True)
+    case "exec": os.execv(sys.executable, again)
+    case "fork":
+        if os.fork() == 0:
+            try:
+                note(os.environ)
+            finally:
+                os._exit(0)
+        sys.exit(os.wait()[1] or 1)
+"""
+
+
+class Spare:
+    """A host that waits as a spare, with a worker in reserve that has been forked for a script."""
+
+    def __init__(self, folder: Path, script: str, *arguments: str, places: int = 1) -> None:
+        (folder / "script.py").write_text(script)
+        self.program, self.servers = [str(folder / "script.py"), *arguments], list[ForkServer]()
+        self.workers = Workers()
+        self.survivors, self.warm = Survivors(self.workers, 5.0), WarmStart(self._server)
+        self.stand_by = StandBy(self.warm, self.survivors, self.program, places)
+        assert self.servers[0].wait_ready() is None
+
+    def _server(self) -> ForkServer:
+        self.servers.append(ForkServer(self.program, [], self.workers))
+        return self.servers[-1]
+
+    def begin(self, *, place: int = 0, command: Sequence[str] = (), **environ: str) -> Any:
+        """The attempt at a place, as torch's launcher begins it."""
+        program, *arguments = command or (sys.executable, "-u", *self.program)
+        known: Any = {"entrypoint": program, "args": tuple(arguments), "stdout": None, "stderr": None, "numa_options": None}
+        env = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "RANK": "5", **environ}
+        return WorkerHandler(self.workers, self.warm, tuple, self.survivors, env=env, local_rank_id=place, **known).proc
+
+
+@pytest.fixture
+def spare(tmp_path: Path) -> Iterator[Callable[..., Spare]]:
+    with contextlib.ExitStack() as stack:
+
+        def wait(*arguments: Any, **options: Any) -> Spare:
+            made = Spare(tmp_path, *arguments, **options)
+            for close in (made.warm.close, made.survivors.close, made.workers.stop):
+                stack.callback(close)
+            return made
+
+        yield wait
+
+
+@pytest.mark.parametrize("way", ["get", "copy", "items", "unpacked", "bytes", "child", "exec", "fork"])
+def test_nothing_in_reserve_finds_a_rank(way: str, spare: Callable[..., Spare], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Only `os.environ[...]` was watched: copies of it, and processes that the script started, took rank 0 and went on."""
+    host = spare(ASKS, str(tmp_path / "rank"), way)
+    host.stand_by.prepare()
+    (process,) = host.workers.all
+    assert process.wait(30) != 0
+    assert not (tmp_path / "rank").exists()
+    if way == "get":
+        assert "asks for RANK before gemini_ft.run" in capfd.readouterr().err
+
+
+def test_what_is_known_in_reserve_or_set_by_the_script_is_no_question() -> None:
+    lines = "import os; from gemini_ft.launch import reserve; os.environ.update(reserve.variables(7, 8)); reserve.begin()"
+    lines += "\nprint(os.environ['LOCAL_RANK'], os.getenv('PATH') != '')"
+    lines += "\nos.environ['WORLD_SIZE'] = '3'; print(os.environ['WORLD_SIZE'])\nprint(reserve.end(), 'RANK' in os.environ)"
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()) == (0, ["7", "True", "3", "True", "False"]), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrapper", "environ"),
+    [
+        ("same", [], {}),
+        ("${local_rank}", [], {}),
+        ("same", ["/usr/bin/env"], {}),
+        ("same", [], {"CUDA_VISIBLE_DEVICES": "3"}),
+        ("same", [], {"LOCAL_RANK": "1"}),
+    ],
+    ids=["the same", "substituted", "wrapped", "a device of its own", "another local rank"],
+)
+def test_a_worker_in_reserve_that_torch_would_start_otherwise_is_replaced(
+    argument: str, wrapper: list[str], environ: dict[str, str], spare: Callable[..., Spare]
+) -> None:
+    """It kept the text ``${local_rank}`` among its arguments, and ran on processors of another NUMA node."""
+    host = spare("import time; time.sleep(1000)", argument)
+    host.stand_by.prepare()
+    (reserve,) = host.workers.all
+    command = [*wrapper, sys.executable, "-u", host.program[0], argument.replace("${local_rank}", "0")]
+    begun = host.begin(command=command, **environ)
+    is_same = argument == "same" and not wrapper and not environ
+    assert (begun.process is reserve) == is_same
+    assert reserve.poll() == (None if is_same else -signal.SIGKILL)
+    assert begun.poll() is None
+
+
+def test_workers_that_share_a_local_rank_do_not_have_each_others_attempts(spare: Callable[..., Spare]) -> None:
+    """By --virtual-local-rank all of them have number 0: each one was taken for the survivor of the one before."""
+    host = spare("import time; time.sleep(1000)")
+    first, second = (host.begin(place=place, CUDA_VISIBLE_DEVICES=str(place)) for place in (0, 1))
+    assert first.process is not second.process
+    assert (first.poll(), second.poll()) == (None, None)
+
+
+def test_a_worker_in_reserve_that_no_attempt_is_for_is_killed() -> None:
+    survivors = Survivors(Workers(), 60.0)
+    processes = [Mock(pid=os.getpid(), signs=[], poll=lambda: None) for _ in range(2)]
+    survivors.workers.send = Mock()  # type: ignore[method-assign]
+    for place, process in enumerate(processes):
+        survivors.reserve({"LOCAL_RANK": str(place)}, [], Mock(return_value=process))
+    survivors.begin({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, [], Mock(), place="0")
+    survivors.workers.send.assert_any_call(processes[1], signal.SIGKILL)
+    survivors.close()
+
+
+def test_what_a_worker_in_reserve_has_started_ends_with_it(spare: Callable[..., Spare], tmp_path: Path) -> None:
+    """It ended with status 0, so that its processes were taken for what a finished worker leaves."""
+    script = (
+        "import os, subprocess, sys; open(sys.argv[1], 'w').write(str(subprocess.Popen(['sleep', '1000']).pid)); os.environ.get('RANK')"
+    )
+    host = spare(script, str(tmp_path / "pid"))
+    host.stand_by.prepare()
+    eventually(lambda: host.workers.all[0].returncode is not None, "the end of the worker, which nobody else looks for")
+    child = int((tmp_path / "pid").read_text())
+    eventually(lambda: began(child) is None, "the end of the child")
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_no_imports_are_waited_for_while_workers_in_reserve_are_started(
+    is_known: bool, spare: Callable[..., Spare], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fork server has been killed while the host waits; for its successor's imports the launcher gave no sign of life."""
+    host = spare("", places=2)
+    os.kill(host.servers[0].pid, signal.SIGKILL)
+    if is_known:
+        with pytest.raises(ForkServerError):
+            host.servers[0].fork(host.program, os.environ, [0, 1, 2])
+    wait_ready = ForkServer.wait_ready
+    monkeypatch.setattr(ForkServer, "wait_ready", lambda server: wait_ready(server) if server is host.servers[0] else pytest.fail("waits"))
+    host.stand_by.prepare()
+    assert len(host.servers) == 1
+    assert host.workers.all == []
+
+
+def test_the_log_says_why_a_worker_in_reserve_has_ended(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody hears its word before it is needed, and then another one has its place."""
+    survivors, rank = Survivors(Workers(), 60.0), {"LOCAL_RANK": "0"}
+    reserve, other = (Mock(pid=pid, signs=[], poll=lambda: None) for pid in (os.getpid(), 0))
+    survivors.reserve(rank, [], lambda: reserve)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        end.connect(f"\0{survivors.address}")
+        channel.send(end, {"word": LEAVES, "why": "it uses a device"})
+    reserve.poll = lambda: 1
+    first = survivors.begin(rank, [], lambda: other)
+    assert first.poll() is None
+    assert first.process is other
+    assert "another one is started: it uses a device" in caplog.text
+    survivors.close()
+
+
+def test_a_worker_in_reserve_that_cannot_wait_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("GEMINI_IN_PLACE", f"{os.getppid()}:nobody-listens-here")
+    monkeypatch.setenv("GEMINI_RESERVE", "1")
+    monkeypatch.setattr(in_place, "has_begun", False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(SystemExit):
+        gemini_ft.run(lambda: pytest.fail("trains"))
+    assert "this worker in reserve ends" in caplog.text
+    assert "as the process group was made before it" in caplog.text
+
+
+@pytest.mark.parametrize("spare_option", ["cold", "warm"])
+def test_workers_in_reserve_that_are_started_cold_are_none(
+    spare_option: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("GEMINI_RESTART", "in_place")
+    monkeypatch.setenv("GEMINI_SPARE", spare_option)
+    with cold_workers():
+        pass
+    assert caplog.text.count("spare='warm' changes nothing here") == (spare_option == "warm")
+
+
+@pytest.mark.parametrize(("start_seconds", "goes_on"), [(3600.0, True), (1.0, False)], ids=["on its way", "stuck"])
+def test_a_worker_in_reserve_that_is_on_its_way_has_the_time_that_another_one_would_take(
+    start_seconds: float, goes_on: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was killed after `in_place_timeout`, and another one began to prepare anew what it had prepared for minutes."""
+    now, rank = [1000.0], {"LOCAL_RANK": "0"}
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    survivors = Survivors(Workers(), 10.0, start_seconds)
+    reserve, other = (Mock(pid=pid, signs=[], poll=lambda: None) for pid in (os.getpid(), 0))
+    survivors.workers.send = Mock()  # type: ignore[method-assign]
+    survivors.reserve(rank, [], lambda: reserve)
+    now[0] += 300.0
+    first = survivors.begin(rank, [], lambda: other)
+    now[0] += 299.0
+    assert first.poll() is None
+    assert first.process is (reserve if goes_on else other)
+    now[0] += 2.0
+    assert first.poll() is None
+    assert first.process is other
+    assert f"has not come to gemini_ft.run within {300 if goes_on else 10} s" in caplog.text
+    survivors.close()
 
 
 @pytest.mark.parametrize("is_signalled", [False, True])
@@ -459,19 +666,42 @@ def test_a_parked_worker_ends_with_its_job_whatever_handler_the_script_has_left(
 
 @pytest.mark.parametrize("setting", ["", "MALLOC_ARENA_MAX"])
 def test_a_worker_that_stays_gets_no_fresh_pages_for_what_it_has_freed(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = faults_in_an_attempt(monkeypatch, setting, stays=True)
+    assert faults >= 50 if setting else faults < 50
+
+
+def test_a_worker_that_cannot_stay_does_not_keep_what_it_has_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers on devices, and of DeepSpeed, kept their peak to the end, for a next attempt that they never had."""
+    assert faults_in_an_attempt(monkeypatch, stays=False) >= 50
+
+
+def faults_in_an_attempt(monkeypatch: pytest.MonkeyPatch, setting: str = "", *, stays: bool) -> int:
+    """The page faults, at most 100, of 128 MB inside `gemini_ft.run` that have been there, and were freed, before."""
     for name in [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]:
         monkeypatch.delenv(name)
     if setting:
         monkeypatch.setenv(setting, "2")
-    pid = os.fork()
-    if pid == 0:
-        in_place.keep_freed_memory()
-        (torch.ones(2**25), torch.ones(2**25))
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.ones(2**25)  # 128 MB: 32768 pages, or 64 large ones
-        os._exit(min(100, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before))
-    faults = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert faults >= 50 if setting else faults < 50
+    address = f"in-place-memory-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{address}")
+        listener.listen()
+        monkeypatch.setenv("GEMINI_IN_PLACE", f"{os.getpid()}:{address}")
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os._exit(gemini_ft.run(partial(_faults, stays)))
+            finally:
+                os._exit(101)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _faults(stays: bool) -> int:
+    (torch.ones(2**25), torch.ones(2**25))
+    if not stays:
+        attempt.never_stay("it uses a device")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**25)  # 128 MB: 32768 pages, or 64 large ones
+    return min(100, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def test_a_setting_that_torch_does_not_tell_is_left_alone() -> None:
