@@ -227,8 +227,9 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         model = trainer.model_wrapped
         if not isinstance(model, DistributedDataParallel):
             raise ConfigError(
-                f"GeminiCallback(gradient_pipeline=) is for a Trainer on DistributedDataParallel, and this one trains a {type(model).__name__} "
-                f"in {trainer.args.world_size} processes; start it by torchrun with several processes and without FSDP, or leave it out"
+                "GeminiCallback(gradient_pipeline=) is for a Trainer on DistributedDataParallel, and this one trains a "
+                f"{type(model).__name__} in {trainer.args.world_size} processes; start it by torchrun with several processes and without "
+                "FSDP, or leave it out"
             )
         if self._gradients is not None:  # of a training before
             if self._gradients.ddp is model:  # which has one hook as long as it lives
