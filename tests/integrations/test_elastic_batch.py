@@ -88,10 +88,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one rank of Lightning's finds where two have made three steps: by itself, with a newer checkpoint, with a hook's changes."""
     folder = tmp_path_factory.mktemp("alone")
     with World(folder, 2, **LAUNCHED) as ranks:
-        begun = ranks.outcome(fit, Case(accumulation=3), str(folder / "ours"), 3)
+        begun = ranks.outcome(fit, Case(accumulation=3, saved=str(folder / "saved.ckpt")), str(folder / "ours"), 3)
         assert not any(isinstance(each, Exception) for each in begun), begun
         newer = folder / "newer.ckpt"
-        torch.save(torch.load(folder / "ours.ckpt", weights_only=False) | {"global_step": 9}, newer)
+        torch.save(torch.load(folder / "saved.ckpt", weights_only=False) | {"global_step": 9}, newer)
         end_agent(ranks.run, "host1")
         ranks.hosts = ["host0"]
         cases = {

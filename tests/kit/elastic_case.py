@@ -40,6 +40,7 @@ class Case:
     pause: float = 0.0  # seconds after each step
     later: int = 0  # micro-batches of a step that a hook sets in the second epoch; 0: none does
     checkpoint: str | None = None  # to begin with
+    saved: str | None = None  # the checkpoint to make at the end
     options: dict[str, Any] = field(default_factory=lambda: {"elastic": "batch", "interval": 1})
 
 
@@ -206,7 +207,8 @@ def fit(case: Case, out: str, until: int) -> dict[str, Any]:
             if self.trainer.global_step == until:
                 assert strategy.checkpointer is not None
                 strategy.checkpointer.flush()
-                self.trainer.save_checkpoint(f"{out}.ckpt")
+                if case.saved is not None:
+                    self.trainer.save_checkpoint(case.saved)
                 raise Stopped
 
         def configure_optimizers(self) -> Any:
