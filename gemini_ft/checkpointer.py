@@ -45,7 +45,7 @@ from gemini_ft.state.optimizer_steps import OptimizerSteps
 from gemini_ft.state.rebuilding import Changes
 from gemini_ft.state.rng import GivenGenerator, rng_state, take_rng_state
 from gemini_ft.state.tensors import every_optimizer
-from gemini_ft.state.worlds import Resize, carried_accumulation, check_step, refuse_data, refuse_fixed
+from gemini_ft.state.worlds import Resize, carried_accumulation, check_step, iterations, refuse_data, refuse_fixed
 from gemini_ft.storage.base import WORD
 from gemini_ft.torch_versions import buffers_are_broadcast
 from gemini_ft.worker.attempt import close_with, keep_groups, watch
@@ -148,6 +148,7 @@ class Checkpointer:
         self._state_extras: dict[int, Any] = {}  # of the resumed snapshot, by rank, until load_tensors
         self._iteration = 0
         self._has_looked = False  # at how the loop steps
+        self._begun: dict[str, int] = {}  # by loader, the iterations that had begun when loaders were looked at last
         self._watch = LoopWatch()
         self._updates = 0
         self._replay: Replay | None = None
@@ -220,10 +221,12 @@ class Checkpointer:
             self._count_alike()
         self._iteration += 1
         if self.config.elastic:
+            if (begun := iterations(self._stateful)) != self._begun or not self._has_looked:
+                strangers = () if self._has_looked else unkept(self._stateful.values(), generators=True)
+                self.refuse_data(self._stateful, strangers)
+                self._begun = begun
             check_step(self._stateful.values(), self.accumulation)
         if not self._has_looked:
-            if self.config.elastic:
-                self.refuse_data(self._stateful, unkept(self._stateful.values(), generators=True))
             check_epochs(self._stateful.values(), then=self.scalars, now=scalars)
             self._has_looked = True
             self._look_for_uneven_steps()

@@ -224,9 +224,18 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             raise ConfigError('under DeepSpeed the rules belong into the section "gradient_pipeline" of its configuration')
         from gemini_ft.pipeline import GradientSynchronizer
 
+        model = trainer.model_wrapped
+        if not isinstance(model, DistributedDataParallel):
+            raise ConfigError(
+                "GeminiCallback(gradient_pipeline=) is for a Trainer on DistributedDataParallel, and this one trains a "
+                f"{type(model).__name__} in {trainer.args.world_size} processes; start it by torchrun with several processes and without "
+                "FSDP, or leave it out"
+            )
         if self._gradients is not None:  # of a training before
+            if self._gradients.ddp is model:  # which has one hook as long as it lives
+                return
             self._gradients.close()
-        self._gradients = GradientSynchronizer(trainer.model_wrapped, self._rules)
+        self._gradients = GradientSynchronizer(model, self._rules, scaler=trainer.accelerator.scaler)
 
     def _is_overtaken(self, found: Mapping[str, Any], checkpoint: str, max_steps: int) -> bool:
         """Whether a checkpoint has more steps than the snapshot that was found, and is not one that this training has just written.

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gemini_ft.checkpointer import Checkpointer
 from gemini_ft.config import GeminiConfig
-from gemini_ft.errors import UnsupportedStateError
+from gemini_ft.errors import ConfigError, UnsupportedStateError
 from gemini_ft.launch import notes
 from gemini_ft.lightning import trainer_callbacks, trainer_checkpoints, trainer_loops
 from gemini_ft.lightning.callbacks import findings, fingerprint, refuse_callbacks, save_config_again, watch
@@ -37,6 +37,7 @@ from gemini_ft.state import iterators
 from gemini_ft.state.ddp import ddp_state, frozen_at_first, restore_buckets, restore_sync
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.rebuilding import ModuleTree
+from gemini_ft.state.worlds import Resize
 from gemini_ft.storage.checkpoints import state_folder
 from gemini_ft.trackers import TimeFigures
 from gemini_ft.worker import attempt
@@ -56,6 +57,7 @@ class Fit:
     def __init__(self, trainer: Any, package: str, config: GeminiConfig, replicated: bool, epoch_hooks: EpochHooks) -> None:
         self.checkpointer = Checkpointer(config=config, name=attempt.next_name("fit"), hooks=False, replicated=replicated)
         self.checkpointer.accumulation, self.checkpointer.asks_for_accumulation = trainer.accumulate_grad_batches, True
+        self._given_accumulation: int = trainer.accumulate_grad_batches  # before a snapshot's is carried over
         # The module's state dict while Lightning makes a checkpoint for a snapshot; empty if no hook would see it.
         self.live: dict[str, torch.Tensor] | None = None
         self._trainer, self._package, self._epoch_hooks, self._config = trainer, package, epoch_hooks, config
@@ -68,8 +70,10 @@ class Fit:
         self._found: dict[str, Any] | None = None  # extras of what is being resumed
         self._iteration = 0  # of what is being resumed
         self._new_rank: int | None = None  # as of `Snapshot`
+        self._resize: Resize | None = None  # where what is being resumed is of another number of ranks
         self._newest = 0  # optimizer steps of the newest snapshot
         self._last_step: int | None = None  # optimizer steps at the last look
+        self._looked_at = 0  # the epoch whose loaders were looked at last
         self._made: float = 0  # those that optimizers had made by then; infinite: the user was told
         self._pauses = contextlib.ExitStack()
         self._waiting: dict[torch.Tensor, torch.Tensor] = {}  # gradients that a resumed loop adds to
@@ -106,10 +110,12 @@ class Fit:
         if found is None:
             return
         self._found, self._iteration = found.extras, found.iteration
-        self._newest, self._new_rank = found.iteration, found.new_rank
+        self._newest, self._new_rank, self._resize = found.iteration, found.new_rank, iterators.resumption.resize
         with self.checkpointer.putting_back():
             if self._config.elastic:
-                trainer_loops.carry_over(self._trainer, found.extras, self.checkpointer.accumulation)
+                self._given_accumulation = self._trainer.accumulate_grad_batches
+                carried = trainer_loops.carry_over(self._trainer, found.extras, iterators.resumption.resize)
+                self.checkpointer.accumulation = carried
             self._make_loaders_as(training=found.extras.get("training_data"), validation=found.extras.get("validation_data"))
             trainer_checkpoints.offer_checkpoint(self._trainer, self.checkpoint)
             self._logs.go_on(found.extras["loggers"], trainer_checkpoints.logged_steps(self.checkpoint))
@@ -161,7 +167,10 @@ class Fit:
             checkpoint = load()
             if checkpoint.get("global_step", 0) > self.checkpoint["global_step"]:
                 log.info("%s is at step %d: not resuming step %d of this run", path, checkpoint["global_step"], self._iteration)
-                self._found = None
+                self._found, self._new_rank, self._resize = None, None, None
+                iterators.resumption.resize = None
+                if self._config.elastic and self._trainer.accumulate_grad_batches == self.checkpointer.accumulation:  # as carried over
+                    self._trainer.accumulate_grad_batches = self._given_accumulation
                 self._make_loaders_as(training=None, validation=None)
                 trainer_checkpoints.withdraw_checkpoint(self._trainer)
                 return checkpoint
@@ -212,7 +221,9 @@ class Fit:
 
     def _restore_modes(self, state: dict[str, Any], but: Iterable[Any] = ()) -> None:
         assert self._modes is not None
-        self._modes.restore(state, self._tree.modules(), but=but)
+        resize = self._resize
+        with self._modes.naming_replaced(self._tree.modules(), resize) if resize is not None else contextlib.nullcontext():
+            self._modes.restore(state, self._tree.modules(), but=but)
 
     def _follow_optimizers(self) -> None:
         """Captures, from now on, optimizers that training has replaced, if a restart can do the same."""
@@ -251,6 +262,7 @@ class Fit:
                 if self._ddp is not None:
                     restore_sync(self._ddp, found["ddp"])
                 self._restore_modes(found["modes"], but=[item for mark in loaders if mark is not None for item in mark.own_objects])
+                self._resize = None
                 of_data, self._to_be_drawn = split(found.get("lost", []))  # snapshots in storage may be older
                 self._refuse_lost(of_data)
         elif self._last_step is None:
@@ -258,9 +270,8 @@ class Fit:
         else:
             self._refuse_lost(self._to_be_drawn, only_there=True)
             self._to_be_drawn = {}
-        if self._config.elastic and self._last_step is None:
-            trainer_loops.refuse_batches(self._trainer)
-            self.checkpointer.refuse_data({f"loader {at}": one for at, one in enumerate(trainer_loops.training_loaders(self._trainer))})
+        if self._config.elastic:
+            self._refuse_batches()
         step = self._steps
         if self._time is not None and (figures := self._time.due()):
             for logger in self._trainer.loggers:
@@ -277,6 +288,21 @@ class Fit:
             self.checkpointer.save(step, self._extras())
         else:
             self.checkpointer.alive(step)
+
+    def _refuse_batches(self) -> None:
+        """Refuses, for ``elastic: batch``, what another number of ranks could not follow: at the first batch, and of each later epoch."""
+        given = self._trainer.accumulate_grad_batches
+        if self._last_step is None:
+            self.checkpointer.accumulation = given
+        elif given != self.checkpointer.accumulation:
+            raise ConfigError(
+                f"elastic='batch': accumulate_grad_batches was {self.checkpointer.accumulation} and has become {given} while training, "
+                "which another number of ranks cannot follow; set it before the training, or leave elastic out"
+            )
+        if self._last_step is None or self._looked_at != trainer_loops.epoch(self._trainer):
+            self._looked_at = trainer_loops.epoch(self._trainer)
+            trainer_loops.refuse_batches(self._trainer)
+            self.checkpointer.refuse_data({f"loader {at}": one for at, one in enumerate(trainer_loops.training_loaders(self._trainer))})
 
     def _name_uncounted(self, made: float) -> None:
         if self._trainer.is_global_zero and made - self._made >= _PATIENCE:

@@ -11,6 +11,7 @@ from gemini_ft.errors import ConfigError, StateError, WorldSizeError
 from gemini_ft.lightning.around import Around
 from gemini_ft.loaders.bookmark import Bookmark
 from gemini_ft.loaders.loader import bookmark_of
+from gemini_ft.state.worlds import Resize
 
 
 def before_each_batch(trainer: Any, hook: Callable[[], None]) -> Callable[[], None]:
@@ -135,12 +136,24 @@ def set_loop_extras(trainer: Any, extras: Mapping[str, Any]) -> None:
             mark.load_state_dict(state)
 
 
-def carry_over(trainer: Any, extras: Mapping[str, Any], accumulation: int) -> None:
-    """Makes a snapshot's counts of batches those of ranks that have taken ``accumulation`` of them for every step."""
-    loops, before = extras["loops"], extras["loops"]["accumulate_grad_batches"]
+def carry_over(trainer: Any, extras: Mapping[str, Any], resize: Resize | None) -> int:
+    """Gives the Trainer a snapshot's batches of a step, and makes its counts of batches those of the present ranks.
+
+    Args:
+        extras: of the snapshot.
+        resize: None: it is of as many ranks.
+
+    Returns:
+        The batches of each rank in a step.
+
+    Raises:
+        WorldSizeError: the batches cannot be shared out evenly among the present ranks.
+    """
+    loops, before = extras["loops"], int(extras["loops"]["accumulate_grad_batches"])
+    accumulation = before if resize is None else resize.carried(before, "micro-batches of a step")
     trainer.accumulate_grad_batches = loops["accumulate_grad_batches"] = accumulation
-    if accumulation == before:
-        return
+    if resize is None:
+        return accumulation
     progress = extras["checkpoint"]["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for name, count in progress["current"].items():
         if count % before:
@@ -149,6 +162,7 @@ def carry_over(trainer: Any, extras: Mapping[str, Any], accumulation: int) -> No
         progress["total"][name] = -(-progress["total"][name] * accumulation // before)
     at, consumed = loops["cycles"]
     loops["cycles"] = at // before * accumulation, consumed
+    return accumulation
 
 
 def refuse_batches(trainer: Any) -> None:
@@ -161,9 +175,12 @@ def refuse_batches(trainer: Any) -> None:
     why = {
         "several training loaders": len(training_loaders(trainer)) != 1,
         "manual optimization": not trainer.lightning_module.automatic_optimization,
-        "limit_train_batches": trainer.limit_train_batches != 1.0,
+        "limit_train_batches": not _is_whole(trainer.limit_train_batches),
         "overfit_batches": trainer.overfit_batches != 0,
-        "val_check_interval": trainer.val_check_interval != 1.0 or trainer.check_val_every_n_epoch is None,
+        "val_check_interval": not _is_whole(getattr(trainer, "val_check_interval", None)) or trainer.check_val_every_n_epoch is None,
+        "a scheduler with interval 'step' and a frequency": any(
+            config.interval == "step" and config.frequency != 1 for config in trainer.strategy.lr_scheduler_configs
+        ),
         "reload_dataloaders_every_n_epochs": trainer.reload_dataloaders_every_n_epochs != 0,
         "GradientAccumulationScheduler": "GradientAccumulationScheduler" in callbacks,
         "StochasticWeightAveraging": "StochasticWeightAveraging" in callbacks,
@@ -173,6 +190,11 @@ def refuse_batches(trainer: Any) -> None:
             f"elastic='batch': each rank's number of batches changes with the number of ranks, which {', '.join(found)} cannot follow; "
             "leave that out, or elastic"
         )
+
+
+def _is_whole(limit: Any) -> bool:
+    """Whether a setting of the Trainer says "the whole epoch": 1.0; an int is a number of batches."""
+    return isinstance(limit, float) and limit == 1.0
 
 
 def loaders_at_hand(module: Any) -> list[Any]:

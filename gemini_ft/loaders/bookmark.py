@@ -105,6 +105,7 @@ class Bookmark:
         self._taken = 0  # batches that came out of it, skipped ones included; of what is iterated once, in all iterations
         self._taken_before = 0  # those of earlier iterations among them
         self._given_from = 0  # the first one that this process's loop is given
+        self._step_at = (0, 0)  # the place at the last step, where steps are told of
         self.held_back = 0  # batches that whoever asks for them has not passed on to the loop
         self._before_last: dict[str, Any] | None = None
         self._own_before_last: Any = None
@@ -246,9 +247,20 @@ class Bookmark:
         """How many batches this process's loop has been given by the iteration that is under way."""
         return self._taken - self._given_from - self.held_back
 
-    def is_after_steps_of(self, batches: int) -> bool:
-        """Whether the iteration that is under way stands after whole steps of so many batches each, or at its end."""
-        return self._taken % batches == 0 or self._taken == self._facts[BATCHES]
+    @property
+    def of_step(self) -> int:
+        """How many batches of the iteration that is under way have come since the last `step_over`, or since it began or went on."""
+        number, taken = self._step_at
+        return self._taken - (taken if number == self._iterations else self._given_from)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the iteration that is under way has no more batches, as far as its length is known."""
+        return self._taken == self._facts.get(BATCHES)
+
+    def step_over(self) -> None:
+        """Takes note of a step that ends with the batches so far."""
+        self._step_at = self.place
 
     def why_undivided(self, loader: Any, rank: int, world_size: int) -> str:
         """See `gemini_ft.loaders.stripes.why_undivided`; ``loader``: what the loop iterates."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,11 +65,17 @@ def restriped(position: dict[str, Any], loader: Any, way: Way, resize: Resize) -
     begin = _own(position["begin"], resize)
     with unchanged_randomness():
         set_randomness(begin["random"])
-        branch_randomness(resize.rank << 32 | batches)
+        branch_randomness(_stream(resize.rank, batches))
         begin["random"] = randomness()
     workers: dict[int, State] = {}
-    changes = {"facts": then | {BATCHES: now[BATCHES]}, "begin": begin, "now": _own(position["now"], resize), "workers": workers}
-    return position | changes | {"batches": batches}
+    changes = {"facts": then | {BATCHES: now[BATCHES]}, "begin": begin, "batches": batches, "workers": workers}
+    moments = {name: _own(position[name], resize) for name in ("now", "first", "sampler") if position[name] is not None}
+    return position | changes | moments
+
+
+def _stream(rank: int, batches: int) -> int:
+    """A number of 32 bits, as many as numpy takes of a seed, that differs between ranks and places in an epoch."""
+    return int.from_bytes(hashlib.blake2b(f"{rank} {batches}".encode(), digest_size=4).digest(), "little")
 
 
 def _own(moment: Mapping[str, Any], resize: Resize) -> dict[str, Any]:

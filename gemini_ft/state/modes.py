@@ -10,6 +10,7 @@ kept, so that a script may change its constants between two runs.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -23,6 +24,8 @@ from gemini_ft.state.fields import of_class
 from gemini_ft.state.methods import set_by
 from gemini_ft.state.remembered import HOOKS, MODULE_INTERNALS, Attributes
 from gemini_ft.state.rng import generator_states, private_generators, set_generator_states
+from gemini_ft.state.values import is_same
+from gemini_ft.state.worlds import Resize
 
 _log = logging.getLogger("gemini_ft")
 _SOME = 24  # names in a warning
@@ -141,6 +144,29 @@ class Modes:
                 flag = state["trained"].get(f"{name}.{key}", self._trained.get(name, {}).get(key))
                 if param is not None and param.is_leaf and flag is not None and param.requires_grad != flag:
                     param.requires_grad_(flag)
+
+    @contextlib.contextmanager
+    def naming_replaced(self, modules: Modules, resize: Resize) -> Iterator[None]:
+        """Warns of attributes that this process has set, and that have another rank's values after `restore` inside."""
+        self._follow(modules)
+        own = self._attributes.changes().kept
+        yield
+        now = self._attributes.changes().kept
+        found = [
+            f"{path}.{name}"
+            for path, values in own.items()
+            if not path.startswith("(")  # attributes that have been deleted
+            for name, value in values.items()
+            if name not in now.get(path, {}) or not is_same(now[path][name], value)
+        ]
+        if found:
+            _log.warning(
+                "elastic='batch': %s had been set in this process, and now as on rank %d of the %d ranks before. What follows from the "
+                "number of this rank or of all ranks is to be set in setup(), or asked of the Trainer when it is needed",
+                ", ".join([*sorted(found)[:_SOME], *([f"and {len(found) - _SOME} more"] if len(found) > _SOME else [])]),
+                resize.rank % resize.then,
+                resize.then,
+            )
 
     def findings(self, modules: Modules) -> Iterator[Finding]:
         """Lists flags and attributes of modules for the census."""

@@ -104,16 +104,27 @@ def refuse_data(loaders: Mapping[str, Any], strangers: Sequence[str], rank: int,
         )
 
 
+def iterations(loaders: Mapping[str, Any]) -> dict[str, int]:
+    """How many iterations of each resumable loader have begun."""
+    return {name: mark.place[0] for name, loader in loaders.items() if (mark := getattr(loader, "_gemini", None)) is not None}
+
+
 def check_step(loaders: Iterable[Any], accumulation: int) -> None:
-    """Compares the batches that a loop has taken with those that each rank is to take for a step.
+    """Compares the batches that a loop has taken since the last call with those that each rank is to take for a step.
+
+    At the end of an epoch they may be fewer.
 
     Raises:
         StateError: it has taken others.
     """
     for loader in loaders:
         mark = getattr(loader, "_gemini", None)
-        if mark is not None and mark.is_under_way and not mark.is_after_steps_of(accumulation):
+        if mark is None or not mark.is_under_way:
+            continue
+        if not (mark.of_step == accumulation or (mark.is_at_end and 0 < mark.of_step < accumulation)):
             raise StateError(
-                f"elastic='batch': step() was called after {mark.place[1]} batches of the epoch, where each step is to take "
-                f"{accumulation} (checkpointer.accumulation); call it once after each step of the optimizer (docs/elastic.md)"
+                f"elastic='batch': step() was called after {mark.of_step} more batches, at batch {mark.place[1]} of the epoch, where each "
+                f"step is to take {accumulation} (checkpointer.accumulation); call it once after each step of the optimizer "
+                "(docs/elastic.md)"
             )
+        mark.step_over()

@@ -9,10 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from agent_kit import end_agent, preload
-from elastic_case import GLOBAL, SAMPLES, Case, fit, samples, train
-from rank_kit import World
+from elastic_case import BATCH, GLOBAL, SAMPLES, Case, Net, fit, loader_of, samples, train
+from rank_kit import World, on_ranks
+from torch.nn.parallel import DistributedDataParallel
 
+import gemini_ft
+from gemini_ft.errors import ConfigError, UnsupportedStateError
 from gemini_ft.testing import EmulatedHosts
 
 pytestmark = pytest.mark.timeout(300)
@@ -77,6 +81,71 @@ def test_the_weights_are_those_of_a_fixed_world_but_for_rounding(resized: dict[s
     ours, fixed = resized["said"][-1], resized["fixed"]
     assert len({str(each["weights"]) for each in ours}) == 1
     np.testing.assert_allclose(ours[0]["weights"], fixed[0]["weights"], rtol=1e-11, atol=1e-13)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one rank of Lightning's finds where two have made three steps: by itself, with a newer checkpoint, with a hook's changes."""
+    folder = tmp_path_factory.mktemp("alone")
+    with World(folder, 2, **LAUNCHED) as ranks:
+        begun = ranks.outcome(fit, Case(accumulation=3, saved=str(folder / "saved.ckpt")), str(folder / "ours"), 3)
+        assert not any(isinstance(each, Exception) for each in begun), begun
+        newer = folder / "newer.ckpt"
+        torch.save(torch.load(folder / "saved.ckpt", weights_only=False) | {"global_step": 9}, newer)
+        end_agent(ranks.run, "host1")
+        ranks.hosts = ["host0"]
+        cases = {
+            "resumed": Case(accumulation=3),
+            "overtaken": Case(accumulation=3, checkpoint=str(newer)),
+            "changed": Case(accumulation=3, later=5),
+        }
+        return {name: ranks.outcome(fit, case, str(folder / name), 99 if case.later else 3)[0] for name, case in cases.items()}
+
+
+def test_attributes_that_this_process_has_set_are_named_where_they_are_replaced(alone: dict[str, Any]) -> None:
+    found = alone["resumed"]
+    assert (found["start"], found["accumulation"], found["world"]) == (3, 6, 2)
+    [told] = [text for text in found["told"] if "had been set in this process" in text]
+    assert "elastic='batch': module.world had been set in this process, and now as on rank 0 of the 2 ranks before" in told
+
+
+def test_a_newer_checkpoint_has_the_scripts_own_micro_batches(alone: dict[str, Any]) -> None:
+    found = alone["overtaken"]
+    assert (found["start"], found["accumulation"], found["world"]) == (3, 3, 1)
+
+
+def test_micro_batches_that_a_hook_changes_while_training_are_refused(alone: dict[str, Any]) -> None:
+    assert isinstance(alone["changed"], ConfigError)
+    assert "accumulate_grad_batches was 6 and has become 5 while training" in str(alone["changed"])
+
+
+def change_loaders() -> str:
+    """Trains with a loader of another kind from the second epoch on; what it is told."""
+    gemini_ft.init_process_group("gloo")
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loaders = {kind: gemini_ft.resumable(loader_of(Case(kind=kind), 0, 1)) for kind in ("dealt", "shuffled")}
+    checkpointer = gemini_ft.Checkpointer(model, optimizer, state=loaders, elastic="batch")
+    checkpointer.resume()
+    steps = 0
+    try:
+        for loader in loaders.values():
+            for _, batch in loader:
+                model(batch).sum().backward()
+                optimizer.step()
+                checkpointer.step()
+                steps += 1
+    except UnsupportedStateError as error:
+        return f"{steps}: {error}"
+    finally:
+        checkpointer.close()
+    return ""
+
+
+def test_a_loader_of_a_later_epoch_is_refused_by_name(tmp_path: Path) -> None:
+    [told] = on_ranks(tmp_path, 1, change_loaders)
+    assert told.startswith(f"{SAMPLES // BATCH}: elastic='batch'")
+    assert "shuffled has a RandomSampler as its sampler" in told
 
 
 @pytest.mark.soak  # in short: the jobs above, of a launcher in miniature

@@ -472,3 +472,63 @@ def test_what_the_callback_refuses(tmp_path: Path) -> None:
     assert (
         "rank 0 fetch the batches of all ranks, and cannot be resumed; give DataLoaderConfiguration(dispatch_batches=False)" in dispatched
     )
+
+
+PIPELINE = """
+import warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainingArguments
+from gemini_ft.errors import ConfigError
+from gemini_ft.huggingface import GeminiCallback
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.line = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return {"loss": self.line(x).square().sum()}
+
+def trainer_of(rule):
+    data = [{"x": torch.linspace(-1, 1, 8) * at} for at in range(1, 9)]
+    how = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    arguments = TrainingArguments(
+        output_dir="out", max_steps=4, max_grad_norm=0.0, optim="sgd", learning_rate=0.01, lr_scheduler_type="constant", **how
+    )
+    return Trainer(model=Net(), args=arguments, train_dataset=data, callbacks=[GeminiCallback(gradient_pipeline=[rule])])
+
+topk = {"params": "*", "compress": {"method": "topk", "ratio": 0.1}}
+try:
+    trainer_of(topk).train()
+except ConfigError as error:
+    print("REFUSED:", error)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+weights = []
+for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)):
+    trainer = trainer_of(topk)
+    trainer.accelerator.scaler, trainer.model_wrapped = scaler, DistributedDataParallel(trainer.model)
+    trainer.train()
+    weights.append(trainer.model.line.weight.detach().clone())
+    if scaler is None:
+        trainer.train()
+        print("TWICE:", trainer.state.global_step, not torch.equal(weights[0], trainer.model.line.weight))
+print("SCALED:", scaler.get_scale(), torch.equal(*weights))
+"""
+
+
+def test_a_gradient_pipeline_is_kept_from_one_training_to_the_next(tmp_path: Path) -> None:
+    """And leaves out the scale of mixed precision, here powers of two that change nothing else; without DDP it is refused."""
+    named = {"GEMINI_RUN_ID": f"{os.getpid()}-{tmp_path.name}", "GEMINI_HOST_ID": "lone", "GEMINI_LOG_DIR": str(tmp_path)}
+    try:
+        command = [sys.executable, "-X", "warm", "-c", PIPELINE]
+        done = subprocess.run(command, cwd=tmp_path, env=os.environ | named, capture_output=True, text=True, timeout=120)
+    finally:
+        end_agent(named["GEMINI_RUN_ID"], "lone")
+    assert done.returncode == 0, done.stderr
+    refused, twice, scaled = [line for line in done.stdout.splitlines() if line.startswith(("REFUSED", "TWICE", "SCALED"))]
+    assert "gradient_pipeline=) is for a Trainer on DistributedDataParallel, and this one trains a Net in 1 processes" in refused
+    assert twice == "TWICE: 4 True"
+    assert scaled == "SCALED: 64.0 True"

@@ -6,6 +6,7 @@ Usage under ``gemini run``: elastic_case.py FILE EPOCHS, as `train` has them.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import time
@@ -37,6 +38,9 @@ class Case:
     draws: bool = False  # samples have noise
     kind: str = "dealt"  # of the loader
     pause: float = 0.0  # seconds after each step
+    later: int = 0  # micro-batches of a step that a hook sets in the second epoch; 0: none does
+    checkpoint: str | None = None  # to begin with
+    saved: str | None = None  # the checkpoint to make at the end
     options: dict[str, Any] = field(default_factory=lambda: {"elastic": "batch", "interval": 1})
 
 
@@ -166,12 +170,26 @@ class Stopped(Exception):
 def fit(case: Case, out: str, until: int) -> dict[str, Any]:
     """Does as `train`, by Lightning's Trainer."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"told": []}
+
+    class Noting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found["told"].append(record.getMessage())
+
+    logging.getLogger("gemini_ft").addHandler(Noting(logging.WARNING))
 
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = Net()
+            self.world = 0
+
+        def on_fit_start(self) -> None:
+            self.world = self.trainer.world_size
+
+        def on_train_epoch_start(self) -> None:
+            if case.later and self.trainer.current_epoch == 1:
+                self.trainer.accumulate_grad_batches = case.later
 
         def training_step(self, batch: Any, number: int) -> torch.Tensor:
             ids, numbers = batch
@@ -189,6 +207,8 @@ def fit(case: Case, out: str, until: int) -> dict[str, Any]:
             if self.trainer.global_step == until:
                 assert strategy.checkpointer is not None
                 strategy.checkpointer.flush()
+                if case.saved is not None:
+                    self.trainer.save_checkpoint(case.saved)
                 raise Stopped
 
         def configure_optimizers(self) -> Any:
@@ -210,9 +230,14 @@ def fit(case: Case, out: str, until: int) -> dict[str, Any]:
         **quiet,
     )
     with contextlib.suppress(Stopped):
-        trainer.fit(module, DataLoader(Numbers(), BATCH, shuffle=True, num_workers=case.workers))
+        trainer.fit(module, DataLoader(Numbers(), BATCH, shuffle=True, num_workers=case.workers), ckpt_path=case.checkpoint)
     weights = [value for param in module.parameters() for value in param.flatten().tolist()]
-    return found | {"accumulation": trainer.accumulate_grad_batches, "weights": weights, "epoch": trainer.current_epoch}
+    return found | {
+        "accumulation": trainer.accumulate_grad_batches,
+        "world": module.world,
+        "weights": weights,
+        "epoch": trainer.current_epoch,
+    }
 
 
 if __name__ == "__main__":

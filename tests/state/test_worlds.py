@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 import gemini_ft
 from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError, StateError, UnsupportedStateError, WorldSizeError
-from gemini_ft.lightning.trainer_loops import refuse_batches
+from gemini_ft.lightning.trainer_loops import carry_over, refuse_batches
 from gemini_ft.loaders.stripes import why_undivided
 from gemini_ft.state import iterators
 from gemini_ft.state.iterators import Resumption
@@ -136,13 +136,37 @@ def test_a_step_of_other_micro_batches_is_refused() -> None:
     loader = gemini_ft.resumable(loader_of(Case(), 0, 2))
     batches = iter(loader)
     next(batches)
-    with pytest.raises(StateError, match="after 1 batches of the epoch, where each step is to take 2"):
+    with pytest.raises(StateError, match="after 1 more batches, at batch 1 of the epoch, where each step is to take 2"):
         check_step([loader], 2)
     next(batches)
     check_step([loader, object()], 2)
     for _ in batches:
         pass
     check_step([loader], 5)
+
+
+def test_a_step_of_twice_as_many_micro_batches_is_refused() -> None:
+    """Those of an epoch's end may be fewer, and a loop that is resumed counts from where it goes on."""
+    loader = gemini_ft.resumable(loader_of(Case(), 0, 2))
+    batches = iter(loader)
+    next(batches)
+    check_step([loader], 1)
+    next(batches)
+    position = loader.state_dict()
+    next(batches)
+    with pytest.raises(StateError, match="after 2 more batches, at batch 3 of the epoch, where each step is to take 1"):
+        check_step([loader], 1)
+    resumed = gemini_ft.resumable(loader_of(Case(), 0, 2))
+    resumed.load_state_dict(position)
+    for taken, _ in enumerate(resumed, 3):
+        if taken % 5 == 2:
+            check_step([resumed], 5)
+        if taken == 18:
+            check_step([resumed], 5)
+            with pytest.raises(StateError, match="after 0 more batches, at batch 18"):
+                check_step([resumed], 5)
+    for _ in resumed:
+        check_step([resumed], 1)
 
 
 def test_a_global_batch_that_does_not_divide_is_refused_with_the_numbers_that_do() -> None:
@@ -175,11 +199,76 @@ def test_a_trainer_that_counts_batches_of_its_own_is_refused() -> None:
         "val_check_interval": 1.0,
         "check_val_every_n_epoch": 1,
         "reload_dataloaders_every_n_epochs": 0,
+        "strategy": SimpleNamespace(lr_scheduler_configs=[SimpleNamespace(interval="step", frequency=1)]),
     }
     refuse_batches(SimpleNamespace(**usual))
-    for changes in ({"limit_train_batches": 5}, {"val_check_interval": 0.5}, {"check_val_every_n_epoch": None}, {"overfit_batches": 1}):
+    often = SimpleNamespace(lr_scheduler_configs=[SimpleNamespace(interval="step", frequency=3)])
+    each: list[dict[str, Any]] = [
+        {"limit_train_batches": 5},
+        {"limit_train_batches": 1},
+        {"val_check_interval": 0.5},
+        {"val_check_interval": 1},
+        {"check_val_every_n_epoch": None},
+        {"overfit_batches": 1},
+        {"strategy": often},
+    ]
+    for changes in each:
         with pytest.raises(ConfigError, match=r"number of batches changes with the number of ranks, which .* cannot follow"):
             refuse_batches(SimpleNamespace(**usual | changes))
+
+
+def test_counts_of_batches_follow_another_number_of_ranks_alone() -> None:
+    """A script that gives another accumulate_grad_batches is given the snapshot's, as without elastic."""
+
+    def snapshot() -> dict[str, Any]:
+        progress = {"current": {"ready": 6, "processed": 6}, "total": {"ready": 42, "processed": 42}}
+        loops = {"accumulate_grad_batches": 2, "cycles": (6, [])}
+        return {"loops": loops, "checkpoint": {"loops": {"fit_loop": {"epoch_loop.batch_progress": progress}}}}
+
+    trainer, found = SimpleNamespace(accumulate_grad_batches=4), snapshot()
+    assert carry_over(trainer, found, None) == trainer.accumulate_grad_batches == 2
+    assert found == snapshot()
+    assert carry_over(trainer, found, Resize(then=3, now=2, rank=0)) == trainer.accumulate_grad_batches == 3
+    progress = found["checkpoint"]["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    assert (progress["current"]["ready"], progress["total"]["processed"]) == (9, 63)
+    assert found["loops"] == {"accumulate_grad_batches": 3, "cycles": (9, [])}
+    with pytest.raises(WorldSizeError, match="3 micro-batches of a step on each of 3 ranks"):
+        carry_over(trainer, found, Resize(then=3, now=2, rank=0))
+
+
+class Drawing(Numbers):
+    """Samples with noise of a generator of the dataset's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.rand((), generator=self.generator)
+
+
+def test_ranks_that_take_over_one_rank_draw_apart() -> None:
+    """From numpy's generator too, which takes 32 bits of a seed; and a new rank keeps the generators of its own dataset."""
+
+    def loader(rank: int, world: int) -> Any:
+        data = Drawing()
+        return gemini_ft.resumable(DataLoader(data, 2, sampler=DistributedSampler(data, world, rank)))
+
+    alone = loader(0, 1)
+    batches = iter(alone)
+    for _ in range(6):
+        next(batches)
+    positions = []
+    for rank in range(3):
+        iterators.resumption = Resumption(resize=Resize(then=1, now=3, rank=rank))
+        loaders = loader(rank, 3)
+        loaders.load_state_dict(alone.state_dict())
+        positions.append(loaders.state_dict())
+    numpy_states = {str(position["begin"]["random"][2]) for position in positions}
+    assert len(numpy_states) == 3
+    for name in ("begin", "now", "sampler"):
+        kept = [any("dataset" in path for path in position[name]["generators"]) for position in positions]
+        assert kept == [True, False, False], name
 
 
 def test_state_that_differs_between_ranks_is_refused() -> None:
