@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gemini_ft.core.words import named
 from gemini_ft.errors import ReplayError
 from gemini_ft.state.replicas import tensor_digest
-from gemini_ft.state.rng import rng_state, set_rng_state
+from gemini_ft.state.rng import EveryGenerator, is_generator
 from gemini_ft.state.tensors import version_of
 
 _log = logging.getLogger("gemini_ft")
@@ -69,20 +69,22 @@ class _Call:
     """An outermost call of a module under training, as it is made again.
 
     Attributes:
+        generators: those that modules have as attributes, and those among the arguments.
         grads: place among the tensors of the output -> the gradient that the loss gave it.
     """
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    rng: dict[str, Any]
+    generators: list[Any]
+    rng: EveryGenerator
     held: list[_Held]
     autocasts: list[dict[str, Any]]
     grads: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def again(self) -> list[torch.Tensor]:
         """The output's tensors, computed from what was there at the first time."""
-        set_rng_state(self.rng)
+        self.rng.put_back()
         for held in self.held:
             held.put_back()
         with contextlib.ExitStack() as stack:
@@ -184,7 +186,10 @@ class Replay:
             self._calls, self._gradients = [], {}
         held = [_Held(part) for part in module.modules()]
         args, kwargs = tree_map(_detached, args), tree_map(_detached, kwargs)
-        self._open = _Call(module=module, args=args, kwargs=kwargs, rng=rng_state(), held=held, autocasts=_autocasts())
+        values = [*tree_leaves((args, kwargs)), *(value for part in module.modules() for value in vars(part).values())]
+        generators = [value for value in values if is_generator(value)]
+        rng = EveryGenerator(generators)
+        self._open = _Call(module=module, args=args, kwargs=kwargs, generators=generators, rng=rng, held=held, autocasts=_autocasts())
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_passive or not self._depth:  # it was armed inside this call
@@ -268,12 +273,13 @@ class Replay:
             self._raises(found)
 
     def _repeated(self, again: Callable[[], Bits]) -> Bits:
-        after, self._is_repeating = rng_state(), True
+        after = EveryGenerator(generator for call in self._calls for generator in call.generators)
+        self._is_repeating = True
         try:
             return again()
         finally:
             self._is_repeating = False
-            set_rng_state(after)
+            after.put_back()
 
     def _leave_out(self, names: set[str]) -> None:
         """Compares no longer what cannot be repeated; told the same on all ranks, as one that left out less would name others."""
