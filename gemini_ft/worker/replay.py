@@ -200,7 +200,10 @@ class Replay:
             return
         self._open = None
         for index, tensor in enumerate(_outputs(output)):
-            tensor.register_hook(partial(call.grads.__setitem__, index))  # type: ignore[no-untyped-call]
+            if (node := tensor.grad_fn) is None:
+                tensor.register_hook(partial(call.grads.__setitem__, index))  # type: ignore[no-untyped-call]
+            else:  # behind all hooks of the tensor: DeepSpeed's, which come later, divide by the number of micro-batches
+                node.register_prehook(partial(_note_gradient, call.grads, index, tensor.output_nr))
         self._calls.append(call)
 
     @property
@@ -389,6 +392,12 @@ def _detached(value: Any) -> Any:
 
 
 def _autocasts() -> list[dict[str, Any]]:
+def _note_gradient(grads: dict[int, torch.Tensor], index: int, number: int, incoming: tuple[torch.Tensor | None, ...]) -> None:
+    """A hook of what has computed an output: notes the gradient of its result ``number``, where there is one."""
+    if (grad := incoming[number]) is not None:
+        grads[index] = grad
+
+
     kinds = {"cpu", accelerator.type} if (accelerator := torch.accelerator.current_accelerator()) is not None else {"cpu"}
     return [
         {"device_type": kind, "dtype": torch.get_autocast_dtype(kind), "cache_enabled": torch.is_autocast_cache_enabled()}
