@@ -144,6 +144,9 @@ class Replay:
                     self._follow(name, param)
         for optimizer in optimizers:
             self._resting |= {
+            for number, group in enumerate(optimizer.param_groups):  # DeepSpeed steps with one group at a time in their place
+                for index, param in enumerate(group["params"]):
+                    self._names.setdefault(id(param), f"parameter {index} of group {number}")
                 name: (tensor, version_of(tensor), tensor_digest(tensor)) for name, tensor in _tensors(optimizer, self._names)
             }
             update = _Update(self, optimizer)
