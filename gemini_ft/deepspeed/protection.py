@@ -180,7 +180,7 @@ class Protection:
 
     def begins(self) -> None:
         """Records that the next iteration's forward pass is about to begin."""
-        if not self.deferred:
+        if not self.deferred and not self._closed:
             self._border.passed()
 
     def moment(self) -> dict[str, Any]:

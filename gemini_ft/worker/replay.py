@@ -111,6 +111,7 @@ class Replay:
     ) -> None:
         self._exchange, self._at_rest, self._raises = exchange, at_rest, raises
         self._hooks: list[Any] = []
+        self._armings = 0
         self._left_out: set[str] = set()  # results that could not be repeated: the same on all ranks
         self._is_repeating = False
         self._forget()
@@ -134,7 +135,7 @@ class Replay:
         self.disarm()
         for label, model in models.items():
             for prefix, module in _callable_modules(model, label):
-                self._hooks.append(module.register_forward_pre_hook(partial(self._enter, prefix), with_kwargs=True))
+                self._hooks.append(module.register_forward_pre_hook(partial(self._enter, self._armings, prefix), with_kwargs=True))
                 self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
             for name, param in model.named_parameters(prefix=label):
                 self._names[id(param)] = name
@@ -143,10 +144,10 @@ class Replay:
                 elif param.requires_grad:
                     self._follow(name, param)
         for optimizer in optimizers:
-            self._resting |= {
             for number, group in enumerate(optimizer.param_groups):  # DeepSpeed steps with one group at a time in their place
                 for index, param in enumerate(group["params"]):
                     self._names.setdefault(id(param), f"parameter {index} of group {number}")
+            self._resting |= {
                 name: (tensor, version_of(tensor), tensor_digest(tensor)) for name, tensor in _tensors(optimizer, self._names)
             }
             update = _Update(self, optimizer)
@@ -158,6 +159,7 @@ class Replay:
 
     def disarm(self) -> None:
         """Ends the check, as the iteration has ended."""
+        self._armings += 1
         self._forget()
 
     # -- the first time
@@ -176,8 +178,8 @@ class Replay:
         if param.grad is not None and not self._is_repeating:
             self._shards[name] = param, version_of(param.grad), tensor_digest(param.grad)
 
-    def _enter(self, prefix: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_passive:
+    def _enter(self, arming: int, prefix: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if self._is_passive or kwargs is None or arming != self._armings:  # it was removed by another hook of this very call
             return
         self._depth += 1
         for name, param in module.named_parameters(prefix=prefix):  # FSDP2 has put them together just now
@@ -390,17 +392,17 @@ def _outputs(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
-def _detached(value: Any) -> Any:
-    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
-
-
-def _autocasts() -> list[dict[str, Any]]:
 def _note_gradient(grads: dict[int, torch.Tensor], index: int, number: int, incoming: tuple[torch.Tensor | None, ...]) -> None:
     """A hook of what has computed an output: notes the gradient of its result ``number``, where there is one."""
     if (grad := incoming[number]) is not None:
         grads[index] = grad
 
 
+def _detached(value: Any) -> Any:
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
+def _autocasts() -> list[dict[str, Any]]:
     kinds = {"cpu", accelerator.type} if (accelerator := torch.accelerator.current_accelerator()) is not None else {"cpu"}
     return [
         {"device_type": kind, "dtype": torch.get_autocast_dtype(kind), "cache_enabled": torch.is_autocast_cache_enabled()}
