@@ -82,6 +82,13 @@ class _Protected:
 
 
 class _ProtectedEngine(_Protected):
+    module: Any
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        if self.module.training:  # before torch has put the hooks of this call together: those of `verify: replay` come now
+            self.gemini.begins()
+        return super().forward(*arguments, **named)  # type: ignore[misc]
+
     def step(self, *arguments: Any, **named: Any) -> Any:
         result = super().step(*arguments, **named)  # type: ignore[misc]
         self.gemini.stepped()

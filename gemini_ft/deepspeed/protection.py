@@ -18,11 +18,11 @@ from gemini_ft.deepspeed.gradients import EngineGradients
 from gemini_ft.deepspeed.partitions import base_optimizer, has_gradients
 from gemini_ft.deepspeed.several import engines
 from gemini_ft.deepspeed.state import EngineState
-from gemini_ft.deepspeed.versions import put_back_trackers, rng_trackers
+from gemini_ft.deepspeed.versions import put_back_trackers
 from gemini_ft.state.gradients import GradientState
 from gemini_ft.state.iterators import unkept
 from gemini_ft.state.left_out import left_out
-from gemini_ft.state.rng import rng_state, take_rng_state
+from gemini_ft.state.rng import rng_state, rng_trackers, take_rng_state
 from gemini_ft.worker.attempt import never_stay, next_name
 
 _log = logging.getLogger("gemini_ft")
@@ -180,7 +180,7 @@ class Protection:
 
     def begins(self) -> None:
         """Records that the next iteration's forward pass is about to begin."""
-        if not self.deferred:
+        if not self.deferred and not self._closed:
             self._border.passed()
 
     def moment(self) -> dict[str, Any]:

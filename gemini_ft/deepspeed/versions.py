@@ -7,7 +7,6 @@ its own (``loss_scale_config``); before, it is spread over attributes of the opt
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -20,10 +19,10 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from packaging.version import Version
 
 from gemini_ft.errors import UnsupportedStateError
+from gemini_ft.state.rng import rng_trackers
 
 _log = logging.getLogger("gemini_ft")
 _OLDEST, _FIRST_UNKNOWN = "0.18.6", "0.20"
-_TRACKERS = ("deepspeed.runtime.activation_checkpointing.checkpointing", "megatron.core.tensor_parallel.random")
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_unmanaged_backward_count")
 
 
@@ -57,12 +56,6 @@ def manages_accumulation(engine: Any) -> bool:
     """Whether the engine decides by itself which backward pass ends an accumulation; older versions always do."""
     asked = getattr(engine, "managed_gradient_accumulation", None)
     return asked is None or bool(asked())
-
-
-def rng_trackers() -> dict[str, Any]:
-    """The trackers of generators that model-parallel layers draw from, DeepSpeed's and Megatron's, by their modules."""
-    found = {name: getattr(sys.modules.get(name), "get_cuda_rng_tracker", None) for name in _TRACKERS}
-    return {name: tracker() for name, tracker in found.items() if tracker is not None}
 
 
 def put_back_trackers(saved: Mapping[str, Mapping[str, Any]]) -> None:

@@ -10,7 +10,8 @@ import array
 import contextlib
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from gemini_ft.state.script import script_modules
 Randomness = tuple[Any, ...]
 
 _CLOSED = (str, bytes, int, float, type, torch.Tensor, np.ndarray)
+_TRACKERS = ("deepspeed.runtime.activation_checkpointing.checkpointing", "megatron.core.tensor_parallel.random")
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -183,12 +185,46 @@ class GivenGenerator:
 
     def __init__(self, generator: Any) -> None:
         self.generator = generator
+        _given.add(self)
 
     def state_dict(self) -> dict[str, Any]:
         return {"generator": _state_of(self.generator)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         _set_state_of(self.generator, _state_of(state) if is_generator(state) else state["generator"])
+
+
+_given: weakref.WeakSet[GivenGenerator] = weakref.WeakSet()
+
+
+def rng_trackers() -> dict[str, Any]:
+    """The trackers of generators that model-parallel layers draw from, DeepSpeed's and Megatron's, by their modules."""
+    found = {name: getattr(sys.modules.get(name), "get_cuda_rng_tracker", None) for name in _TRACKERS}
+    return {name: tracker() for name, tracker in found.items() if tracker is not None}
+
+
+class EveryGenerator:
+    """The states of all that a call of a model may draw from, as they are now: `rng_state`, tracked generators and given ones.
+
+    Args:
+        further: generators beside these.
+    """
+
+    def __init__(self, further: Iterable[Any] = ()) -> None:
+        self._process = rng_state()
+        self._tracked = [(tracker, {**tracker.get_states()}) for tracker in rng_trackers().values()]
+        held = [state for _, states in self._tracked for state in states.values() if is_generator(state)]
+        others = [*held, *(each.generator for each in _given), *further]
+        self._others = {str(number): generator for number, generator in enumerate(others)}
+        self._states = _readable(self._others)
+
+    def put_back(self) -> None:
+        """Gives them these states again."""
+        set_rng_state(self._process)
+        for tracker, states in self._tracked:
+            if states:  # none has been added: there is nothing to draw from
+                tracker.set_states({**states})
+        set_generator_states(self._others, self._states)
 
 
 def private_generators(**roots: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gemini_ft.core.words import named
 from gemini_ft.errors import ReplayError
 from gemini_ft.state.replicas import tensor_digest
-from gemini_ft.state.rng import rng_state, set_rng_state
+from gemini_ft.state.rng import EveryGenerator, is_generator
 from gemini_ft.state.tensors import version_of
 
 _log = logging.getLogger("gemini_ft")
@@ -69,20 +69,22 @@ class _Call:
     """An outermost call of a module under training, as it is made again.
 
     Attributes:
+        generators: those that modules have as attributes, and those among the arguments.
         grads: place among the tensors of the output -> the gradient that the loss gave it.
     """
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    rng: dict[str, Any]
+    generators: list[Any]
+    rng: EveryGenerator
     held: list[_Held]
     autocasts: list[dict[str, Any]]
     grads: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def again(self) -> list[torch.Tensor]:
         """The output's tensors, computed from what was there at the first time."""
-        set_rng_state(self.rng)
+        self.rng.put_back()
         for held in self.held:
             held.put_back()
         with contextlib.ExitStack() as stack:
@@ -109,6 +111,7 @@ class Replay:
     ) -> None:
         self._exchange, self._at_rest, self._raises = exchange, at_rest, raises
         self._hooks: list[Any] = []
+        self._armings = 0
         self._left_out: set[str] = set()  # results that could not be repeated: the same on all ranks
         self._is_repeating = False
         self._forget()
@@ -132,7 +135,7 @@ class Replay:
         self.disarm()
         for label, model in models.items():
             for prefix, module in _callable_modules(model, label):
-                self._hooks.append(module.register_forward_pre_hook(partial(self._enter, prefix), with_kwargs=True))
+                self._hooks.append(module.register_forward_pre_hook(partial(self._enter, self._armings, prefix), with_kwargs=True))
                 self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
             for name, param in model.named_parameters(prefix=label):
                 self._names[id(param)] = name
@@ -141,6 +144,9 @@ class Replay:
                 elif param.requires_grad:
                     self._follow(name, param)
         for optimizer in optimizers:
+            for number, group in enumerate(optimizer.param_groups):  # DeepSpeed steps with one group at a time in their place
+                for index, param in enumerate(group["params"]):
+                    self._names.setdefault(id(param), f"parameter {index} of group {number}")
             self._resting |= {
                 name: (tensor, version_of(tensor), tensor_digest(tensor)) for name, tensor in _tensors(optimizer, self._names)
             }
@@ -153,6 +159,7 @@ class Replay:
 
     def disarm(self) -> None:
         """Ends the check, as the iteration has ended."""
+        self._armings += 1
         self._forget()
 
     # -- the first time
@@ -171,8 +178,8 @@ class Replay:
         if param.grad is not None and not self._is_repeating:
             self._shards[name] = param, version_of(param.grad), tensor_digest(param.grad)
 
-    def _enter(self, prefix: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_passive:
+    def _enter(self, arming: int, prefix: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if self._is_passive or kwargs is None or arming != self._armings:  # it was removed by another hook of this very call
             return
         self._depth += 1
         for name, param in module.named_parameters(prefix=prefix):  # FSDP2 has put them together just now
@@ -184,7 +191,10 @@ class Replay:
             self._calls, self._gradients = [], {}
         held = [_Held(part) for part in module.modules()]
         args, kwargs = tree_map(_detached, args), tree_map(_detached, kwargs)
-        self._open = _Call(module=module, args=args, kwargs=kwargs, rng=rng_state(), held=held, autocasts=_autocasts())
+        values = [*tree_leaves((args, kwargs)), *(value for part in module.modules() for value in vars(part).values())]
+        generators = [value for value in values if is_generator(value)]
+        rng = EveryGenerator(generators)
+        self._open = _Call(module=module, args=args, kwargs=kwargs, generators=generators, rng=rng, held=held, autocasts=_autocasts())
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_passive or not self._depth:  # it was armed inside this call
@@ -195,7 +205,10 @@ class Replay:
             return
         self._open = None
         for index, tensor in enumerate(_outputs(output)):
-            tensor.register_hook(partial(call.grads.__setitem__, index))  # type: ignore[no-untyped-call]
+            if (node := tensor.grad_fn) is None:
+                tensor.register_hook(partial(call.grads.__setitem__, index))  # type: ignore[no-untyped-call]
+            else:  # behind all hooks of the tensor: DeepSpeed's, which come later, divide by the number of micro-batches
+                node.register_prehook(partial(_note_gradient, call.grads, index, tensor.output_nr))
         self._calls.append(call)
 
     @property
@@ -268,12 +281,13 @@ class Replay:
             self._raises(found)
 
     def _repeated(self, again: Callable[[], Bits]) -> Bits:
-        after, self._is_repeating = rng_state(), True
+        after = EveryGenerator(generator for call in self._calls for generator in call.generators)
+        self._is_repeating = True
         try:
             return again()
         finally:
             self._is_repeating = False
-            set_rng_state(after)
+            after.put_back()
 
     def _leave_out(self, names: set[str]) -> None:
         """Compares no longer what cannot be repeated; told the same on all ranks, as one that left out less would name others."""
@@ -376,6 +390,12 @@ def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _outputs(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def _note_gradient(grads: dict[int, torch.Tensor], index: int, number: int, incoming: tuple[torch.Tensor | None, ...]) -> None:
+    """A hook of what has computed an output: notes the gradient of its result ``number``, where there is one."""
+    if (grad := incoming[number]) is not None:
+        grads[index] = grad
 
 
 def _detached(value: Any) -> Any:

@@ -109,7 +109,8 @@ def test_generators_that_are_tracked_later_can_still_be_added(caplog: pytest.Log
     """A tracker refuses a name that it has; and those that the snapshot lacks stay."""
     import deepspeed
 
-    from gemini_ft.deepspeed.versions import put_back_trackers, rng_trackers
+    from gemini_ft.deepspeed.versions import put_back_trackers
+    from gemini_ft.state.rng import rng_trackers
 
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     tracker = deepspeed.checkpointing.get_cuda_rng_tracker()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from gemini_ft.errors import ReplayError
+from gemini_ft.state.rng import GivenGenerator
 from gemini_ft.state.tensors import every_optimizer
 from gemini_ft.testing import digest
 from gemini_ft.worker.replay import Replay
@@ -92,6 +95,43 @@ class CountsCalls(nn.Module):
         return out
 
 
+class Tracker:
+    """Generators that layers draw from, as Megatron's tracker has them."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, Any] = {"drops": torch.Generator(), "masks": torch.Generator().get_state()}
+
+    def get_states(self) -> dict[str, Any]:
+        return dict(self.states)
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        self.states = states
+
+
+class DrawsFromAll(nn.Module):
+    """Draws from a generator of its own, from one that was given to be kept, and from tracked ones."""
+
+    def __init__(self, given: GivenGenerator, tracker: Tracker) -> None:
+        super().__init__()
+        self.layer, self.own, self.given, self.tracker = EightWide(), torch.Generator(), given, tracker
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.Generator()
+        mask.set_state(self.tracker.states["masks"])
+        for generator in (self.own, self.given.generator, self.tracker.states["drops"], mask):
+            x = x + torch.randn(8, generator=generator)
+        self.tracker.states["masks"] = mask.get_state()
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+class DrawsFromArgument(EightWide):
+    """Draws from the generator that it is called with."""
+
+    def forward(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x + torch.randn(8, generator=generator))
+
+
 def clamping(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     with torch.no_grad():
         for param in optimizer.param_groups[0]["params"]:
@@ -127,7 +167,7 @@ def alone() -> Replay:
 def trained(
     make: Callable[[Any], Optimizer],
     replay: Replay | None,
-    kind: type[nn.Module] = EightWide,
+    kind: Callable[[], nn.Module] = EightWide,
     *,
     scaled: bool = False,
     closure: bool = False,
@@ -189,6 +229,55 @@ def test_checks_change_nothing_that_the_training_computes(kind: str, way: str, c
 def test_what_calls_leave_in_modules_is_there_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     assert trained(MAKERS[kind], alone(), CountsCalls) == trained(MAKERS[kind], None, CountsCalls)
     assert not [record for record in caplog.records if record.name == "gemini_ft"], caplog.text
+
+
+def test_generators_of_modules_given_ones_and_tracked_ones_go_on_as_without_checks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def outcome(replay: Replay | None) -> list[Any]:
+        given, tracker, module = GivenGenerator(torch.Generator()), Tracker(), ModuleType("random")
+        vars(module)["get_cuda_rng_tracker"] = lambda: tracker
+        monkeypatch.setitem(sys.modules, "megatron.core.tensor_parallel.random", module)
+        result = trained(MAKERS["adam"], replay, partial(DrawsFromAll, given, tracker))
+        return [result, digest([given.generator.get_state(), tracker.states["drops"].get_state(), tracker.states["masks"]])]
+
+    assert outcome(alone()) == outcome(None)
+    assert not [record for record in caplog.records if record.name == "gemini_ft"], caplog.text
+
+
+def test_a_generator_among_the_arguments_goes_on_as_without_checks() -> None:
+    def outcome(replay: Replay | None) -> list[int]:
+        generator, model = torch.Generator(), DrawsFromArgument()
+        optimizer = Adam(model.parameters(), lr=1e-2)
+        if replay is not None:
+            replay.arm({"model": model}, [optimizer])
+        model(torch.ones(4, 8), generator).square().mean().backward()
+        optimizer.step()
+        return generator.get_state().tolist()
+
+    assert outcome(alone()) == outcome(None)
+
+
+def test_a_hook_that_comes_after_the_call_and_scales_the_gradient_of_its_output_is_no_difference(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, replay = EightWide(), alone()
+    optimizer = Adam(model.parameters(), lr=1e-2)
+    replay.arm({"model": model}, [optimizer])
+    out = model(torch.randn(4, 8))
+    out.register_hook(lambda grad: grad / 2)
+    out.square().mean().backward()
+    optimizer.step()
+    assert not [record for record in caplog.records if record.name == "gemini_ft"], caplog.text
+
+
+def test_what_one_hook_of_a_call_disarms_another_one_does_not_record() -> None:
+    model, replay = nn.Sequential(EightWide()), alone()
+    model.register_forward_pre_hook(lambda *_: replay.disarm())
+    optimizer = Adam(model.parameters(), lr=1e-2)
+    replay.arm({"model": model}, [optimizer])
+    model(torch.randn(4, 8))
+    assert not model[0].weight._backward_hooks
 
 
 def together() -> list[Replay]:
