@@ -32,7 +32,10 @@ def test_a_count_of_its_own_is_captured_although_the_loop_sets_a_variable_of_tha
     collate = counting()
     attributes = Attributes({"collate": collate})
     step = 0
-    reads = lambda: step  # noqa: E731
+
+    def reads() -> int:
+        return step
+
     for step in range(3):
         collate((step, reads()))
     assert kept(attributes) == {"step": 3}
@@ -97,6 +100,8 @@ def test_objects_and_containers_are_left_alone() -> None:
 
 def test_a_variable_that_is_unset_or_of_another_kind_stays_so() -> None:
     def variables() -> tuple[Callable[[], Any], Callable[[Any], None], Callable[[], None]]:
+        late: Any = 1
+
         def read() -> Any:
             return late
 
@@ -108,7 +113,6 @@ def test_a_variable_that_is_unset_or_of_another_kind_stays_so() -> None:
             nonlocal late
             del late
 
-        late = 1
         return read, put, clear
 
     read, put, clear = variables()
