@@ -184,7 +184,8 @@ def is_fixed(value: Any) -> bool:
     """Whether a value is small and cannot change itself: a number, a text of at most 1000 characters, None, or a tuple of these."""
     if type(value) is tuple:
         return len(value) <= FEW and all(map(is_fixed, value))
-    return type(value) in _NUMBERS or is_a(value, (np.number, np.bool_)) or (type(value) in (str, bytes) and len(value) <= _SHORT)
+    is_numpys = is_a(value, (np.number, np.bool_)) and type(value).__module__ == "numpy"
+    return is_numpys or type(value) in _NUMBERS or (type(value) in (str, bytes) and len(value) <= _SHORT)
 
 
 def parts_of(item: Any, most: int = FEW) -> list[tuple[Any, Any]]:

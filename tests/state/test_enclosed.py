@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import random
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from gemini_ft.state.fields import Enclosed
 from gemini_ft.state.remembered import Attributes
@@ -74,6 +77,20 @@ def made() -> tuple[Callable[[], Any], Callable[[], Any]]:
 
 def test_the_loops_variable_is_its_own_where_the_function_that_made_both_is_over() -> None:
     assert made()[1]() == {"epoch"}
+
+
+def test_a_function_under_way_is_taken_apart_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be long, and transformers' Trainer asks at every step."""
+    epoch, taken_apart, instructions = 0, list[Any](), dis.get_instructions
+
+    def collate() -> int:
+        return epoch
+
+    monkeypatch.setattr(dis, "get_instructions", lambda code: [taken_apart.append(code), *instructions(code)][1:])  # type: ignore[func-returns-value]
+    for epoch in range(3):
+        assert set_later()(collate) == {"epoch"}  # type: ignore[arg-type]
+        assert collate() == epoch
+    assert len(taken_apart) == len(set(taken_apart))
 
 
 def test_objects_and_containers_are_left_alone() -> None:
