@@ -331,8 +331,8 @@ class Checkpointer:
             before=self._bound if self._recorder is not None and self._has_begun and isinstance(self._bound, PlainState) else None,
         )
         self.bind_state(state)
-        if self._recorder is not None and not self._has_begun:  # Fabric names the models when the script loads or saves for the first time
-            self._find_gradients()
+        if self._recorder is not None and not (self._has_begun or self._was_bound_at_open):
+            self._find_gradients()  # Fabric names the models when the script loads or saves for the first time
         for wrapper in self._wrapped.values():
             ddp.frozen_at_first(wrapper)
         others = [value for value in self._stateful.values() if isinstance(value, torch.optim.Optimizer)]
