@@ -143,6 +143,7 @@ class Checkpointer:
         self._bound: BoundState = PlainState({}, ())
         self._state: TrainingState = self._bound  # with the gradients', if there are any
         self._gradients: GradientState | None = None
+        self._was_bound_at_open = False  # to models, and there was nothing to resume
         self._reporter: FiguresReporter | None = None
         self._recorder: Recorder | None = None
         self._state_extras: dict[int, Any] = {}  # of the resumed snapshot, by rank, until load_tensors
@@ -291,6 +292,7 @@ class Checkpointer:
         notes.step = 0 if plan.version is None else plan.version.iteration
         if plan.version is None:
             self._find_gradients()
+            self._was_bound_at_open = bool(self._models)
             return None
         iterators.resumption = Resumption()
         self._iteration = self.stats.committed = plan.version.iteration
@@ -332,6 +334,8 @@ class Checkpointer:
             before=self._bound if self._recorder is not None and self._has_begun and isinstance(self._bound, PlainState) else None,
         )
         self.bind_state(state)
+        if self._recorder is not None and not (self._has_begun or self._was_bound_at_open):
+            self._find_gradients()  # Fabric names the models when the script loads or saves for the first time
         for wrapper in self._wrapped.values():
             ddp.frozen_at_first(wrapper)
         others = [value for value in self._stateful.values() if isinstance(value, torch.optim.Optimizer)]
@@ -648,7 +652,7 @@ class Checkpointer:
         refuse_data(loaders, strangers, self._joined.session.rank, self._joined.session.world_size)
 
     def _save(self, iteration: int, extras: Any) -> None:
-        self._find_gradients(is_late=True)
+        self._find_gradients(is_late=self._was_bound_at_open)
         if self.config.elastic:
             self._refuse_fixed()
             extras = extras | {"accumulation": self.accumulation}

@@ -19,10 +19,10 @@ from transformers.trainer_callback import ExportableState
 from gemini_ft.loaders.ahead import FetchedAhead, base_of, no_epoch
 from gemini_ft.loaders.loader import bookmark_of, make_resumable
 from gemini_ft.state.codec import is_exact
-from gemini_ft.state.fields import NO_FIELDS, fields_of
+from gemini_ft.state.fields import NO_FIELDS, Fields, enclosed_by, fields_of
 from gemini_ft.state.methods import set_by
 from gemini_ft.state.modes import Modes
-from gemini_ft.state.rng import GENERATORS, generator_states, private_generators, set_generator_states
+from gemini_ft.state.rng import GENERATORS, enclosed_generators, generator_states, private_generators, set_generator_states
 from gemini_ft.state.script import is_of_library, set_later
 from gemini_ft.state.values import ATOMS, MAPPINGS, SEQUENCES
 
@@ -147,7 +147,7 @@ class OwnAttributes:
         for name, item in self._items():
             vars(item).update(vars(self._views[name]))
         for name, item in self._behind():
-            fields_of(item).update({key: value for key, value in vars(self._views[name]).items() if value is not _LARGE})
+            _fields_of(item).update({key: value for key, value in vars(self._views[name]).items() if value is not _LARGE})
 
     def _look_again(self) -> None:
         self._look()
@@ -175,10 +175,11 @@ class OwnAttributes:
             for present, values in ((self._views[name], found), (self._holding[name], models)):
                 vars(present).clear()
                 vars(present).update(values)
+        later = functools.cache(set_later)
         for name, item in self._behind():
             view, small = self._views.setdefault(name, SimpleNamespace()), self._small.setdefault(name, set())
-            left = set_later() if isinstance(item, FunctionType) else ()
-            found = {key: value for key, value in fields_of(item).items() if key not in left}
+            left = later()(item) if isinstance(item, FunctionType) else ()
+            found = {key: value for key, value in {**_fields_of(item), **enclosed_generators(item)}.items() if key not in left}
             fields = {key: value for key, value in found.items() if type(value) in _PLAIN or is_exact(value)}
             small |= (now := {key for key, value in fields.items() if _is_small(value)})
             vars(view).clear()
@@ -195,7 +196,7 @@ class OwnAttributes:
                 count[kind.__name__] += 1
 
     def _behind(self) -> Iterator[tuple[str, Any]]:
-        """The script's own functions and objects that compute losses and metrics, and those in their attributes, or enclosed by them."""
+        """The script's own functions and objects that compute losses and metrics, those whose methods do, and those in their attributes."""
         seen = {id(item) for _, item in self._items()}
         level = [(name, getattr(self._trainer, name, None)) for name in _GIVEN]
         for _ in range(_DEPTH):
@@ -206,7 +207,7 @@ class OwnAttributes:
                 is_code = item is None or isinstance(item, (type, ModuleType, nn.Module, Trainer))
                 if is_code or type(item) in _PLAIN or id(item) in seen or is_of_library(type(item).__module__):
                     continue
-                if (fields := fields_of(item)) is not NO_FIELDS:
+                if (fields := _fields_of(item)) is not NO_FIELDS:
                     seen.add(id(item))
                     yield name, item
                     below += [(f"{name}.{key}", value) for key, value in fields.items()]
@@ -215,6 +216,14 @@ class OwnAttributes:
 
 _NO_MODULES: dict[str, Any] = {}
 _PLAIN = frozenset({*ATOMS, *SEQUENCES, *MAPPINGS, *GENERATORS, torch.Tensor, np.ndarray})
+
+
+def _fields_of(item: Any) -> Fields:
+    """The attributes of an object; of a function the fixed values that it encloses."""
+    if not isinstance(item, FunctionType):
+        return fields_of(item)
+    enclosed = enclosed_by(item)
+    return NO_FIELDS if enclosed is None else enclosed
 
 
 def _is_small(value: Any) -> bool:

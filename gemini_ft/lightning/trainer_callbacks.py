@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Set
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -117,7 +116,7 @@ def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module])
         f"callback.{index}.{name}": value  # the script's own function in one of Lightning's callbacks (LambdaCallback)
         for index, callback in enumerate(trainer.callbacks)
         for name, value in vars(callback).items()
-        if isinstance(value, FunctionType | MethodType | functools.partial) and f"callback.{index}" not in others
+        if isinstance(value, FunctionType) and f"callback.{index}" not in others
     }
     if trainer.datamodule is not None:
         others["datamodule"] = trainer.datamodule

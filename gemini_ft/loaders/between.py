@@ -136,13 +136,14 @@ class Between:
         return generator.get_state().numpy().tobytes()
 
     def name_doubtful(self, but: Collection[str]) -> None:
-        """Names, when an iteration begins, large lists and arrays that have changed since the first one began, but for some paths."""
+        """Names, when an iteration begins, what `LoaderParts.doubtful` finds, but for some paths."""
         self._name(
             [path for path in self._parts.doubtful() if path not in but],
-            "the loader of a %s has other elements in %s than when the first epoch began, and no snapshot can have that: if they are an "
-            "order, an epoch that is resumed after a failure may begin with another one. Shuffle a copy, made with a generator that is "
-            "seeded with the epoch, keep it small (a list of at most 64 entries, an array of at most 256 KiB), give the loader state_dict "
-            "and load_state_dict, or say with data_resume='skip' that batches do not depend on it",
+            "the loader of a %s has other elements in %s than when the first epoch began, and no snapshot can have that: an epoch that is "
+            "resumed after a failure may begin with those of the start. If they are an order, shuffle a copy, made with a generator that "
+            "is seeded with the epoch, or keep it small (a list of at most 64 entries, an array of at most 256 KiB). If they are numbers "
+            "that were given to what came, a vocabulary, make it before the training begins. Or give the loader state_dict and "
+            "load_state_dict, or say with data_resume='skip' that batches do not depend on it",
         )
 
     def _name(self, paths: list[str], text: str) -> None:

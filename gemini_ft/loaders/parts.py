@@ -89,7 +89,10 @@ class LoaderParts:
         self.born.give_back(then["attributes"], below, lost=False)
 
     def doubtful(self) -> list[str]:
-        """Paths of large lists and arrays whose elements have changed since the first call: of an order, or of a cache."""
+        """Paths of large lists and arrays whose elements have changed since the first call, and of vocabularies that have grown large.
+
+        What fills places that were empty, as a cache does, is not among them (`gemini_ft.state.values.fills`).
+        """
         now = {path: sample for path, value in self.born.not_plain() if (sample := sample_of(value)) is not None}
         if self._samples is None:
             self._samples = now

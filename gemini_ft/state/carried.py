@@ -201,8 +201,10 @@ def _parts(item: Any, variables: _Variables) -> list[tuple[Any, Any]] | None:
     if is_a(item, ModuleType):
         parts = [] if id(vars(item)) in variables.tables else [*vars(item).items()]
     elif is_a(item, FunctionType):  # variables of a closure, and defaults that are changed in place
-        shared = variables.found.keys() & {*item.__code__.co_freevars}
-        parts = [(name, part) for name, part in fields_of(item).items() if name not in shared]
+        code, defaults = item.__code__, item.__defaults__ or ()
+        cells = [(name, cell.cell_contents) for name, cell in zip(code.co_freevars, item.__closure__ or (), strict=True) if _is_full(cell)]
+        arguments = zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
+        parts = [(name, part) for name, part in cells if name not in variables.found] + [*arguments, *vars(item).items()]
     elif is_a(item, GeneratorType):
         parts = [*_Variables.of(item.gi_frame).items()] if item.gi_frame is not None else []
     elif is_a(item, (*_CONTAINERS, MethodType, functools.partial)):
@@ -286,6 +288,13 @@ def _is_below(path: str, found: Collection[str]) -> bool:
     """Whether an object on the way to ``path`` is among those found."""
     steps = path.split(".")
     return any(".".join(steps[:count]) in found for count in range(1, len(steps)))
+
+
+def _is_full(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # its variable has not been set yet
+        return False
 
 
 def _next_of(counter: Any) -> Any:

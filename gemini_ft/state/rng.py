@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from gemini_ft import accelerator
-from gemini_ft.state.fields import is_a, parts_of
+from gemini_ft.state.fields import enclosed_by, is_a, parts_of
 from gemini_ft.state.script import script_modules
 
 # (torch's bytes, (version, words, gauss) of `random`, numpy's: (name, words, position, has_gauss, gauss) of its usual generator; where
@@ -230,8 +230,9 @@ class EveryGenerator:
 def private_generators(**roots: Any) -> dict[str, Any]:
     """Generators that objects hold for themselves, by the path that leads to them from ``roots``.
 
-    Looks into attributes, lists, tuples, mappings, partials and what functions of the script enclose, six levels and two thousand objects
-    beside the roots deep: enough for datasets and chains of transforms. A generator that is created later, or hidden deeper, is not found.
+    Looks into attributes, lists, tuples, mappings and partials, six levels and two thousand objects beside the roots deep: enough for
+    datasets and chains of transforms. A generator that is created later, or hidden deeper, is not found. So are those that a function of
+    the script encloses, or has as defaults; other objects there are not looked into.
     """
     found: dict[str, Any] = {}
     seen = {id(torch.default_generator)}
@@ -246,9 +247,16 @@ def private_generators(**roots: Any) -> dict[str, Any]:
                 if is_generator(item):
                     found[path] = item
                 elif not is_a(item, _CLOSED):
-                    below += [(f"{path}.{name}", inner) for name, inner in parts_of(item)]
+                    parts = [*parts_of(item), *enclosed_generators(item).items()]
+                    below += [(f"{path}.{name}", inner) for name, inner in parts]
         level = below
     return found
+
+
+def enclosed_generators(item: Any) -> dict[str, Any]:
+    """The generators that a function of the script encloses, or has as defaults of its arguments, by name; none of anything else."""
+    enclosed = enclosed_by(item)
+    return {} if enclosed is None else {name: value for name, value in enclosed.values_of_all().items() if is_generator(value)}
 
 
 def generator_states(generators: Mapping[str, Any]) -> dict[str, Any]:

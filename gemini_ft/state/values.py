@@ -11,7 +11,7 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection
 from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -195,11 +195,21 @@ def _marked(value: Any, closely: bool, most: int) -> int:
     return hash((count, *inner, *(part for part in parts if type(part) in ATOMS)))
 
 
+class Numbered(NamedTuple):
+    """Says of a mapping that numbers its keys in their order that it has outgrown what can be kept.
+
+    Attributes:
+        entries: how many it has, and at least as many as can be kept.
+    """
+
+    entries: int
+
+
 def sample_of(value: Any) -> Any:
     """Some elements of a large list or array, by which it shows that they were exchanged or replaced; None of other values.
 
-    Numbers and texts stand for themselves, and other objects for which they are. A mapping that numbers its keys in their order, as a
-    vocabulary does and a cache does not, shows by its length that it has outgrown what can be kept.
+    Numbers and texts stand for themselves, and other objects for which they are. Of a mapping that numbers its keys in their order, as a
+    vocabulary does and a cache does not, the result is `Numbered`.
     """
     if type(value) in (np.ndarray, np.memmap) and value.dtype.kind in "biufc" and value.size:
         return _sampled(value)
@@ -214,7 +224,7 @@ def sample_of(value: Any) -> Any:
         if type(value) in MAPPINGS:
             count, most = len(parts) // 2, len(value)
             is_numbered = all(type(part) is int for part in parts) and parts == [*range(count), *range(most - 1, most - 1 - count, -1)]
-            return [(str, f"{max(most, FEW)} entries")] if is_numbered else None
+            return Numbered(max(most, FEW)) if is_numbered else None
     else:
         return None
     return [(type(part), part if type(part) in ATOMS else id(part)) for part in parts]
@@ -260,6 +270,8 @@ def _outline(value: Any, most: int) -> Any:
 
 def fills(then: Any, now: Any) -> bool:
     """Whether two samples differ only where there was nothing (None, 0, "", -1, NaN) or something of another type, as of a cache."""
+    if type(then) is type(now) is Numbered:
+        return bool(then == now)
     if type(then) is not type(now) or len(then) != len(now):
         return True  # another object, which is lost as such
     if isinstance(then, np.ndarray):

@@ -136,6 +136,11 @@ def test_a_synchronizer_that_comes_after_resume_or_the_first_snapshot_is_refused
     )
 
 
+def test_a_synchronizer_that_is_made_before_fabric_loads_is_in_the_first_snapshot(tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="needs lightning: pip install lightning")
+    assert on_ranks(tmp_path, 1, pipeline_odd_case.made_before_fabric_loads) == [("", True)]
+
+
 def test_several_synchronizers_are_one_state() -> None:
     first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     rules = [{"params": "*", "compress": "topk"}]

@@ -63,16 +63,14 @@ def distributed(**options: Any) -> DataLoader[torch.Tensor]:
 
 
 def mixing() -> Callable[[list[torch.Tensor]], torch.Tensor]:
-    """A collate function that draws from a generator and counts, in what it encloses and in the defaults of its arguments."""
-    drawing, seen, batches = random.Random(5), {"samples": 0}, 0
+    """A collate function that draws from generators and counts, in what it encloses and in the defaults of its arguments."""
+    drawing, batches, last = random.Random(5), 0, (0, "none")
 
-    def collate(samples: list[torch.Tensor], before: list[int] = [0], *, rate: dict[str, float] = {"now": 1.0}) -> torch.Tensor:  # noqa: B006
-        nonlocal batches
+    def collate(samples: list[torch.Tensor], *, noise: np.random.Generator = np.random.default_rng(7)) -> torch.Tensor:  # noqa: B008
+        nonlocal batches, last
         batches += 1
-        before[0] += len(samples)
-        rate["now"] *= 0.9
-        seen["samples"] += len(samples)
-        return torch.stack(samples) * drawing.random() + seen["samples"] + 100 * batches + 10000 * before[0] + rate["now"]
+        last = last[0] + len(samples), "some"
+        return torch.stack(samples) * drawing.random() + noise.random() + 100 * batches + 10000 * last[0]
 
     return collate
 
@@ -103,7 +101,7 @@ def test_goes_on_with_the_next_batch(name: str, stop: tuple[int, int]) -> None:
 
 
 def test_a_variable_of_the_loop_that_a_collate_function_reads_stays_the_loops_own() -> None:
-    """The loop sets it again, to what it knows by itself; one that it has set for good is as it was when the snapshot was taken."""
+    """The loop sets it again, to what it knows by itself; what is in a container is the script's, too."""
 
     def first_batches(position: Any) -> tuple[list[int], Any]:
         step, base = 0, {"now": 10}
@@ -122,7 +120,39 @@ def test_a_variable_of_the_loop_that_a_collate_function_reads_stays_the_loops_ow
 
     found, position = first_batches(None)
     assert found == [10, 113]
-    assert first_batches(position)[0] == [516, 619]
+    assert first_batches(position)[0] == [514, 617]
+
+
+class OfLoop:
+    """A loop whose collate function encloses it."""
+
+    def __init__(self) -> None:
+        self.step, self.losses = 0, list[float]()
+        self.loader = make_resumable(DataLoader(range(400), 4, collate_fn=lambda samples: self.step + 1000 * samples[0]), "auto")
+
+    def run(self, batches: int) -> Any:
+        """Goes on for so many batches; returns the position after the last."""
+        left = batches
+        while left:
+            for batch in self.loader:
+                assert batch % 1000 == self.step % 1000
+                position = self.loader.state_dict()
+                self.step += 1
+                self.losses.append(0.5)
+                left -= 1
+                if not left:
+                    break
+        return position
+
+
+def test_an_object_of_the_script_that_a_collate_function_encloses_stays_as_the_script_has_made_it() -> None:
+    """Nothing of it is put back, and a list of it that grows beyond what could be kept is no reason to refuse the next epoch."""
+    position = OfLoop().run(3)
+    again = OfLoop()
+    again.loader.load_state_dict(position)
+    again.step = 3
+    again.run(300)
+    assert (again.step, len(again.losses)) == (303, 300)
 
 
 class Leveled(Noisy):

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -388,6 +389,31 @@ def made_too_late(after: int) -> str:
     synchronizer.close()
     checkpointer.close()
     return "; ".join(said)
+
+
+def made_before_fabric_loads() -> tuple[str, bool]:
+    """Makes a synchronizer before Fabric loads; returns the error of the first snapshot, and whether the snapshot has its state."""
+    from lightning.fabric import Fabric
+
+    import gemini_ft.lightning
+
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
+    strategy = gemini_ft.lightning.GeminiFabricStrategy()
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    fabric.launch()
+    inner = TwoLayers()
+    model, optimizer = fabric.setup(inner, torch.optim.SGD(inner.parameters(), lr=0.05))
+    synchronizer = GradientSynchronizer(model, [])
+    state = {"model": model, "optimizer": optimizer}
+    fabric.load("gemini://latest", state)
+    fabric.backward(model(torch.ones(4, 6)).square().sum())
+    optimizer.step()
+    said = error_of(lambda: fabric.save("gemini://latest", state))
+    strategy.checkpointer.flush()
+    is_attached = error_of(lambda: strategy.checkpointer.attach_gradients(synchronizer)) == ""  # it is there already
+    synchronizer.close()
+    strategy.close()
+    return said, is_attached
 
 
 def forgotten() -> list[str]:

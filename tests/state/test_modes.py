@@ -351,3 +351,54 @@ def test_a_tensor_on_an_accelerator_counts_when_it_is_written() -> None:
     module.seen.add_(3)
     [found] = modes.collect({"": module})["attributes"].values()
     assert {name: value.tolist() for name, value in found.items()} == {"seen": [3.0, 3.0]}
+
+
+def keeps_in(store: dict[str, Any], name: str) -> Any:
+    def hook(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
+        store[name] = output.detach()
+
+    return hook
+
+
+def with_hooks() -> tuple[dict[str, nn.Module], dict[str, Any]]:
+    """Layers whose hooks keep what comes out in one dict, which is the loop's."""
+    model, store = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), dict[str, Any]()
+    for name, layer in model.named_children():
+        layer.register_forward_hook(keeps_in(store, name))
+    return dict(model.named_modules(prefix="model")), store
+
+
+def test_containers_that_hooks_enclose_stay_those_of_the_loop() -> None:
+    """They are in no snapshot, each of which would have all outputs once for every hook."""
+    modules, store = with_hooks()
+    modes = Modes(modules)
+    modules["model"](torch.ones(1, 4))
+    state = modes.collect(modules)
+    assert state["attributes"] == {}
+    modules, store = with_hooks()
+    modes = Modes(modules)
+    modes.restore(state, modules)
+    modules["model"](torch.ones(1, 4))
+    assert store.keys() == {"0", "1"}
+
+
+def test_a_count_that_a_hook_encloses_is_captured() -> None:
+    def slowing() -> tuple[dict[str, nn.Module], Any]:
+        calls, where = 0, ["a list"]
+
+        def hook(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+            where.append("more")
+
+        layer = nn.Linear(1, 1)
+        layer.register_forward_hook(hook)
+        return {"layer": layer}, lambda: (calls, len(where))
+
+    modules, _ = slowing()
+    modes = Modes(modules)
+    modules["layer"](torch.ones(1, 1))
+    state = modes.collect(modules)
+    modules, count = slowing()
+    Modes(modules).restore(state, modules)
+    assert count() == (1, 1)
