@@ -227,8 +227,10 @@ def test_a_worker_is_killed_though_pyspy_hangs(what: str, tmp_path: Path, monkey
     def hang(*_: object, **__: object) -> None:
         over.wait(8)
 
-    if what in ("its search", "its begin"):
-        monkeypatch.setattr(*((shutil, "which") if what == "its search" else (subprocess, "Popen")), hang)
+    if what == "its search":
+        monkeypatch.setattr(shutil, "which", hang)
+    elif what == "its begin":
+        monkeypatch.setattr(subprocess, "Popen", hang)
     worker = Mock(pid=sleeper, rank=1, alive=True, parting="", kill=lambda: killed.append(sleeper))
 
     async def work() -> None:
