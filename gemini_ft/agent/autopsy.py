@@ -13,7 +13,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -86,7 +85,7 @@ async def _sampled(pid: int) -> str:
 
 
 def _read_by_pyspy(pid: int, until: float) -> str:
-    """What py-spy says of a process's threads; it is killed at a time of `time.monotonic`, and if it says too much."""
+    """Has py-spy say where a process's threads are; kills it at a time of `time.monotonic`, and if it says too much."""
     program = shutil.which(os.path.join(os.path.dirname(sys.executable), "py-spy")) or shutil.which("py-spy")
     if program is None:
         return ""
@@ -94,7 +93,7 @@ def _read_by_pyspy(pid: int, until: float) -> str:
     nowhere, pipe = subprocess.DEVNULL, subprocess.PIPE
     with (
         contextlib.suppress(OSError, subprocess.SubprocessError),
-        subprocess.Popen(command, stdin=nowhere, stdout=pipe, stderr=nowhere, start_new_session=True) as process,
+        subprocess.Popen(command, stdin=nowhere, stdout=pipe, stderr=nowhere) as process,
     ):
         try:
             assert process.stdout is not None
@@ -106,8 +105,7 @@ def _read_by_pyspy(pid: int, until: float) -> str:
             if process.wait(max(0.0, until - time.monotonic())) == 0 and (threads := _THREAD.search(said)) is not None:
                 return said[threads.start() :][:STACK].decode(errors="replace").strip()
         finally:
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
     return ""
 
 

@@ -221,7 +221,7 @@ def test_stacks_in_the_log_move_no_cursor(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_worker_is_killed_though_pyspy_hangs(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: int) -> None:
     """As on a file system that is away; afterwards the agent can end."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    as_pyspy(tmp_path / "py-spy", "trap '' TERM; yes 'Thread 7 (idle)'" if what == "its output" else "trap '' TERM; sleep 60; sleep 60")
+    as_pyspy(tmp_path / "py-spy", f"trap '' TERM; exec {'yes' if what == 'its output' else 'sleep 60'}")
     over, killed = threading.Event(), list[int]()
 
     def hang(*_: object, **__: object) -> None:
