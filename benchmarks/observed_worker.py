@@ -45,7 +45,7 @@ while True:
 
 @contextlib.contextmanager
 def fetched(run: str, token: str) -> Iterator[None]:
-    """Inside, somebody fetches this host's figures, and the page's document, once a second.
+    """Inside, another process fetches this host's figures, and the page's document, once a second.
 
     Raises:
         TimeoutError: the agent serves no page.

@@ -1,4 +1,4 @@
-"""Threads that carry out calls: in order, for sync/, pipeline/ and worker/, or each by itself, for launch/ and storage/."""
+"""Threads that carry out calls: in order, for sync/, pipeline/ and worker/, or each by itself, for agent/, cli/, launch/ and storage/."""
 
 from __future__ import annotations
 

@@ -14,9 +14,11 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.context import StreamContext
@@ -24,17 +26,23 @@ from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.autopsy import REPORT, STACK, Doing, GroupTrail, RankFound, judge, printable_line, report
 from gemini_ft.errors import GeminiError
+from gemini_ft.hosts import is_readable
+from gemini_ft.ordered import on_thread
 from gemini_ft.wire.peer_messages import Autopsied, Examine, Examined, PeerMessage
 from gemini_ft.wire.private import open_log
 from gemini_ft.wire.worker_messages import SessionSpec, WriteRecord
 
 STACKS_SECONDS = 1.0  # for workers to write down where their threads are
 _STOPPED_SECONDS = 0.3  # a stopped worker stays stopped for this time, in which the other hosts look at theirs
-HOSTS_SECONDS = 3.0  # for all hosts to answer the leader
-WORD_SECONDS = STACKS_SECONDS + HOSTS_SECONDS + 2.0  # for the leader's verdict
-_SAMPLED_SECONDS = 1.0  # for py-spy
+_SAMPLED_SECONDS = 1.0  # for py-spy, after that
+HOSTS_SECONDS = STACKS_SECONDS + _SAMPLED_SECONDS + 2.0  # for all hosts to answer the leader
+WORD_SECONDS = STACKS_SECONDS + _SAMPLED_SECONDS + HOSTS_SECONDS + 2.0  # for the leader's verdict
+_SAMPLED_BYTES = 2**20  # what says more than that is no py-spy
+_LOOK_SECONDS = 0.02  # between two looks whether it has ended
+_THREAD = re.compile(rb"^Thread \w+ \(", re.MULTILINE)  # where the stacks begin; before that py-spy says the command, with its arguments
 _RAS = "localhost:28028"  # where NCCL answers questions, unless NCCL_RAS_ADDR names another place
 _RAS_BYTES = 8192
+_LISTENS = "0A"  # the state of a socket, in /proc/net/tcp
 _SAY_SECONDS = 0.5  # for workers to say it, and to write torch's record
 _STATES = {"R": Doing.AT_WORK, "D": Doing.KERNEL, "T": Doing.STOPPED, "t": Doing.STOPPED, "Z": Doing.ENDED, "X": Doing.ENDED}
 
@@ -58,25 +66,56 @@ async def stacks(workers: Mapping[WorkerConnection, Doing]) -> dict[WorkerConnec
         await asyncio.sleep(seconds)
     texts = {worker: _stacks_in(file, begins[file]) for worker, file in files.items()}
     silent = [worker for worker in workers if not texts.get(worker)]
-    sampled = await asyncio.gather(*(asyncio.to_thread(_sampled, worker.pid) for worker in silent))
+    sampled = await asyncio.gather(*(_sampled(worker.pid) for worker in silent))
     return texts | dict(zip(silent, sampled, strict=True))
 
 
-def _sampled(pid: int) -> str:
-    """The stacks of a process as py-spy reads them from its memory; empty: it is not installed, or may not."""
-    if (program := shutil.which("py-spy")) is not None:
-        command = [program, "dump", "--nonblocking", "--pid", str(pid)]
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SAMPLED_SECONDS, check=True)
-            return found.stdout[:STACK].decode(errors="replace").strip()
+async def _sampled(pid: int) -> str:
+    """The stacks of a process as py-spy reads them from its memory; empty: it is not installed, may not, or does not in time.
+
+    The thread is given up after that: to search PATH, or to begin py-spy, may take for ever where a file system is away.
+    """
+    with contextlib.suppress(TimeoutError, RuntimeError):  # no thread may be left
+        async with asyncio.timeout(_SAMPLED_SECONDS):
+            found = on_thread(partial(_read_by_pyspy, pid, time.monotonic() + _SAMPLED_SECONDS), "gemini-pyspy")
+            while not found.done():
+                await asyncio.sleep(_LOOK_SECONDS)
+            return found.result()
     return ""
 
 
-async def said_by_nccl() -> str:
-    """The account that NCCL's RAS on this host gives of the job, as far as it comes in time; empty: there is none."""
+def _read_by_pyspy(pid: int, until: float) -> str:
+    """Has py-spy say where a process's threads are; kills it at a time of `time.monotonic`, and if it says too much."""
+    program = shutil.which(os.path.join(os.path.dirname(sys.executable), "py-spy")) or shutil.which("py-spy")
+    if program is None:
+        return ""
+    command, said = [program, "dump", "--nonblocking", "--pid", str(pid)], b""
+    nowhere, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with (
+        contextlib.suppress(OSError, subprocess.SubprocessError),
+        subprocess.Popen(command, stdin=nowhere, stdout=pipe, stderr=nowhere) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            output = process.stdout.fileno()
+            while len(said) < _SAMPLED_BYTES and is_readable(output, max(0.0, until - time.monotonic())):
+                if not (more := os.read(output, 2**16)):
+                    break
+                said += more
+            if process.wait(max(0.0, until - time.monotonic())) == 0 and (threads := _THREAD.search(said)) is not None:
+                return said[threads.start() :][:STACK].decode(errors="replace").strip()
+        finally:
+            process.kill()
+    return ""
+
+
+async def said_by_nccl(pids: Collection[int]) -> str:
+    """The account that NCCL's RAS in one of these processes gives of the job, as far as it comes in time; empty: there is none."""
     host, _, port = os.environ.get("NCCL_RAS_ADDR", _RAS).rpartition(":")
     found = b""
     with contextlib.suppress(OSError, TimeoutError, ValueError):
+        if not _listen_at(int(port), pids):
+            return ""  # of another job, perhaps: the first process of a host has the port
         async with asyncio.timeout(STACKS_SECONDS):
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
             with contextlib.closing(writer):
@@ -84,6 +123,26 @@ async def said_by_nccl() -> str:
                 while len(found) < _RAS_BYTES and (more := await reader.read(_RAS_BYTES - len(found))):
                     found += more
     return found.decode(errors="replace").strip()
+
+
+def _listen_at(port: int, pids: Collection[int]) -> bool:
+    """Whether these processes, and no others on this host, listen at a port."""
+    sockets = set[str]()
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), open(lifecycle.PROC / "net" / name) as lines:
+            next(lines, "")
+            for _, local, _, state, *rest in map(str.split, lines):
+                if state != _LISTENS:  # those that listen come first
+                    break
+                if int(local.rpartition(":")[2], 16) == port:
+                    sockets.add(f"socket:[{rest[5]}]")
+    is_used = bool(sockets)
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for entry in (lifecycle.PROC / str(pid) / "fd").iterdir():
+                with contextlib.suppress(OSError):  # it has been closed meanwhile
+                    sockets.discard(os.readlink(entry))
+    return is_used and not sockets
 
 
 def stacks_file(pid: int) -> int | None:
@@ -108,7 +167,8 @@ def _stacks_in(file: int, begin: int) -> str:
 
 async def log_stacks(worker: WorkerConnection, log: Callable[[str], None]) -> None:
     for text in (await stacks({worker: doing_of(worker.pid)})).values():
-        log(f"rank {worker.rank} (pid {worker.pid}):\n{text}")
+        lines = "\n".join(map(printable_line, text.split("\n")))  # names of threads and files may be anything
+        log(f"rank {worker.rank} (pid {worker.pid}):\n{lines}")
 
 
 class Autopsy:
@@ -167,7 +227,9 @@ class Autopsy:
                     alive[worker] = doing
             self._found.append(RankFound(rank=rank, host=context.host.name, pid=pid, doing=doing, trails=self._trails(rank)))
         is_asked = self._spec.hosts[:1] == [context.host.name]  # NCCL's account is about all ranks
-        found, nccl = await asyncio.gather(stacks(alive), said_by_nccl() if is_asked else asyncio.sleep(0, ""))
+        found, nccl = await asyncio.gather(
+            stacks(alive), said_by_nccl([worker.pid for worker in alive]) if is_asked else asyncio.sleep(0, "")
+        )
         texts = {worker.rank: text for worker, text in found.items()}
         if nccl:
             texts[0] = f"{texts.get(0, '')[: STACK - len(nccl) - 64]}\n\nWhat NCCL says of the job (RAS):\n{nccl}".lstrip()

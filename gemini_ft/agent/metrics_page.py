@@ -31,7 +31,8 @@ _AGE = 1.0  # seconds for which a page is served again as it is
 RETRY_SECONDS = 2.0  # seconds until a port that was taken is tried again
 _SECONDS = 5.0  # for a request and its answer
 _READERS = 256  # at a time
-_UNSENT = 16  # of them, for one that does not fetch its answer as fast as it is written: answers of large jobs take megabytes
+_UNSENT = 16  # of them, for one that has not fetched its answer after a while: answers of large jobs take megabytes
+FETCH_SECONDS = 0.2  # that while
 _REQUEST_BYTES = 8192
 _TEXTS = 20  # about figures that could not be read; each is logged once
 _PATH = "/metrics"
@@ -67,7 +68,7 @@ class MetricsPage:
         self._web: WebPage | None = None
         self._said = set[str]()  # about figures that could not be read
         self._pages: dict[str, tuple[float, bytes]] = {}  # content type -> when it was written, and the page
-        self._readers = FairShare[asyncio.StreamWriter](_READERS, lambda reader: reader.transport.abort())  # that are being answered
+        self._readers = FairShare[asyncio.StreamWriter](_READERS, _cut_off)  # that are being answered
         self._tasks = Tasks()
         self._server: asyncio.Server | None = None
         self._tasks.spawn(self._listen())
@@ -117,15 +118,19 @@ class MetricsPage:
         try:
             async with asyncio.timeout(_SECONDS):
                 writer.write(await self._response(await reader.readuntil(b"\r\n\r\n")))
-                if writer.transport.get_write_buffer_size():
-                    self._readers.take(writer, peer, _UNSENT)
+                asyncio.get_running_loop().call_later(FETCH_SECONDS, self._count, writer, peer)
                 writer.close()
                 await writer.wait_closed()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass  # the reader is slow, has gone, or does not speak HTTP
         finally:
-            writer.transport.abort()
             self._readers.give_back(writer)
+            _cut_off(writer)
+
+    def _count(self, writer: asyncio.StreamWriter, peer: str) -> None:
+        """Counts an answer that still takes memory here; none of one that is over does."""
+        if writer.transport.get_write_buffer_size():
+            self._readers.take(writer, peer, _UNSENT)
 
     async def _response(self, request: bytes) -> bytes:
         first, *rest = request.decode("latin-1").split("\r\n")
@@ -164,3 +169,9 @@ class MetricsPage:
     def collect(self) -> Iterator[Metric]:
         """Yields the figures. It is the only method of a registry that the writers of prometheus-client call."""
         return families(self._account())
+
+
+def _cut_off(writer: asyncio.StreamWriter) -> None:
+    """Ends a connection now; one that is closed when all has been sent ends by itself, and asyncio fails to abort it."""
+    if not writer.transport.is_closing() or writer.transport.get_write_buffer_size():
+        writer.transport.abort()

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http import HTTPStatus
 from http.client import HTTPException, HTTPResponse
-from urllib.request import ProxyHandler, build_opener
+from io import BytesIO
+from types import SimpleNamespace
+from typing import cast
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.figures import samples
@@ -17,10 +22,11 @@ from gemini_ft.cli.commands import documents_of
 from gemini_ft.config import load_config
 from gemini_ft.core.promql import Sample
 from gemini_ft.errors import GeminiError, printable
+from gemini_ft.ordered import on_thread
 
 Answers = Mapping[str, list[Sample] | None]  # by agent, as people read its name; None: it has not answered
-PAGE_SECONDS = 5.0  # for a page
-PAGE_BYTES = 2**26  # bytes of one
+PAGE_SECONDS = 5.0  # for a page, from the first packet to the last byte
+PAGE_BYTES = 2**23  # bytes of one, with its headers
 _AT_A_TIME = 32  # pages
 
 
@@ -72,21 +78,36 @@ def page_at(address: str) -> list[Sample] | None:
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
-        with build_opener(ProxyHandler({})).open(f"http://{address}/metrics", timeout=PAGE_SECONDS) as answer:
-            families = text_string_to_metric_families(_text_of(answer))
-            found = [sample for family in families for sample in family.samples]
+        # On a thread that can be given up, as a name server may be slow.
+        text = on_thread(partial(_text_at, address, time.monotonic() + PAGE_SECONDS), "gemini-page").result(PAGE_SECONDS)
+        families = text_string_to_metric_families(text)
+        found = [sample for family in families for sample in family.samples]
         return [(each.name, {name: printable(value) for name, value in each.labels.items()}, each.value) for each in found]
     except (OSError, ValueError, HTTPException):  # it is away, or dies meanwhile, or something else listens there
         return None
 
 
-def _text_of(answer: HTTPResponse) -> str:
-    """The text of a page, fetched in bounded time and length; raises TimeoutError or ValueError."""
-    end, found = time.monotonic() + PAGE_SECONDS, bytearray()
-    while part := answer.read1(2**16):
-        found += part
-        if time.monotonic() > end:
+def _text_at(address: str, end: float) -> str:
+    """The text of a page, fetched until a time of `time.monotonic`, and in bounded length, without proxies and redirects.
+
+    Raises:
+        OSError, HTTPException, ValueError: there is none, or only a part of it.
+    """
+    host, _, port = address.rpartition(":")
+    found = bytearray()
+    with socket.create_connection((host.strip("[]"), int(port)), PAGE_SECONDS) as connection:
+        connection.sendall(f"GET /metrics HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
+        while (left := end - time.monotonic()) > 0:
+            connection.settimeout(left)
+            if not (part := connection.recv(2**16)):
+                break
+            found += part
+            if len(found) > PAGE_BYTES:
+                raise ValueError
+        else:
             raise TimeoutError
-        if len(found) > PAGE_BYTES:
-            raise ValueError
-    return found.decode()
+    answer = HTTPResponse(cast("socket.socket", SimpleNamespace(makefile=lambda _: BytesIO(found))))
+    answer.begin()
+    if answer.status != HTTPStatus.OK:
+        raise ValueError
+    return answer.read().decode()

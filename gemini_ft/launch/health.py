@@ -7,17 +7,17 @@ The list is part of the state of the rendezvous, where every launcher of the job
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import signal
 import subprocess
-import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from io import BufferedReader
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -38,6 +38,7 @@ _WAIT = 0.2  # seconds of a look for the command to end, as it mostly does at on
 _LAST = 1.0  # seconds for a command to end that was killed
 _SHOWN = 300  # characters of the command's output
 _READ = 4096  # its last bytes
+_HELD = 2**20  # bytes of it that may be in memory when the command is looked at
 _log = logging.getLogger(__name__)
 
 
@@ -58,29 +59,40 @@ class HealthOptions:
 
 
 class Judgement:
-    """A run of a health command by ``sh``. What the command leaves in the background is left alone if it ends in time."""
+    """A run of a health command by ``sh``. What the command leaves in the background is left alone if it ends in time.
+
+    The output goes into memory, and not through a pipe, which would end whatever writes to it when this process is gone.
+    """
 
     def __init__(self, command: str, seconds: float) -> None:
         self._seconds, self._until = seconds, time.monotonic() + seconds
-        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self._output = os.memfd_create("gemini-health", os.MFD_CLOEXEC)
+        fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND)  # what is written after it was cut begins at its new end
+        weakref.finalize(self, os.close, self._output)
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": self._output, "stderr": subprocess.STDOUT}
         self._process = subprocess.Popen(["sh", "-c", command], **pipes, start_new_session=True)
-        self._last = bytearray()  # of its output
-        self._reader = threading.Thread(target=_keep_end, args=(self._process.stdout, self._last), name="gemini-health", daemon=True)
+        self._last = b""  # of the output that was cut
 
     def outcome(self, wait: float = 0.0) -> str | None:
         """Returns what is wrong, or nothing; None: the command is still at work after ``wait`` seconds."""
-        if self._reader.ident is None:
-            self._reader.start()
         try:
             status = self._process.wait(max(0.0, min(wait, self._until - time.monotonic())))
         except subprocess.TimeoutExpired:
             if time.monotonic() < self._until:
+                if os.fstat(self._output).st_size > _HELD:
+                    self._cut()
                 return None
             self.end()
             return f"the health command took longer than {self._seconds:g} s"
-        self._reader.join(_WAIT)
+        self._cut()
         text = printable(" ".join(self._last.decode(errors="replace").split()))[-_SHOWN:]
         return f"the health command ended with status {status}{text and f': {text}'}" if status else ""
+
+    def _cut(self) -> None:
+        """Frees the memory of the output, but for its last bytes."""
+        more = os.pread(self._output, _READ, max(0, os.fstat(self._output).st_size - _READ))
+        os.ftruncate(self._output, 0)
+        self._last = (self._last + more)[-_READ:]
 
     def end(self) -> None:
         """Kills the command if it is still at work; one that even then does not end, as a device holds it, is left behind."""
@@ -89,14 +101,6 @@ class Judgement:
                 os.killpg(self._process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_LAST)
-
-
-def _keep_end(output: BufferedReader, last: bytearray) -> None:
-    """Reads until all that have the output have closed it; keeps its last bytes."""
-    with output:
-        while part := output.read1(2**16):
-            last += part
-            del last[:-_READ]
 
 
 class Stay(Enum):

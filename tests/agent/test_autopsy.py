@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,6 +19,7 @@ from agent_kit import Job, eventually
 
 from gemini_ft.agent import autopsy, lifecycle
 from gemini_ft.agent.autopsy import Inquest
+from gemini_ft.agent.hangs import HangWatch
 from gemini_ft.core.autopsy import Doing, RankFound
 from gemini_ft.core.versions import Incarnation
 from gemini_ft.wire.messages import pack
@@ -171,21 +176,82 @@ def test_a_file_that_is_closed_meanwhile_does_not_hide_that_of_the_stacks(tmp_pa
     os.close(found)
 
 
-def test_pyspy_reads_the_stacks_of_a_worker_that_writes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "py-spy"
+@pytest.fixture
+def sleeper() -> Iterator[int]:
+    """A process that writes no stacks."""
+    process = subprocess.Popen(["sleep", "60"])
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+def as_pyspy(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o700)
+
+
+def test_pyspy_reads_the_stacks_of_a_worker_that_writes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: int) -> None:
+    """It says the command first, with all arguments. The one beside the agent's Python goes before any on PATH."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with subprocess.Popen(["sleep", "60"]) as process:
-        worker = Mock(pid=process.pid)
-        for text, said in (("#!/bin/sh\necho $*\n", f"dump --nonblocking --pid {process.pid}"), ("#!/bin/sh\necho no; exit 1\n", "")):
-            program.write_text(text)
-            program.chmod(0o700)
-            assert asyncio.run(autopsy.stacks({worker: Doing.ASLEEP})) == {worker: said}
-            worker.go_on.assert_called_with(writes_stacks=False)
-        process.kill()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    head = "echo 'Process 7: python --token hunter2'; echo 'Python v3.11.7 (/usr/bin/python)'; echo;"
+    threads = 'Thread 7 (idle): "MainThread"'
+    (tmp_path / "bin").mkdir()
+    worker = Mock(pid=sleeper)
+    for name, text, said in (
+        ("py-spy", f"{head} echo '{threads}'; echo \"    $*\"", f"{threads}\n    dump --nonblocking --pid {sleeper}"),
+        ("py-spy", f"{head} echo '{threads}'; exit 1", ""),
+        ("py-spy", head, ""),
+        ("bin/py-spy", f"{head} echo '{threads}'", threads),
+    ):
+        as_pyspy(tmp_path / name, text)
+        assert asyncio.run(autopsy.stacks({worker: Doing.ASLEEP})) == {worker: said}
+        worker.go_on.assert_called_with(writes_stacks=False)
+
+
+def test_stacks_in_the_log_move_no_cursor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: int) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    as_pyspy(tmp_path / "py-spy", "printf 'Thread 7 (idle): \"\\033[2J\"\\n    f (x.py:1)\\n'")
+    lines = list[str]()
+    asyncio.run(autopsy.log_stacks(Mock(pid=sleeper, rank=1), lines.append))
+    assert lines == [f'rank 1 (pid {sleeper}):\nThread 7 (idle): "\\x1b[2J"\n    f (x.py:1)']
+
+
+@pytest.mark.parametrize("what", ["its search", "its begin", "itself", "its output"])
+def test_a_worker_is_killed_though_pyspy_hangs(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: int) -> None:
+    """As on a file system that is away; afterwards the agent can end."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    as_pyspy(tmp_path / "py-spy", f"trap '' TERM; exec {'yes' if what == 'its output' else 'sleep 60'}")
+    over, killed = threading.Event(), list[int]()
+
+    def hang(*_: object, **__: object) -> None:
+        over.wait(8)
+
+    if what == "its search":
+        monkeypatch.setattr(shutil, "which", hang)
+    elif what == "its begin":
+        monkeypatch.setattr(subprocess, "Popen", hang)
+    worker = Mock(pid=sleeper, rank=1, alive=True, parting="", kill=lambda: killed.append(sleeper))
+
+    async def work() -> None:
+        log = list[str]().append
+        watch = HangWatch(log, partial(autopsy.log_stacks, log=log))
+        watch.open(worker, 0.001, readopt=True)
+        await asyncio.sleep(0.01)
+        watch.kill_hanging()
+        async with asyncio.timeout(6):
+            while not killed:
+                await asyncio.sleep(0.02)
+
+    try:
+        asyncio.run(work())
+        assert killed == [sleeper]
+    finally:
+        over.set()
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_nccl_is_asked_for_its_account_of_the_job(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_in_a_worker_is_asked_for_its_account_of_the_job(ends: bool, monkeypatch: pytest.MonkeyPatch, sleeper: int) -> None:
     heard = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -198,13 +264,14 @@ def test_nccl_is_asked_for_its_account_of_the_job(ends: bool, monkeypatch: pytes
     async def ask() -> list[str]:
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             monkeypatch.setenv("NCCL_RAS_ADDR", "127.0.0.1:{1}".format(*server.sockets[0].getsockname()))
-            return [await autopsy.said_by_nccl()]
+            return [await autopsy.said_by_nccl([sleeper]), await autopsy.said_by_nccl([sleeper, os.getpid()])]
 
-    (said,) = asyncio.run(ask())
+    stranger, said = asyncio.run(ask())
+    assert stranger == "", "the account of another job is none of this one"
     assert said.startswith("OK\nJob summary\nx")
     assert len(said) <= 8192
     assert heard == [b"timeout 1\nverbose status\n"]
-    assert asyncio.run(autopsy.said_by_nccl()) == ""  # nobody listens there any more
+    assert asyncio.run(autopsy.said_by_nccl([os.getpid()])) == ""  # nobody listens there any more
 
 
 @pytest.mark.parametrize(

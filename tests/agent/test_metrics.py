@@ -300,6 +300,36 @@ def test_an_address_is_looked_up_beside_the_agents_loop_and_again_whatever_was_w
     assert asyncio.run(asyncio.wait_for(work(), 30)) < 0.4
 
 
+def test_a_crowd_at_one_address_that_fetches_a_large_page_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMINI_METRICS", "0")
+    large = importlib.import_module("prometheus_client.core").Metric("gemini_large", "x" * 2**20, "gauge")
+    monkeypatch.setattr(metrics_page, "families", lambda _: [large])
+    monkeypatch.setattr(metrics_page, "FETCH_SECONDS", 2.0, raising=False)  # this machine may be busy
+    bound = metrics_page.bound
+
+    def of_a_network(*arguments: Any) -> socket.socket:
+        """On loopback a socket takes megabytes at once."""
+        listener = bound(*arguments)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
+        return listener
+
+    monkeypatch.setattr(metrics_page, "bound", of_a_network)
+
+    async def work() -> set[int]:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        run = SimpleNamespace(metrics="", log=list[str]().append)
+        page = MetricsPage(cast("Any", run), dict)
+        await served_at(run)
+        answers = await asyncio.gather(*(answer_of(run.metrics) for _ in range(100)), return_exceptions=True)
+        page.close()
+        return {len(answer) if isinstance(answer, bytes) else 0 for answer in answers}
+
+    errors = list[dict[str, Any]]()
+    (size,) = asyncio.run(asyncio.wait_for(work(), 30))
+    assert size > 2**20
+    assert errors == []
+
+
 def test_a_figure_that_cannot_be_read_is_an_error_of_the_server_and_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GEMINI_METRICS", "0")
     texts = ["one", "one", "other"]

@@ -221,6 +221,13 @@ WRONG = {
     "after iteration 2": [*_copies("1-a:2"), *_copies(), _commit("1-a:2"), _commit()],
     "which no leader has decided": [{"event": "heard", "at": 2.0, "rank": 0, "version": "1-a:1"}],
     "committed and whole on": [*_copies(), _commit(), _chosen(None)],
+    "is committed and whole on": [
+        *_copies(),
+        _commit(),
+        *(_seen("flip", host=host, owner=0, version="1-a:1") for host in ("h0", "h1")),
+        *_copies(),
+        _chosen(None),
+    ],
     "was chosen": [*_copies(), _commit(), _chosen("1-a:1"), {"event": "read", "at": 9.5, "rank": 0, "version": "1-a:0"}],
     "other bytes": [{"event": "wrong bytes", "at": 9.5, "rank": 0, "version": "1-a:1", "where": "own memory"}],
     "is whole in storage": [*STORED, _chosen(None, copies={})],

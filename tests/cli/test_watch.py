@@ -233,17 +233,19 @@ def test_an_agent_that_dies_while_it_answers_is_away(answer: bytes) -> None:
 def test_a_page_without_end_is_away_and_what_one_says_moves_no_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def answer(text: bytes, again: bytes) -> None:
+        def answer(text: bytes, again: bytes, head: bytes) -> None:
             connection, _ = listener.accept()
             with connection, suppress(OSError):
                 connection.recv(65536)
-                connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + text)
+                connection.sendall(head + text)
+                until = time.monotonic() + 5
                 while again:
                     connection.sendall(again)
                     time.sleep(0.01)
+                    assert time.monotonic() < until, "it goes on reading"
 
-        def asked(text: bytes, again: bytes = b"") -> Any:
-            thread = threading.Thread(target=answer, args=(text, again))
+        def asked(text: bytes, again: bytes = b"", head: bytes = b"HTTP/1.1 200 OK\r\n\r\n") -> Any:
+            thread = threading.Thread(target=answer, args=(text, again, head))
             thread.start()
             found = accounts.page_at(f"127.0.0.1:{listener.getsockname()[1]}")
             thread.join(WAIT)
@@ -252,8 +254,26 @@ def test_a_page_without_end_is_away_and_what_one_says_moves_no_cursor(monkeypatc
         assert asked(b'gemini_step{stream="\x1b[2J"} 4\n') == [("gemini_step", {"stream": "\\x1b[2J"}, 4.0)]
         monkeypatch.setattr(accounts, "PAGE_SECONDS", 0.3)
         assert asked(b"", b"#") is None
+        for head in (b"", b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;"):
+            assert asked(b"", b"a", head) is None
         monkeypatch.setattr(accounts, "PAGE_BYTES", 100)
         assert asked(b"#" * 200) is None
+
+
+def test_a_page_that_is_elsewhere_is_not_asked_for(job: Job) -> None:
+    """Whoever listens at an address sends nobody to another one."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def redirect() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(f"HTTP/1.1 302 Found\r\nLocation: http://{address(job, 'a')}/metrics\r\n\r\n".encode())
+
+        thread = threading.Thread(target=redirect)
+        thread.start()
+        assert accounts.page_at(f"127.0.0.1:{listener.getsockname()[1]}") is None
+        thread.join(WAIT)
 
 
 def test_at_sigint_the_status_says_that_no_agent_has_answered(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,8 +174,27 @@ def test_a_command_that_leaves_something_in_the_background_has_ended(tmp_path: P
         os.kill(written(tmp_path / "pid"), signal.SIGKILL)
 
 
+def test_what_a_command_leaves_in_the_background_lives_when_the_launcher_ends(tmp_path: Path) -> None:
+    """It writes to the command's output. The launcher keeps neither a thread nor a descriptor for it."""
+    code = f"""
+import os, threading, time
+from gemini_ft.launch.health import Judgement
+before = os.listdir("/proc/self/fd")
+judgement = Judgement("(while ! test -e {tmp_path}/ended; do sleep 0.05; done; echo; touch {tmp_path}/alive) &", 60.0)
+while judgement.outcome(0.2) is None:
+    pass
+del judgement
+assert threading.active_count() == 1, threading.enumerate()
+assert os.listdir("/proc/self/fd") == before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    (tmp_path / "ended").touch()
+    eventually(lambda: (tmp_path / "alive").exists(), "a sign of life")
+
+
 def test_a_launcher_that_is_stopped_ends_its_health_command(tmp_path: Path) -> None:
-    scene, found, _ = scene_with(f"echo $$ > {tmp_path}/pid; exec sleep 60", seconds=60.0)
+    # What gets the signal while it is still starting the command leaves that to itself.
+    scene, found, _ = scene_with(f"sleep 0.5; echo $$ > {tmp_path}/pid; exec sleep 60", seconds=60.0)
 
     def stop(*_: object) -> None:
         raise SignalException("stopped", signal.SIGTERM)  # as torch's launcher does

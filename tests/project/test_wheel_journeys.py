@@ -98,6 +98,10 @@ def trained(folder: Path, **env: str) -> None:
     assert ends[0] == ends[1]
 
 
+def test_the_command_is_the_wheels_own() -> None:
+    assert Path(sys.executable).with_name("gemini").exists()
+
+
 def test_lightning_and_what_is_read_out_of_its_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LIGHTNING + TELL)
     trained(tmp_path)

@@ -102,7 +102,8 @@ class Check(StorageRules):
     # -- commits
 
     def _copy(self, event: Event) -> None:
-        """Remembers a whole copy with the bytes that were made."""
+        """Remembers a whole copy with the bytes that were made, also where one was damaged before."""
+        self.flipped.discard((event["host"], event["owner"], event["version"]))
         self.copies.setdefault((event["host"], event["owner"], event["version"]), event["at"])
         formed = self.formed.get((event["owner"], event["version"]), event.get("root"))
         what = (
