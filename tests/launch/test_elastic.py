@@ -15,9 +15,11 @@ from types import SimpleNamespace
 from typing import Literal
 
 import pytest
+import torch
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout, _Action, _NodeDesc, _RendezvousState
 
+import gemini_ft
 from gemini_ft.config import GeminiConfig
 from gemini_ft.errors import ConfigError
 from gemini_ft.launch import spares
@@ -544,9 +546,23 @@ def test_a_host_that_leaves_its_place_to_come_back_lives_until_its_sign_of_life_
 @pytest.mark.parametrize(("nnodes", "stores", "elastic"), [("1:2", "a,b", None), ("2:3", "a,b", "batch"), ("1:2", "a", "batch")])
 def test_two_sides_of_a_network_never_have_hosts_and_a_store_each(nnodes: str, stores: str, elastic: Literal["batch"] | None) -> None:
     config = GeminiConfig(elastic=elastic)
-    check_range(Namespace(nnodes=nnodes, rdzv_endpoint=stores), config)
+    check_range(Namespace(nnodes=nnodes, rdzv_endpoint=stores), config, {})
     with pytest.raises(ConfigError, match="give a MIN of 3 or more, or one store"):
-        check_range(Namespace(nnodes="2:4", rdzv_endpoint="a,b"), GeminiConfig(elastic="batch"))
+        check_range(Namespace(nnodes="2:4", rdzv_endpoint="a,b"), GeminiConfig(elastic="batch"), {})
+
+
+def test_an_option_that_the_script_gives_is_refused_where_two_sides_could_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gemini run` does not see it."""
+    environ = {"GEMINI_NOT_ELASTIC": "of the job whose worker has started this one"}
+    check_range(Namespace(nnodes="3:4", rdzv_endpoint="a,b"), GeminiConfig(), environ)
+    assert environ == {}
+    check_range(Namespace(nnodes="2:4", rdzv_endpoint="a,b"), GeminiConfig(), environ)
+    for name, reason in environ.items():
+        monkeypatch.setenv(name, reason)
+    model = torch.nn.Linear(1, 1)
+    checkpointer = gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters()), elastic="batch")
+    with pytest.raises(ConfigError, match=r"^--nnodes=2:4 with several stores .* give a MIN of 3 or more, or one store$"):
+        checkpointer.resume()
 
 
 def test_torch_is_left_as_it_was() -> None:
