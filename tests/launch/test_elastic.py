@@ -110,8 +110,8 @@ def test_a_spare_waits_for_hosts_that_give_signs_of_life() -> None:
     assert scene.action() is _Action.ADD_TO_PARTICIPANTS
 
 
-def test_a_spare_takes_the_place_of_a_host_that_agents_have_lost_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Unless it lives after all, or this spare cannot begin yet: then others come first, though not for ever."""
+def test_a_spare_has_patience_for_a_host_that_agents_have_lost_too(caplog: pytest.LogCaptureFixture) -> None:
+    """It may live: connections close for many reasons. A spare that cannot begin yet lets others come first, though not for ever."""
     scene, is_warm = Scene(), [False]
     scene.host.is_warm = lambda: is_warm[0]
     assert scene.action() is _Action.SYNC
@@ -124,7 +124,7 @@ def test_a_spare_takes_the_place_of_a_host_that_agents_have_lost_at_once(caplog:
     assert "at once" not in caplog.text
     is_warm[0] = True
     scene.open_round(HOSTS[0], HOSTS[1])
-    assert scene.action() is _Action.REMOVE_FROM_REDUNDANCY_LIST
+    assert scene.actions(3) == [_Action.SYNC] * 3 + [_Action.REMOVE_FROM_REDUNDANCY_LIST] * 3
     assert "waits as a spare, and its workers can begin at once" in caplog.text
     scene.state.redundancy_list.clear()
     assert scene.action() is _Action.ADD_TO_PARTICIPANTS
@@ -353,6 +353,23 @@ def test_a_host_that_the_job_has_left_out_stops_its_workers_and_comes_back_as_a_
 def test_large_jobs_keep_torchs_pace() -> None:
     assert pause(2) < 0.2
     assert pause(1000) == 1.0
+
+
+@pytest.mark.parametrize("hosts", [2, 30, 45, 70, 94, 1000])
+def test_a_host_that_waits_gives_its_sign_of_life_at_the_last_look_before_it_is_late(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = now = datetime.now(UTC)
+    monkeypatch.setattr(spares, "datetime", SimpleNamespace(now=lambda zone: now))
+    settings = SimpleNamespace(keep_alive_interval=timedelta(seconds=1))
+    found = []
+    with notes_of_workers() as notes, better_rendezvous(hosts, notes):
+        for _ in range(100):
+            now += timedelta(seconds=pause(hosts))
+            state = SimpleNamespace(last_heartbeats={SPARE: said})
+            if torch_rendezvous._should_keep_alive(SimpleNamespace(node=SPARE, state=state, settings=settings)):
+                found.append((now - said).total_seconds())
+                said = now
+    assert max(found) <= 1.0
+    assert min(found) >= 1.0 - pause(hosts)
 
 
 NAMES = ("_RendezvousJoinOp", "_delay", "_BackendRendezvousStateHolder", "_should_keep_alive", "get_method_name")
