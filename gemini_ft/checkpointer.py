@@ -266,6 +266,7 @@ class Checkpointer:
         Raises:
             GeminiError: a rank could not join, or the state cannot be resumed; the same text on all ranks.
         """
+        self.config.refuse_elastic(os.environ)
         if self.config.elastic and not self.asks_for_accumulation:
             raise ConfigError(
                 "elastic='batch' is for plain loops and for Lightning's Trainer under DDP; leave it out here (docs/elastic.md)"

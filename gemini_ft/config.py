@@ -251,6 +251,11 @@ class GeminiConfig(_Model):
             raise ValueError("encrypt=True with traffic.transport='collective': process groups encrypt nothing; choose traffic.transport='tcp'")
         return self
 
+    def refuse_elastic(self, environ: Mapping[str, str]) -> None:
+        """Raises ConfigError: ``elastic`` is given, and ``gemini run`` says that this job must not have it."""
+        if self.elastic and (reason := environ.get(NOT_ELASTIC)):
+            raise ConfigError(reason)
+
 
 def read_options(path: str, said: str) -> Any:
     """The content of a JSON or YAML file. Raises ConfigError, which begins with ``said``: it cannot be read, or is neither."""
@@ -325,7 +330,16 @@ VARIABLES = {
     "GEMINI_FAULTS_DIR": "Folder in which injected failures are noted, so that each happens once.",
     "GEMINI_FAULTS_FILL_LIMIT": "Most bytes that the drill of a full disk may write; default: 256MiB.",
 }
-SET_BY_LAUNCHER = ("GEMINI_HOSTNAME", "GEMINI_IN_PLACE", "GEMINI_LAUNCH", "GEMINI_LAUNCHER_PID", "GEMINI_NOTES_FILE", "GEMINI_RESERVE")
+NOT_ELASTIC = "GEMINI_NOT_ELASTIC"  # in the environment of workers: why this job must not have the option `elastic`
+SET_BY_LAUNCHER = (
+    "GEMINI_HOSTNAME",
+    "GEMINI_IN_PLACE",
+    "GEMINI_LAUNCH",
+    "GEMINI_LAUNCHER_PID",
+    "GEMINI_NOTES_FILE",
+    NOT_ELASTIC,
+    "GEMINI_RESERVE",
+)
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

@@ -21,7 +21,7 @@ import time
 import traceback
 import uuid
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.agent.ahead import started_ahead
 from gemini_ft.agent.departure import PARTING_SECONDS, is_alive
 from gemini_ft.agent.watchdog import AgentWatch
-from gemini_ft.config import GeminiConfig, load_config, unknown_variables
+from gemini_ft.config import NOT_ELASTIC, GeminiConfig, load_config, unknown_variables
 from gemini_ft.errors import ConfigError, RunAliveError
 from gemini_ft.hosts import HOSTNAME, host_id
 from gemini_ft.launch import slurm
@@ -107,7 +107,7 @@ def command(argv: Sequence[str]) -> int:
     failpoints.arm(run_id, host_id())
     config = load_config()
     _check_health(options, config)
-    check_range(options, config)
+    check_range(options, config, os.environ)
     options.signals_to_handle = ",".join(each for each in options.signals_to_handle.split(",") if each.strip() != config.drain_signal)
     if torchrun.parse_min_max_nnodes(options.nnodes)[1] == 1:
         _refuse_second(run_id)
@@ -208,14 +208,20 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"{given}: must be a number of hosts, or MIN:MAX, and a number of workers, or auto, cpu or gpu where it is")
 
 
-def check_range(options: argparse.Namespace, config: GeminiConfig) -> None:
-    """Refuses stores that two sides of a network could each go on with, where each may have hosts enough."""
+def check_range(options: argparse.Namespace, config: GeminiConfig, environ: MutableMapping[str, str]) -> None:
+    """Refuses stores that two sides of a network could each go on with, where each may have hosts enough.
+
+    Args:
+        environ: where the reason is left for workers, whose script may give the option ``elastic``.
+    """
+    environ.pop(NOT_ELASTIC, None)
     least, most = torchrun.parse_min_max_nnodes(options.nnodes)
-    if config.elastic is not None and 2 * least <= most and "," in options.rdzv_endpoint:
-        raise ConfigError(
+    if 2 * least <= most and "," in options.rdzv_endpoint:
+        environ[NOT_ELASTIC] = (
             f"--nnodes={options.nnodes} with several stores and elastic='batch': both sides of a network that falls apart could go on; "
             f"give a MIN of {most // 2 + 1} or more, or one store"
         )
+        config.refuse_elastic(environ)
 
 
 def _check_health(options: argparse.Namespace, config: GeminiConfig) -> None:

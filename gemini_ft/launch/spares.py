@@ -13,8 +13,8 @@
   method; here that name comes from the frame alone.
 - A host is dead when what it writes has not changed for as long by the reader's monotonic clock; no other host's clock counts. Half of that
   is enough if the agent that leads the commits hears nothing of it either, while hosts come together or once this one has left a complete
-  round. Then that host's launcher writes so into the state, and a spare takes such a place without waiting. Where a host is lost and no
-  worker fails, as the network says nothing, those that train begin anew as soon as there is a spare.
+  round. Then that host's launcher writes so into the state. Where a host is lost and no worker fails, as the network says nothing, those
+  that train begin anew as soon as there is a spare.
 - A spare whose imports are not over leaves its turn to others.
 """
 
@@ -198,12 +198,8 @@ class PatientJoin:
             return waited >= _STUCK
         living = state.last_heartbeats.keys() - state.participants.keys() - state.redundancy_list - {ctx.node}
         missing = ctx.settings.max_nodes - len(state.participants) - len(_took_part(state, living))
-        if missing <= 0:
-            return False
-        if not self._yields and self._host.is_warm():  # others come first, if they are
-            lost = getattr(state, _LOST, {}).keys() - state.last_heartbeats.keys()
-            return waited >= self._host.patience or len(lost) >= missing  # of these nobody need wait for a sign of life
-        return waited >= self._host.patience * _YIELDING
+        is_ready = not self._yields and self._host.is_warm()  # else others come first, if they are
+        return missing > 0 and waited >= self._host.patience * (1 if is_ready else _YIELDING)
 
 
 def world_of(state: Any) -> str | None:
@@ -373,10 +369,10 @@ def by_own_clock(
     return Holder
 
 
-def _due(ctx: Any) -> bool:
-    """Whether this host must show that it lives, which it also must when its clock has been set back."""
+def _due(ctx: Any, seconds: float) -> bool:
+    """Whether this host must show that it lives: ``seconds`` later, at its next look, it is late. So it is when its clock was set back."""
     said = ctx.state.last_heartbeats.get(ctx.node)
-    return said is not None and abs(datetime.now(UTC) - said) >= ctx.settings.keep_alive_interval
+    return said is not None and abs(datetime.now(UTC) - said) >= ctx.settings.keep_alive_interval - timedelta(seconds=seconds)
 
 
 def pause(hosts: int) -> float:
@@ -412,7 +408,7 @@ def better_rendezvous(
         "_RendezvousJoinOp": lambda: PatientJoin(join(), this),
         "_delay": lambda seconds: delay(interval if seconds == 1 else seconds),
         "_BackendRendezvousStateHolder": partial(by_own_clock(state, unheard, partial(_is_over, this)), cache_duration=interval / 2),
-        "_should_keep_alive": _due,
+        "_should_keep_alive": partial(_due, seconds=interval),
         "get_method_name": lambda depth=2: sys._getframe(depth).f_code.co_name,
     }
     with replaced(torch_rendezvous, **changes), replaced(handler, num_nodes_waiting=lambda self: nodes_waiting(waiting, this, self)):

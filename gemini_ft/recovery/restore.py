@@ -103,7 +103,7 @@ class StateRestore:
     def read(self, without: Iterable[int] = ()) -> None:
         """Reads what this rank needs of all shards, but for those of the owners ``without``; parts of a large one from several peers."""
         owners = _turn(self.reads.keys() - set(without), self._rank)
-        parts = [(owner, *part) for owner in owners for part in enumerate(_parts(self.reads[owner], self._sources.copies(owner)))]
+        parts = [(owner, *part) for owner in owners for part in enumerate(in_parts(self.reads[owner], self._sources.copies(owner)))]
         with ThreadPoolExecutor(_READERS) as pool:
             for where, nbytes in pool.map(lambda part: self._read_part(*part), parts):
                 self.note(where, nbytes)
@@ -112,12 +112,17 @@ class StateRestore:
         return self._sources.read(owner, self._rank, lambda shard: scatter(shard, reads, self.tensors), part=number)
 
 
-def _parts(reads: Sequence[Read], most: int) -> list[Sequence[Read]]:
-    """The reads of a shard in at most ``most`` parts of about equal size, each of at least `PART` bytes unless it is all there is."""
-    ends = list(accumulate(read.nbytes for read in reads))
-    parts = max(1, min(most, ends[-1] // PART))
-    cuts = sorted({bisect_left(ends, ends[-1] * index // parts) for index in range(1, parts)})
-    return [reads[low:high] for low, high in pairwise([0, *cuts, len(reads)]) if low < high]
+def in_parts(reads: Sequence[Read], most: int) -> list[Sequence[Read]]:
+    """The reads of a shard in at most ``most`` parts of about equal size, of at least `PART` / 2 bytes each unless that is all there is."""
+    edges = [0, *accumulate(read.nbytes for read in reads)]  # bytes before each read, and all
+    count = max(1, min(most, edges[-1] // PART))
+    cuts = [0]
+    for target in (edges[-1] * index // count for index in range(1, count)):
+        above = bisect_left(edges, target)
+        cut = min(above - 1, above, key=lambda at: abs(edges[at] - target))
+        if min(edges[cut] - edges[cuts[-1]], edges[-1] - edges[cut]) >= PART / 2:
+            cuts.append(cut)
+    return [reads[low:high] for low, high in pairwise([*cuts, len(reads)])]
 
 
 def _turn(owners: Iterable[int], rank: int) -> list[int]:

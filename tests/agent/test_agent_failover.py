@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 from crew_kit import Crew, Member, version
 
+from gemini_ft.agent.commit import leader as leader_module
 from gemini_ft.agent.commit import member
 from gemini_ft.agent.commit.collector import ask
 from gemini_ft.core.decisions import Commit, Holders
@@ -58,6 +60,26 @@ def test_the_leader_names_the_hosts_of_which_it_hears_nothing() -> None:
             assert leader.unheard(time.monotonic() + 60.0) == ["h1", "h2", "h3"]  # if they say nothing until then
             crew[3].end()
             await crew.until(lambda: leader.unheard(time.monotonic()) == ["h3"])
+
+    asyncio.run(work())
+
+
+def test_a_host_whose_connection_closes_is_heard_of_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may live: its agent is started anew, or another session begins there."""
+    ahead = [0.0]
+    monkeypatch.setattr(leader_module, "SILENCE", 1000.0)
+    monkeypatch.setattr(leader_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0]))
+
+    async def work() -> None:
+        async with Crew(4) as crew:
+            leader = crew[0].failover.leader
+            assert leader is not None
+            ahead[0] = 800.0
+            await crew.commit(1)  # all have spoken since
+            crew[3].end()
+            await crew.until(lambda: not leader.is_obeyed)
+            assert leader.unheard(time.monotonic() + ahead[0]) == []
+            assert leader.unheard(time.monotonic() + ahead[0] + 600.0) == ["h1", "h2", "h3"]
 
     asyncio.run(work())
 

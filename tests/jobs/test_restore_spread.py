@@ -38,7 +38,7 @@ def train(steps: int, trouble: Callable[[], None] | None = None, **options: Any)
     rank, _ = start_ranks()
     spreading.ROUND = 0  # the least that goes round at a time: many rounds
     torch.manual_seed(0)
-    net = nn.Linear(WIDTH, WIDTH)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     model = DistributedDataParallel(net)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     checkpointer = gemini_ft.Checkpointer(model, optimizer, on_late="wait", timeout=20.0, chunk_bytes=2**16, **options)

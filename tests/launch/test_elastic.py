@@ -15,9 +15,11 @@ from types import SimpleNamespace
 from typing import Literal
 
 import pytest
+import torch
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout, _Action, _NodeDesc, _RendezvousState
 
+import gemini_ft
 from gemini_ft.config import GeminiConfig
 from gemini_ft.errors import ConfigError
 from gemini_ft.launch import spares
@@ -108,8 +110,8 @@ def test_a_spare_waits_for_hosts_that_give_signs_of_life() -> None:
     assert scene.action() is _Action.ADD_TO_PARTICIPANTS
 
 
-def test_a_spare_takes_the_place_of_a_host_that_agents_have_lost_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Unless it lives after all, or this spare cannot begin yet: then others come first, though not for ever."""
+def test_a_spare_has_patience_for_a_host_that_agents_have_lost_too(caplog: pytest.LogCaptureFixture) -> None:
+    """It may live: connections close for many reasons. A spare that cannot begin yet lets others come first, though not for ever."""
     scene, is_warm = Scene(), [False]
     scene.host.is_warm = lambda: is_warm[0]
     assert scene.action() is _Action.SYNC
@@ -122,7 +124,7 @@ def test_a_spare_takes_the_place_of_a_host_that_agents_have_lost_at_once(caplog:
     assert "at once" not in caplog.text
     is_warm[0] = True
     scene.open_round(HOSTS[0], HOSTS[1])
-    assert scene.action() is _Action.REMOVE_FROM_REDUNDANCY_LIST
+    assert scene.actions(3) == [_Action.SYNC] * 3 + [_Action.REMOVE_FROM_REDUNDANCY_LIST] * 3
     assert "waits as a spare, and its workers can begin at once" in caplog.text
     scene.state.redundancy_list.clear()
     assert scene.action() is _Action.ADD_TO_PARTICIPANTS
@@ -353,6 +355,23 @@ def test_large_jobs_keep_torchs_pace() -> None:
     assert pause(1000) == 1.0
 
 
+@pytest.mark.parametrize("hosts", [2, 30, 45, 70, 94, 1000])
+def test_a_host_that_waits_gives_its_sign_of_life_at_the_last_look_before_it_is_late(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = now = datetime.now(UTC)
+    monkeypatch.setattr(spares, "datetime", SimpleNamespace(now=lambda zone: now))
+    settings = SimpleNamespace(keep_alive_interval=timedelta(seconds=1))
+    found = []
+    with notes_of_workers() as notes, better_rendezvous(hosts, notes):
+        for _ in range(100):
+            now += timedelta(seconds=pause(hosts))
+            state = SimpleNamespace(last_heartbeats={SPARE: said})
+            if torch_rendezvous._should_keep_alive(SimpleNamespace(node=SPARE, state=state, settings=settings)):
+                found.append((now - said).total_seconds())
+                said = now
+    assert max(found) <= 1.0
+    assert min(found) >= 1.0 - pause(hosts)
+
+
 NAMES = ("_RendezvousJoinOp", "_delay", "_BackendRendezvousStateHolder", "_should_keep_alive", "get_method_name")
 
 
@@ -544,9 +563,23 @@ def test_a_host_that_leaves_its_place_to_come_back_lives_until_its_sign_of_life_
 @pytest.mark.parametrize(("nnodes", "stores", "elastic"), [("1:2", "a,b", None), ("2:3", "a,b", "batch"), ("1:2", "a", "batch")])
 def test_two_sides_of_a_network_never_have_hosts_and_a_store_each(nnodes: str, stores: str, elastic: Literal["batch"] | None) -> None:
     config = GeminiConfig(elastic=elastic)
-    check_range(Namespace(nnodes=nnodes, rdzv_endpoint=stores), config)
+    check_range(Namespace(nnodes=nnodes, rdzv_endpoint=stores), config, {})
     with pytest.raises(ConfigError, match="give a MIN of 3 or more, or one store"):
-        check_range(Namespace(nnodes="2:4", rdzv_endpoint="a,b"), GeminiConfig(elastic="batch"))
+        check_range(Namespace(nnodes="2:4", rdzv_endpoint="a,b"), GeminiConfig(elastic="batch"), {})
+
+
+def test_an_option_that_the_script_gives_is_refused_where_two_sides_could_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gemini run` does not see it."""
+    environ = {"GEMINI_NOT_ELASTIC": "of the job whose worker has started this one"}
+    check_range(Namespace(nnodes="3:4", rdzv_endpoint="a,b"), GeminiConfig(), environ)
+    assert environ == {}
+    check_range(Namespace(nnodes="2:4", rdzv_endpoint="a,b"), GeminiConfig(), environ)
+    for name, reason in environ.items():
+        monkeypatch.setenv(name, reason)
+    model = torch.nn.Linear(1, 1)
+    checkpointer = gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters()), elastic="batch")
+    with pytest.raises(ConfigError, match=r"^--nnodes=2:4 with several stores .* give a MIN of 3 or more, or one store$"):
+        checkpointer.resume()
 
 
 def test_torch_is_left_as_it_was() -> None:

@@ -785,6 +785,23 @@ def test_a_job_whose_state_is_made_for_one_host_is_not_restarted_for_another(
     assert "gemini run: the job's state is made for 1 hosts: this one waits as a spare\n" in other.err
 
 
+@pytest.mark.soak  # in short: test_elastic.py
+def test_a_script_that_changes_the_number_of_hosts_is_refused_where_two_sides_could_go_on(
+    tmp_path: Path, launch: Callable[..., Job]
+) -> None:
+    (tmp_path / "elastic.py").write_text(ELASTIC.replace("parameters())", "parameters()), elastic='batch'"))
+    stores = [launch("--host", "127.0.0.1", "--port", "0", launcher=("-m", "gemini_ft.cli.main", "store")) for _ in range(2)]
+    for store in stores:
+        store.wait_for(lambda: "\n" in store.out)  # noqa: B023
+    endpoints = ",".join(store.out.removeprefix("store ready on ").strip() for store in stores)
+    conf = "--rdzv-conf=is_host=0,last_call_timeout=1"
+    host = launch("--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoints}", conf, "--local-addr=127.0.0.1", "elastic.py")
+    host.wait_for(lambda: "up with" in host.out or host.process.poll() is not None)
+    assert host.out == ""
+    assert host.wait() == 70
+    assert "ConfigError: --nnodes=1:2 with several stores and elastic='batch': both sides of a network" in host.err
+
+
 WRONG = """
 import sys
 from gemini_ft.cli import main

@@ -357,19 +357,16 @@ class Leader:
                 if now - port.spoke >= _TICK:
                     port.tell(Heartbeat())
 
-    def _not_here(self) -> list[str]:
-        """Hosts that have not been here, or are not any more."""
-        here = {host for port in self._ways.open for host in self._ways.through(port)}
-        return [host for host in self.book.hosts if host not in here and host != self._host]
-
     def missing(self, now: float) -> list[str]:
-        """Hosts that have been gone for a while."""
-        return [host for host in self._not_here() if now - max(self._lost.get(host, -math.inf), self._began) > SILENCE / 2]
+        """Hosts that have not been here, or are not any more, and of which nothing is heard."""
+        here = {host for port in self._ways.open for host in self._ways.through(port)}
+        lost = (host for host in self.book.hosts if host not in here and host != self._host)
+        return [host for host in lost if now - max(self._lost.get(host, -math.inf), self._began) > SILENCE / 2]
 
     def unheard(self, now: float) -> list[str]:
-        """Hosts of which nothing was heard just now, and at once those whose connections are closed."""
+        """Hosts of which nothing was heard just now, whether their connections are known to be lost or not."""
         silent = (host for port in self._ways.open if now - port.heard > SILENCE / 2 for host in self._ways.through(port))
-        return sorted({*(self._not_here() if now - self._began > SILENCE / 2 else ()), *silent})
+        return sorted({*self.missing(now), *silent})
 
     @property
     def is_obeyed(self) -> bool:
