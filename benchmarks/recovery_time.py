@@ -33,7 +33,7 @@ from trials import by_plan, worst
 PACKAGES = ("torch", "lightning", "gemini-ft")
 STEPS_BETWEEN = 4  # optimizer steps from one recovery to the next failure
 SPARE_HEAD_START = 5.0  # seconds a spare gets at least to start and to wait in the rendezvous
-WAITS = "waits as a spare, and its workers can begin"  # in the output of `gemini run`
+WAITS = "waits as a spare, and is ready"  # in the output of `gemini run`
 PATIENCE = 180.0  # seconds until a job that makes no step counts as failed
 
 
@@ -92,7 +92,7 @@ class Running:
         subprocess.Popen([sys.executable, "-c", text], env={**os.environ, common.MARK: self.mark}, stderr=subprocess.DEVNULL)
 
     def start_spare(self) -> None:
-        """Start one more launcher and return when it waits for its turn and its workers can begin at once.
+        """Start one more launcher and return when it waits and is ready for its turn.
 
         Torchrun does not say so: it counts as waiting once it has become idle.
         """

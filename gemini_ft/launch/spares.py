@@ -117,7 +117,7 @@ class PatientJoin:
         if not self._said_warm and ctx.node in ctx.state.redundancy_list and self._host.is_warm():
             self._said_warm = True
             self._host.prepare()
-            logger.warning("this host waits as a spare, and its workers can begin at once")
+            logger.warning("this host waits as a spare, and is ready for its turn")
         action = self._wanted(ctx, deadline)
         if action not in _STEPS:
             return action

@@ -121,11 +121,11 @@ def test_a_spare_has_patience_for_a_host_that_agents_have_lost_too(caplog: pytes
     assert scene.action() is _Action.SYNC
     del scene.state.last_heartbeats[HOSTS[2]]
     assert scene.actions(5) == [_Action.SYNC] * 9 + [_Action.REMOVE_FROM_REDUNDANCY_LIST]
-    assert "at once" not in caplog.text
+    assert "ready for its turn" not in caplog.text
     is_warm[0] = True
     scene.open_round(HOSTS[0], HOSTS[1])
     assert scene.actions(3) == [_Action.SYNC] * 3 + [_Action.REMOVE_FROM_REDUNDANCY_LIST] * 3
-    assert "waits as a spare, and its workers can begin at once" in caplog.text
+    assert "waits as a spare, and is ready for its turn" in caplog.text
     scene.state.redundancy_list.clear()
     assert scene.action() is _Action.ADD_TO_PARTICIPANTS
     assert getattr(scene.state, "gemini_lost") == {}  # noqa: B009  # of that round; a later one must not be misled by it
