@@ -23,6 +23,7 @@ ALIKE = 0.995  # of DDP's accuracy, from which on a way counts as training alike
 WORTH = 0.9  # of bfloat16's time, above which nothing is worth its configuration
 BACKWARD = 2 / 3  # of a step's computing, beside which gradients travel
 _SAMPLE = 2**20  # elements of which compressing is timed
+_FEW = 8  # ranks, the payloads of which are read then
 
 # name -> the rule for all parameters, and the accuracy relative to DDP's; None: not measured
 WAYS: dict[str, tuple[dict[str, Any], float | None]] = {
@@ -86,9 +87,15 @@ def ways(model: nn.Module, costs: Costs, computing: float | None, ranks: int) ->
 
 
 def _compressing(rule: Rule, elements: int, ranks: int) -> float:
-    """Seconds that one rank takes to compress so many elements and to read the answers, measured on a part of them."""
+    """Seconds that one rank takes to compress so many elements and to read what all ranks send, measured on a part of both."""
     if rule.compress is None or rule.cast is not None:
         return 0.0
+    one, few = _measured(rule, elements, 1), min(ranks, _FEW)
+    return one if few == 1 else one + max(0.0, _measured(rule, elements, few) - one) / (few - 1) * (ranks - 1)
+
+
+def _measured(rule: Rule, elements: int, ranks: int) -> float:
+    assert rule.compress is not None
     reducer, count, taken = rule.compress.make(), min(elements, _SAMPLE), []
     side = max(1, int(count**0.5))
     gradient = torch.randn(side, side, generator=torch.Generator().manual_seed(0))
