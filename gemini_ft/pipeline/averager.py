@@ -145,7 +145,7 @@ class Averager:
 
     @property
     def _number(self) -> int:
-        """Of the step whose averages may be under way, alike on all ranks."""
+        """The number, alike on all ranks, of the step whose averages may be under way."""
         return self._completed if self._begun_at is None else self._begun_at
 
     def _anxious(self) -> BaseException | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -267,12 +267,19 @@ def hosts_of_unequal_size() -> str:
     return error_of(lambda: gemini_ft.GradientSynchronizer(network(), rules).close())
 
 
+def _after(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
+    def later(*given: Any) -> Any:
+        time.sleep(seconds)
+        return call(*given)
+
+    return later
+
+
 def roll_back_under_way() -> bool:
     """Whether a state that is loaded while an average is under way gives the bits of the first time; rank 1 compresses slowly."""
     rank, model = join().rank(), network()
     if rank == 1:
-        compress = TopK.compress
-        patch.object(TopK, "compress", lambda *given: (time.sleep(0.1), compress(*given))[1]).start()
+        patch.object(TopK, "compress", _after(0.1, TopK.compress)).start()
     optimizer, ends = torch.optim.AdamW(model.parameters(), 1e-2), list[str]()
     rule = {"params": "*", "every": 4, "delay": 2, "outer": DILOCO, "compress": TOPK, "fusion": "layer-wise"}
     with closing(gemini_ft.GradientSynchronizer(model, [rule])) as synchronizer:
@@ -303,8 +310,8 @@ def failing(within: bool) -> str:
         emulate_hosts(rank)
     if rank == dist.get_world_size() - 1:
         patch.object(Plain if within else TopK, "average" if within else "compress", side_effect=ValueError("no memory left")).start()
-        add = Telemetry.add  # is called when the beginning counts as over: until then the failure is told
-        patch.object(Telemetry, "add", lambda *given: (time.sleep(0.3), add(*given))[1]).start()
+        # It is called before the beginning counts as over: the failure is told until then.
+        patch.object(Telemetry, "add", _after(0.3, Telemetry.add)).start()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     rule = {"params": "*", "every": 3, **({"within": "host"} if within else {"delay": 2, "compress": TOPK})}
     synchronizer = gemini_ft.GradientSynchronizer(model, [rule])
