@@ -8,11 +8,13 @@ multiples of a standard deviation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from . import kernels
-from .base import Bundle, Compressor, FlatLayout, Payload, Primitive, Turn, cut, join
+from .base import Bundle, Compressor, FlatLayout, Payload, Primitive, Turn, cut, divided, join
 from .buffers import BUFFERS
 from .options import Ratio
 from .sparse import WithRatio, kept
@@ -48,6 +50,21 @@ class ChunkedTopK(WithRatio, Compressor):
         return Payload(layout=bundle.layout, data=join(torch.cat(means), _pack12(torch.cat(indices)), _pack2(torch.cat(codes))))
 
     def decompress(self, payload: Payload) -> Bundle:
+        return self._summed([payload])
+
+    def aggregate(self, payloads: Sequence[Payload]) -> Bundle:
+        return divided(self._summed(payloads), len(payloads))
+
+    def _summed(self, payloads: Sequence[Payload]) -> Bundle:
+        layout = payloads[0].layout
+        total = BUFFERS.zeros(layout.total, device=payloads[0].data.device)
+        for payload in payloads:
+            values, indices = self._entries(payload)
+            total.index_add_(0, indices, values)
+        return Bundle(layout, total)
+
+    def _entries(self, payload: Payload) -> tuple[Tensor, Tensor]:
+        """The values, float32, and their indices in the flat buffer, int64."""
         layout, device = payload.layout, payload.data.device
         begins = [self._begins(size) + at for size, at in zip(layout.sizes, layout.starts, strict=True)]
         count = sum(part.numel() for part in begins)
@@ -55,8 +72,7 @@ class ChunkedTopK(WithRatio, Compressor):
         tables = tables.view(-1, _CODES)
         code = kernels.unpack_small(codes, 2, 0)[:count].long()
         values = [table[own] for table, own in zip(tables, code.split_with_sizes([part.numel() for part in begins]), strict=True)]
-        flat = BUFFERS.zeros(layout.total, device=device)
-        return Bundle(layout, flat.index_copy_(0, torch.cat(begins).to(device) + _unpack12(packed)[:count], torch.cat(values)))
+        return torch.cat(values), torch.cat(begins).to(device) + _unpack12(packed)[:count]
 
     def _begins(self, size: int) -> Tensor:
         """The first element of the chunk that each element sent of a tensor of ``size`` elements lies in, int64."""

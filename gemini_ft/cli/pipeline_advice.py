@@ -23,6 +23,7 @@ ALIKE = 0.995  # of DDP's accuracy, from which on a way counts as training alike
 WORTH = 0.9  # of bfloat16's time, above which nothing is worth its configuration
 BACKWARD = 2 / 3  # of a step's computing, beside which gradients travel
 _SAMPLE = 2**20  # elements of which compressing is timed
+_FEW = 8  # ranks, the payloads of which are read then
 
 # name -> the rule for all parameters, and the accuracy relative to DDP's; None: not measured
 WAYS: dict[str, tuple[dict[str, Any], float | None]] = {
@@ -63,11 +64,12 @@ Costs = Callable[[Rule], tuple[int | None, float | None]]
 """Bytes of a rank and seconds on the network in a step, of a rule for all parameters."""
 
 
-def ways(model: nn.Module, costs: Costs, computing: float | None) -> list[Way]:
+def ways(model: nn.Module, costs: Costs, computing: float | None, ranks: int) -> list[Way]:
     """Every way in `WAYS` that the model can be trained by, the fastest first.
 
     Args:
         computing: seconds of a step without any exchange; None: not known, and only the exchanges are compared.
+        ranks: whose payloads each of them reads.
     """
     elements = sum(param.numel() for param in model.parameters() if param.requires_grad)
     found = []
@@ -76,7 +78,7 @@ def ways(model: nn.Module, costs: Costs, computing: float | None) -> list[Way]:
         wire, network = costs(rule)
         if network is None:
             continue
-        compressing = _compressing(rule, elements) / (rule.every or 1)
+        compressing = _compressing(rule, elements, ranks) / (rule.every or 1)
         exchange, step = network + compressing, None
         if computing is not None:
             step = computing + exchange if rule.is_local else computing * (1 - BACKWARD) + max(computing * BACKWARD, exchange)
@@ -84,10 +86,16 @@ def ways(model: nn.Module, costs: Costs, computing: float | None) -> list[Way]:
     return sorted(found, key=lambda way: way.compared)
 
 
-def _compressing(rule: Rule, elements: int) -> float:
-    """Seconds that one rank takes to compress so many elements and to read the answer, measured on a part of them."""
+def _compressing(rule: Rule, elements: int, ranks: int) -> float:
+    """Seconds that one rank takes to compress so many elements and to read what all ranks send, measured on a part of both."""
     if rule.compress is None or rule.cast is not None:
         return 0.0
+    one, few = _measured(rule, elements, 1), min(ranks, _FEW)
+    return one if few == 1 else one + max(0.0, _measured(rule, elements, few) - one) / (few - 1) * (ranks - 1)
+
+
+def _measured(rule: Rule, elements: int, ranks: int) -> float:
+    assert rule.compress is not None
     reducer, count, taken = rule.compress.make(), min(elements, _SAMPLE), []
     side = max(1, int(count**0.5))
     gradient = torch.randn(side, side, generator=torch.Generator().manual_seed(0))
@@ -97,7 +105,8 @@ def _compressing(rule: Rule, elements: int) -> float:
         try:
             request = next(exchange)
             while True:
-                request = exchange.send([request.tensor])
+                answers = [request.tensor] * (ranks if request.kind in ("gather", "gather_v") else 1)
+                request = exchange.send(answers)
         except StopIteration:
             taken.append(time.perf_counter() - begin)
     return min(taken[1:]) * elements / side**2

@@ -243,7 +243,7 @@ def show(options: argparse.Namespace) -> None:
             return None, None
         return cost.wire_bytes, cost.seconds
 
-    others = ways(model, costs, options.step)
+    others = ways(model, costs, options.step, options.ranks)
     if options.json:
         advice = {"ways": [asdict(way) for way in others], "verdict": verdict(others, options.step), "source": SOURCE}
         print(json.dumps({**asdict(description), "advice": advice}, indent=2))

@@ -259,6 +259,8 @@ def _unsupported_alone(engine: Any, rule: Rule) -> Iterator[tuple[bool, str]]:
         not isinstance(engine.optimizer, torch.optim.Optimizer),
         f"{shared} {type(engine.optimizer).__name__}: leave every out, or use DDP",
     )
+    clips = "gradient_clipping has DeepSpeed add up the norms of all ranks in each step, in which no rank may wait for another"
+    yield engine.gradient_clipping() > 0, f"{rule}: {clips}: set gradient_clipping to 0"
     yield rule.within is not None, f"{rule}: within: host is of DDP and plain loops: leave it out"
 
 

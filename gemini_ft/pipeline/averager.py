@@ -62,8 +62,9 @@ class Averager:
         self.step = 0
         self.rounds = 0  # of averaging; more than one per step where buckets come one by one
         self._lanes = Lanes(device, self._broken)
-        self._failures = Failures(group, control)
+        self._failures = Failures(group, control, dist.get_process_group_ranks(control) if control is not None else ())
         self._completed = 0  # steps since the beginning of this object, whatever has been loaded since
+        self._begun_at: int | None = None  # their number when what `begin_average` has set on its way was begun; None: nothing is
         self._arrived: dict[str, _Arrival | None] = {}  # None: no rank has it in this step
         self._launched = 0  # groups of the plan
         self._awaited: set[str] | None = None  # of the next one; None: nothing of the step has come
@@ -140,17 +141,22 @@ class Averager:
 
         Returns what is to be raised: another rank's error, where this one only follows from it.
         """
-        return self._failures.resolved(error, self._completed)
+        return self._failures.resolved(error, self._number)
+
+    @property
+    def _number(self) -> int:
+        """The number, alike on all ranks, of the step whose averages may be under way."""
+        return self._completed if self._begun_at is None else self._begun_at
 
     def _anxious(self) -> BaseException | None:
-        return self._failures.heard(self._completed)
+        return self._failures.heard(self._number)
 
     def broken(self, error: BaseException) -> BaseException:
         """Ends averaging for good after a collective of the training thread, in which others may wait, has failed; returns as `failed`."""
         return self._lanes.fail(error)
 
     def _broken(self, error: BaseException, is_computing: bool) -> BaseException:
-        found = self._failures.resolved(error, self._completed, is_computing)
+        found = self._failures.resolved(error, self._number, is_computing)
         self._failures.abort()
         return found
 
@@ -194,8 +200,7 @@ class Averager:
 
     def begin_average(self, gradients: Gradients) -> Callable[[], dict[str, Tensor]]:
         """Sets gradients on their way as `average` does; what is returned waits for the averages, and may only be called once."""
-        if not self._jobs:
-            self.on_begin()
+        self.on_begin()
         begin, means = time.perf_counter(), dict[str, Tensor]()
         groups = [group._replace(names=tuple(name for name in group.names if name in gradients)) for group in self.plan.groups]
         self._scale = self.scale()
@@ -203,14 +208,16 @@ class Averager:
         self._blocked += time.perf_counter() - begin
         self.rounds += 1
 
-        def finish() -> dict[str, Tensor]:
+        def finish(held: Gradients = gradients) -> dict[str, Tensor]:  # until then a stream of the lanes may have to read them
             begin = time.perf_counter()
             for _, job in jobs:
                 self._lanes.wait(job, self._anxious)
+            self._begun_at = None
             self._jobs += jobs
             self._blocked += time.perf_counter() - begin
             return means
 
+        self._begun_at = self._completed
         return finish
 
     # -- state
@@ -242,12 +249,12 @@ class Averager:
         problems = [problem for problem, _ in everybody]
         for rank, problem in enumerate(problems):
             if problem is not None:
-                raise StateError(problem if set(problems) == {problem} else f"rank {rank}: {problem}")
+                raise StateError(problem if set(problems) == {problem} else f"rank {self._global(rank)}: {problem}")
         if odd := [rank for rank, (_, other) in enumerate(everybody) if other != everybody[0][1]]:
             steps = [other[0] for _, other in everybody]
             raise RecoveryError(
-                f"the gradient pipeline's state is of different steps or plans on ranks 0 and {odd[0]} (steps {steps[0]} and "
-                f"{steps[odd[0]]}); load on all ranks what was saved at one step, or resume from an older snapshot"
+                f"the gradient pipeline's state is of different steps or plans on ranks {self._global(0)} and {self._global(odd[0])} "
+                f"(steps {steps[0]} and {steps[odd[0]]}); load on all ranks what was saved at one step, or resume from an older snapshot"
             )
         known = {tensor.name: tensor for tensor in self.tensors}
         self.tensors = [known[name] for name in state["order"]]
@@ -255,6 +262,10 @@ class Averager:
         self.routes.load_state_dict(state["routes"])
         self.controls.load_state_dict(state.get("controls", {}))
         self._ended_at = None
+
+    def _global(self, rank: int) -> int:
+        """The number of a rank of the group among all ranks."""
+        return dist.get_global_rank(self.group, rank) if self.group is not None else rank
 
     def _problem(self, state: Mapping[str, Any]) -> str | None:
         """The reason why a state cannot be loaded, or None."""

@@ -88,10 +88,12 @@ class RankComparison:
             return None
         (work, everybody), self._asked = self._asked, None
         work.wait()
-        for rank, theirs in enumerate(everybody):
+        ranks = dist.get_process_group_ranks(self._group)
+        for rank, theirs in zip(ranks, everybody, strict=True):
             for name, first, other in zip(self._names, everybody[0].tolist(), theirs.tolist(), strict=False):
                 if first != other:
-                    said = f": rank 0 has {first}, rank {rank} has {other}" if min(first, other) >= 0 else f" on ranks 0 and {rank}"
+                    by = f": rank {ranks[0]} has {first}, rank {rank} has {other}", f" on ranks {ranks[0]} and {rank}"
+                    said = by[0] if min(first, other) >= 0 else by[1]
                     return f"their {name} differ{said}"
         self._heard(torch.stack(everybody).amax(0)[len(self._names) :].tolist())
         return None
@@ -219,7 +221,10 @@ class Body:
         the state is loaded.
         """
         self._settle()
-        return {"averager": self.averager.state_dict(), "tuner": self._tuner.state_dict(), "untuned": self._untuned}
+        return {"averager": self._averager_state(), "tuner": self._tuner.state_dict(), "untuned": self._untuned}
+
+    def _averager_state(self) -> dict[str, Any]:
+        return self.averager.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a `state_dict`, to go on as if never interrupted. Collective; a pending step is ended first, and forgotten.

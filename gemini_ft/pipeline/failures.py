@@ -9,6 +9,7 @@ import contextlib
 import json
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,10 +28,12 @@ class Failures:
     Args:
         group: whose collectives fail, or wait for nothing; None: one rank.
         control: of its ranks, or of more, and on CPUs; its connections last as long as processes do, and ranks are numbered as in it.
+        names: of its ranks in errors, by their number in it: among all ranks of the job. (): as in it.
     """
 
-    def __init__(self, group: Any, control: Any) -> None:
+    def __init__(self, group: Any, control: Any, names: Sequence[int] = ()) -> None:
         self._group, self._control, self._rank = group, control, control.rank() if control is not None else 0
+        self._names = names or range(control.size() if control is not None else 1)
         self._resolved: BaseException | None = None
 
     def resolved(self, error: BaseException, step: int, is_computing: bool = False) -> BaseException:
@@ -46,11 +49,11 @@ class Failures:
         cause = self.heard(step) if is_own else self._cause(step)
         said = f"{type(error).__name__}: {error}"
         if cause is None and is_own:
-            self._tell(self._rank, _failed(self._rank, said), step)
+            self._tell(self._rank, _failed(self._names[self._rank], said), step)
         elif cause is None:
             unexplained = AveragingError(
-                f"gradients are averaged no more: a collective failed on rank {self._rank}, and no rank is known to have failed; a host "
-                f"may be lost, or the network between two: {said}"
+                f"gradients are averaged no more: a collective failed on rank {self._names[self._rank]}, and no rank is known to have "
+                f"failed; a host may be lost, or the network between two: {said}"
             )
             self._tell(None, unexplained, step)
         elif not is_own:
@@ -78,12 +81,13 @@ class Failures:
             if gone and not is_answered:
                 return AveragingError(
                     "gradients are averaged no more: the processes of these ranks have ended, one of them first: "
-                    f"{', '.join(map(str, gone))}; the process group's store, which may know more, does not answer, as when it has gone "
-                    "with the host that was lost"
+                    f"{', '.join(str(self._names[rank]) for rank in gone)}; the process group's store, which may know more, does not "
+                    "answer, as when it has gone with the host that was lost"
                 )
             if gone:
-                more = f"; so have those of ranks {', '.join(map(str, gone[1:]))}" if gone[1:] else ""
-                found = _failed(gone[0], f"its process has ended without a word, as one does that is killed{more}")
+                first, *others = (self._names[rank] for rank in gone)
+                more = f"; so have those of ranks {', '.join(map(str, others))}" if others else ""
+                found = _failed(first, f"its process has ended without a word, as one does that is killed{more}")
                 self._tell(gone[0], found, step)
                 return found
             if time.monotonic() > end:

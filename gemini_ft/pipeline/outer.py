@@ -182,7 +182,7 @@ class OuterSteps(Body):
         if not (self._due or self._ripe):
             return
         with self._telling():
-            self._settle_delayed()
+            self.settle_delayed()
             for each in self._ripe:
                 self._delayed.remove(each)
                 self._step_with(self._of_host(each.means, each.sent), each.sent)
@@ -196,17 +196,18 @@ class OuterSteps(Body):
                 )
         self.step_over()
 
-    def _settle_delayed(self) -> None:
+    def settle_delayed(self) -> None:
         """Waits for an average that is under way: the averager's state is that of a moment only where none is."""
         for each in self._delayed:
             each.settle()
+        self._before = {}
 
     def _where(self, name: str) -> torch.Tensor:
         return _wide(self._parameters[name]).clone()
 
     def _begin_late(self, average: _Delayed) -> None:
         """Begins an average; no other one is under way."""
-        self._settle_delayed()
+        self.settle_delayed()
         self._before = _copied(self.averager.state_dict())
         average.finish = self._begun(average.sent, average.sent)
         self._delayed.append(average)
@@ -225,7 +226,8 @@ class OuterSteps(Body):
         found = {}
         for name, anchor in self._anchors.items():
             if name in names:
-                found[name] = means[name] if name in means else torch.empty(anchor.shape, dtype=anchor.dtype, device=anchor.device)
+                mean = means.get(name)  # in 16 bits where it has travelled so
+                found[name] = torch.empty(anchor.shape, dtype=anchor.dtype, device=anchor.device) if mean is None else mean.to(anchor.dtype)
                 dist.broadcast(found[name], group=self._host, group_src=0)
         return found
 
@@ -274,9 +276,12 @@ class OuterSteps(Body):
             str(at): {"step": each.step, "sent": each.sent, "means": each.means, "is there": each.finish is None, "counters": counters}
             for at, each in enumerate(self._delayed)
         }
-        found = {**super().state_dict(), **own, **counts, "first": self._first, "hosts": self._hosts, "delayed": delayed}
-        # Threads may be changing it: resumed, the average is begun anew from where it was.
-        return found | ({"averager": self._before} if self._delayed and self._delayed[-1].finish is not None else {})
+        return {**super().state_dict(), **own, **counts, "first": self._first, "hosts": self._hosts, "delayed": delayed}
+
+    def _averager_state(self) -> dict[str, Any]:
+        """That of the beginning of an average under way, as threads are changing it now: resumed, it is begun anew from where it was."""
+        is_under_way = bool(self._delayed) and self._delayed[-1].finish is not None
+        return self._before if is_under_way else super()._averager_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a `state_dict`; see `Body.load_state_dict`."""
@@ -296,23 +301,26 @@ class OuterSteps(Body):
         self._due, self._trained, self._owned = {*state["due"]}, {*state["trained"]}, {*state["owned"]}
         self._awaited = self._stepping = None
         self._delayed = []
-        self._anchors = {name: tensor.to(self._parameters[name].device, copy=True) for name, tensor in state["anchors"].items()}
-        self._momenta = {name: tensor.to(self._parameters[name].device, copy=True) for name, tensor in state["momenta"].items()}
+        self._anchors, self._momenta = self._placed(state["anchors"]), self._placed(state["momenta"])
         for each in state.get("delayed", {}).values():
-            average = _Delayed(each["step"], _copied(each["sent"]), means=_copied(each["means"]))
+            average = _Delayed(each["step"], self._placed(each["sent"]), means=self._placed(each["means"]))
             if each["is there"]:
                 self._delayed.append(average)
             else:
                 self._begin_late(average)
                 self.averager.step, self.averager.rounds = each["counters"]
 
+    def _placed(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies of tensors where the parameters of their names are."""
+        return {name: tensor.to(self._parameters[name].device, copy=True) for name, tensor in tensors.items()}
+
     def _end_pending(self) -> None:
-        self._settle_delayed()
+        self.settle_delayed()
         super()._end_pending()
 
     def forget(self, parameters: Iterable[torch.Tensor | str] | None = None) -> None:
         """Forgets residuals; see `Body.forget`."""
-        self._settle_delayed()
+        self.settle_delayed()
         super().forget(parameters)
 
     def close(self) -> None:
@@ -344,6 +352,8 @@ class BodyWithOuter(Body):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a `state_dict`; see `Body.load_state_dict`."""
+        if self._outer is not None:
+            self._outer.settle_delayed()  # its threads use the group in which ranks are asked now
         super().load_state_dict(state)
         if self._outer is not None:
             self._outer.load_state_dict(state["outer"])

@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from gemini_ft.compression.base import Compressor, Reducer
+from gemini_ft.compression.chunked import ChunkedTopK
 from gemini_ft.compression.dgc import MomentumCorrection
 from gemini_ft.compression.feedback import ErrorFeedback
 from gemini_ft.compression.methods import COMPRESSORS, METHOD_OPTIONS, METHODS, create
@@ -254,8 +255,9 @@ class Rule(_RuleModel):
         if self.compress is None or steerable(self.compress.make()) is None:
             what = f"compress {self.compress.method}" if self.compress is not None else "no compress"
             raise ValueError(
-                f"control dc2 changes the ratio of a method whose error feedback keeps what is left out; {what} as it is given here has "
-                "none: take topk, randomk, sampled_threshold, sidco_e, sidco_p, sidco_gp, adaq or dgc, without two_phase and feedback 0"
+                "control dc2 changes the ratio of a method whose error feedback keeps what is left out; "
+                f"{what} as it is given here is none that it knows: "
+                "take topk, randomk, sampled_threshold, sidco_e, sidco_p, sidco_gp, adaq or dgc, without two_phase and feedback 0"
             )
         if self.fusion in ("espresso", "auto"):
             raise ValueError(
@@ -365,8 +367,13 @@ def sparsifier_of(reducer: Reducer) -> Sparsifier | None:
 
 
 def steerable(reducer: Reducer) -> ErrorFeedback | MomentumCorrection | None:
-    """The method, if its ratio can be changed, up to sending everything by an all-reduce, and nothing is lost by that."""
+    """The method, if its ratio can be changed, up to sending everything by an all-reduce, and nothing is lost by that.
+
+    Not `ChunkedTopK`, whose entries take bits: `DelayControl` counts whole bytes.
+    """
     if not isinstance(reducer, ErrorFeedback | MomentumCorrection) or not isinstance(reducer.inner, WithRatio):
+        return None
+    if isinstance(reducer.inner, ChunkedTopK):
         return None
     return reducer
 

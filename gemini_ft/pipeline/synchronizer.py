@@ -101,6 +101,11 @@ class GradientSynchronizer(BodyWithOuter):
             tensors = [tensor for tensor in tensors if tensor.rule != NO_RULE]
         local = [tensor for tensor in tensors if tensor.rule != NO_RULE and rules[tensor.rule].is_local]
         hosts = _numbered(of_all_ranks(host_id(), own)) if local and rules[local[0].rule].within == "host" else []
+        if len(set(sizes := list(Counter(hosts).values()))) > 1:
+            raise ConfigError(
+                f"{rules[local[0].rule]}: within: host needs as many ranks on each host, and they have {', '.join(map(str, sizes))}: each "
+                "host counts as much as any other in an average. Start as many on each, or leave within out"
+            )
         if local:
             tensors = [replace(tensor, rule=NO_RULE) for tensor in tensors] if len(set(hosts)) < len(hosts) else []
         self._has_trained = False  # in training mode, which scripts leave to evaluate, and some train without

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gemini_ft.compression import cast, kernels, low_rank, quantise, sign
 from gemini_ft.compression.base import Bundle, FlatLayout, Payload, Turn, layout_of
+from gemini_ft.compression.chunked import ChunkedTopK
 from gemini_ft.compression.collective import reduce
 from gemini_ft.compression.dgc import MomentumCorrection, SampledThreshold
 from gemini_ft.compression.feedback import TwoPhase
@@ -124,6 +125,17 @@ def test_sparseloco_as_it_is_described() -> None:
             np.testing.assert_allclose(means[name].numpy().ravel(), expected, rtol=1e-4, atol=1e-6)
     elements = 4096 * 1000
     assert 4 * elements / create("chunked_topk").wire_bytes(layout(elements)) > 146
+
+
+def test_what_ranks_send_of_chunks_is_added_up_as_one_by_one() -> None:
+    """Only what has come is added, with the bits of whole buffers."""
+    sizes = {"w": (3, 3000), "b": (70,)}
+    chunked = ChunkedTopK()
+    sent = [chunked.compress(Bundle.of(gradients(rank, sizes), chunked.align), Turn(step=0)) for rank in range(3)]
+    total = torch.zeros(sent[0].layout.total)
+    for payload in sent:
+        total += chunked.decompress(payload).flat
+    assert same(chunked.aggregate(sent).tensors(), Bundle(sent[0].layout, total / 3).tensors())
 
 
 def _largest_of_chunks(values: npt.NDArray[np.float64]) -> list[int]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import threading
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import local_steps_case
 import pytest
@@ -16,7 +19,9 @@ from rank_kit import on_ranks
 from torch import nn
 
 import gemini_ft
-from gemini_ft.errors import ConfigError
+from gemini_ft.compression.sparse import TopK
+from gemini_ft.errors import ConfigError, StateError
+from gemini_ft.pipeline.averager import Averager
 from gemini_ft.pipeline.rules import load_rules
 from gemini_ft.testing import digest
 
@@ -37,6 +42,67 @@ def test_ranks_end_with_the_bits_of_one_process(case: str, found: list[dict[str,
 def test_hosts_whose_ranks_train_together_end_with_the_bits_of_one_process(tmp_path: Path) -> None:
     for rank in on_ranks(tmp_path, 4, local_steps_case.differences, local_steps_case.WITHIN):
         assert rank == dict.fromkeys(local_steps_case.WITHIN)
+
+
+def test_hosts_that_compress_are_alike_within_and_after_an_average(tmp_path: Path) -> None:
+    for found in on_ranks(tmp_path, 4, local_steps_case.hosts_that_compress):
+        assert list(found.values()) == [True, True], found
+
+
+def test_hosts_of_unequal_size_are_refused(tmp_path: Path) -> None:
+    for said in on_ranks(tmp_path, 3, local_steps_case.hosts_of_unequal_size):
+        assert "within: host needs as many ranks on each host, and they have 2, 1: " in said
+
+
+def test_a_state_is_loaded_while_an_average_is_under_way(tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, 2, local_steps_case.roll_back_under_way) == [True, True]
+
+
+def test_a_rank_that_fails_is_named_by_its_number_among_all(tmp_path: Path) -> None:
+    first, second, third, _ = on_ranks(tmp_path, 4, local_steps_case.failing, True)
+    assert first == second == ""
+    assert third == "AveragingError: rank 3 has failed, and averages no gradients any more: ValueError: no memory left"
+
+
+def test_a_rank_that_fails_while_an_average_begins_is_named_by_its_error(tmp_path: Path) -> None:
+    first, _ = on_ranks(tmp_path, 2, local_steps_case.failing, False)
+    assert first == "AveragingError: rank 1 has failed, and averages no gradients any more: ValueError: no memory left"
+
+
+def test_an_average_under_way_is_not_asked_for_its_state() -> None:
+    """A thread may be changing it: dictionaries changed their size meanwhile."""
+    goes_on, asked, compress, state_dict = threading.Event(), list[Averager](), TopK.compress, Averager.state_dict
+
+    def waits(self: TopK, *given: Any) -> Any:
+        assert goes_on.wait(10)
+        return compress(self, *given)
+
+    def seen(self: Averager) -> Any:
+        asked.append(self)
+        return state_dict(self)
+
+    model, rule = local_steps_case.network(), {"params": "*", "every": 2, "delay": 1, "compress": local_steps_case.TOPK}
+    optimizer, gradients = torch.optim.SGD(model.parameters(), 1e-2), gemini_ft.GradientSynchronizer(model, [rule])
+    with patch.object(TopK, "compress", waits), closing(gradients):
+        for step in range(2):
+            local_steps_case.loss_of(model, step, 0, 0, torch.float32).backward()
+            gradients.synchronize()
+            optimizer.step()
+        with patch.object(Averager, "state_dict", seen):
+            gradients.state_dict()
+        goes_on.set()
+    assert asked == [gradients.averager]  # which has nothing to average
+
+
+def test_ranks_that_train_together_now_are_told_what_differs() -> None:
+    rule = {"params": "*", "every": 2}
+    with closing(gemini_ft.GradientSynchronizer(local_steps_case.network(), [rule])) as gradients:
+        state = gradients.state_dict()
+    with (
+        closing(gemini_ft.GradientSynchronizer(local_steps_case.network(), [rule | {"within": "host"}])) as gradients,
+        pytest.raises(StateError, match=r"state is of other rules: it has .*, this job .*'within': 'host'"),
+    ):
+        gradients.load_state_dict(state)
 
 
 def test_ranks_that_compress_are_together_after_each_average_and_only_then(tmp_path: Path) -> None:

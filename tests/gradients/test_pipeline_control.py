@@ -54,8 +54,9 @@ def test_ratio_and_model_of_the_network_survive_kills(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        ({"control": "dc2"}, "no compress as it is given here has none"),
-        ({"control": "dc2", "compress": "qsgd"}, "compress qsgd as it is given here has none: take topk"),
+        ({"control": "dc2"}, "no compress as it is given here is none that it knows"),
+        ({"control": "dc2", "compress": "qsgd"}, "compress qsgd as it is given here is none that it knows: take topk"),
+        ({"control": "dc2", "compress": "chunked_topk"}, "compress chunked_topk as it is given here is none that it knows: take topk"),
         ({"control": "dc2", "compress": {"method": "topk", "two_phase": True}}, "compress topk as it is given here"),
         ({"control": "dc2", "compress": {"method": "topk", "feedback": 0}}, "compress topk as it is given here"),
         ({"control": "dc2", "compress": "topk", "fusion": "auto"}, "take fusion cupcake"),

@@ -204,7 +204,7 @@ def test_threads_end_with_their_engine(ran: Sequence[Mapping[str, Any]]) -> None
     [
         Job(2, accumulate=2, config={"gradient_pipeline": [POWERSGD[0], TOPK[0]]}),
         Job(0, bf16=True, config={"gradient_pipeline": TOPK}),
-        Job(0, config={"gradient_pipeline": [{**TOPK[0], "every": 4, "outer": {}, "delay": 1}]}),
+        Job(0, config={"gradient_pipeline": [{**TOPK[0], "every": 4, "outer": {}, "delay": 1}], "gradient_clipping": 0.0}),
     ],
     ids=["stage 2", "stage 0", "alone"],
 )
@@ -227,6 +227,10 @@ REFUSED = {
     "local steps": (
         Case(1, [{"params": "*", "every": 2}]),
         "ranks train alone at ZeRO stage 0 in float32, where each has a whole optimizer",
+    ),
+    "local steps that are clipped": (
+        Case(0, [{"params": "*", "every": 2}]),
+        "gradient_clipping has DeepSpeed add up the norms of all ranks",
     ),
     "no optimizer": (Case(0, []), "this engine has no optimizer, so it averages no gradients"),
     "typo": (Case(1, [{"params": "*", "compres": "topk"}]), "rule 1, compres='topk': unknown option; a rule has params, sync, compress"),

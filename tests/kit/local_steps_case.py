@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import copy
+import time
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gemini_ft
+from gemini_ft.compression.sparse import TopK
 from gemini_ft.pipeline import synchronizer
+from gemini_ft.pipeline.routes import Plain
+from gemini_ft.pipeline.telemetry import Telemetry
 from gemini_ft.testing import digest, first_difference
 
 STEPS = 9
@@ -232,6 +237,95 @@ def compressed() -> tuple[bool, bool, list[int]]:
             between.append(alike(digest(model.state_dict())))
         figures = next(value for name, value in synchronizer.summary().items() if name.startswith("1:"))
     return any(between[:2] + between[3:5]), between[2] and between[5], [int(figures["bytes_before"]), int(figures["bytes_after"])]
+
+
+def hosts_that_compress() -> dict[str, bool]:
+    """Compression -> whether all ranks are alike after the averages of two hosts, and those of a host between them."""
+    rank, found = join().rank(), {}
+    emulate_hosts(rank)
+    for compress in ("bf16", TOPK):
+        model = network()
+        optimizer, own = torch.optim.AdamW(model.parameters(), 1e-2), list[bool]()
+        rule = {"params": "*", "every": 3, "outer": DILOCO, "within": "host", "compress": compress}
+        with closing(gemini_ft.GradientSynchronizer(model, [rule])) as synchronizer:
+            for step in range(6):
+                optimizer.zero_grad()
+                loss_of(model, step, 0, rank, torch.float32).backward()
+                synchronizer.synchronize()
+                optimizer.step()
+                digests: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(digests, digest(model.state_dict()))
+                own.append(digests[0] == digests[1] and digests[2] == digests[3] and (digests[0] == digests[2]) == (step % 3 == 2))
+        found[str(compress)] = all(own)
+    return found
+
+
+def hosts_of_unequal_size() -> str:
+    """Returns the error where the last of three ranks is a host of its own."""
+    emulate_hosts(join().rank())
+    rules = [{"params": "*", "every": 3, "within": "host"}]
+    return error_of(lambda: gemini_ft.GradientSynchronizer(network(), rules).close())
+
+
+def _after(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
+    def later(*given: Any) -> Any:
+        time.sleep(seconds)
+        return call(*given)
+
+    return later
+
+
+def roll_back_under_way() -> bool:
+    """Whether a state that is loaded while an average is under way gives the bits of the first time; rank 1 compresses slowly."""
+    rank, model = join().rank(), network()
+    if rank == 1:
+        patch.object(TopK, "compress", _after(0.1, TopK.compress)).start()
+    optimizer, ends = torch.optim.AdamW(model.parameters(), 1e-2), list[str]()
+    rule = {"params": "*", "every": 4, "delay": 2, "outer": DILOCO, "compress": TOPK, "fusion": "layer-wise"}
+    with closing(gemini_ft.GradientSynchronizer(model, [rule])) as synchronizer:
+        parts = (model, optimizer, synchronizer)
+
+        def train(steps: range) -> None:
+            for step in steps:
+                optimizer.zero_grad()
+                loss_of(model, step, 0, rank, torch.float32).backward()
+                synchronizer.synchronize()
+                optimizer.step()
+
+        train(range(6))
+        state = copy.deepcopy([part.state_dict() for part in parts])
+        for _ in range(2):
+            train(range(6, 8))  # after which one is under way
+            ends.append(digest(model.state_dict()))
+            for part, value in zip(parts, copy.deepcopy(state), strict=True):
+                part.load_state_dict(value)
+        train(range(6, 11))
+    return ends[0] == ends[1]
+
+
+def failing(within: bool) -> str:
+    """Returns what this rank is told when the last one fails: in its host's average, or right after it has begun a delayed one of all."""
+    rank, model = join().rank(), network()
+    if within:
+        emulate_hosts(rank)
+    if rank == dist.get_world_size() - 1:
+        patch.object(Plain if within else TopK, "average" if within else "compress", side_effect=ValueError("no memory left")).start()
+        # It is called before the beginning counts as over: the failure is told until then.
+        patch.object(Telemetry, "add", _after(0.3, Telemetry.add)).start()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    rule = {"params": "*", "every": 3, **({"within": "host"} if within else {"delay": 2, "compress": TOPK})}
+    synchronizer = gemini_ft.GradientSynchronizer(model, [rule])
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, number, 0, rank, torch.float32).backward()
+        synchronizer.synchronize()
+        optimizer.step()
+
+    said = next((text for number in range(2 if within else 6) if (text := error_of(partial(step, number)))), "")
+    dist.barrier()
+    synchronizer.close()
+    return said
 
 
 def refusals() -> list[str]:
