@@ -28,7 +28,7 @@ class _WithoutRank(os._Environ):  # type: ignore[type-arg]
 
 
 def variables(place: int, places: int) -> dict[str, str]:
-    """What the environment of a worker in reserve has besides its launcher's; ``place``: its local rank, of so many."""
+    """The variables of a worker in reserve besides its launcher's; ``place``: its local rank, of ``places``."""
     return {**dict.fromkeys(_ASSIGNED, _UNKNOWN), "LOCAL_RANK": str(place), "LOCAL_WORLD_SIZE": str(places), RESERVE: "1"}
 
 
