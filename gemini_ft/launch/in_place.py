@@ -297,7 +297,7 @@ class Survivors:
 
 
 def _kind(command: Sequence[str], environ: Mapping[str, str]) -> tuple[object, ...]:
-    """The parts of a start that torch may make different for each worker of a host (``${local_rank}``, --numa-binding, --virtual-local-rank)."""
+    """The parts of a start that torch may make different for each worker (``${local_rank}``, --numa-binding, --virtual-local-rank)."""
     return (*command, *map(environ.get, ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")))
 
 

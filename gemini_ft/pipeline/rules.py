@@ -371,11 +371,10 @@ def steerable(reducer: Reducer) -> ErrorFeedback | MomentumCorrection | None:
 
     Not `ChunkedTopK`, whose entries take bits: `DelayControl` counts whole bytes.
     """
-    if not isinstance(reducer, ErrorFeedback | MomentumCorrection) or not isinstance(reducer.inner, WithRatio):
+    if not isinstance(reducer, ErrorFeedback | MomentumCorrection):
         return None
-    if isinstance(reducer.inner, ChunkedTopK):
-        return None
-    return reducer
+    inner: object = reducer.inner
+    return reducer if isinstance(inner, WithRatio) and not isinstance(inner, ChunkedTopK) else None
 
 
 def payload_of_one_length(reducer: Reducer) -> Compressor | None:
