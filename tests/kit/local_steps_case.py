@@ -283,7 +283,7 @@ def roll_back_under_way() -> bool:
     optimizer, ends = torch.optim.AdamW(model.parameters(), 1e-2), list[str]()
     rule = {"params": "*", "every": 4, "delay": 2, "outer": DILOCO, "compress": TOPK, "fusion": "layer-wise"}
     with closing(gemini_ft.GradientSynchronizer(model, [rule])) as synchronizer:
-        parts = (model, optimizer, synchronizer)
+        parts: tuple[Any, ...] = (model, optimizer, synchronizer)
 
         def train(steps: range) -> None:
             for step in steps:
