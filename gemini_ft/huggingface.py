@@ -222,17 +222,17 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         """Has gradients travel by the rules, before anything is resumed: what they keep is part of that."""
         if trainer.is_deepspeed_enabled:
             raise ConfigError('under DeepSpeed the rules belong into the section "gradient_pipeline" of its configuration')
-        from gemini_ft.pipeline import GradientSynchronizer
+        from gemini_ft.pipeline.synchronizer import GradientSynchronizer, ddp_around
 
         model = trainer.model_wrapped
-        if not isinstance(model, DistributedDataParallel):
+        if (ddp := ddp_around(model)) is None:
             raise ConfigError(
                 "GeminiCallback(gradient_pipeline=) is for a Trainer on DistributedDataParallel, and this one trains a "
                 f"{type(model).__name__} in {trainer.args.world_size} processes; start it by torchrun with several processes and without "
                 "FSDP, or leave it out"
             )
         if self._gradients is not None:  # of a training before
-            if self._gradients.ddp is model:  # which has one hook as long as it lives
+            if self._gradients.ddp is ddp:  # which has one hook as long as it lives
                 return
             self._gradients.close()
         self._gradients = GradientSynchronizer(model, self._rules, scaler=trainer.accelerator.scaler)

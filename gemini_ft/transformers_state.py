@@ -19,11 +19,11 @@ from transformers.trainer_callback import ExportableState
 from gemini_ft.loaders.ahead import FetchedAhead, base_of, no_epoch
 from gemini_ft.loaders.loader import bookmark_of, make_resumable
 from gemini_ft.state.codec import is_exact
-from gemini_ft.state.fields import NO_FIELDS, Fields, enclosed_by, fields_of
+from gemini_ft.state.fields import NO_FIELDS, fields_of
 from gemini_ft.state.methods import set_by
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.rng import GENERATORS, enclosed_generators, generator_states, private_generators, set_generator_states
-from gemini_ft.state.script import is_of_library, set_later
+from gemini_ft.state.script import is_of_library
 from gemini_ft.state.values import ATOMS, MAPPINGS, SEQUENCES
 
 _THEIRS = ("transformers", "accelerate")
@@ -147,7 +147,8 @@ class OwnAttributes:
         for name, item in self._items():
             vars(item).update(vars(self._views[name]))
         for name, item in self._behind():
-            _fields_of(item).update({key: value for key, value in vars(self._views[name]).items() if value is not _LARGE})
+            if not isinstance(item, FunctionType):
+                fields_of(item).update({key: value for key, value in vars(self._views[name]).items() if value is not _LARGE})
 
     def _look_again(self) -> None:
         self._look()
@@ -175,12 +176,9 @@ class OwnAttributes:
             for present, values in ((self._views[name], found), (self._holding[name], models)):
                 vars(present).clear()
                 vars(present).update(values)
-        later = functools.cache(set_later)
         for name, item in self._behind():
             view, small = self._views.setdefault(name, SimpleNamespace()), self._small.setdefault(name, set())
-            left = later()(item) if isinstance(item, FunctionType) else ()
-            found = {key: value for key, value in {**_fields_of(item), **enclosed_generators(item)}.items() if key not in left}
-            fields = {key: value for key, value in found.items() if type(value) in _PLAIN or is_exact(value)}
+            fields = {key: value for key, value in _fields_of(item).items() if type(value) in _PLAIN or is_exact(value)}
             small |= (now := {key for key, value in fields.items() if _is_small(value)})
             vars(view).clear()
             vars(view).update({key: value if key in now else _LARGE for key, value in fields.items() if key in small})
@@ -218,12 +216,9 @@ _NO_MODULES: dict[str, Any] = {}
 _PLAIN = frozenset({*ATOMS, *SEQUENCES, *MAPPINGS, *GENERATORS, torch.Tensor, np.ndarray})
 
 
-def _fields_of(item: Any) -> Fields:
-    """The attributes of an object; of a function the fixed values that it encloses."""
-    if not isinstance(item, FunctionType):
-        return fields_of(item)
-    enclosed = enclosed_by(item)
-    return NO_FIELDS if enclosed is None else enclosed
+def _fields_of(item: Any) -> Mapping[str, Any]:
+    """The attributes of an object; of a function the generators that it encloses."""
+    return enclosed_generators(item) if isinstance(item, FunctionType) else fields_of(item)
 
 
 def _is_small(value: Any) -> bool:

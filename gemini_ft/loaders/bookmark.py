@@ -170,7 +170,7 @@ class Bookmark:
         self._together.to_go_on -= _goes_on(self._resume)
         self._together = iterators.resumption
         self._together.to_go_on += _goes_on(state)
-        self._resume = state if under_way else None
+        self._resume, self._step_at = state if under_way else None, (0, 0)
         self._between.named.update(state.get("named", ()))  # snapshots in storage may be older
         self._lost_before = [] if self._may_lose else [*state.get("lost_here", ())]
         if "left" in state:
@@ -259,7 +259,7 @@ class Bookmark:
         return self._taken == self._facts.get(BATCHES)
 
     def step_over(self) -> None:
-        """Takes note of a step that ends with the batches so far."""
+        """Ends a step with the batches so far."""
         self._step_at = self.place
 
     def why_undivided(self, loader: Any, rank: int, world_size: int) -> str:

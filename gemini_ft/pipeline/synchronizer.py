@@ -76,7 +76,7 @@ class GradientSynchronizer(BodyWithOuter):
         profile_steps: int = 5,
         otherwise: tuple[Any, Any] | None = None,
     ) -> None:
-        ddp = _ddp_around(model)
+        ddp = ddp_around(model)
         self.is_ddp = ddp is not None
         self._ddp = None if ddp is None else weakref.ref(ddp)  # whose hook has this object: together they would never be freed
         if ddp is not None:
@@ -417,7 +417,7 @@ def _is_shared(gradient: torch.Tensor, users: Mapping[int, int]) -> bool:
     return memory.nbytes() != gradient.nbytes or users[memory.data_ptr()] > 1
 
 
-def _ddp_around(model: nn.Module) -> DistributedDataParallel | None:
+def ddp_around(model: nn.Module) -> DistributedDataParallel | None:
     """The DDP model that ``model`` is, or that torch.compile and Fabric have wrapped."""
     found = next((part for part in model.modules() if isinstance(part, DistributedDataParallel)), None)
     return found if found is not None and unwrap_model(found) is unwrap_model(model) else None

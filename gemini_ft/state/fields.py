@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from types import CellType, FunctionType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType, MethodType, NoneType
+from types import GetSetDescriptorType, MappingProxyType, MemberDescriptorType, MethodType
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-
-from gemini_ft.state.script import is_of_library
 
 T = TypeVar("T")
 Fields = MutableMapping[str, Any]
 NO_FIELDS: Any = MappingProxyType({})
 FEW = 64  # entries of a collection that a search looks at
-_SHORT = 1000  # characters of a text that is a fixed value
-_NUMBERS = (NoneType, bool, int, float, complex)
 
 
 def fields_of(item: Any) -> Fields:
@@ -103,89 +97,6 @@ class _SlotFields(Fields):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-
-class Enclosed(Fields):
-    """The variables that a function encloses and the defaults of its arguments, as far as they are fixed values: see `is_fixed`.
-
-    A variable of another value, a list for example, is not among them, and keeps it whatever is set here. It may be shared with others.
-    """
-
-    def __init__(self, function: FunctionType) -> None:
-        self.function = function
-
-    def _defaults(self) -> dict[str, Any]:
-        code, defaults = self.function.__code__, self.function.__defaults__ or ()
-        return dict(zip(code.co_varnames[max(0, code.co_argcount - len(defaults)) : code.co_argcount], defaults, strict=False))
-
-    def _cell(self, name: str) -> CellType | None:
-        names = self.function.__code__.co_freevars
-        return (self.function.__closure__ or ())[names.index(name)] if name in names else None
-
-    def _value(self, name: str) -> Any:
-        try:
-            return self._defaults_with(name)[name] if (cell := self._cell(name)) is None else cell.cell_contents
-        except ValueError:  # the variable has not been set yet, or is deleted
-            raise KeyError(name) from None
-
-    def _defaults_with(self, name: str) -> dict[str, Any]:
-        keywords = self.function.__kwdefaults__ or {}
-        return keywords if name in keywords else self._defaults()
-
-    def hides(self, name: str) -> bool:
-        """Whether there is a variable or a default of this name that has another value than a fixed one."""
-        try:
-            return not is_fixed(self._value(name))
-        except KeyError:
-            return False
-
-    def values_of_all(self) -> dict[str, Any]:
-        """All variables that are set, and defaults, of whatever value."""
-        found = self._defaults() | (self.function.__kwdefaults__ or {})
-        for name, cell in zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # the variable has not been set yet
-                found[name] = cell.cell_contents
-        return found
-
-    def __getitem__(self, name: str) -> Any:
-        if not is_fixed(value := self._value(name)):
-            raise KeyError(name)
-        return value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if self.hides(name):
-            return
-        if (cell := self._cell(name)) is not None:
-            cell.cell_contents = value
-        elif name in (defaults := self._defaults_with(name)):
-            defaults[name] = value
-            if defaults is not self.function.__kwdefaults__:
-                self.function.__defaults__ = tuple(defaults.values())
-
-    def __delitem__(self, name: str) -> None:
-        if (cell := self._cell(name)) is not None:  # a default is always there
-            del cell.cell_contents
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([name for name, value in self.values_of_all().items() if is_fixed(value)])
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def enclosed_by(item: Any) -> Enclosed | None:
-    """What a function of the script encloses, and its defaults; None: it has none, or is no such function."""
-    if type(item) is not FunctionType or not (item.__closure__ or item.__defaults__ or item.__kwdefaults__):
-        return None
-    return None if is_of_library(item.__module__) else Enclosed(item)
-
-
-def is_fixed(value: Any) -> bool:
-    """Whether a value is small and cannot change itself: a number, a text of at most 1000 characters, None, or a tuple of these."""
-    if type(value) is tuple:
-        return len(value) <= FEW and all(map(is_fixed, value))
-    is_numpys = is_a(value, (np.number, np.bool_)) and type(value).__module__ == "numpy"
-    return is_numpys or type(value) in _NUMBERS or (type(value) in (str, bytes) and len(value) <= _SHORT)
 
 
 def parts_of(item: Any, most: int = FEW) -> list[tuple[Any, Any]]:

@@ -22,9 +22,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from gemini_ft.state.fields import FEW, NO_FIELDS, Enclosed, Fields, enclosed_by, fields_of, is_a, parts_of, slots_of
+from gemini_ft.state.fields import FEW, NO_FIELDS, Fields, fields_of, is_a, parts_of, slots_of
 from gemini_ft.state.rng import GENERATORS  # whose states are kept beside attributes
-from gemini_ft.state.script import set_later
 from gemini_ft.state.tensors import version_of
 from gemini_ft.state.values import (
     ATOMS,
@@ -44,7 +43,6 @@ from gemini_ft.state.values import (
 Values = dict[str, dict[str, Any]]  # path of an object -> attribute -> value; `_GONE` -> path -> attributes that have been deleted
 
 _GONE = "(gone)"
-_ENCLOSED = "(enclosed)"  # the end of the path of what a function encloses
 _DEPTH, _OBJECTS = 6, 2000
 _MANY = 1000  # entries of a namespace; one with more was none, and is lost
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
@@ -76,8 +74,7 @@ class Attributes:
     """The attributes of ``roots`` and of the objects that they are made of, compared with those at the last ``mark``.
 
     Looks into attributes, lists, tuples, mappings, partials and bound methods, six levels and two thousand objects beside the roots deep,
-    into what a module's hooks are made of, and not into modules that are no roots. Of what functions of the script enclose, numbers and
-    other fixed values count (`gemini_ft.state.fields.Enclosed`), unless functions under way are going to set them; nothing is followed.
+    into what a module's hooks are made of, and not into modules that are no roots.
 
     Args:
         roots: name -> object.
@@ -108,8 +105,7 @@ class Attributes:
         """Makes the present values those to compare with from now on."""
         self._namespaces = set()
         self._objects = self._find(self._roots)
-        later = functools.cache(set_later)
-        self._left = {path: self._names_to_leave(item, later) for path, item in self._objects.items()}
+        self._left = {path: self._names_to_leave(item) for path, item in self._objects.items()}
         self._forget_looks()
         self._marked, self._elsewhere = {}, {}
         for path, item in self._objects.items():
@@ -122,18 +118,17 @@ class Attributes:
     def follow(self, roots: Mapping[str, Any]) -> None:
         """Takes in roots that came later, or came in place of others: all plain attributes of new ones are changes."""
         self._roots.update(roots)
-        later = functools.cache(set_later)
         for path, item in self._find(self._roots).items():
             if self._objects.get(path) is not item:
-                self._objects[path], self._left[path] = item, self._names_to_leave(item, later)
+                self._objects[path], self._left[path] = item, self._names_to_leave(item)
                 self._forget_looks()
                 self._marked.setdefault(path, {})
 
     def count_from(self, other: Attributes) -> None:
         """Counts among the changes what had changed since the mark of ``other``, of objects that are in both, when it is called."""
-        paths = {_identity(item): path for path, item in self._objects.items()}
+        paths = {id(item): path for path, item in self._objects.items()}
         for path, values in other.changes().kept.items():
-            marked = self._marked.get(paths.get(_identity(other._objects[path]), ""), {})
+            marked = self._marked.get(paths.get(id(other._objects[path]), ""), {})
             for name in values:
                 marked.pop(name, None)
         self._forget_looks()
@@ -154,8 +149,7 @@ class Attributes:
             if id(item) in self._namespaces and len(now) > _MANY:
                 lost.append(path)
                 continue
-            gone = [name for name in self._marked[path] if name not in now and not (type(now) is Enclosed and now.hides(name))]
-            if gone:
+            if gone := [name for name, then in self._marked[path].items() if name not in now]:
                 kept.setdefault(_GONE, {})[path] = gone
             if not (differing := self._differing(path, item)) and not gone and path in self._watched:
                 equal.append(path)
@@ -204,8 +198,7 @@ class Attributes:
         """The objects of which attributes differ from the mark."""
         changes = self.changes()
         paths = {*changes.kept, *(path.rpartition(".")[0] for path in changes.lost)}
-        found = [item for path, item in self._objects.items() if path in paths]
-        return [item.function if type(item) is Enclosed else item for item in found]
+        return [item for path, item in self._objects.items() if path in paths]
 
     def is_made_once(self, path: str) -> bool:
         """Whether an attribute that `changes` has lost is a tensor that came in the place of None and has stayed so, as caches do."""
@@ -241,9 +234,9 @@ class Attributes:
             new: whether plain attributes that have come since the mark are deleted, unless ``values`` has them, or ``shared`` keeps them.
             but: objects to leave as they are.
         """
-        left = set(map(_identity, but))
+        left = set(map(id, but))
         for path, item in self._objects.items():
-            if not path.startswith(below) or _identity(item) in left:
+            if not path.startswith(below) or id(item) in left:
                 continue
             now, given = self._fields(item), values.get(path, {})
             for name in values.get(_GONE, {}).get(path, ()):
@@ -287,11 +280,6 @@ class Attributes:
             for path, item, is_root in level:
                 if id(item) in seen or type(item) in ATOMS:
                     continue
-                if len(seen) <= _OBJECTS + len(roots) and (enclosed := enclosed_by(item)) is not None:
-                    seen.add(id(item))
-                    known = self._objects.get(f"{path}.{_ENCLOSED}")
-                    is_known = type(known) is Enclosed and known.function is item
-                    found[f"{path}.{_ENCLOSED}"] = known if is_known else enclosed
                 if self._is_namespace(item):
                     self._namespaces.add(id(item))
                 is_closed = _is_closed(item) and id(item) not in self._namespaces
@@ -310,7 +298,7 @@ class Attributes:
 
         Whether that is one is decided when it is found, so that it stays one.
         """
-        return item if type(item) is Enclosed or id(item) in self._namespaces else fields_of(item)
+        return item if id(item) in self._namespaces else fields_of(item)
 
     def _is_namespace(self, item: Any) -> bool:
         own = is_a(item, dict) and not self._caches and type(item) not in MAPPINGS
@@ -338,9 +326,7 @@ class Attributes:
         known = {id(tensor) for root in self._roots.values() if is_a(root, nn.Module) for tensor in _tensors(root)}
         return all(id(part) in known or self._is_root(part) for part in entries(value))
 
-    def _names_to_leave(self, item: Any, later: Callable[[], Callable[[FunctionType], frozenset[str]]]) -> frozenset[str]:
-        if type(item) is Enclosed:
-            return later()(item.function)  # a loop's own variables
+    def _names_to_leave(self, item: Any) -> frozenset[str]:
         names = self._leave(item) | (OF_LOADERS if is_a(item, DataLoader) else frozenset())
         return MODULE_INTERNALS if names == MODULE_INTERNALS else names
 
@@ -393,11 +379,6 @@ class _StillModules:
 
 
 _ABSENT = object()
-
-
-def _identity(item: Any) -> tuple[bool, int]:
-    """What is the same for two searches that have found the same object, or what the same function encloses."""
-    return (True, id(item.function)) if type(item) is Enclosed else (False, id(item))
 
 
 def _set(fields: Fields, name: str, value: Any) -> None:

@@ -12,16 +12,16 @@ import random
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import ModuleType
+from contextlib import contextmanager, suppress
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from gemini_ft import accelerator
-from gemini_ft.state.fields import enclosed_by, is_a, parts_of
-from gemini_ft.state.script import script_modules
+from gemini_ft.state.fields import is_a, parts_of
+from gemini_ft.state.script import is_of_library, script_modules
 
 # (torch's bytes, (version, words, gauss) of `random`, numpy's: (name, words, position, has_gauss, gauss) of its usual generator; where
 # the script has generators, their states by name)
@@ -255,8 +255,15 @@ def private_generators(**roots: Any) -> dict[str, Any]:
 
 def enclosed_generators(item: Any) -> dict[str, Any]:
     """The generators that a function of the script encloses, or has as defaults of its arguments, by name; none of anything else."""
-    enclosed = enclosed_by(item)
-    return {} if enclosed is None else {name: value for name, value in enclosed.values_of_all().items() if is_generator(value)}
+    if type(item) is not FunctionType or is_of_library(item.__module__):
+        return {}
+    code, defaults = item.__code__, item.__defaults__ or ()
+    found = dict(zip(code.co_varnames[max(0, code.co_argcount - len(defaults)) : code.co_argcount], defaults, strict=False))
+    found |= item.__kwdefaults__ or {}
+    for name, cell in zip(code.co_freevars, item.__closure__ or (), strict=True):
+        with suppress(ValueError):  # the variable has not been set yet
+            found[name] = cell.cell_contents
+    return {name: value for name, value in found.items() if is_generator(value)}
 
 
 def generator_states(generators: Mapping[str, Any]) -> dict[str, Any]:

@@ -509,7 +509,9 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 weights = []
 for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)):
     trainer = trainer_of(topk)
-    trainer.accelerator.scaler, trainer.model_wrapped = scaler, DistributedDataParallel(trainer.model)
+    wrapped = DistributedDataParallel(trainer.model)
+    trainer.model_wrapped = wrapped if scaler is None else torch.compile(wrapped, backend="eager")
+    trainer.accelerator.scaler = scaler
     trainer.train()
     weights.append(trainer.model.line.weight.detach().clone())
     if scaler is None:

@@ -8,6 +8,7 @@ import datetime
 import itertools
 import logging
 import pickle
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -467,13 +468,11 @@ class Keeping(shipped.Callback):
 
 
 def slowing() -> shipped.Callback:
-    """One of Lightning's callbacks with a function of the script's, which counts."""
-    steps = 0
+    """One of Lightning's callbacks with a function of the script's, which draws."""
+    drawn = random.Random(3)
 
     def slow(trainer: Any, *_: Any) -> None:
-        nonlocal steps
-        steps += 1
-        trainer.optimizers[0].param_groups[0]["lr"] = 0.1 / steps
+        trainer.optimizers[0].param_groups[0]["lr"] = 0.1 * drawn.random()
 
     return shipped.LambdaCallback(on_train_batch_end=slow)
 
@@ -484,4 +483,4 @@ def test_what_callbacks_keep_is_named_or_captured(fit: Callable[..., Case], capl
         fit(Tuned, None, "gemini", CRASH, callbacks=[Keeping, slowing])
     said = [record.getMessage() for record in caplog.records if "will not be restored" in record.getMessage()]
     assert [text.partition(" changed")[0] for text in said] == ["callback.0.shadow, callback.0.teacher"]
-    assert weights(fit(Tuned, None, "gemini", callbacks=[Keeping, slowing])) == weights(plain)  # metric and count are captured
+    assert weights(fit(Tuned, None, "gemini", callbacks=[Keeping, slowing])) == weights(plain)  # metric and generator are captured

@@ -92,6 +92,18 @@ def test_with_worker_processes() -> None:
     assert sorted(job.used) == list(range(24))
 
 
+def test_a_position_that_is_loaded_again_begins_a_step() -> None:
+    loader = gemini_ft.resumable(loader_of(Case(), 0, 1))
+    batches, then = iter(loader), dict[str, Any]()
+    for _ in range(3):
+        next(batches)
+        check_step([loader], 1)
+        then = then or loader.state_dict()
+    loader.load_state_dict(then)
+    next(iter(loader))
+    check_step([loader], 1)
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
