@@ -83,7 +83,7 @@ def page_at(address: str) -> list[Sample] | None:
         families = text_string_to_metric_families(text)
         found = [sample for family in families for sample in family.samples]
         return [(each.name, {name: printable(value) for name, value in each.labels.items()}, each.value) for each in found]
-    except (OSError, ValueError, HTTPException):  # it is away, or dies meanwhile, or something else listens there
+    except (OSError, ValueError, HTTPException, RuntimeError):  # it is away, or dies, or something else listens there; or no thread is left
         return None
 
 

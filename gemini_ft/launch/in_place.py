@@ -36,6 +36,7 @@ BEGUN = "begun"  # it has the order to begin the next attempt
 _REFUSAL = "worker (pid %d) does not stay, and another one is started: %s"
 _LATE = "a surviving worker (pid %d) has not come back within %g s (in_place_timeout): killing it, another one is started"
 _LATE_RESERVE = "a worker in reserve (pid %d) has not come to gemini_ft.run within %g s: killing it, another one is started"
+_ON_ITS_WAY = 300.0  # seconds, at most, for a worker in reserve that has not come to `gemini_ft.run` when it is needed
 _KILL_SECONDS = 30.0  # for the kernel to end a process that was killed
 
 
@@ -94,6 +95,7 @@ class Attempt:
         """Ends the attempt, as another worker has failed; returns False if the worker does not listen, and must be signalled."""
         if self._before is not None:  # it has been told already that the one before is over
             self._status, self._ended_at = -signal.SIGTERM, self._before._ended_at
+            self.patience, self.is_reserve = self._before.patience, self._before.is_reserve
         elif (
             self.poll() is None and not self._survivors.refuses(self.process.pid) and self._survivors.tell(self.process.pid, {"over": True})
         ):
@@ -188,7 +190,7 @@ class Survivors:
         if before is not None and kind is not None:
             if kind == _kind(command, environ):
                 age = time.monotonic() - before._ended_at
-                before.patience = max(self.seconds, age if age < self._start_seconds else 0.0)  # another one would take as long
+                before.patience = max(self.seconds, min(age, _ON_ITS_WAY) if age < self._start_seconds else 0.0)  # as another one
                 before.end(0)  # it has its time from now on
             else:
                 self.kill(before.process)

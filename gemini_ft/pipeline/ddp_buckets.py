@@ -83,6 +83,7 @@ class DdpBuckets:
         if self._synchronizer.discards_all:
             return _answered(bucket.buffer())
         self._synchronizer.backward_over()
+        self._synchronizer.warn_of_left(names)
         gradients = dict(zip(names, _views(bucket), strict=True))
         waiting = _Bucket(bucket.buffer(), len(names), self._waiting.discard)
         self._waiting.add(waiting)
@@ -96,8 +97,7 @@ class DdpBuckets:
                 waiting.take(gradient, gradient)
                 continue
             self._synchronizer.ready(name)
-            sent = torch.zeros_like(gradient) if self._synchronizer.is_left(name) else gradient  # DDP hands on what is there
-            self._averager.ready(name, sent, partial(waiting.take, gradient))
+            self._averager.ready(name, gradient, partial(waiting.take, gradient))
         self._synchronizer.trained_alone(names)
         found: Future[Tensor] = waiting.future
         return found

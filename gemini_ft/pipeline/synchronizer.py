@@ -130,10 +130,12 @@ class GradientSynchronizer(BodyWithOuter):
         super().__init__(model, parameters, tensors, rules, group=together, control=control, device=device, profile_steps=profile_steps)
         if scaler is not None and scaler.is_enabled():
             self.averager.scale = scaler.get_scale
-        if find_unused_parameters or (ddp is not None and (ddp.find_unused_parameters or ddp.static_graph)):
+        if ddp is not None and (ddp.find_unused_parameters or ddp.static_graph) and any(rule.compress is not None for rule in rules):
             stepped = weakref.WeakMethod(self._stepped)  # a hook of all optimizers of the process must not keep this object alive
-            note = register_optimizer_step_post_hook(lambda optimizer, *_: call(optimizer) if (call := stepped()) is not None else None)
-            self._handles.append(note)
+            self._note_steps = register_optimizer_step_post_hook(
+                lambda optimizer, *_: call(optimizer) if (call := stepped()) is not None else None
+            )
+            self._handles.append(self._note_steps)
         if ddp is not None:
             self._buckets = DdpBuckets(self, otherwise)
             ddp.register_comm_hook(self._buckets, communication_hook)
@@ -234,7 +236,7 @@ class GradientSynchronizer(BodyWithOuter):
                 if name in absent:
                     self.averager.absent(name)
                     continue
-                gradient = param.grad if param.grad is not None and not self.is_left(name) else nothing(param, name in self._sparse)
+                gradient = param.grad if param.grad is not None else nothing(param, name in self._sparse)
                 self.averager.ready(name, gradient, partial(_fill, param))
             self.averager.wait()
 
@@ -289,13 +291,20 @@ class GradientSynchronizer(BodyWithOuter):
                 if (grad := param.grad) is not None and (name := self._names.get(id(param))) is not None:
                     self._had[name] = weakref.ref(grad), grad._version
 
-    def is_left(self, name: str) -> bool:
-        """Whether the gradient of a parameter is one that its optimizer has stepped with: no backward pass has written to it since.
-
-        With ``gradient_as_bucket_view`` all gradients of a bucket count their writes together, and none is said to be left.
-        """
-        grad, (had, version) = self._parameters[name].grad, self._had.get(name, (lambda: None, 0))
-        return grad is not None and grad is had() and grad._version == version
+    def warn_of_left(self, names: Iterable[str]) -> None:
+        """Names, once, a gradient that DDP hands on although no backward pass has written to it since its optimizer has stepped."""
+        for name in names:
+            grad, (had, version) = self._parameters[name].grad, self._had.get(name, (lambda: None, 0))
+            if grad is not None and grad is had() and grad._version == version:
+                self._had = {}
+                self._note_steps.remove()
+                _log.warning(
+                    "the gradient of %s is what an earlier step has left, and DistributedDataParallel hands it on: it goes into what "
+                    "compression keeps back, and no snapshot has it, so that a job that was killed would end with other bits. Make all "
+                    "gradients None (model.zero_grad()) before each backward pass",
+                    name,
+                )
+                return
 
     def _forward_begins(self, model: nn.Module, *_: Any) -> None:
         self._settle()
@@ -387,9 +396,9 @@ class GradientSynchronizer(BodyWithOuter):
         self._sent[name] = gradient, version
 
     def _absent(self) -> set[str]:
-        """Parameters without a gradient of this step on any rank, but perhaps with an earlier one's, or with zeros. Collective."""
+        """Parameters that have no gradient on any rank, or the zeros that ``zero_grad(set_to_none=False)`` has left. Collective."""
         names = list(self._parameters)
-        left = {name: None if self.is_left(name) else param.grad for name, param in self._parameters.items() if name not in self._touched}
+        left = {name: param.grad for name, param in self._parameters.items() if name not in self._touched}
         zeros = zeros_among({name: grad for name, grad in left.items() if grad is not None})
         absent = [name in zeros or (name in left and left[name] is None) for name in names]
         if self._control is not None:
