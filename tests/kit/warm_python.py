@@ -512,7 +512,7 @@ def _leave(status: int) -> NoReturn:
         if (call := finalizer.peek()) is not None and call[1].__module__ == "torch.library":
             finalizer.atexit = False
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr, *(item for item in gc.get_objects() if isinstance(item, io.IOBase) and not item.closed)):
+    for stream in (sys.stdout, sys.stderr, *(item for item in gc.get_objects() if issubclass(type(item), io.IOBase) and not item.closed)):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
