@@ -55,6 +55,7 @@ def test_a_drill_on_two_hosts_survives_the_loss_of_a_worker_and_of_a_host(
         faults = {"a worker": "step=6:rank=1:sigkill", "a host": "step=15:host=1:kill"}  # noqa: RUF012
 
     monkeypatch.setattr(example, "HOSTS", 2)
+    monkeypatch.setenv("GEMINI_ON_LATE", "wait")  # steps take milliseconds here, and there is to be a commit before the first failure
     monkeypatch.setattr(sys, "argv", ["survive_failures.py", "--folder", str(tmp_path)])
     drill = Small(24, ["--width=32", "--layers=1"])
     assert example.main(drill, drill) == 0
