@@ -264,12 +264,13 @@ class StandBy:
 
     def prepare(self) -> None:
         """Starts the workers in reserve, as many as can be forked now. They write to this launcher's output until they have a rank."""
+        if self._warm is None or self._survivors is None:
+            return
         for place in range(self._reserve):
             environ = {**os.environ, **in_reserve.variables(place, self._reserve)}
-            if self._warm is not None and self._survivors is not None:
-                start = partial(_watched, partial(self._warm.start_at_once, self._program, environ, _STREAMS))
-                if not self._survivors.reserve(environ, _STREAMS, start, (sys.executable, "-u", *self._program)):
-                    return
+            start = partial(_watched, partial(self._warm.start_at_once, self._program, environ, _STREAMS))
+            if not self._survivors.reserve(environ, _STREAMS, start, (sys.executable, "-u", *self._program)):
+                return
 
 
 def _watched(start: Callable[[], Process | None]) -> Process | None:

@@ -261,6 +261,11 @@ class Body:
         self._settle()
         self.averager.routes.forget(self._named(parameters))
 
+    def close(self) -> None:
+        """Ends the threads."""
+        self._ready_times.close()
+        self.averager.close()
+
     def _named(self, parameters: Iterable[torch.Tensor | str] | None) -> set[str]:
         if parameters is None:
             return set(self._parameters)

@@ -31,6 +31,7 @@ from gemini_ft.pipeline.body import Body
 from gemini_ft.pipeline.plan import Tensor
 from gemini_ft.pipeline.rules import Outer, Rules
 from gemini_ft.pipeline.telemetry import Step
+from gemini_ft.state.optimizer_steps import weak_hook
 from gemini_ft.state.replicas import tensor_digest
 
 _PLAIN = Outer(lr=1.0, momentum=0.0, nesterov=False)
@@ -103,10 +104,9 @@ class OuterSteps(Body):
         self._has_counted = False  # a step within it
         self._delayed: list[_Delayed] = []  # the last one may be under way
         self._before: dict[str, Any] = {}  # the averager's state when that one was begun
-        begun, ended = weakref.WeakMethod(self._step_begins), weakref.WeakMethod(self._updated)  # hooks of all optimizers of the process:
-        self._handles = [  # they must not keep this object alive
-            register_optimizer_step_pre_hook(lambda optimizer, *_: call(optimizer) if (call := begun()) is not None else None),
-            register_optimizer_step_post_hook(lambda optimizer, *_: call(optimizer) if (call := ended()) is not None else None),
+        self._handles = [
+            register_optimizer_step_pre_hook(weak_hook(self._step_begins)),
+            register_optimizer_step_post_hook(weak_hook(self._updated)),
         ]
 
     def stepped(self) -> None:
@@ -279,7 +279,7 @@ class OuterSteps(Body):
         return {**super().state_dict(), **own, **counts, "first": self._first, "hosts": self._hosts, "delayed": delayed}
 
     def _averager_state(self) -> dict[str, Any]:
-        """That of the beginning of an average under way, as threads are changing it now: resumed, it is begun anew from where it was."""
+        """The state when an average under way was begun, as threads are changing it now: resumed, that is begun anew from where it was."""
         is_under_way = bool(self._delayed) and self._delayed[-1].finish is not None
         return self._before if is_under_way else super()._averager_state()
 
@@ -327,8 +327,7 @@ class OuterSteps(Body):
         """Ends the threads, and looks at optimizers no more."""
         for handle in self._handles:
             handle.remove()
-        self._ready_times.close()
-        self.averager.close()
+        super().close()
 
 
 def _wide(param: torch.Tensor) -> torch.Tensor:
@@ -377,8 +376,7 @@ class BodyWithOuter(Body):
         """Ends the threads."""
         if self._outer is not None:
             self._outer.close()
-        self._ready_times.close()
-        self.averager.close()
+        super().close()
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,8 @@ from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, check_local, nothin
 from gemini_ft.pipeline.routes import of_all_ranks
 from gemini_ft.pipeline.rules import Rules, check_world, load_rules
 from gemini_ft.state.gradients import announce, synchronizers, withdraw
-from gemini_ft.state.pending import zeros_among
+from gemini_ft.state.optimizer_steps import weak_hook
+from gemini_ft.state.pending import Mark, is_as_marked, mark_of, zeros_among
 from gemini_ft.state.tensors import unwrap_model
 from gemini_ft.worker.attempt import close_with
 
@@ -111,7 +112,7 @@ class GradientSynchronizer(BodyWithOuter):
         self._has_trained = False  # in training mode, which scripts leave to evaluate, and some train without
         self._find_unused, self._paused = find_unused_parameters, False
         self._touched: set[str] = set()  # have got a gradient in this step
-        self._had: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # gradients when an optimizer had stepped with them, with versions
+        self._had: dict[str, Mark] = {}  # gradients with which an optimizer has stepped
         self._sent: dict[str, tuple[torch.Tensor, int]] = {}  # gradients of this step that are being averaged, and their versions
         self._discarding: set[str] = set()  # gradients that come now are thrown away
         self._discarded: set[str] = set()  # and of those that have come in this step
@@ -131,10 +132,7 @@ class GradientSynchronizer(BodyWithOuter):
         if scaler is not None and scaler.is_enabled():
             self.averager.scale = scaler.get_scale
         if ddp is not None and (ddp.find_unused_parameters or ddp.static_graph) and any(rule.compress is not None for rule in rules):
-            stepped = weakref.WeakMethod(self._stepped)  # a hook of all optimizers of the process must not keep this object alive
-            self._note_steps = register_optimizer_step_post_hook(
-                lambda optimizer, *_: call(optimizer) if (call := stepped()) is not None else None
-            )
+            self._note_steps = register_optimizer_step_post_hook(weak_hook(self._stepped))
             self._handles.append(self._note_steps)
         if ddp is not None:
             self._buckets = DdpBuckets(self, otherwise)
@@ -289,13 +287,12 @@ class GradientSynchronizer(BodyWithOuter):
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if (grad := param.grad) is not None and (name := self._names.get(id(param))) is not None:
-                    self._had[name] = weakref.ref(grad), grad._version
+                    self._had[name] = mark_of(grad)
 
     def warn_of_left(self, names: Iterable[str]) -> None:
         """Names, once, a gradient that DDP hands on although no backward pass has written to it since its optimizer has stepped."""
         for name in names:
-            grad, (had, version) = self._parameters[name].grad, self._had.get(name, (lambda: None, 0))
-            if grad is not None and grad is had() and grad._version == version:
+            if (grad := self._parameters[name].grad) is not None and is_as_marked(grad, self._had.get(name)):
                 self._had = {}
                 self._note_steps.remove()
                 _log.warning(

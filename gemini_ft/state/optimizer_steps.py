@@ -21,6 +21,17 @@ _IDLE = 100  # iterations without a step, from the first one on, after which the
 _captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers of this process whose step has been captured into a graph
 
 
+def weak_hook(method: Callable[[Optimizer], None]) -> Callable[..., None]:
+    """A hook of all optimizers of the process that calls a method for the one that steps, and does not keep the method's object alive."""
+    found = weakref.WeakMethod(method)
+
+    def hook(optimizer: Optimizer, *_: object) -> None:
+        if (call := found()) is not None:
+            call(optimizer)
+
+    return hook
+
+
 class OptimizerSteps:
     """The steps of the optimizers of one state.
 
@@ -51,10 +62,7 @@ class OptimizerSteps:
         self._handles += state.watch()
         for optimizer in [*every_optimizer(state.optimizers).values(), *others]:
             self._hook(optimizer)
-        looking = weakref.WeakMethod(self._any_stepped)  # of all optimizers of the process: it must not keep this object alive
-        self._handles.append(
-            register_optimizer_step_post_hook(lambda optimizer, *_: look(optimizer) if (look := looking()) is not None else None)
-        )
+        self._handles.append(register_optimizer_step_post_hook(weak_hook(self._any_stepped)))
 
     def forget(self) -> None:
         """Removes all hooks."""

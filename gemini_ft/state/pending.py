@@ -25,14 +25,24 @@ WAITING = declare(
 )
 
 
-_Mark = tuple[weakref.ref[torch.Tensor], int]  # a gradient and its version counter
+Mark = tuple[weakref.ref[torch.Tensor], int]  # a gradient and its version counter
+
+
+def mark_of(grad: torch.Tensor) -> Mark:
+    """A mark of a gradient as it is now."""
+    return weakref.ref(grad), version_of(grad)
+
+
+def is_as_marked(grad: torch.Tensor, mark: Mark | None) -> bool:
+    """Whether a gradient is the marked one, and was not written to since; writes past its counter (``grad.data``) are not seen."""
+    return mark is not None and mark[0]() is grad and mark[1] == version_of(grad)
 
 
 class PendingGradients:
     """The gradients that have been written since the optimizers of their parameters stepped."""
 
     def __init__(self) -> None:
-        self._used: dict[int, _Mark] = {}  # by the id of its parameter; a mark of one that is gone matches no gradient
+        self._used: dict[int, Mark] = {}  # by the id of its parameter; a mark of one that is gone matches no gradient
         self._added_to = set[int]()  # ids of the parameters whose gradients a loop adds to without zeroing them
         self._sentries: dict[int, Any] = {}  # id of an optimizer -> the hook for the first backward pass after its first step
 
@@ -44,7 +54,7 @@ class PendingGradients:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if (grad := param.grad) is not None:
-                    self._used[id(param)] = (weakref.ref(grad), version_of(grad))
+                    self._used[id(param)] = mark_of(grad)
                     if id(optimizer) not in self._sentries and param.requires_grad and param.is_leaf:
                         self._look_out(optimizer, param)
 
@@ -61,8 +71,7 @@ class PendingGradients:
 
     def _is_used(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
         """Whether nothing was written to a gradient since the optimizer of its parameter stepped."""
-        mark = self._used.get(id(param))
-        return mark is not None and mark[0]() is grad and mark[1] == version_of(grad)
+        return is_as_marked(grad, self._used.get(id(param)))
 
     def collect(self, params: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The gradients that wait, by the names of their parameters; which parameters have a gradient beside these, and which ones

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from gemini_ft.errors import ConfigError, StateError, UnsupportedStateError, WorldSizeError
 
+Name = TypeVar("Name")
 _OUT = "or leave elastic out"
 
 
@@ -89,7 +90,7 @@ def refuse_data(loaders: Mapping[str, Any], strangers: Sequence[str], rank: int,
     Raises:
         UnsupportedStateError: there are some, or there is no loader at all.
     """
-    marks = {name: mark for name, loader in loaders.items() if (mark := getattr(loader, "_gemini", None)) is not None}
+    marks = _marks(loaders)
     said = {name: mark.why_undivided(loaders[name], rank, world_size) for name, mark in marks.items() if mark.is_under_way}
     why = {name: reason for name, reason in said.items() if reason}
     if not any(mark.place[0] for mark in marks.values()):
@@ -106,7 +107,7 @@ def refuse_data(loaders: Mapping[str, Any], strangers: Sequence[str], rank: int,
 
 def iterations(loaders: Mapping[str, Any]) -> dict[str, int]:
     """How many iterations of each resumable loader have begun."""
-    return {name: mark.place[0] for name, loader in loaders.items() if (mark := getattr(loader, "_gemini", None)) is not None}
+    return {name: mark.place[0] for name, mark in _marks(loaders).items()}
 
 
 def check_step(loaders: Iterable[Any], accumulation: int) -> None:
@@ -117,9 +118,8 @@ def check_step(loaders: Iterable[Any], accumulation: int) -> None:
     Raises:
         StateError: it has taken others.
     """
-    for loader in loaders:
-        mark = getattr(loader, "_gemini", None)
-        if mark is None or not mark.is_under_way:
+    for mark in _marks(dict(enumerate(loaders))).values():
+        if not mark.is_under_way:
             continue
         if not (mark.of_step == accumulation or (mark.is_at_end and 0 < mark.of_step < accumulation)):
             raise StateError(
@@ -128,3 +128,8 @@ def check_step(loaders: Iterable[Any], accumulation: int) -> None:
                 "(docs/elastic.md)"
             )
         mark.step_over()
+
+
+def _marks(loaders: Mapping[Name, Any]) -> dict[Name, Any]:
+    """The bookmarks of those that were made resumable."""
+    return {name: mark for name, loader in loaders.items() if (mark := getattr(loader, "_gemini", None)) is not None}

@@ -144,7 +144,7 @@ def _largest_of_chunks(values: npt.NDArray[np.float64]) -> list[int]:
 
 
 def _two_bits(values: npt.NDArray[np.float64], places: list[int]) -> npt.NDArray[np.float64]:
-    """What arrives: the mean of those that share the sign, and the side of the mean magnitude."""
+    """The values that arrive: each the mean of those that share its sign and its side of the mean magnitude."""
     sent, border = np.zeros_like(values), np.abs(values[places]).mean()
     kinds: dict[tuple[bool, bool], list[int]] = {}
     for at in places:

@@ -85,7 +85,7 @@ def test_the_weights_are_those_of_a_fixed_world_but_for_rounding(resized: dict[s
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one rank of Lightning's finds where two have made three steps: by itself, with a newer checkpoint, with a hook's changes."""
+    """The findings of one rank of Lightning where two have made three steps: alone, with a newer checkpoint, with a hook's changes."""
     folder = tmp_path_factory.mktemp("alone")
     with World(folder, 2, **LAUNCHED) as ranks:
         begun = ranks.outcome(fit, Case(accumulation=3, saved=str(folder / "saved.ckpt")), str(folder / "ours"), 3)

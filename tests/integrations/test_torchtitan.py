@@ -62,7 +62,7 @@ def train(folder: Path, script: str, run: str, *more: str, faults: str = "", fai
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[str]:
-    """What torchtitan's own train.py ends with."""
+    """The last weights of torchtitan's own train.py."""
     spec = importlib.util.find_spec("torchtitan.train")
     assert spec is not None
     assert spec.origin is not None

@@ -115,7 +115,7 @@ def cut_shards_in_parts() -> None:
 
 
 def lose_a_peer_in_the_middle() -> None:
-    """What the victim receives from one of its peers breaks off after a chunk, each time."""
+    """Breaks off, after a chunk, whatever the victim receives from one of its peers."""
     cut_shards_in_parts()
     chunks = PeerShard.chunks
 

@@ -211,7 +211,7 @@ if attempt == 3:
 
 @pytest.fixture
 def asked() -> Iterator[list[object]]:
-    """What was asked of this host's agent, in whose place a listener takes notes; recoveries of other tests visit all agents here."""
+    """The messages to this host's agent, in whose place a listener stands; visits of other tests' recoveries are left out."""
     asked: list[object] = []
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(lifecycle.socket_name(RUN, "this-host"))
