@@ -192,6 +192,8 @@ class Ends:
         for pipe in self.pipes:
             pipe.recv()
         total = sum(nbytes for nbytes, *_ in found) / 1e9
+        if not total:
+            raise SystemExit(f"{row}: not one byte has arrived in {seconds} s; the machine is too busy to measure")
         return {
             "gb_per_s": max(nbytes / took for nbytes, took, *_ in found) / 1e9,
             "user": sum(each[2] for each in found) / total,
