@@ -486,6 +486,12 @@ class Checkpointer:
         return self._joined.session.run
 
     @property
+    def launch(self) -> str:
+        """Name of the launch: the same on all ranks, and after each restart by the same launcher."""
+        assert self._joined.session.hello.launch is not None
+        return self._joined.session.hello.launch.id
+
+    @property
     def has_past(self) -> bool:
         """Whether this run was begun before, by this command or by an attempt that has failed."""
         return self._joined.has_past

@@ -118,8 +118,10 @@ class Fit:
                 self.checkpointer.accumulation = carried
             self._make_loaders_as(training=found.extras.get("training_data"), validation=found.extras.get("validation_data"))
             trainer_checkpoints.offer_checkpoint(self._trainer, self.checkpoint)
-            self._logs.go_on(found.extras["loggers"], trainer_checkpoints.logged_steps(self.checkpoint))
-            trainer_checkpoints.pin_checkpoint_folders(self._trainer, self.checkpoint)
+            is_same_launch = found.extras["launch"] == self.checkpointer.launch
+            step = trainer_checkpoints.logged_steps(self.checkpoint)
+            self._logs.go_on(found.extras["loggers"], step, is_same_launch=is_same_launch)
+            trainer_checkpoints.pin_checkpoint_folders(self._trainer, self.checkpoint, is_same_launch=is_same_launch)
 
     def wrapped(self, model: Any) -> None:
         """Takes the module that Lightning has wrapped, before anything else is attached to the wrapper."""
@@ -336,6 +338,7 @@ class Fit:
         self.live = self._trainer.lightning_module.state_dict() if trainer_checkpoints.is_checkpoint_seen(self._trainer) else {}
         try:
             ours = {
+                "launch": self.checkpointer.launch,
                 "ckpt_path": str(self._trainer.ckpt_path),
                 "ddp": ddp_state(self._ddp) if self._ddp is not None else None,
                 "modes": self._present_modes(),

@@ -73,14 +73,20 @@ def _with_hparams(trainer: Any) -> list[Any]:
     return [holder for holder in (trainer.lightning_module, trainer.datamodule) if holder is not None]
 
 
-def pin_checkpoint_folders(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
-    """Gives each ModelCheckpoint without a folder the one that it had before the restart.
+def pin_checkpoint_folders(trainer: Any, checkpoint: Mapping[str, Any], *, is_same_launch: bool) -> None:
+    """Gives ModelCheckpoints the folders that they had before the restart: in another one they forget which checkpoints were the best.
 
-    It would take the logger's, whose version counts up with every start of the script, and forget which checkpoints were the best.
+    One without a folder would take the logger's, whose version counts up with every start of the script. One with a folder keeps it in
+    another launch, as it may be another on purpose; a launcher that starts the same script anew gets another one only where the script
+    names it by the time, as Hydra does.
     """
     for callback in trainer.checkpoint_callbacks:
         saved = checkpoint.get("callbacks", {}).get(callback.state_key)
-        if isinstance(saved, dict) and saved.get("dirpath") and getattr(callback, "dirpath", "") is None:
+        if not isinstance(saved, dict) or not saved.get("dirpath"):
+            continue
+        if (now := getattr(callback, "dirpath", "")) is None or (is_same_launch and now and now != saved["dirpath"]):
+            if now is not None:
+                log.warning("%s goes on in %s, and not in %s: a restart keeps the folder", type(callback).__name__, saved["dirpath"], now)
             callback.dirpath = saved["dirpath"]
 
 

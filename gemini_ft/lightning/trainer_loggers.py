@@ -1,8 +1,8 @@
 """Loggers of Lightning: those that write files of their own, and those of Weights & Biases and MLflow, go on where they had been.
 
 A logger without a version takes the next free one at every start of the script, so that a restart would cut its curves. It gets
-back the version that it had, and what was logged after the resumed step is taken away, because it is logged again. A tracker's
-logger goes on with the run that it had begun.
+back the version that it had, and what was logged after the resumed step is taken away, because it is logged again. In the same launch it
+gets back its folder, too, which a script may name by the time. A tracker's logger goes on with the run that it had begun.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from gemini_ft.lightning.around import Around
 from gemini_ft.lightning.trainer_callbacks import shipped_names
 from gemini_ft.trackers import goes_on, told_too_early
 
+_PLACE = ("_root_dir", "_save_dir", "_name", "_version")  # the attributes that say where a logger writes
 _MOST_ROWS = 100  # that a snapshot holds because the logger has not written them to its file yet
 
 
@@ -32,21 +33,26 @@ class Logs:
         runs = {index: {"run": run} for index, logger in enumerate(self._trainer.loggers) if (run := _run_of(logger)) is not None}
         return runs | {index: self._state_of(index, logger) for index, logger in self._files()}
 
-    def go_on(self, saved: Mapping[int, Mapping[str, Any]], step: int) -> None:
+    def go_on(self, saved: Mapping[int, Mapping[str, Any]], step: int, *, is_same_launch: bool) -> None:
         """Prepares the loggers of a resumed fit; called before Lightning opens them.
 
         Args:
             saved: what :meth:`state` gave.
             step: the first number under which metrics will be logged.
+            is_same_launch: whether the launcher has started the script anew.
         """
         for index, logger in enumerate(self._trainer.loggers):
             if (run := saved.get(index, {}).get("run")) is not None:
                 _continue(logger, run)
         for index, logger in self._files():
             then = saved.get(index)
-            if then is None or logger._version not in (None, then["version"]):
+            if then is None:
                 continue
-            logger._version = then["version"]
+            if is_same_launch and logger._experiment is None:
+                vars(logger).update(then["place"])
+            if logger._version not in (None, then["place"]["_version"]):
+                continue
+            logger._version = then["place"]["_version"]
             if "TensorBoardLogger" in shipped_names(logger):
                 logger._kwargs = {**logger._kwargs, "purge_step": step}
                 logger._default_hp_metric = False  # it was logged at the first start
@@ -63,7 +69,8 @@ class Logs:
         return [(index, logger) for index, logger in enumerate(self._trainer.loggers) if is_followed(logger)]
 
     def _state_of(self, index: int, logger: Any) -> dict[str, Any]:
-        state: dict[str, Any] = {"version": logger._version, "rows": None, "pending": []}
+        place = {name: value for name, value in vars(logger).items() if name in _PLACE}
+        state: dict[str, Any] = {"place": place, "rows": None, "pending": []}
         writer = logger._experiment
         if writer is not None and self._trainer.is_global_zero and "CSVLogger" in shipped_names(logger):
             if index not in self._rows:

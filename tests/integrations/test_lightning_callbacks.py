@@ -314,6 +314,37 @@ def test_a_csv_goes_on_in_its_version(kind: Any, fit: Callable[..., Case], tmp_p
     assert rows_of(tmp_path / "ours" / "version_0") == rows_of(tmp_path / "plain" / "version_0")
 
 
+@pytest.mark.parametrize("launch", ["the same", "another"])
+def test_folders_that_a_script_names_by_the_time_are_those_of_the_first_start(
+    launch: str, fit: Callable[..., Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher that starts the script anew gets other names (Hydra's), but means the same; a user who starts it may mean another folder."""
+
+    def run(folder: str, strategy: str, crash: Any = None) -> Case:
+        path = tmp_path / folder
+        best = shipped.ModelCheckpoint(path, monitor="loss", mode="max", save_top_k=3, every_n_train_steps=1, filename="{step}")
+        options = {"enable_checkpointing": True, "log_every_n_steps": 1, "logger": CSVLogger(path, "log", version=folder)}
+        return fit(Logging, table, strategy, crash, callbacks=[lambda: best], **options)
+
+    def files(folder: str) -> set[str]:
+        return {path.name for path in (tmp_path / folder).glob("*.ckpt")}
+
+    run("plain", "ddp")
+    monkeypatch.setenv("GEMINI_LAUNCH", "the same")
+    with pytest.raises(Boom):
+        run("10-30", "gemini", CRASH)
+    monkeypatch.setenv("GEMINI_LAUNCH", launch)
+    is_same = launch == "the same"
+    with nullcontext() if is_same else pytest.warns(UserWarning, match="The dirpath has changed"):  # Lightning's
+        run("10-31", "gemini")
+    if not is_same:
+        assert files("10-31")
+        return
+    assert not (tmp_path / "10-31").exists()
+    assert files("10-30") == files("plain")
+    assert rows_of(tmp_path / "10-30" / "log" / "10-30") == rows_of(tmp_path / "plain" / "log" / "plain")
+
+
 def test_tensorboard_goes_on_in_its_version(fit: Callable[..., Case], tmp_path: Path) -> None:
     reading = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard: pip install tensorboard"
