@@ -318,7 +318,7 @@ def test_a_csv_goes_on_in_its_version(kind: Any, fit: Callable[..., Case], tmp_p
 def test_folders_that_a_script_names_by_the_time_are_those_of_the_first_start(
     launch: str, fit: Callable[..., Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A launcher that starts the script anew gets other names (Hydra's), but means the same; a user who starts it may mean another folder."""
+    """A launcher that starts the script anew gets other names (as from Hydra), but means the same; a user may mean another folder."""
 
     def run(folder: str, strategy: str, crash: Any = None) -> Case:
         path = tmp_path / folder
