@@ -14,7 +14,7 @@ from torch.optim.swa_utils import SWALR
 
 from gemini_ft.state.methods import kept_by, set_by
 from gemini_ft.state.modes import SETTABLE, Modes, Modules, not_users
-from gemini_ft.state.values import ATOMS, NotPlain, copy_of
+from gemini_ft.state.values import ATOMS, NotPlain, copy_for, copy_of
 
 _log = logging.getLogger("gemini_ft")
 # Attributes that ModelCheckpoint's state_dict or load_state_dict leaves out: a file would be saved twice, not at all, or without its score.
@@ -141,7 +141,7 @@ def with_state_beside(trainer: Any, then: Mapping[str, Mapping[str, Any]]) -> It
     present = {path: values for path, (values, _) in _restored(trainer).items() if path in then}
     before = [(values, {name: values[name] for name in then[path] if name in values}) for path, values in present.items()]
     for path, values in present.items():
-        values.update({name: copy_of(value) for name, value in then[path].items()})
+        values.update({name: copy_for(value, values.get(name)) for name, value in then[path].items()})
     try:
         yield
     finally:

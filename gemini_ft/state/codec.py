@@ -33,7 +33,7 @@ import torch
 import xxhash
 
 from gemini_ft.accelerator import current_device
-from gemini_ft.errors import CorruptDataError, StateError, UnsupportedStateError
+from gemini_ft.errors import CorruptDataError, LayoutMismatchError, StateError, UnsupportedStateError
 
 _MAGIC = b"GFX"
 _VERSION = 1
@@ -224,13 +224,26 @@ def sign(body: bytes, secret: bytes | None) -> bytes:
 
 # Numbers, containers, paths and dates. Codes are part of the format: never reuse one.
 
-_FACTORIES = {factory.__name__: factory for factory in (list, dict, set, tuple, int, float, str, bool, bytes)} | {"None": None}
+
+def lost_factory() -> Any:
+    """Stands for a function of the script that makes entries of a defaultdict: no snapshot has it. Raises LayoutMismatchError."""
+    raise LayoutMismatchError(
+        "this defaultdict came while training, and no snapshot has the function that makes its entries; make it in __init__"
+    )
+
+
+_NAMED = (list, dict, set, tuple, int, float, str, bool, bytes, lost_factory)
+_FACTORIES: dict[str, Callable[[], Any] | None] = {factory.__name__: factory for factory in _NAMED} | {"None": None}
 _PATHS = {cls.__name__: cls for cls in (type(pathlib.PurePath()), type(pathlib.Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath)}
 
 
+def is_named(factory: Callable[[], Any] | None) -> bool:
+    """Whether `encode` has a name for the ``default_factory`` of a defaultdict."""
+    return _FACTORIES.get(getattr(factory, "__name__", "None"), is_named) is factory
+
+
 def _take_defaultdict(obj: defaultdict[Any, Any]) -> tuple[Any, ...] | None:
-    name = getattr(obj.default_factory, "__name__", "None")
-    return (name, dict(obj)) if _FACTORIES.get(name, _FACTORIES) is obj.default_factory else None
+    return (getattr(obj.default_factory, "__name__", "None"), dict(obj)) if is_named(obj.default_factory) else None
 
 
 def _take_datetime(obj: datetime.datetime) -> tuple[Any, ...] | None:

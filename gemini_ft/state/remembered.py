@@ -31,6 +31,7 @@ from gemini_ft.state.values import (
     SEQUENCES,
     NotPlain,
     Opaque,
+    copy_for,
     copy_of,
     digest,
     entries,
@@ -255,7 +256,7 @@ class Attributes:
                 if is_same(present, then) or (name not in given and type(present) is Opaque and (not lost or is_a(current, _CODE))):
                     continue
                 if not (is_shared(current) and wrote(current, then)):
-                    _set(now, name, copy_of(then))
+                    _set(now, name, copy_for(then, current))
 
     def exchange(self, values: Values, below: tuple[str, ...], *, new: bool) -> AttributeSwap:
         """Gives ``values`` back, but not in shared memory, until the result says otherwise; see `give_back`."""

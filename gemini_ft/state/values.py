@@ -98,7 +98,9 @@ def copy_of(value: Any) -> Any:
             raise NotPlain
         pairs = {copy_of(key): copy_of(part) for key, part in value.items()}
         made: Any = kind
-        return made(value.default_factory, pairs) if kind is defaultdict else made(pairs)
+        if kind is defaultdict:
+            return made(value.default_factory if codec.is_named(value.default_factory) else codec.lost_factory, pairs)
+        return made(pairs)
     if is_a(value, _Number):
         return copy_of(value.value)
     if is_a(value, _Numbers):
@@ -106,6 +108,29 @@ def copy_of(value: Any) -> Any:
     if kind not in (*SEQUENCES, *MAPPINGS) and not is_a(value, torch.Tensor | np.void) and codec.is_exact(value):
         return value  # dates, paths, ranges, dtypes, devices, enums that can be imported, numbers of numpy
     raise NotPlain
+
+
+def copy_for(then: Any, current: Any) -> Any:
+    """Copies a plain value that is to take the place of ``current``, which gives defaultdicts the functions that make their entries."""
+    copy = copy_of(then)
+    _find_factories(copy, current)
+    return copy
+
+
+def _find_factories(value: Any, current: Any) -> None:
+    if type(value) is defaultdict and value.default_factory is codec.lost_factory and type(current) is defaultdict:
+        value.default_factory = current.default_factory
+    there: Any
+    for key, part in value.items() if type(value) in MAPPINGS else enumerate(value) if type(value) in SEQUENCES else ():
+        if type(part) not in MAPPINGS and type(part) not in SEQUENCES:
+            continue
+        if is_a(current, dict):
+            there = current.get(key)
+            if there is None and type(part) is defaultdict and type(current) is defaultdict and current.default_factory is not None:
+                there = current.default_factory()
+        else:
+            there = current[key] if type(current) in (list, tuple, deque) and key < len(current) else None
+        _find_factories(part, there)
 
 
 def is_shared(value: Any) -> bool:

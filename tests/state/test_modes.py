@@ -6,6 +6,7 @@ import datetime
 import logging
 import threading
 import weakref
+from collections import defaultdict, deque
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import torch
 from capture_kit import give, take
 from torch import nn
 
+from gemini_ft.errors import LayoutMismatchError
 from gemini_ft.state import codec
 from gemini_ft.state.base import PlainState
 from gemini_ft.state.methods import kept_by, set_by
@@ -42,14 +44,18 @@ class Remembering(nn.Module):
         self.history: list[float] = []
         self.average = torch.zeros(())
         self.rate, self.constant = 0.1, 1.0
+        self.counts = defaultdict(lambda: 0.5)
+        self.windows = {"means": defaultdict(lambda: deque([0.0], maxlen=2))}
         self.layer = nn.Linear(4, 4)
         self.register_forward_hook(Scaling())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.average = 0.9 * self.average + self.rate * x.detach().mean()
         self.history = [*self.history, self.average.item()][-3:]
+        self.counts[len(self.counts)] += 1  # each entry is a new one
+        self.windows["means"]["all"].append(self.average.item() * len(self.counts))
         noise = torch.randn(x.shape, generator=self.generator)
-        out: torch.Tensor = self.layer(x) + 0.1 * noise + self.average + sum(self.history)
+        out: torch.Tensor = self.layer(x) + 0.1 * noise + self.average + sum(self.history) + sum(self.windows["means"]["all"])
         return out
 
 
@@ -70,6 +76,17 @@ def test_what_follows_is_the_same() -> None:
     give(taken, fresh)
     assert [step(model, number) for number in range(3, 6)] == [step(again, number) for number in range(3, 6)]
     assert (again.layer.training, again.layer.weight.requires_grad) == (False, False)
+
+
+def test_a_defaultdict_that_was_made_while_training_says_so_when_it_lacks_its_function() -> None:
+    model, again = Remembering(), Remembering()
+    state, fresh = PlainState.of(model, [], None), PlainState.of(again, [], None)
+    model.made = defaultdict(lambda: 1, there=2)  # type: ignore[assignment]
+    give(take(state), fresh)
+    made: Any = again.made
+    assert made["there"] == 2
+    with pytest.raises(LayoutMismatchError, match="make it in __init__"):
+        made["new"]
 
 
 def test_constants_that_a_script_changes_between_two_runs_stay_as_it_says() -> None:
