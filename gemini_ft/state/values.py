@@ -68,7 +68,18 @@ def snapshot(value: Any, closely: bool = False) -> Any:
 
 
 def copy_of(value: Any) -> Any:
-    """Copies a plain value; one that cannot change is returned itself. Raises NotPlain: the value is not plain, or too large."""
+    """Copies a plain value; one that cannot change is returned itself.
+
+    Raises:
+        NotPlain: it is not plain, too large or too deep, or contains itself.
+    """
+    try:
+        return _copy_of(value)
+    except RecursionError:
+        raise NotPlain from None
+
+
+def _copy_of(value: Any) -> Any:
     kind = type(value)
     if kind in ATOMS:
         if kind in (str, bytes) and len(value) > SMALL:
@@ -89,22 +100,22 @@ def copy_of(value: Any) -> Any:
             raise NotPlain
         return value.copy()
     if kind in SEQUENCES and len(value) <= FEW:
-        parts = [copy_of(part) for part in value]
+        parts = [_copy_of(part) for part in value]
         if kind is tuple and all(map(operator.is_, parts, value)):
             return value  # its parts never change: comparing it with itself is quick
         return deque(parts, value.maxlen) if kind is deque else kind(parts)
     if kind in MAPPINGS and len(value) <= FEW:
         if any(is_a(key, torch.Tensor | np.ndarray) for key in value):  # which are equal to none, or to many
             raise NotPlain
-        pairs = {copy_of(key): copy_of(part) for key, part in value.items()}
+        pairs = {_copy_of(key): _copy_of(part) for key, part in value.items()}
         made: Any = kind
         if kind is defaultdict:
             return made(value.default_factory if codec.is_named(value.default_factory) else codec.lost_factory, pairs)
         return made(pairs)
     if is_a(value, _Number):
-        return copy_of(value.value)
+        return _copy_of(value.value)
     if is_a(value, _Numbers):
-        return copy_of(value[:])
+        return _copy_of(value[:])
     if kind not in (*SEQUENCES, *MAPPINGS) and not is_a(value, torch.Tensor | np.void) and codec.is_exact(value):
         return value  # dates, paths, ranges, dtypes, devices, enums that can be imported, numbers of numpy
     raise NotPlain

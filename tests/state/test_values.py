@@ -18,7 +18,7 @@ from torch import nn
 from gemini_ft.state.fields import fields_of
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.remembered import Attributes
-from gemini_ft.state.values import Opaque, copy_of, digest, is_same
+from gemini_ft.state.values import Opaque, copy_of, digest, is_same, snapshot
 
 NAN = float("nan")
 
@@ -34,6 +34,19 @@ def test_what_is_no_number_is_the_same_as_itself(value: Any) -> None:
 def test_the_sign_of_a_zero_counts(of: Any) -> None:
     assert is_same(of(0.0), of(0.0))
     assert not is_same(of(0.0), of(-0.0))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda parts: {"inner": parts[0]}], ids=["list", "tuple", "dict"])
+def test_what_is_deep_or_contains_itself_is_not_plain(kind: Any) -> None:
+    deep: Any = 1
+    for _ in range(3000):
+        deep = kind([deep])
+    around: list[Any] = []
+    around.append(kind([around]))
+    for value in (deep, around):
+        mark = snapshot(value)
+        assert type(mark) is Opaque
+        assert mark.is_now(value)
 
 
 def test_a_write_to_a_mapped_file_shows(tmp_path: Path) -> None:
