@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from gemini_ft.state.fields import FEW, NO_FIELDS, Fields, fields_of, is_a, parts_of, slots_of
 from gemini_ft.state.rng import GENERATORS  # whose states are kept beside attributes
@@ -472,8 +473,10 @@ def _is_harmless(value: Any, caches: bool) -> bool:
     """Whether a new value of this kind is taken to be made again when it is needed: an open file, a function, a large mapping.
 
     A large mapping that grows cannot be told from a cache by looking at it, and in data caches are the rule. In modules and callbacks
-    it is rather an average of the weights, or what was seen of each sample.
+    it is rather an average of the weights, or what was seen of each sample. Handles of hooks hold no state of a training.
     """
+    if is_a(value, (list, tuple)) and all(is_a(part, RemovableHandle) for part in value):
+        return True
     if is_a(value, GENERATORS) or _is_iterator(value) or is_a(value, (torch.Tensor, np.ndarray, *SEQUENCES)):
         return False
     if not caches and (is_a(value, nn.Module) or not all(is_a(part, (*_CODE, type, NoneType)) for part in entries(value))):
