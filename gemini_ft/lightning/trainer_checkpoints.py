@@ -85,7 +85,7 @@ def pin_checkpoint_folders(trainer: Any, checkpoint: Mapping[str, Any], *, is_sa
         if not isinstance(saved, dict) or not saved.get("dirpath"):
             continue
         if (now := getattr(callback, "dirpath", "")) is None or (is_same_launch and now and now != saved["dirpath"]):
-            if now is not None:
+            if now is not None and trainer.is_global_zero:
                 log.warning("%s goes on in %s, and not in %s: a restart keeps the folder", type(callback).__name__, saved["dirpath"], now)
             callback.dirpath = saved["dirpath"]
 

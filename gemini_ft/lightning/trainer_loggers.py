@@ -48,7 +48,12 @@ class Logs:
             then = saved.get(index)
             if then is None:
                 continue
-            if is_same_launch and logger._experiment is None:
+            hparams: dict[str, Any] = {}
+            if is_same_launch and _place_of(logger) != then["place"]:
+                if (opened := logger._experiment) is not None:  # by the script, before the fit
+                    hparams = getattr(opened, "hparams", {})
+                    getattr(opened, "close", lambda: None)()
+                    logger._experiment = None
                 vars(logger).update(then["place"])
             if logger._version not in (None, then["place"]["_version"]):
                 continue
@@ -58,6 +63,7 @@ class Logs:
                 logger._default_hp_metric = False  # it was logged at the first start
             elif self._trainer.is_global_zero and then["rows"] is not None:
                 written = self._reopen(logger, then["rows"], then["pending"])
+                logger.experiment.hparams.update(hparams)
                 self._count(index, logger, written)
 
     def close(self) -> None:
@@ -69,8 +75,7 @@ class Logs:
         return [(index, logger) for index, logger in enumerate(self._trainer.loggers) if is_followed(logger)]
 
     def _state_of(self, index: int, logger: Any) -> dict[str, Any]:
-        place = {name: value for name, value in vars(logger).items() if name in _PLACE}
-        state: dict[str, Any] = {"place": place, "rows": None, "pending": []}
+        state: dict[str, Any] = {"place": _place_of(logger), "rows": None, "pending": []}
         writer = logger._experiment
         if writer is not None and self._trainer.is_global_zero and "CSVLogger" in shipped_names(logger):
             if index not in self._rows:
@@ -110,6 +115,10 @@ class Logs:
                 table.writeheader()
                 table.writerows(written[:rows])
         return min(rows, len(written))
+
+
+def _place_of(logger: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(logger).items() if name in _PLACE}
 
 
 def is_followed(logger: Any) -> bool:

@@ -324,7 +324,10 @@ def test_folders_that_a_script_names_by_the_time_are_those_of_the_first_start(
         path = tmp_path / folder
         best = shipped.ModelCheckpoint(path, monitor="loss", mode="max", save_top_k=3, every_n_train_steps=1, filename="{step}")
         options = {"enable_checkpointing": True, "log_every_n_steps": 1, "logger": CSVLogger(path, "log", version=folder)}
-        return fit(Logging, table, strategy, crash, callbacks=[lambda: best], **options)
+        options["logger"].log_hyperparams({"begun": "before the fit"})
+        case = fit(Logging, table, strategy, crash, callbacks=[lambda: best], **options)
+        options["logger"].log_hyperparams({"ended": "well"})
+        return case
 
     def files(folder: str) -> set[str]:
         return {path.name for path in (tmp_path / folder).glob("*.ckpt")}
@@ -340,9 +343,11 @@ def test_folders_that_a_script_names_by_the_time_are_those_of_the_first_start(
     if not is_same:
         assert files("10-31")
         return
-    assert not (tmp_path / "10-31").exists()
+    assert not files("10-31")
     assert files("10-30") == files("plain")
-    assert rows_of(tmp_path / "10-30" / "log" / "10-30") == rows_of(tmp_path / "plain" / "log" / "plain")
+    logs = tmp_path / "10-30" / "log" / "10-30", tmp_path / "plain" / "log" / "plain"
+    assert rows_of(logs[0]) == rows_of(logs[1])
+    assert len({(log / "hparams.yaml").read_text() for log in logs}) == 1
 
 
 def test_tensorboard_goes_on_in_its_version(fit: Callable[..., Case], tmp_path: Path) -> None:
