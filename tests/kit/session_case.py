@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -10,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from gemini_ft.agent.memory.slot_memory import EXTRAS_ROOM
 from gemini_ft.config import load_config
 from gemini_ft.errors import GeminiError
 from gemini_ft.hosts import host_id
+from gemini_ft.wire.worker_messages import GetStatus, Status
 from gemini_ft.worker import recorder, rendezvous
 from gemini_ft.worker.outcomes import Stats
 from gemini_ft.worker.recorder import Recorder
@@ -283,16 +285,23 @@ def wait_for_upload(iteration: int, net: nn.Module, optimizer: torch.optim.Optim
     """Every upload is over before the next step, so that none is left out."""
     settle(checkpointer)
     begin = time.monotonic()
-    while _uploads_are_due({*checkpointer._joined.session.spec.hosts}) and time.monotonic() < begin + 20:
+    while _uploads_are_due(os.environ["GEMINI_RUN_ID"]) and time.monotonic() < begin + 20:
         pause(begin)
 
 
-def _uploads_are_due(hosts: Collection[str]) -> bool:
+@functools.cache
+def _hosts(run: str) -> set[str]:
+    """The hosts of a run, each with an agent; every agent of the machine is asked, and so only once in each rank."""
+    documents = [json.loads(answer.document) for answer in lifecycle.ask_all(GetStatus()) if isinstance(answer, Status)]
+    return {document["host"] for document in documents if document["run"] == run}
+
+
+def _uploads_are_due(run: str) -> bool:
     """Whether an agent of the run uploads, or the leader's has not yet looked through the storage."""
-    streams = {}
-    for host in hosts:
+    streams: dict[str, Any] = {}
+    for host in _hosts(run):
         with contextlib.suppress(GeminiError, OSError):
-            if (text := lifecycle.status(os.environ["GEMINI_RUN_ID"], host)) is not None:
+            if (text := lifecycle.status(run, host)) is not None:
                 streams[host] = json.loads(text)["streams"]["main"]
     leaders = [streams[stream["leader"]]["storage"] for stream in streams.values() if stream["leader"] in streams]
     return any(storage is not None and not storage["looked_through"] for storage in leaders) or any(
