@@ -9,14 +9,14 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from foreign_imports import Quiet
 from hypothesis import settings
-from warm_python import launchers
+from warm_python import launchers, use_huge_pages
 
 if TYPE_CHECKING:
     from rank_kit import World
@@ -89,6 +89,20 @@ def _the_environment_is_left_as_it_was() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
+def _other_files_of_tests_are_no_modules_of_the_script(request: pytest.FixtureRequest) -> Iterator[None]:
+    """They would be looked through for generators at each snapshot, and their pages be copied in each process of a loader."""
+    rng = sys.modules.get("gemini_ft.state.rng")
+    if rng is None:
+        yield
+        return
+    find, module = rng.script_modules, request.module
+    used = {module.__name__, *(getattr(value, "__module__", None) for value in vars(module).values())}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rng, "script_modules", lambda: [each for each in find() if (name := each.__name__)[:5] != "test_" or name in used])
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
 def _launchers_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Spares jobs the seconds in which each of their processes would load torch, but for those whose start is what is tested."""
     with _launchers_for(request.node):
@@ -144,22 +158,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-# Folders of tests: those of whole jobs first, which mostly wait, and small files last, so that all processes of the tests end together.
-_ORDER = [
-    "jobs",
-    "launch",
-    "integrations",
-    "gradients",
-    "state",
-    "project",
-    "agent",
-    "export",
-    "storage",
-    "core",
-    "cli",
-    "recovery",
-    "wire",
-]
+# Folders of tests: those of whole jobs first, and small files last, so that all processes of the tests end together.
+_LONG = ["jobs", "launch", "integrations", "gradients"]
+_ORDER = [*_LONG, "project", "storage", "state", "export", "core", "recovery", "wire"]
+_WAITING = ["agent", "cli"]  # use the processors least: one after the other among the long ones, which keep them busy meanwhile
+
+
+def _places(files: Iterable[Path]) -> dict[Path, float]:
+    """The place of each file of tests in the order of all."""
+    folders = {file: file.parent.name for file in files}
+    order = sorted(folders, key=lambda file: _ORDER.index(folders[file]) if folders[file] in _ORDER else len(_ORDER))
+    waiting = [file for file in order if folders[file] in _WAITING]
+    others = [file for file in order if folders[file] not in _WAITING]
+    distance = sum(folders[file] in _LONG for file in others) / max(1, len(waiting))
+    places = {file: float(place) for place, file in enumerate(others)}
+    return places | {file: (place + 0.5) * distance for place, file in enumerate(waiting)}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -179,12 +192,15 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.collect()
         gc.freeze()
+        if os.environ.get("PYTEST_XDIST_WORKER"):  # it has all files, and forks
+            use_huge_pages()
         gc.enable()
 
 
 @pytest.hookimpl(trylast=True)  # after the selection by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _ORDER.index(item.path.parent.name) if item.path.parent.name in _ORDER else len(_ORDER))
+    places = _places(dict.fromkeys(item.path for item in items))
+    items.sort(key=lambda item: (places[item.path], str(item.path)))
     number, count = map(int, config.getoption("share").split("/"))
     first, end = (len(items) * each // count for each in (number - 1, number))  # neighbours stay together: they may share a job
     config.hook.pytest_deselected(items=[*items[:first], *items[end:]])

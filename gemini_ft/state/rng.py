@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, GetSetDescriptorType, MappingProxyType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +30,8 @@ Randomness = tuple[Any, ...]
 _CLOSED = (str, bytes, int, float, type, torch.Tensor, np.ndarray)
 _TRACKERS = ("deepspeed.runtime.activation_checkpointing.checkpointing", "megatron.core.tensor_parallel.random")
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, classmethod, staticmethod, property, GetSetDescriptorType)
+_USUAL = frozenset(map(id, (*_CODE, MappingProxyType, NoneType, bool, int, float, str, bytes, tuple, list, dict, set)))  # no generators
 
 
 def is_generator(value: Any) -> bool:
@@ -54,13 +56,11 @@ class _ScriptGenerators:
 
     def __init__(self) -> None:
         self._places: list[_Place] = []  # those that had a generator at the last look
-        self._sources: list[ModuleType] = []
         self._imported = 0
 
     def look(self) -> dict[str, Any]:
-        if self._imported != len(sys.modules):
-            self._sources, self._imported = script_modules(), len(sys.modules)
-        self._places = [place for module in self._sources for place in _places(module) if is_generator(place.value)]
+        self._imported = len(sys.modules)
+        self._places = [place for module in script_modules() for place in _places(module)]
         return self.seen()
 
     def seen(self) -> dict[str, Any]:
@@ -86,11 +86,12 @@ def script_states() -> dict[str, Any]:
 
 
 def _places(module: ModuleType) -> Iterator[_Place]:
-    for name, value in [*vars(module).items()]:
-        path = f"{module.__name__}.{name}"
-        yield _Place(path, module, name)
-        if is_a(value, type) and vars(value).get("__module__") == module.__name__:
-            yield from (_Place(f"{path}.{attribute}", value, attribute) for attribute in [*vars(value)])
+    """Where a module, and the classes that it defines, have a generator now."""
+    own = module.__name__
+    classes = [(f"{own}.{name}", value) for name, value in [*vars(module).items()] if is_a(value, type)]
+    for path, owner in [(own, module), *(each for each in classes if vars(each[1]).get("__module__") == own)]:
+        if not _USUAL.issuperset(map(id, map(type, vars(owner).values()))):  # a script's modules may have 100 000 variables
+            yield from (_Place(f"{path}.{name}", owner, name) for name, value in [*vars(owner).items()] if is_generator(value))
 
 
 def _readable(generators: Mapping[str, Any]) -> dict[str, Any]:

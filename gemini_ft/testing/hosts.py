@@ -28,7 +28,7 @@ from gemini_ft.testing.network import DEVICE, END_SECONDS, HUB, Network, end_all
 T = TypeVar("T")
 
 _GEMINI = (sys.executable, "-m", "gemini_ft.cli.main")
-_POLL = 0.02  # seconds
+_POLL = 0.05  # seconds
 _START_SECONDS = 120.0  # for importing torch on a busy machine
 # Whatever happens to this process, the kernel ends its children: the launcher, and with it the workers.
 _MORTAL = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"

@@ -32,7 +32,9 @@ def job(world: World, place: str, **options: Any) -> tuple[list[str], list[dict[
     return errors, world.outcome(partial(loop, 3, during=during, interval=1, **options))
 
 
-@pytest.mark.parametrize("place", [pytest.param("weight", marks=pytest.mark.soak), "moment", "gradient"])  # the others have weights
+@pytest.mark.parametrize(
+    "place", ["moment", *(pytest.param(each, marks=pytest.mark.soak) for each in ("weight", "gradient"))]
+)  # other tests flip weights
 def test_is_found_within_the_promised_steps_and_storage_has_what_was_before_it(tmp_path: Path, place: str) -> None:
     """Memory has only versions that came after the flip and were not compared: none of them may be resumed."""
     events = tmp_path / "events"

@@ -128,29 +128,25 @@ def test_undisturbed_it_is_the_plain_loop(plain: Outcome, tmp_path: Path) -> Non
 
 
 def test_an_exception_costs_no_process_and_a_kill_one(plain: Outcome, tmp_path: Path) -> None:
-    outcome = job(tmp_path / "job", "0:0:4:behind", "0:1:4:ahead", "0:1:4:raise", "1:0:8:kill", timeout="20")
+    """A script may also destroy the process group in a ``finally`` of its own, while its model lives: DDP had the last reference to the
+    group then, and waited for the group's thread without end."""
+    raised = [
+        f"{number}:{rest}" for number, step in ((0, 4), (2, 10)) for rest in (f"0:{step}:behind", f"1:{step}:ahead", f"1:{step}:raise")
+    ]
+    outcome = job(tmp_path / "job", *raised, "1:0:8:kill", "2:0:leaving:destroy", "2:1:leaving:destroy", timeout="20")
     assert outcome.status == 0, outcome.output
     assert outcome.bits == plain.bits
     assert "in_place_timeout" not in outcome.output  # the loaders' processes end when they are told
     (one, *_, another), kept = outcome.ranks[0].pids, outcome.ranks[1].pids
-    assert outcome.ranks[0].pids == [one, one, another]
-    assert kept == [kept[0]] * 3
+    assert outcome.ranks[0].pids == [one, one, another, another]
+    assert kept == [kept[0]] * 4
     assert one != another
     assert all(rank.first == other.first for rank, other in zip(outcome.ranks, plain.ranks, strict=True))
     assert "bad luck" in outcome.output
-    assert [cause for cause, _ in outcome.failures] == ["failed", "died"]
+    assert [cause for cause, _ in outcome.failures] == ["failed", "died", "failed"]
     assert outcome.failures[0][1] <= 1
     assert outcome.failures[1][1] <= 2  # the last step's snapshot may have been on its way when the worker was killed
-
-
-def test_a_script_may_destroy_the_process_group_while_its_model_lives(plain: Outcome, tmp_path: Path) -> None:
-    """In a ``finally`` of its own: DDP had the last reference to the group then, and waited for the group's thread without end."""
-    outcome = job(
-        tmp_path / "job", "0:0:4:behind", "0:1:4:ahead", "0:1:4:raise", "0:0:leaving:destroy", "0:1:leaving:destroy", timeout="15"
-    )
-    assert outcome.status == 0, outcome.output
-    assert outcome.bits == plain.bits
-    assert [len({*rank.pids}) for rank in outcome.ranks] == [1, 1], outcome.output
+    assert outcome.failures[2][1] <= 1
 
 
 @pytest.mark.preloaded("lightning")
@@ -209,33 +205,17 @@ def test_others_begin_anew_in_the_same_process_too(other: str, keeper: str, tmp_
 
 
 @pytest.mark.taken_apart("in place")
-def test_a_second_failure_during_the_recovery(plain: Outcome, tmp_path: Path) -> None:
-    """A survivor hears of it that waits for the other ranks in this package's hands or in torch's, as a group is made."""
-    outcome = job(tmp_path / "job", "0:1:4:raise", "1:1:group:kill", "2:1:start:kill", timeout="20")
-    assert outcome.status == 0, outcome.output
-    assert outcome.bits == plain.bits
-    assert len({*outcome.ranks[0].pids}) == 1
-    assert "in_place_timeout" not in outcome.output
-
-
-def test_a_rank_that_waits_for_one_that_is_stopped_stays(tmp_path: Path) -> None:
-    whole = job(tmp_path / "whole", keeper="nothing", restart="process", workers=3)
-    outcome = job(tmp_path / "job", "0:1:4:stop", "0:2:4:raise", workers=3, timeout="3")
-    assert (whole.status, outcome.status) == (0, 0), outcome.output
-    assert outcome.bits == whole.bits
-    assert [len({*rank.pids}) for rank in outcome.ranks] == [1, 2, 1], outcome.output
-    assert outcome.output.count("in_place_timeout") == 1
-
-
 def test_a_second_failure_in_every_phase_of_the_recovery(plain: Outcome, tmp_path: Path) -> None:
+    """A survivor hears of it that waits for the other ranks in this package's hands or in torch's, as a group is made."""
     deeds = ["0:1:4:raise", "0:0:leaving:kill", "1:0:model:raise", "2:1:loading:kill", "3:0:resumed:raise", "4:1:6:raise"]
+    deeds += ["5:1:8:raise", "6:1:group:kill", "7:1:start:kill"]
     outcome = job(tmp_path / "job", *deeds)
     assert outcome.status == 0, outcome.output
     assert outcome.bits == plain.bits
     first, second = (rank.pids for rank in outcome.ranks)
-    assert first == [first[0], *[first[1]] * 5]
-    assert second == [*[second[0]] * 3, *[second[3]] * 3]
-    assert [len({*pids}) for pids in (first, second)] == [2, 2]
+    assert first == [first[0], *[first[1]] * (len(first) - 1)]
+    assert second == [*[second[0]] * 3, *[second[3]] * 4, *second[7:]]
+    assert [len({*pids}) for pids in (first, second)] == [2, 4]
     assert "in_place_timeout" not in outcome.output
 
 
@@ -252,13 +232,14 @@ def test_a_worker_may_end_in_any_way_and_a_survivor_come_late(plain: Outcome, tm
     assert len({*others}) == 7, outcome.output
 
 
-def test_a_survivor_that_is_stuck_is_replaced(plain: Outcome, tmp_path: Path) -> None:
+def test_a_survivor_that_is_stuck_is_replaced(tmp_path: Path) -> None:
+    """And a rank that waits for it stays."""
+    whole = job(tmp_path / "whole", keeper="nothing", restart="process", workers=3)
     deeds = [f"{number}:0:{4 + 2 * number}:{deed}" for number, deed in enumerate(["stop", "sleep", "swallow"])]
-    outcome = job(tmp_path / "job", *deeds, "0:1:4:raise", "1:1:6:raise", "2:1:8:raise", timeout="2")
-    assert outcome.status == 0, outcome.output
-    assert outcome.bits == plain.bits
-    assert len({*outcome.ranks[0].pids}) == 4, outcome.output
-    assert len({*outcome.ranks[1].pids}) == 1
+    outcome = job(tmp_path / "job", *deeds, "0:1:4:raise", "1:1:6:raise", "2:1:8:raise", workers=3, timeout="2")
+    assert (whole.status, outcome.status) == (0, 0), outcome.output
+    assert outcome.bits == whole.bits
+    assert [len({*rank.pids}) for rank in outcome.ranks] == [4, 1, 1], outcome.output
     assert outcome.output.count("has not come back within 2 s (in_place_timeout)") == 3
 
 
@@ -326,7 +307,9 @@ def test_a_worker_inside_another_program_is_started_anew(alone: Outcome, tmp_pat
     assert "after a failure this worker is started anew, as another program is between it and the launcher" in outcome.output
 
 
-@pytest.mark.parametrize("keeper", ["gemini", pytest.param("trainer-gemini_fsdp2", marks=pytest.mark.preloaded("lightning"))])
+@pytest.mark.parametrize(
+    "keeper", ["gemini", pytest.param("trainer-gemini_fsdp2", marks=[pytest.mark.soak, pytest.mark.preloaded("lightning")])]
+)
 def test_the_same_error_at_the_same_step_ends_the_job(keeper: str, tmp_path: Path) -> None:
     outcome = job(tmp_path / "job", "*:1:4:raise", keeper=keeper, late="wait")
     assert outcome.status == FINAL, outcome.output

@@ -66,7 +66,7 @@ T = TypeVar("T")
 context = multiprocessing.get_context("forkserver")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 _GIVEN = frozenset(os.environ)  # before any test has set an option
-_PRELOAD = [*preloaded("deepspeed"), "agent_kit", "pytest", "boto3"]
+_PRELOAD = [*preloaded("deepspeed"), "agent_kit", "pytest", "s3_client"]
 
 WAIT = 30.0  # seconds until something that must happen is given up
 CHUNK = 2**16
@@ -130,11 +130,16 @@ def connection(tell: Callable[[Any], None], lost: Callable[[], bool] = lambda: F
 
 def eventually(condition: Callable[[], Any], what: str = "it") -> Any:
     """The first true value of ``condition``; an error after half a minute."""
-    end = time.monotonic() + WAIT
+    begin = time.monotonic()
     while not (value := condition()):
-        assert time.monotonic() < end, f"{what} did not happen within {WAIT:g} s"
-        time.sleep(0.01)
+        assert time.monotonic() < begin + WAIT, f"{what} did not happen within {WAIT:g} s"
+        pause(begin)
     return value
+
+
+def pause(begin: float) -> None:
+    """Sleeps until a condition is looked at again: for longer the longer it has been waited for, since a look may cost an agent's time."""
+    time.sleep(min(0.05, 0.005 + (time.monotonic() - begin) / 10))
 
 
 def slots_of_this_process() -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from agent_kit import agent_pid
+from agent_kit import agent_pid, pause
 from plain_case import start_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +26,7 @@ import gemini_ft
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.memory.slot_memory import EXTRAS_ROOM
 from gemini_ft.config import load_config
+from gemini_ft.errors import GeminiError
 from gemini_ft.hosts import host_id
 from gemini_ft.wire.worker_messages import GetStatus, Status
 from gemini_ft.worker import recorder, rendezvous
@@ -282,15 +284,25 @@ def wait_for_copy() -> None:
 def wait_for_upload(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
     """Every upload is over before the next step, so that none is left out."""
     settle(checkpointer)
-    end = time.monotonic() + 20
-    while _uploads_are_due(os.environ["GEMINI_RUN_ID"]) and time.monotonic() < end:
-        time.sleep(0.01)
+    begin = time.monotonic()
+    while _uploads_are_due(os.environ["GEMINI_RUN_ID"]) and time.monotonic() < begin + 20:
+        pause(begin)
+
+
+@functools.cache
+def _hosts(run: str) -> set[str]:
+    """The hosts of a run, each with an agent; every agent of the machine is asked, and so only once in each rank."""
+    documents = [json.loads(answer.document) for answer in lifecycle.ask_all(GetStatus()) if isinstance(answer, Status)]
+    return {document["host"] for document in documents if document["run"] == run}
 
 
 def _uploads_are_due(run: str) -> bool:
-    """Whether an agent uploads, or the leader's has not yet looked through the storage."""
-    documents = [json.loads(answer.document) for answer in lifecycle.ask_all(GetStatus()) if isinstance(answer, Status)]
-    streams = {document["host"]: document["streams"]["main"] for document in documents if document["run"] == run}
+    """Whether an agent of the run uploads, or the leader's has not yet looked through the storage."""
+    streams: dict[str, Any] = {}
+    for host in _hosts(run):
+        with contextlib.suppress(GeminiError, OSError):
+            if (text := lifecycle.status(run, host)) is not None:
+                streams[host] = json.loads(text)["streams"]["main"]
     leaders = [streams[stream["leader"]]["storage"] for stream in streams.values() if stream["leader"] in streams]
     return any(storage is not None and not storage["looked_through"] for storage in leaders) or any(
         (stream["storage"] or {}).get("uploading") for stream in streams.values()

@@ -228,7 +228,7 @@ class TestLauncherThatEnds:
             importing = psutil.Process(lifecycle.started[-1].pid)
         assert is_over(importing)
 
-    @pytest.mark.parametrize("start", ["--cold", "--local-addr=localhost"])
+    @pytest.mark.parametrize("start", [pytest.param("--cold", marks=pytest.mark.soak), "--local-addr=localhost"])
     def test_it_is_killed(self, run: str, tmp_path: Path, start: str) -> None:
         (tmp_path / "script.py").write_text("import sys\nsys.stdin.read()\n")
         environ = {**os.environ, "GEMINI_HOST_ID": HOST}

@@ -552,7 +552,12 @@ for _ in DataLoader(torch.zeros(2), num_workers=1, multiprocessing_context="fork
 
 
 @pytest.mark.parametrize(
-    "begin", ["gemini_ft.init_process_group('gloo')", "gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters(), 0.1)).resume()"]
+    "begin",
+    [
+        pytest.param("gemini_ft.init_process_group('gloo')", marks=pytest.mark.soak),
+        "gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters(), 0.1)).resume()",
+    ],
+    ids=["group", "resume"],
 )
 def test_a_script_that_trains_while_multiprocessing_imports_it_is_refused(begin: str, tmp_path: Path, launch: Callable[..., Job]) -> None:
     """Several ranks would wait for each other and for themselves, without an end."""

@@ -70,6 +70,50 @@ def test_soak_without_arguments_says_which_parts_there_are(tmp_path: Path) -> No
     assert refused.stderr.startswith("there is no part 'all' of the long tests; there are chaos-1, ")
 
 
+# -- the verdict
+
+
+# Whole runs of the tests fail, or lose a process, as often as FAILS and DIES say; what failed is well the second time unless BROKEN is set.
+MAKE = """#!/bin/sh
+echo "make $*" >>calls
+case "$*" in
+    test) echo x >>runs; run=$(wc -l <runs)
+        [ "$run" -gt "$DIES" ] || echo "gw1: worker restarting disabled $run"
+        [ "$run" -gt "$FAILS" ] || { printf '==== FAILURES ====\\nE first text of run %s\\n' "$run"; exit 1; } ;;
+    test*--last-failed*) [ -z "$BROKEN" ] || exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("environ", "runs", "status", "kept"),
+    [
+        ({}, 1, 0, ""),
+        ({"FAILS": "1"}, 1, 0, "==== FAILURES ====\nE first text of run 1\n"),
+        ({"FAILS": "1", "BROKEN": "1"}, 1, 1, "==== FAILURES ====\nE first text of run 1\n"),
+        ({"FAILS": "1", "DIES": "1"}, 2, 0, "gw1: worker restarting disabled 1\n==== FAILURES ====\nE first text of run 1\n"),
+        ({"FAILS": "2", "DIES": "2"}, 2, 1, "gw1: worker restarting disabled 1\n==== FAILURES ====\nE first text of run 1\n"),
+    ],
+    ids=["all well", "well at the second try", "broken", "a process died", "a process dies"],
+)
+def test_what_was_well_only_at_the_second_try_is_said_and_kept(
+    environ: dict[str, str], runs: int, status: int, kept: str, tmp_path: Path
+) -> None:
+    for file, text in {".ci/run": (ROOT / ".ci" / "run").read_text(), "bin/make": MAKE, ".venv/bin/python": "#!/bin/sh\n"}.items():
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text(text)
+        (tmp_path / file).chmod(0o755)
+    variables = {"FAILS": "0", "DIES": "0", "BROKEN": "", **environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    done = subprocess.run([tmp_path / ".ci" / "run"], env=os.environ | variables, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == status
+    assert (tmp_path / "runs").read_text().count("x") == runs
+    assert ("--last-failed" in (tmp_path / "calls").read_text()) == (runs == 1 and bool(kept))
+    found = tmp_path / "build" / "second-try.txt"
+    assert (found.read_text() if found.exists() else "") == kept
+    told = done.stdout.partition("=== what passed only at the second try (build/second-try.txt) ===\n")[2]
+    assert told == (f"{kept}\n=== all green ===\n" if kept and not status else "")
+
+
 # -- the compiler that remembers
 
 

@@ -33,8 +33,9 @@ def permitted() -> None:
         pytest.skip(f"needs hosts with a network of their own: {reason}")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def network(permitted: None) -> Iterator[Network]:
+    """Of all tests that leave it as they found it, but for one more host at the end."""
     with Network(2, rate="200mbit") as network:
         yield network
 
@@ -124,6 +125,8 @@ def test_a_link_without_a_rate_is_not_slowed_down(network: Network) -> None:
     for host in network.hosts:
         network.set_rate(host, None)
     assert bits_per_second(network, "host0", "host1") > 1.1 * 200e6
+    for host in network.hosts:
+        network.set_rate(host, "200mbit")
 
 
 def test_nothing_passes_a_link_that_is_cut_until_it_heals(network: Network) -> None:
@@ -173,23 +176,14 @@ def test_only_the_thread_that_asks_is_elsewhere(network: Network) -> None:
 # -- hosts
 
 
-def test_a_killed_host_has_no_processes_and_the_others_keep_theirs(network: Network) -> None:
-    victims = [network.run("host0", SLEEP), network.run("host0", SLEEP, start_new_session=True, env={})]
-    others = [network.run(name, SLEEP) for name in ("host1", HUB)]
-    network.kill("host0")
-    assert [process.wait(20) for process in victims] == [-signal.SIGKILL] * 2
-    assert all(map(running, others))
-    network.close()
+def test_a_killed_host_has_no_processes_and_the_others_keep_theirs(permitted: None) -> None:
+    with Network(2) as network:
+        victims = [network.run("host0", SLEEP), network.run("host0", SLEEP, start_new_session=True, env={})]
+        others = [network.run(name, SLEEP) for name in ("host1", HUB)]
+        network.kill("host0")
+        assert [process.wait(20) for process in victims] == [-signal.SIGKILL] * 2
+        assert all(map(running, others))
     assert [process.wait(20) for process in others] == [-signal.SIGKILL] * 2
-
-
-def test_a_host_that_comes_later_has_the_same_network(network: Network) -> None:
-    network.add("late")
-    assert network.hosts == ["host0", "host1", "late"]
-    assert len({network.address(host) for host in (*network.hosts, HUB)}) == 4
-    with connected(network, "late", "host0") as (near, far):
-        near.sendall(b"hello")
-        assert far.recv(16) == b"hello"
 
 
 def test_testbeds_side_by_side_do_not_meet(network: Network) -> None:
@@ -209,6 +203,15 @@ def test_what_is_asked_for_wrongly_is_refused(network: Network) -> None:
     for rate in ("fast", "1gb", "0mbit", "-1mbit", "100"):
         with pytest.raises(ConfigError, match="give a number and bit, kbit, mbit or gbit"):
             network.set_rate("host0", rate)
+
+
+def test_a_host_that_comes_later_has_the_same_network(network: Network) -> None:
+    network.add("late")
+    assert network.hosts == ["host0", "host1", "late"]
+    assert len({network.address(host) for host in (*network.hosts, HUB)}) == 4
+    with connected(network, "late", "host0") as (near, far):
+        near.sendall(b"hello")
+        assert far.recv(16) == b"hello"
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
