@@ -67,9 +67,11 @@ def test_the_conda_recipe_is_one_to_its_builder() -> None:
 def channel_of_this_machine(folder: Path) -> str:
     """A conda channel whose Python is this machine's, with the packages that it finds; the others hold nothing."""
     rattler_build = importlib.import_module("rattler_build")
-    place = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"  # as the command's first line has it
+    place = f"lib/{name}/site-packages"
     (folder / "python" / "bin").mkdir(parents=True)
-    (folder / "python" / "bin" / "python").symlink_to(Path(sys.executable).resolve())
+    for link in ("python", name):
+        (folder / "python" / "bin" / link).symlink_to(Path(sys.executable).resolve())
     (folder / "python" / "pyvenv.cfg").write_text(f"home = {sys.base_prefix}/bin\n")
     (folder / "python" / place).mkdir(parents=True)
     (folder / "python" / place / "machine.pth").write_text("\n".join(site.getsitepackages()) + "\n")
