@@ -226,7 +226,7 @@ class GeminiWriter(StorageWriter, AsyncStager):
     """Keeps in the hosts' memory what a script saves every so many steps.
 
         writer = GeminiWriter()  # one, before the loop, on all ranks
-        dcp.async_save(state, storage_writer=writer.at(step), no_dist=True)  # or dcp.save(state, storage_writer=writer, checkpoint_id=step)
+        dcp.async_save(state, storage_writer=writer.at(step), no_dist=True)  # or dcp.save(state, storage_writer=writer.at(step))
 
     Making one joins the run: collective over the default process group. Each save is collective too, made by the training thread, and
     returns when the state dict has been copied into the slots of this host's agent; ``result()`` of the future, when the hosts have
@@ -254,7 +254,7 @@ class GeminiWriter(StorageWriter, AsyncStager):
         if given := sorted(options.keys() & _OF_WRITERS.keys()):
             raise ConfigError(f"GeminiWriter sets {', '.join(given)} itself, as it saves what and when the script says; leave it out")
         self._state, self._thread = WrittenState(replicated), threading.current_thread()
-        config = load_config({"traffic": {"when": "ready"}} | options | _OF_WRITERS)
+        config = load_config({"traffic": {"when": "ready"}, **options, **_OF_WRITERS})
         self._checkpointer = Checkpointer(config=config, name=name, resizable=True)
         self._checkpointer.bind_state(self._state)
         found = self._checkpointer.open()
@@ -289,12 +289,15 @@ class GeminiWriter(StorageWriter, AsyncStager):
         """Copies a state dict into the agent's memory, on the training thread; returns what stands for it in the thread that saves."""
         return {_STAGED: self._record(state_dict)}
 
+    def synchronize_staging(self) -> None:
+        """Does nothing: what `stage` returns has been copied."""
+
     def _record(self, state_dict: dict[str, Any]) -> int:
         step = self._take_step()
         if threading.current_thread() is not self._thread:
             raise ConfigError("GeminiWriter stages state dicts itself, on the thread that made it; leave out async_stager")
         if step is None:
-            raise ConfigError("which step is it? async_save(..., storage_writer=writer.at(step)), or save(..., checkpoint_id=step)")
+            raise ConfigError("which step is it? async_save(..., storage_writer=writer.at(step)), and the same for save")
         if step <= (self.newest or 0):
             raise StateError(
                 f"step {step} cannot be saved: run {self._checkpointer.run!r} has step {self.newest or 0} already, and steps count from 1 "

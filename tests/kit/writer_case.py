@@ -9,6 +9,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from plain_case import start_ranks
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
 
 from gemini_ft.dcp import GeminiWriter
 
@@ -62,17 +63,22 @@ def write(out: str, kind: str, way: str, options: dict[str, Any]) -> None:
             weights, optim = get_state_dict(model, optimizer)
             state = {"model": weights, "optim": optim, "step": step, f"of rank {rank}": torch.tensor(rank), f"note {rank}": "kept"}
             if step == STEPS:
-                save(state, storage_writer=writer, checkpoint_id=step)
+                save(state, storage_writer=writer, checkpoint_id=str(step))
             elif sharded:
-                async_save(state, storage_writer=writer.at(step), no_dist=True).result()
+                finish(async_save(state, storage_writer=writer.at(step), no_dist=True))
             else:
-                async_save(state, storage_writer=writer.at(step), checkpoint_id=step, process_group=saving).result()
+                finish(async_save(state, storage_writer=writer.at(step), checkpoint_id=str(step), process_group=saving))
     live = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=sharded))
     if rank == 0:
         torch.save({"model": live[0], "optim": live[1]}, Path(out) / f"{kind}-{way}.pt")
 
 
-def go_on() -> tuple[int | None, int]:
+def finish(saved: Future[Any] | AsyncSaveResponse) -> None:
+    assert isinstance(saved, Future)
+    saved.result()
+
+
+def go_on() -> tuple[int | None, int | None]:
     """Saves one step more with another number of ranks; the step that was there, and the one that is read back."""
     warnings.simplefilter("ignore")
     start_ranks()
@@ -83,7 +89,7 @@ def go_on() -> tuple[int | None, int]:
     state = {"model": weights, "optim": optim, "step": 0}
     load(state, storage_reader=writer.reader())
     assert state["step"] == before
-    save(state | {"step": STEPS + 1}, storage_writer=writer, checkpoint_id=STEPS + 1)
+    save(state | {"step": STEPS + 1}, storage_writer=writer.at(STEPS + 1))
     load(state, storage_reader=writer.reader())
     return before, state["step"]
 
@@ -95,7 +101,7 @@ def refusals() -> dict[str, str]:
     writer = GeminiWriter()
     state = {"w": torch.ones(3), "step": 2}
     time.sleep(1)
-    save(state, storage_writer=writer, checkpoint_id=2)
+    save(state, storage_writer=writer, checkpoint_id="2")
     time.sleep(1)
     said: dict[str, str] = {}
 
@@ -108,14 +114,14 @@ def refusals() -> dict[str, str]:
     refused("no step", lambda: async_save(state, storage_writer=writer))
     refused("not greater", lambda: async_save(state, storage_writer=writer.at(2)))
     refused("zero", lambda: async_save(state, storage_writer=writer.at(0)))
-    refused("two steps", lambda: async_save(state, storage_writer=writer.at(3), checkpoint_id=4).result())
+    refused("two steps", lambda: finish(async_save(state, storage_writer=writer.at(3), checkpoint_id="4")))
     refused("a path", lambda: save(state, storage_writer=writer, checkpoint_id="checkpoints/step-5"))
     stager = DefaultStager(StagingOptions(False, False, False, False))
-    refused("stager", lambda: async_save(state, storage_writer=writer, checkpoint_id=5, async_stager=stager).result())
+    refused("stager", lambda: finish(async_save(state, storage_writer=writer, checkpoint_id="5", async_stager=stager)))
     refused("another process", lambda: pickle.dumps(writer))
     refused("an option", lambda: GeminiWriter(hang_timeout=3))
-    refused("sparse", lambda: save({"w": torch.ones(2, 2).to_sparse()}, storage_writer=writer, checkpoint_id=5))
-    save(state | {"step": 6}, storage_writer=writer, checkpoint_id=6)
+    refused("sparse", lambda: save({"w": torch.ones(2, 2).to_sparse()}, storage_writer=writer, checkpoint_id="5"))
+    save(state | {"step": 6}, storage_writer=writer, checkpoint_id="6")
     writer.close()
     return said
 
