@@ -545,6 +545,10 @@ class Checkpointer:
         self._joined.flush()
         self._blocked += time.perf_counter() - begin
 
+    def is_committed(self, iteration: int) -> bool | None:
+        """Whether a snapshot has been committed, or a later one; None: that is not known yet. Any thread may ask."""
+        return self.stats.has_committed(iteration) if self._recorder is None else self._recorder.outcome(iteration)
+
     @contextlib.contextmanager
     def mutate(self) -> Iterator[None]:
         """Allows writes to parameters or optimizer state outside the optimizer's step (weight averaging, pruning, clamping)."""

@@ -1,27 +1,49 @@
-"""Snapshots for ``torch.distributed.checkpoint``: read straight out of the hosts' memory or of storage, on any number of ranks."""
+"""Snapshots for ``torch.distributed.checkpoint``: read from the hosts' memory or from storage, on any number of ranks, and written."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from gemini_ft.checkpointer import Checkpointer
+from gemini_ft.config import load_config
+from gemini_ft.core.layout import PER_RANK
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import RecoveryError, StateError
+from gemini_ft.errors import AgentError, ConfigError, RecoveryError, StateError
 from gemini_ft.export.formats import document
 from gemini_ft.export.source import Checkpoint, find, refusing_nonsense
-from gemini_ft.export.state_dicts import State
+from gemini_ft.export.state_dicts import WRITTEN, State
 from gemini_ft.export.whole_tensors import Box
 from gemini_ft.export.zero import EngineStates, is_engine
+from gemini_ft.state.base import PlainState
+from gemini_ft.state.survey import is_out_of_order
+from gemini_ft.state.tensors import Live, Role, Source, describe
+
+_STAGED = "gemini_ft.staged"  # key of what `GeminiWriter.stage` returns: the step that has been copied
+_OF_WRITERS: Mapping[str, Any] = {  # options: the agents see a worker make a step only when it saves
+    "interval": 1,
+    "on_late": "wait",
+    "hang_timeout": 0,
+    "max_retries": 10**9,  # a job may fail many times between two saves, and what it goes on from is not to blame
+    "start_timeout": 0,
+    "straggler": "warn",
+    "straggler_factor": 0,
+}
+_POLL = 0.01  # seconds
 
 
 class GeminiReader(StorageReader):
@@ -34,6 +56,7 @@ class GeminiReader(StorageReader):
     already in `read_metadata`, and again if rank 0 has found another step.
 
     Keys are those of ``get_state_dict``, nested or flattened: ``model.<name>``, ``optim.state.<name>.<key>``, ``optim.param_groups``.
+    What a `GeminiWriter` has saved has the keys that it was given; ``model``, ``optim`` and ``flat`` say nothing there.
     Errors come as torch's ``CheckpointException``; they name the options of ``gemini export``, which the arguments here are called after.
 
     Args:
@@ -74,7 +97,7 @@ class GeminiReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Lets the next reading find its checkpoint anew. ``checkpoint_id``: the number of a step."""
         if checkpoint_id is not None:
-            self._step = int(checkpoint_id)  # type: ignore[arg-type]
+            self._step = _as_step(checkpoint_id)
         self._close()
 
     @classmethod
@@ -101,9 +124,11 @@ class GeminiReader(StorageReader):
                 with_optimizers, kind = self._optim is not None, EngineStates if is_engine(checkpoint) else State
                 self._state = State(checkpoint, with_optimizers, declared=True) if kind is State else kind(checkpoint, with_optimizers)
                 found = document(self._state, with_optimizers, self._flat)
-                model = {self._model: found["model"]} if self._model else found["model"]
+                if not (isinstance(self._state, State) and self._state.is_written):
+                    model = {self._model: found["model"]} if self._model else found["model"]
+                    found = model | ({self._optim: found["optim"]} if self._optim is not None else {})
                 planner = DefaultSavePlanner()
-                planner.set_up_planner(model | ({self._optim: found["optim"]} if self._optim is not None else {}), is_coordinator=True)
+                planner.set_up_planner(found, is_coordinator=True)
                 _, metadata = planner.create_global_plan([planner.create_local_plan()])
             on_error.pop_all()
         self._values = planner.state_dict
@@ -173,3 +198,169 @@ class GeminiReader(StorageReader):
         if self._checkpoint is not None:
             self._checkpoint.close()
             self._checkpoint = None
+
+
+class WrittenState(PlainState):
+    """The state dict that is being saved, as the state that a Checkpointer records. Nothing is loaded through it."""
+
+    def __init__(self, replicated: bool) -> None:
+        super().__init__({}, (), replicated, modes=False)
+        self.flat: Mapping[str, Any] = {}  # key -> tensor or value
+
+    def survey(self) -> list[Live]:
+        return [Live(f"{WRITTEN}.{key}", value, Role.PARAMETER) for key, value in self.flat.items() if isinstance(value, torch.Tensor)]
+
+    def describe(self, live: Sequence[Live], rank: int, world_size: int) -> list[Source]:
+        """Describes plain tensors, unless they are replicated, as this rank's own: other ranks may have others, or none."""
+        plain = "" if self.is_replicated else PER_RANK
+        found = describe(live, rank, world_size, self.is_replicated)
+        return [replace(item, spec=replace(item.spec, frozen=False, logical=item.spec.logical or plain)) for item in found]
+
+    def extras(self) -> dict[str, Any]:
+        strange = sorted(key for key, value in self.flat.items() if is_out_of_order(value))
+        values = {key: value for key, value in self.flat.items() if not isinstance(value, torch.Tensor)}
+        return {"naming": {WRITTEN: {"keys": {}, "absent": [], "out of order": strange}}, "values": values}
+
+
+class GeminiWriter(StorageWriter, AsyncStager):
+    """Keeps in the hosts' memory what a script saves every so many steps.
+
+        writer = GeminiWriter()  # one, before the loop, on all ranks
+        dcp.async_save(state, storage_writer=writer.at(step), no_dist=True)  # or dcp.save(state, storage_writer=writer.at(step))
+
+    Making one joins the run: collective over the default process group. Each save is collective too, made by the training thread, and
+    returns when the state dict has been copied into the slots of this host's agent; ``result()`` of the future, when the hosts have
+    committed it. ``storage`` uploads from memory. `reader` reads it back, or any `GeminiReader`, under the keys that it was saved with.
+
+    Tensors that are not DTensors are each rank's own, and rank 0's are read back; where only some ranks have a key, those of the first of
+    them. No rank is looked at for hanging, or for being slow, as its steps are not seen.
+
+    Args:
+        replicated: plain tensors hold the same bytes on all ranks, buffers too: each rank keeps its part of them, and they are compared.
+        name: of the stream.
+        **options: fields of ``GeminiConfig``.
+
+    Raises:
+        ConfigError: an option is wrong, or is the writer's own.
+        GeminiError: see `Checkpointer.open`.
+
+    Attributes:
+        newest: the step saved last, at first by an earlier attempt or launch of the run; None: there is none. Later ones must be greater.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(self, *, replicated: bool = False, name: str = "dcp", **options: Any) -> None:
+        if given := sorted(options.keys() & _OF_WRITERS.keys()):
+            raise ConfigError(f"GeminiWriter sets {', '.join(given)} itself, as it saves what and when the script says; leave it out")
+        self._state, self._thread = WrittenState(replicated), threading.current_thread()
+        config = load_config({"traffic": {"when": "ready"}, **options, **_OF_WRITERS})
+        self._checkpointer = Checkpointer(config=config, name=name, resizable=True)
+        self._checkpointer.bind_state(self._state)
+        found = self._checkpointer.open()
+        self.newest = found.iteration if found is not None else None
+        self._is_stored = found is not None and found.source == "storage"  # and not in memory
+        self._asked = threading.local()  # async_save names the step to another thread, after it has had the state dict staged
+
+    def reader(self) -> GeminiReader:
+        """Returns a reader of the newest step, from where it was found."""
+        run, stream, storage = self._checkpointer.run, self._checkpointer.name, self._checkpointer.config.storage
+        if storage is None or not self._is_stored:
+            return GeminiReader(run, stream=stream, step=self.newest)
+        where: dict[str, Any] = {"endpoint_url": storage.endpoint_url, "trust_pickle": storage.trust_pickle}
+        return GeminiReader(storage.url, run_id=run, stream=stream, step=self.newest, **where)
+
+    def at(self, step: int) -> GeminiWriter:
+        """Returns the writer, which will save the state dict of this step next."""
+        self._asked.step = step
+        return self
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Takes the number of a step, as `at` does."""
+        if checkpoint_id is not None:
+            self.at(_as_step(checkpoint_id))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is the number of a step."""
+        return str(checkpoint_id).isdecimal()
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copies a state dict into the agent's memory, on the training thread; returns what stands for it in the thread that saves."""
+        return {_STAGED: self._record(state_dict)}
+
+    def synchronize_staging(self) -> None:
+        """Does nothing: what `stage` returns has been copied."""
+
+    def _record(self, state_dict: dict[str, Any]) -> int:
+        step = self._take_step()
+        if threading.current_thread() is not self._thread:
+            raise ConfigError("GeminiWriter stages state dicts itself, on the thread that made it; leave out async_stager")
+        if step is None:
+            raise ConfigError("which step is it? async_save(..., storage_writer=writer.at(step)), and the same for save")
+        if step <= (self.newest or 0):
+            raise StateError(
+                f"step {step} cannot be saved: run {self._checkpointer.run!r} has step {self.newest or 0} already, and steps count from 1 "
+                "and grow. Load what there is, with writer.reader(), and go on from there, or begin anew with another run id"
+            )
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(state_dict, is_coordinator=False)
+        self._state.flat = planner.state_dict
+        self._checkpointer.save(step, {})
+        with self._checkpointer.mutate():
+            self.newest, self._is_stored = step, False
+        return step
+
+    def _take_step(self) -> int | None:
+        """The step that this thread was told, once."""
+        step: int | None = vars(self._asked).pop("step", None)
+        return step
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: the run was joined when the writer was made."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Waits until the hosts have committed what was staged; what was not is copied first.
+
+        Raises:
+            AgentError: it was given up, or not committed in time; what was saved before is still there.
+        """
+        state_dict = getattr(planner, "state_dict", None)
+        if state_dict is None:
+            raise ConfigError(f"GeminiWriter needs the state dict, which {type(planner).__name__} does not show; leave out planner")
+        if (step := state_dict.get(_STAGED)) is None:
+            step = self._record(state_dict)
+            self._checkpointer.flush()
+        elif (asked := self._take_step()) not in (None, step):
+            raise ConfigError(f"step {step} was staged by writer.at({step}), and checkpoint_id={asked} was given; leave out the latter")
+        end = time.monotonic() + self._checkpointer.config.timeout
+        while (committed := self._checkpointer.is_committed(step)) is None and time.monotonic() < end:
+            time.sleep(_POLL)
+        if not committed:
+            what = "not committed in time" if committed is None else "given up"
+            raise AgentError(f"step {step} was {what}; the logs say why. What was saved before is still there")
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Does nothing: the commit was between the agents."""
+
+    def close(self) -> None:
+        """Leaves the run, at the end of a script that has succeeded."""
+        self._checkpointer.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError("GeminiWriter cannot go to another process; save in the one that trains, as AsyncCheckpointerType.THREAD does")
+
+
+def _as_step(checkpoint_id: str | os.PathLike[str]) -> int:
+    if not str(checkpoint_id).isdecimal():
+        raise ConfigError(f"checkpoint_id={str(checkpoint_id)!r}: must be the number of a step")
+    return int(str(checkpoint_id))

@@ -96,9 +96,13 @@ def document(state: State | EngineStates, optimizers: bool = True, flat: bool = 
 
     {"model": {name: tensor}, "optim": {"state": {name: {key: value}}, "param_groups": [{..., "params": [name, ...]}]}}
 
+    What a script has saved itself comes under its own keys, flattened.
+
     Args:
         flat: the optimizer as with ``flatten_optimizer_state_dict``: {"state.<name>.<key>": value, "param_groups.<name>.<key>": value}.
     """
+    if isinstance(state, State) and state.is_written:
+        return state.model(raw=True) | state.values
     if not optimizers:
         return {"model": state.model()}
     optim = _merged(state.optimizers())

@@ -22,6 +22,7 @@ from gemini_ft.state.gradients import is_gradient
 from gemini_ft.state.tensors import split_state_name
 
 _OPTIMIZER = re.compile(r"optim\d+\.")
+WRITTEN = "state dict"  # in place of the name of a model: a snapshot is what `gemini_ft.dcp.GeminiWriter` was given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,8 @@ class State:
     Attributes:
         tensors: what reads them.
         declared: name -> tensor on the device ``meta``, the one that the state dicts have; empty where all have been read.
+        is_written: `model` is what a script has saved, whatever that was.
+        values: key -> value, of what a script has saved beside tensors; of the first rank that had it.
     """
 
     def __init__(self, checkpoint: Checkpoint, optimizers: bool, declared: bool = False) -> None:
@@ -74,6 +77,10 @@ class State:
                     f"{model}.{strange[0]} ({len(strange)} in all) is sharded over a mesh whose ranks are not in their order, so its parts "
                     "cannot be put together from here; save this model with its own tools"
                 )
+        self.is_written = WRITTEN in self._naming
+        self.values: dict[str, Any] = {}
+        for owner in reversed(range(len(checkpoint.shards))) if self.is_written else ():
+            self.values |= on_cpu(checkpoint.extras_of(owner, "tensors", "values"))
         self._extras: dict[str, Any] = on_cpu(checkpoint.extras("tensors")) if optimizers else {}
         self.tensors = WholeTensors(checkpoint.shards, lambda name: not is_gradient(name) and (optimizers or not _OPTIMIZER.match(name)))
         self.declared = self.tensors.declared() if declared else {}

@@ -27,13 +27,9 @@ Parts = dict[Group, torch.Tensor]  # group of ranks -> the local tensor all of t
 Box = tuple[Sequence[int], Sequence[int]]  # of a whole tensor: the first index and the size in each dimension
 
 
-def read_whole(shards: Sequence[ShardReader], wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-    """Name -> whole tensor, dtypes kept, for all names that are ``wanted``; see `WholeTensors`."""
-    return WholeTensors(shards, wanted).read()
-
-
 class WholeTensors:
-    """The tensors of a checkpoint whose names are ``wanted``, to be put together from all ranks' shards. Buffers are those of rank 0.
+    """The tensors of a checkpoint whose names are ``wanted``, to be put together from all ranks' shards. Buffers are those of rank 0, and
+    what only some ranks have is that of the first of them.
 
     Args:
         shards: of all ranks, by owner. Every byte is compared with its checksum as it is read.
@@ -57,6 +53,9 @@ class WholeTensors:
             held = self._parts.setdefault(piece.name, {})
             if piece.group not in held:
                 held[piece.group] = torch.empty(piece.shape, dtype=getattr(torch, piece.dtype), device="meta")
+        for name, held in self._parts.items():
+            if self._words[name] == PER_RANK:
+                self._parts[name] = {min(held): held[min(held)]}  # the others are not read
 
     def declared(self) -> dict[str, torch.Tensor]:
         """Name -> a tensor on the device ``meta``, with shape and dtype of the whole one."""

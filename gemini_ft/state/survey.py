@@ -309,11 +309,11 @@ def _naming(name: str, model: nn.Module, names: Mapping[int, str]) -> dict[str, 
     own = {other for other in names.values() if other.startswith(f"{name}.")}
     differing = {key: value for key, value in keys.items() if value != f"{name}.{key}"}
     absent = sorted(own - {f"{name}.{key}" for key in keys.keys() - differing.keys()})
-    strange = sorted(name for name, param in model.named_parameters() if _is_out_of_order(param))
+    strange = sorted(name for name, param in model.named_parameters() if is_out_of_order(param))
     return {"keys": differing, "absent": absent, "out of order": strange}
 
 
-def _is_out_of_order(tensor: torch.Tensor) -> bool:
+def is_out_of_order(tensor: torch.Tensor) -> bool:
     if not isinstance(tensor, DTensor):
         return False
     ranks = tensor.device_mesh.mesh.flatten().tolist()

@@ -36,6 +36,9 @@ class Stats:
 
     KEPT: ClassVar[int] = 1_000  # steps; a job makes millions
 
+    def has_committed(self, iteration: int) -> bool:
+        return self.committed is not None and self.committed >= iteration
+
     def note_blocked(self, seconds: float, waited: float = 0.0) -> None:
         """Counts a step that is over; ``waited``: the part of it that its update waited."""
         self.blocked.append(seconds)
@@ -83,6 +86,10 @@ class Outcomes:
     def is_open(self) -> bool:
         """Whether the newest snapshot is neither committed nor given up yet."""
         return self.newest in self._ended
+
+    def known(self, iteration: int) -> bool | None:
+        """Whether a snapshot that was begun has been committed, or a later one; None: it is still open."""
+        return None if iteration in self._ended else self._stats.has_committed(iteration)
 
     def committed(self, iteration: int, now: int) -> None:
         self._write("committed", iteration=iteration)

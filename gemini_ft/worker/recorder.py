@@ -378,6 +378,9 @@ class Recorder:
         self.settle()
         self.await_outcome(self._config.timeout)
 
+    def outcome(self, iteration: int) -> bool | None:
+        return self._outcomes.known(iteration)
+
     def await_outcome(self, seconds: float) -> None:
         """Returns when the last snapshot is committed or given up, or after that time."""
         self._copying.await_newest()
