@@ -176,7 +176,7 @@ class Read:
 
     @classmethod
     def between(cls, first: int, end: int, owner: int, piece: Piece, name: str, moved: int = 0) -> Iterator[Read]:
-        """What a piece has of the elements from ``first`` to ``end`` of its tensor, which lie ``moved`` elements further in ``name``."""
+        """The part of a piece from element ``first`` to ``end`` of its tensor, which lies ``moved`` elements further on in ``name``."""
         start, stop, size = max(first, piece.start), min(end, piece.stop), ITEMSIZES[piece.dtype]
         if start < stop:
             offset, nbytes = piece.offset + (start - piece.start) * size, (stop - start) * size

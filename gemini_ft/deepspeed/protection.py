@@ -73,8 +73,8 @@ class Protection:
         self.checkpointer.asks_for_accumulation = self._state.resizable
         found = self.found = self.checkpointer.open()
         is_elastic = self.checkpointer.config.elastic is not None
-        if is_elastic and (accumulation := self.checkpointer.accumulation) != engine.gradient_accumulation_steps():
-            engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * accumulation * engine.dp_world_size)
+        if is_elastic:
+            self._state.accumulate(self.checkpointer.accumulation)
         with self.checkpointer.putting_back():
             self._data = EngineData(_kept(found, is_elastic), self._is_new)
         self.checkpointer.census.register("data", lambda: (LOADERS.found(name) for name in self._data.objects))

@@ -81,6 +81,7 @@ def test_four_two_three_ranks(tmp_path: Path, case: Case, expected: dict[int, st
     assert [results[0]["start"] for results in said] == [0, 4, 8]
 
 
+@pytest.mark.soak
 def test_with_elastic_the_batches_and_their_order_stay(tmp_path: Path) -> None:
     """Two ranks, one, and two again, beside two all the time, whose configuration says how many micro-batches two ranks are to have."""
     case, said = Batches(accumulation=3), []

@@ -215,6 +215,7 @@ def fit(case: Case, out: str, until: int) -> dict[str, Any]:
 
         def configure_model(self) -> None:
             if case.is_sharded:
+                assert self.device_mesh is not None
                 fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
         def on_fit_start(self) -> None:
