@@ -45,7 +45,7 @@ from gemini_ft.state.optimizer_steps import OptimizerSteps
 from gemini_ft.state.rebuilding import Changes
 from gemini_ft.state.rng import GivenGenerator, rng_state, take_rng_state
 from gemini_ft.state.tensors import every_optimizer
-from gemini_ft.state.worlds import Resize, carried_accumulation, check_step, iterations, refuse_data, refuse_fixed
+from gemini_ft.state.worlds import Resize, carried_accumulation, check_schedulers, check_step, iterations, refuse_data
 from gemini_ft.storage.base import WORD
 from gemini_ft.torch_versions import buffers_are_broadcast
 from gemini_ft.worker.attempt import close_with, keep_groups, watch
@@ -149,7 +149,8 @@ class Checkpointer:
         self._state_extras: dict[int, Any] = {}  # of the resumed snapshot, by rank, until load_tensors
         self._iteration = 0
         self._has_looked = False  # at how the loop steps
-        self._begun: dict[str, int] = {}  # by loader, the iterations that had begun when loaders were looked at last
+        self._begun: dict[str, int] | None = None  # by loader, the iterations that had begun when loaders were looked at last
+        self._scheduled: dict[str, int] = {}  # by scheduler, the steps that it had counted at the last step
         self._watch = LoopWatch()
         self._updates = 0
         self._replay: Replay | None = None
@@ -221,12 +222,7 @@ class Checkpointer:
         if ddp.has_left_join(self._wrapped.values()):
             self._count_alike()
         self._iteration += 1
-        if self.config.elastic:
-            if (begun := iterations(self._stateful)) != self._begun or not self._has_looked:
-                strangers = () if self._has_looked else unkept(self._stateful.values(), generators=True)
-                self.refuse_data(self._stateful, strangers)
-                self._begun = begun
-            check_step(self._stateful.values(), self.accumulation)
+        self.check_batches(self._stateful)
         if not self._has_looked:
             check_epochs(self._stateful.values(), then=self.scalars, now=scalars)
             self._has_looked = True
@@ -269,7 +265,8 @@ class Checkpointer:
         self.config.refuse_elastic(os.environ)
         if self.config.elastic and not self.asks_for_accumulation:
             raise ConfigError(
-                "elastic='batch' is for plain loops and for Lightning's Trainer under DDP; leave it out here (docs/elastic.md)"
+                "elastic='batch' is for plain loops, Fabric and Lightning's Trainer under DDP or FSDP2, and for DeepSpeed's engines with "
+                "ZeRO 1 to 3 in loops of their own; leave it out here (docs/elastic.md)"
             )
         _log_to_stderr()
         if isinstance(self._bound, PlainState):
@@ -654,9 +651,28 @@ class Checkpointer:
     def _take_census(self) -> None:
         """Refuses state that is not captured, at the first snapshot and after a change; shows it for ``gemini run --explain``."""
         if self.census.is_due():
+            if self.config.elastic:
+                self._refuse_fixed()
             found = self.census.take()
             if os.environ.get(EXPLAIN) and self._joined.session.rank == 0:
                 print(f"gemini: state of rank 0, stream {self.name}, after iteration {self._iteration}\n{table(found)}", flush=True)
+
+    def check_batches(self, given: Mapping[str, Any]) -> None:
+        """Compares a loop's step, for ``elastic: batch``, with what another number of ranks could go on from; to be called after each.
+
+        Args:
+            given: objects with a state, by name: loaders, schedulers.
+
+        Raises:
+            GeminiError: it took other batches than `accumulation` says, or from loaders of another kind, or stepped a scheduler with each.
+        """
+        if not self.config.elastic:
+            return
+        if (begun := iterations(given)) != self._begun:
+            self.refuse_data(given, unkept(given.values(), generators=True) if self._begun is None else ())
+            self._begun = begun
+        check_step(given.values(), self.accumulation)
+        self._scheduled = check_schedulers(given, self._scheduled)
 
     def refuse_data(self, loaders: Mapping[str, Any], strangers: Sequence[str] = ()) -> None:
         """Refuses, as `gemini_ft.state.worlds.refuse_data`, what another number of ranks could not take over."""
@@ -665,7 +681,6 @@ class Checkpointer:
     def _save(self, iteration: int, extras: Any) -> None:
         self._find_gradients(is_late=self._was_bound_at_open)
         if self.config.elastic:
-            self._refuse_fixed()
             extras = extras | {"accumulation": self.accumulation}
         self._take_census()
         self._joined.record(iteration, self._state, extras, self._hyperparameters.saved())
@@ -674,7 +689,19 @@ class Checkpointer:
         faults.at_step(iteration, "in_copy", self._any_tensor)
 
     def _refuse_fixed(self) -> None:
-        refuse_fixed(self._models, is_replicated=self._is_replicated, has_pipeline=self._gradients is not None)
+        """Refuses, for ``elastic: batch``, a state that another number of ranks could not load."""
+        why = ""
+        if self._gradients is not None:
+            why = "a gradient pipeline, whose residuals belong to each rank"
+        elif isinstance(self._bound, PlainState):
+            why = self._bound.why_fixed(self._joined.session.world_size)
+        elif not self._resizable:
+            why = f"the state of a {type(self._bound).__name__}, which as many ranks load"
+        if why:
+            raise ConfigError(
+                f"elastic='batch' keeps what DDP, FSDP2 or ZeRO trains, and this job has {why}; give a fixed number of hosts, or leave "
+                "elastic out"
+            )
 
     def _prepare_replay(self) -> None:
         """Has the iteration that begins checked where it is due (``verify: replay``)."""

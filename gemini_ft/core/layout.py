@@ -174,6 +174,14 @@ class Read:
         """All of a piece of ``owner``'s shard."""
         return cls(owner=owner, offset=piece.offset, nbytes=piece.nbytes, name=name, start=piece.start, stop=piece.stop)
 
+    @classmethod
+    def between(cls, first: int, end: int, owner: int, piece: Piece, name: str, moved: int = 0) -> Iterator[Read]:
+        """The part of a piece from element ``first`` to ``end`` of its tensor, which lies ``moved`` elements further on in ``name``."""
+        start, stop, size = max(first, piece.start), min(end, piece.stop), ITEMSIZES[piece.dtype]
+        if start < stop:
+            offset, nbytes = piece.offset + (start - piece.start) * size, (stop - start) * size
+            yield cls(owner=owner, offset=offset, nbytes=nbytes, name=name, start=start + moved, stop=stop + moved)
+
 
 def build_layout(specs: Sequence[TensorSpec], rank: int, world_size: int) -> Layout:
     """Cuts every group's bytes into equal stretches and lays out those that ``rank`` owns; frozen tensors first, cut apart.

@@ -28,10 +28,11 @@ class EngineData:
 
     Args:
         found: their states in the snapshot that is resumed; empty at a first start. Each is loaded as soon as its object is there.
+        is_new: whether they are another rank's, whose generators this one does not share.
     """
 
-    def __init__(self, found: Mapping[str, Any]) -> None:
-        self._found = dict(found)
+    def __init__(self, found: Mapping[str, Any], is_new: bool) -> None:
+        self._found, self._is_new = dict(found), is_new
         self.objects: dict[str, Any] = {}
 
     def follow(self, loader: DeepSpeedDataLoader, name: str = TRAINING, begun: bool = False) -> None:
@@ -61,7 +62,9 @@ class EngineData:
     def _add(self, name: str, item: Any) -> None:
         self.objects[name] = item
         if name in self._found:
-            item.load_state_dict(self._found.pop(name))
+            state = self._found.pop(name)
+            if not (self._is_new and isinstance(item, GivenGenerator)):
+                item.load_state_dict(state)
 
     def positions(self) -> dict[str, Any]:
         """The states of what batches come from: the next one may be drawn before a snapshot is taken.

@@ -19,6 +19,7 @@ from gemini_ft.deepspeed.partitions import base_optimizer, has_gradients
 from gemini_ft.deepspeed.several import engines
 from gemini_ft.deepspeed.state import EngineState
 from gemini_ft.deepspeed.versions import put_back_trackers
+from gemini_ft.state import iterators
 from gemini_ft.state.gradients import GradientState
 from gemini_ft.state.iterators import unkept
 from gemini_ft.state.left_out import left_out
@@ -64,13 +65,18 @@ class Protection:
         self._resumed: int | None = None
         self.is_updated = self.has_stepped = self._closed = self._has_looked = self._has_gradients = False
         self._border = Border(self, engine.module)
-        self._data = EngineData({})
+        self._data = EngineData({}, is_new=False)
         engines.open.add(self)
         bound_collectives(engine, self.checkpointer.config.hang_timeout)
         self.iteration = self.number = 0  # of the last snapshot and of the last update that counted; they never go back
+        self.checkpointer.accumulation = engine.gradient_accumulation_steps()
+        self.checkpointer.asks_for_accumulation = self._state.resizable
         found = self.found = self.checkpointer.open()
+        is_elastic = self.checkpointer.config.elastic is not None
+        if is_elastic:
+            self._state.accumulate(self.checkpointer.accumulation)
         with self.checkpointer.putting_back():
-            self._data = EngineData(_kept(found))
+            self._data = EngineData(_kept(found, is_elastic), self._is_new)
         self.checkpointer.census.register("data", lambda: (LOADERS.found(name) for name in self._data.objects))
         self.checkpointer.bind_state(self._state)
         if found is not None:
@@ -86,9 +92,13 @@ class Protection:
     def put_back_generators(self) -> None:
         """Gives all generators of the process the states that they had at the moment of the resumed snapshot."""
         assert self.found is not None
-        is_new = dist.get_rank() >= self.found.world_size
-        take_rng_state(self.found.extras["rng"], dist.get_rank() if is_new else None)  # two ranks never share the script's generators
+        take_rng_state(self.found.extras["rng"], dist.get_rank() if self._is_new else None)  # two ranks never share the script's generators
         put_back_trackers(self.found.extras.get("tracked", {}))  # snapshots in storage may be older
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether what is resumed has no state of this rank's number."""
+        return self.found is not None and dist.get_rank() >= self.found.world_size
 
     @property
     def resumed(self) -> int | None:
@@ -151,7 +161,8 @@ class Protection:
         """Records that DeepSpeed's step is over, counters included; in the middle of an accumulation this is none of the engine."""
         if self.has_stepped:
             self.has_stepped = False
-            self.found = None
+            self.found = iterators.resumption.resize = None  # positions that are loaded later are of the present ranks
+            self.checkpointer.check_batches(self._data.objects)
             if self.is_updated:
                 self.number = self.next_number()
             engines.stepped(self)
@@ -268,12 +279,14 @@ def bound_collectives(engine: Any, hang_timeout: float | None) -> None:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=hang_timeout or _HANG_SECONDS), group)
 
 
-def _kept(found: Snapshot | None) -> dict[str, Any]:
-    """The states that a snapshot has for this rank of what was kept; positions in the data of another number of ranks are dropped."""
+def _kept(found: Snapshot | None, is_elastic: bool) -> dict[str, Any]:
+    """The states that a snapshot has for this rank of what was kept; of another number of ranks positions in the data are dropped, but for
+    those that are shared out anew (``elastic: batch``).
+    """
     if found is None:
         return {}
     positions, others = found.extras["data"], found.extras["kept"]
-    if found.world_size == dist.get_world_size():
+    if is_elastic or found.world_size == dist.get_world_size():
         return {**positions, **others}
     if positions and dist.get_rank() == 0:
         _log.warning(

@@ -82,6 +82,11 @@ class EngineState:
         self._modes = Modes(self._tree.modules(), leave=_not_users) if modes else None
         self.resizable = engine.dp_world_size == dist.get_world_size() and is_partitioned(engine.optimizer)
 
+    def accumulate(self, count: int) -> None:
+        """Gives the engine a number of micro-batches in a step, as if its configuration said so."""
+        self._engine.set_train_batch_size(self._engine.train_micro_batch_size_per_gpu() * count * self._engine.dp_world_size)
+        self._batch = _batch(self._engine)
+
     @property
     def models(self) -> dict[str, nn.Module]:
         return {"module": self._engine.module}

@@ -42,9 +42,10 @@ from gemini_ft.lightning.gradients import synchronizer_of
 from gemini_ft.loaders.bookmark import Bookmark
 from gemini_ft.loaders.loader import bookmark_of, make_resumable
 from gemini_ft.loaders.parts import is_stateful
+from gemini_ft.state import iterators
 from gemini_ft.state.ddp import ddp_state, first_tensors, frozen_at_first, restore_buckets, restore_sync, send_first
 from gemini_ft.state.loop import LoopWatch
-from gemini_ft.state.rng import GivenGenerator, is_generator, rng_state, set_rng_state
+from gemini_ft.state.rng import GivenGenerator, is_generator, rng_state, take_rng_state
 from gemini_ft.worker import attempt
 from gemini_ft.worker.rendezvous import exchange
 
@@ -89,8 +90,13 @@ def by_class(name: str, package: str) -> Any:
 
 
 class GeminiFabricMixin(Gemini, _Strategy):
-    """A mixin over a strategy of Fabric."""
+    """A mixin over a strategy of Fabric.
 
+    Attributes:
+        accumulation: micro-batches of each rank in a step (`Checkpointer.accumulation`), set before `protect` and asked for after it.
+    """
+
+    accumulation: int = 1
     _gemini_replicated: ClassVar[bool] = True
     _gemini_checkpointer: Checkpointer | None = None
     _gemini_found: Any = None  # the snapshot to resume, until it is loaded
@@ -112,7 +118,9 @@ class GeminiFabricMixin(Gemini, _Strategy):
         if self._gemini_checkpointer is None:
             name = attempt.next_name("fabric")
             checkpointer = Checkpointer(config=self.gemini_config, name=name, hooks=False, replicated=self._gemini_replicated)
+            checkpointer.accumulation, checkpointer.asks_for_accumulation = self.accumulation, True
             self._gemini_found = checkpointer.open()
+            self.accumulation = checkpointer.accumulation
             self._gemini_saves = self._gemini_found.iteration if self._gemini_found else 0
             self._gemini_unsent = self._gemini_found is None and compat.ranks_begin_apart(self)
             self._gemini_checkpointer = checkpointer
@@ -258,6 +266,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
     def _gemini_save(self, checkpointer: Checkpointer, state: dict[str, Any]) -> None:
         others = self._bind(checkpointer, state)
         checkpointer.steps_made()
+        checkpointer.check_batches(others)
         self._gemini_steps = 0
         self._gemini_saves += 1
         if not checkpointer.due(self._gemini_saves - 1, self._gemini_saves):
@@ -295,14 +304,17 @@ class GeminiFabricMixin(Gemini, _Strategy):
                 "models and optimizers; save and load the same state, or give strict=False"
             )
         for name in others.keys() & saved.keys():
-            if is_stateful(others[name]):
+            if found.new_rank is not None and isinstance(others[name], GivenGenerator):
+                del saved[name]
+            elif is_stateful(others[name]):
                 others[name].load_state_dict(saved.pop(name))
             else:
                 state[name] = saved.pop(name)
         for name, wrapper in found.extras["ddp"].items():
             restore_buckets(state[name], wrapper)
             restore_sync(state[name], wrapper)
-        set_rng_state(found.extras["rng"])
+        iterators.resumption.resize = None  # positions that are loaded later are of the present ranks
+        take_rng_state(found.extras["rng"], found.new_rank)
         return saved
 
     def _bind(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> dict[str, Any]:

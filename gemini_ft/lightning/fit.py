@@ -258,6 +258,8 @@ class Fit:
                 found, self._found = self._found, None
                 restore(self._trainer, self._package, found, self._new_rank)
                 iterators.resumption.resize = None  # positions that are loaded later are of the present ranks
+                if self._resize is not None:
+                    trainer_loops.refuse_end(self._trainer, self._resize)
                 for param, gradient in self._waiting.items():
                     param.grad = gradient
                 self._waiting = {}

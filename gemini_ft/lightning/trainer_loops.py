@@ -165,6 +165,21 @@ def carry_over(trainer: Any, extras: Mapping[str, Any], resize: Resize | None) -
     return accumulation
 
 
+def refuse_end(trainer: Any, resize: Resize) -> None:
+    """Refuses a position at which another number of ranks has no batches left in the epoch: Lightning would leave out its validation.
+
+    Raises:
+        WorldSizeError: it is such a one.
+    """
+    used, batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready, trainer.num_training_batches
+    if used >= batches:
+        raise WorldSizeError(
+            f"elastic='batch': {resize.now} ranks have {batches} batches each in an epoch, all of which {resize.then} ranks had used when "
+            f"the snapshot was taken, with more to come: of loaders with drop_last=True each leaves out its own last batch. Start "
+            f"{resize.then} ranks, or give drop_last=False"
+        )
+
+
 def refuse_batches(trainer: Any) -> None:
     """Refuses, for ``elastic: batch``, what counts each rank's own batches, or steps at other times than after so many of them.
 

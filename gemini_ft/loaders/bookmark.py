@@ -159,10 +159,10 @@ class Bookmark:
         if not is_position(state):
             self._base.load_state_dict(self._loader, state)
             return
-        under_way = "batches" in state
         if (resize := iterators.resumption.resize) is not None:
             state = restriped(state, self._loader, self._way, resize)
-            state |= {"start": self._start_of(state["batches"])} if under_way else {}
+            state |= {"start": self._start_of(state["batches"])} if "batches" in state else {}
+        under_way = "batches" in state
         self._running = False
         self._between.forget_workers()  # an iteration that came too early has left nothing behind
         self._over = False

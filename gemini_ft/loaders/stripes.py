@@ -15,7 +15,7 @@ from gemini_ft.state.rng import branch_randomness, randomness, set_randomness, u
 from gemini_ft.state.worlds import Resize
 
 BATCHES = "the number of batches"
-_DEALERS = ("torch.utils.data.distributed", "lightning.fabric.utilities.distributed", "lightning_fabric.utilities.distributed")
+_BETWEEN = ("gemini", "iterations", "named", "lost_here", "left", "stepped", "ended")  # of a position between two iterations
 _OWN = ("dataset", "collate")  # parts whose generators belong to a rank; samplers draw the same order on all
 
 
@@ -26,9 +26,10 @@ def why_undivided(loader: Any, way: Way, rank: int, world_size: int) -> str:
     if type(loader.batch_sampler) is not BatchSampler:
         return f"has a {type(loader.batch_sampler).__qualname__} as its batch sampler"
     sampler = loader.sampler
-    dealer = next(kind for kind in type(sampler).__mro__ if "__iter__" in vars(kind))
-    if not isinstance(sampler, DistributedSampler) or dealer.__module__ not in _DEALERS:
+    # One that deals otherwise, or deals out what another sampler draws on each rank, as Lightning's wrapper does, has another order.
+    if next((kind for kind in type(sampler).__mro__ if "__iter__" in vars(kind)), None) is not DistributedSampler:
         return f"has a {type(sampler).__qualname__} as its sampler"
+    assert isinstance(sampler, DistributedSampler)
     if (sampler.rank, sampler.num_replicas) != (rank, world_size):
         return f"has a sampler for rank {sampler.rank} of {sampler.num_replicas}, and this is rank {rank} of {world_size}"
     return "has persistent workers (give persistent_workers=False)" if loader.persistent_workers else ""
@@ -47,6 +48,8 @@ def restriped(position: dict[str, Any], loader: Any, way: Way, resize: Resize) -
     """
     if "left" in position:
         position = position | {"left": _own(position["left"], resize)}
+    if "batches" in position and not position.get("stepped", True):  # beside the steps, as by a validation: the next one begins anew
+        position = {name: value for name, value in position.items() if name in _BETWEEN}
     if "batches" not in position:
         return position
     why = why_undivided(loader, way, resize.rank, resize.now)

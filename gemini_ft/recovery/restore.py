@@ -23,6 +23,7 @@ from gemini_ft.state.copies import copy_into, memory_of
 
 _READERS = 4  # shards read at a time
 PART = 64 << 20  # bytes of a shard for which a further peer is dialled
+GAP = 16 << 20  # bytes of a shard between two reads that are left out: two chunks, as `chunk_bytes` is by default
 _PARTS = 256  # of a chunk that is received in place: each takes a system call, and small ones together cost more than a copy
 _OF_ANOTHER_FORM = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
@@ -168,10 +169,25 @@ def scatter(shard: ShardReader, reads: Sequence[Read], tensors: Mapping[str, tor
     Returns:
         Where the shard was, and the bytes copied.
     """
-    to = Scatter(reads, tensors)
-    for offset, view in shard.chunks(to.live, to.start, to.stop):
-        to.put(offset, view)
-    return shard.where, to.nbytes
+    nbytes = 0
+    for part in apart(reads):
+        to = Scatter(part, tensors)
+        for offset, view in shard.chunks(to.live, to.start, to.stop):
+            to.put(offset, view)
+        nbytes += to.nbytes
+    return shard.where, nbytes
+
+
+def apart(reads: Sequence[Read]) -> Iterator[Sequence[Read]]:
+    """The reads of a shard, cut where so many bytes lie between two of them that whole chunks need not be read."""
+    low = end = 0
+    for index, read in enumerate(reads):
+        if index and read.offset - end >= GAP:
+            yield reads[low:index]
+            low = index
+        end = max(end, read.offset + read.nbytes)
+    if reads:
+        yield reads[low:]
 
 
 class Scatter:

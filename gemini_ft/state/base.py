@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gemini_ft.core.census import Fate, Finding, declare
@@ -17,10 +18,12 @@ from gemini_ft.state.hyperparameters import Given, of_groups
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.modules import Extras, apply_extras, collect_extras, destinations, findings, structure
 from gemini_ft.state.pending import PendingGradients
+from gemini_ft.state.placements import reads_of_part, words_of
 from gemini_ft.state.rebuilding import Changes, Structure, build, difference, local_shape, refuse
 from gemini_ft.state.rebuilding import describe as describe_all
 from gemini_ft.state.survey import Models, Survey, Surveyor
-from gemini_ft.state.tensors import Live, Source, describe, every_optimizer
+from gemini_ft.state.tensors import HOST, Live, Source, describe, every_optimizer, local, placement_words, split_state_name
+from gemini_ft.state.worlds import why_fixed
 
 declare(
     "gradients that an optimizer's step has used up",
@@ -210,13 +213,39 @@ class PlainState:
     def resized(
         self, layouts: Mapping[int, Layout], extras: Mapping[int, Extras], rank: int, world_size: int
     ) -> tuple[Sequence[Read], Mapping[str, torch.Tensor], Extras]:
-        """Takes what all ranks hold alike, and the rest from the rank of the same number, modulo the ranks that there were."""
-        if not self.is_replicated:
-            raise WorldSizeError(f"modules and optimizers of {len(layouts)} ranks that differ cannot be loaded by {world_size}")
-        source = rank % len(layouts)
-        live = self.destinations(stored_specs(source, layouts), source, len(layouts))
-        reads = plan_reads([item.spec for item in live], source, layouts)
-        return reads, {item.spec.name: item.tensor for item in live}, extras[source]
+        """Takes this rank's part of what is sharded from the ranks that had it, what all ranks hold alike from its owners, and the rest
+        from the rank of the same number, modulo the ranks that there were."""
+        then, source = len(layouts), rank % len(layouts)
+        stored = {spec.name: spec for spec in stored_specs(source, layouts)}
+        sharded = {name for name, spec in stored.items() if words_of(spec.logical)}
+        self._strides = {name: strides for name, strides in self._strides.items() if name not in sharded}
+        if sharded:
+            _refuse_parts(extras[source], then)
+        elif not self.is_replicated:
+            raise WorldSizeError(f"modules and optimizers of {then} ranks that differ cannot be loaded by {world_size}")
+        live = {item.spec.name: item for item in self.destinations(self._placed_as_now(stored.values()), source, then)}
+        now = {name: item.spec for name, item in live.items() if name in sharded and words_of(item.spec.logical)}
+        as_then = {name: replace(stored[name], dtype=spec.dtype) for name, spec in now.items()}
+        reads = plan_reads([as_then.get(name, item.spec) for name, item in live.items()], source, layouts)
+        reads = [read for read in reads if read.name not in now]
+        for name, spec in now.items():
+            reads += reads_of_part(name, layouts, words_of(spec.logical), spec.shape, spec.group, world_size)
+        return sorted(reads, key=lambda read: (read.owner, read.offset)), {name: item.tensor for name, item in live.items()}, extras[source]
+
+    def _placed_as_now(self, stored: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
+        """The tensors of a snapshot, with sharded ones as the present number of ranks shards them."""
+        found = self._surveyor()
+        params = found.parameters | {label: param for label, _, param in found.with_state}
+        for spec in stored:
+            param = params.get(spec.name, params.get(split_state_name(spec.name)[0]))
+            if words_of(spec.logical) and isinstance(param, DTensor):
+                words = f"{placement_words(spec.name, param)} {HOST if spec.logical.endswith(HOST) else ''}".strip()
+                spec = replace(spec, shape=tuple(local(param).shape), logical=words)
+            yield spec
+
+    def why_fixed(self, world_size: int) -> str:
+        """See `gemini_ft.state.worlds.why_fixed`."""
+        return why_fixed(self._surveyor(), self.is_replicated, world_size)
 
     def findings(self) -> Iterable[Finding]:
         found = self._surveyor()
@@ -254,3 +283,16 @@ class PlainState:
         """State of one module or several, one optimizer or several; options are those of the class."""
         named = {"model": models} if isinstance(models, nn.Module) else dict(models)
         return cls(named, list(optimizers) if isinstance(optimizers, Sequence) else [optimizers], replicated, **options)
+
+
+def _refuse_parts(extras: Extras, then: int) -> None:
+    """Refuses what only as many ranks can load: parts of sharded parameters that are no tensors by name in the snapshot.
+
+    Raises:
+        WorldSizeError: there are some.
+    """
+    if found := [*extras.get("pending", {}).get("waiting", ()), *extras.get("changes", {}).get("tensors", ())]:
+        raise WorldSizeError(
+            f"{', '.join(sorted(found)[:5])}: gradients that wait for an optimizer, and tensors that have changed while training, are each "
+            f"rank's own where parameters are sharded; start {then} ranks"
+        )

@@ -13,8 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
 
-from gemini_ft.errors import ConfigError, StateError, UnsupportedStateError, WorldSizeError
+from gemini_ft.errors import StateError, UnsupportedStateError, WorldSizeError
+from gemini_ft.state.survey import Survey
+from gemini_ft.state.tensors import own_attributes
 
 Name = TypeVar("Name")
 _OUT = "or leave elastic out"
@@ -63,21 +66,33 @@ def carried_accumulation(extras: Mapping[str, Any], given: int, resize: Resize) 
     return resize.carried(int(found), "micro-batches of a step")
 
 
-def refuse_fixed(models: Mapping[str, torch.nn.Module], *, is_replicated: bool, has_pipeline: bool) -> None:
-    """Refuses a state that another number of ranks cannot load.
+def why_fixed(found: Survey, is_replicated: bool, world_size: int) -> str:
+    """The reason why another number of ranks could not load this state; empty: it can.
 
-    Raises:
-        ConfigError: it is one.
+    Args:
+        is_replicated: whether plain parameters hold the same on all ranks.
     """
-    why = ""
-    if has_pipeline:
-        why = "a gradient pipeline, whose residuals belong to each rank"
-    elif any(isinstance(param, DTensor) for model in models.values() for param in model.parameters()):
-        why = "parameters that are sharded (FSDP2)"
-    elif not is_replicated:
-        why = "a model that DistributedDataParallel does not wrap"
-    if why:
-        raise ConfigError(f"elastic='batch' keeps what DDP trains, and this job has {why}; give a fixed number of hosts, {_OUT}")
+    everyone = list(range(world_size))
+    for name, param in found.parameters.items():
+        if not isinstance(param, DTensor):
+            if not is_replicated:
+                return f"a parameter that neither DistributedDataParallel nor fully_shard holds ({name})"
+        elif param.device_mesh.mesh.flatten().tolist() != everyone:
+            return f"a parameter on a mesh without all ranks in their order ({name})"
+    for label, optimizer, param in found.labelled:
+        if not isinstance(param, DTensor):
+            continue
+        # The numbers that torch's optimizers keep for a parameter are the same on all ranks; those of others may follow from a part of it.
+        is_torchs, state = type(optimizer).__module__.startswith("torch.optim."), optimizer.state.get(param, {})
+        if odd := [key for key, value in state.items() if not (isinstance(value, DTensor) or (is_torchs and _is_number(value)))]:
+            return f"state of {type(optimizer).__qualname__} that is not sharded as its parameter is ({label}.{odd[0]})"
+        if not is_torchs and own_attributes(optimizer):
+            return f"a {type(optimizer).__qualname__} that keeps state of sharded parameters in attributes"
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
 def refuse_data(loaders: Mapping[str, Any], strangers: Sequence[str], rank: int, world_size: int) -> None:
@@ -128,6 +143,25 @@ def check_step(loaders: Iterable[Any], accumulation: int) -> None:
                 "(docs/elastic.md)"
             )
         mark.step_over()
+
+
+def check_schedulers(given: Mapping[str, Any], before: Mapping[str, int]) -> dict[str, int]:
+    """Compares the steps that schedulers have counted with those of the call before.
+
+    Returns:
+        The counts, by name.
+
+    Raises:
+        StateError: one was stepped more than once, as by a loop that does so after each micro-batch.
+    """
+    counts = {name: value.last_epoch for name, value in given.items() if isinstance(value, LRScheduler)}
+    for name, count in counts.items():
+        if (steps := count - before.get(name, count)) > 1:
+            raise StateError(
+                f"elastic='batch': state[{name!r}] was stepped {steps} times for one step of the optimizer, and as often as there are "
+                "micro-batches, which another number of ranks changes; step it once after each step of the optimizer, or each epoch"
+            )
+    return counts
 
 
 def _marks(loaders: Mapping[Name, Any]) -> dict[Name, Any]:

@@ -11,7 +11,10 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
 
+import numpy as np
 from deepspeed_case import Case, train_resized
+from elastic_case import SAMPLES, engage, samples
+from elastic_case import Case as Batches
 from plain_case import history
 from rank_kit import World, on_ranks
 
@@ -76,3 +79,24 @@ def test_four_two_three_ranks(tmp_path: Path, case: Case, expected: dict[int, st
     ours, said = resized(tmp_path, case)
     assert ours == expected
     assert [results[0]["start"] for results in said] == [0, 4, 8]
+
+
+@pytest.mark.soak
+def test_with_elastic_the_batches_and_their_order_stay(tmp_path: Path) -> None:
+    """Two ranks, one, and two again, beside two all the time, whose configuration says how many micro-batches two ranks are to have."""
+    case, said = Batches(accumulation=3), []
+    with World(tmp_path, hosts=["a", "b"]) as ranks, World(tmp_path, hosts=["a", "b"]) as others:
+        fixed = others.start(engage, case, str(tmp_path / "fixed"), 11)
+        for hosts, until in ((["a", "b"], 4), (["a"], 8), (["a", "b"], 11)):
+            ranks.hosts = hosts
+            said.append(ranks.outcome(engage, case, str(tmp_path / "ours"), until))
+            assert not any(isinstance(result, Exception) for result in said[-1]), said[-1]
+        expected = fixed.results()
+    assert [results[0]["start"] for results in said] == [0, 4, 8]
+    assert [results[0]["engine"] for results in said] == [3, 6, 3]
+    ours, theirs = samples(tmp_path / "ours"), samples(tmp_path / "fixed")
+    assert sorted(each for ids in ours[0].values() for each in ids) == list(range(SAMPLES))
+    assert [{step: sorted(ids) for step, ids in epoch.items()} for epoch in ours.values()] == [
+        {step: sorted(ids) for step, ids in epoch.items()} for epoch in theirs.values()
+    ]
+    np.testing.assert_allclose(said[-1][0]["weights"], expected[0]["weights"], rtol=1e-4, atol=1e-6)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Iterator
-from itertools import chain
+from dataclasses import replace
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from agent_kit import end_agent, preload
-from elastic_case import BATCH, GLOBAL, SAMPLES, Case, Net, fit, loader_of, samples, train
+from elastic_case import BATCH, GLOBAL, SAMPLES, Case, Net, fabricate, fit, loader_of, samples, train
 from rank_kit import World, on_ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,30 +27,34 @@ pytestmark = pytest.mark.timeout(300)
 preload("elastic_case")
 
 
+KINDS = ["plain", "sharded", "lightning", pytest.param("lightning sharded", marks=pytest.mark.soak), "fabric"]
+JOBS = {"plain": train, "sharded": train, "lightning": fit, "fabric": fabricate}
 CASE = Path(__file__).parents[1] / "kit" / "elastic_case.py"
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
 
 
-@pytest.fixture(scope="module", params=[train, fit], ids=["plain", "lightning"])
+@pytest.fixture(scope="module", params=KINDS)
 def resized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Three ranks; two after the loss of a host and its agent, which fail before their first commit and begin once more; one from storage,
     after the loss of all agents; three again. And three all the time.
     """
-    folder, job = tmp_path_factory.mktemp("resized"), request.param
-    stored = Case(options=Case().options | {"storage": {"url": f"file://{folder / 'stored'}", "every_steps": 1}})
+    folder, job = tmp_path_factory.mktemp("resized"), JOBS[request.param.split()[0]]
+    case = Case(is_sharded="sharded" in request.param)
+    stored = replace(case, options=case.options | {"storage": {"url": f"file://{folder / 'stored'}", "every_steps": 1}})
     with World(folder, 3, **LAUNCHED) as ranks, World(folder, 3, **LAUNCHED) as others:
-        fixed = others.start(job, Case(), str(folder / "fixed"), 12)
+        fixed = others.start(job, case, str(folder / "fixed"), 12)
         said = [ranks.outcome(job, stored, str(folder / "ours"), 4)]
         end_agent(ranks.run, "host2")  # and with it the owner's copy of its shard
         ranks.hosts = ["host0", "host1"]
-        if job is fit:  # what reads the state is the same
+        if job is not train:  # what reads the state is the same
             said.append(ranks.outcome(job, stored, str(folder / "ours"), 9))
             ranks.hosts = ["host0", "host1", "host3"]
             said.append(ranks.outcome(job, stored, str(folder / "ours"), 12))
             yield {"said": said, "fixed": fixed.results(), "folder": folder}
             return
-        failed = ranks.outcome(job, stored, str(folder / "ours"), 9, GEMINI_FAULTS="step=4:rank=1:moment=before_update:sigkill")
-        assert any(isinstance(each, Exception) for each in failed)
+        if not case.is_sharded:
+            failed = ranks.outcome(job, stored, str(folder / "ours"), 9, GEMINI_FAULTS="step=4:rank=1:moment=before_update:sigkill")
+            assert any(isinstance(each, Exception) for each in failed)
         said.append(ranks.outcome(job, stored, str(folder / "ours"), 8))
         for host in ranks.hosts:
             end_agent(ranks.run, host)
@@ -66,6 +73,16 @@ def test_the_newest_commit_of_another_number_of_ranks_is_resumed(resized: dict[s
     assert starts[:2] + starts[-1:] == [[0], [4], [9]]
     assert all(4 <= from_storage <= 8 for [from_storage] in starts[2:-1])
     assert [results[0]["accumulation"] for results in resized["said"]] == [2, 3, *[6] * (len(starts) - 3), 2]
+
+
+def test_weights_and_moments_are_those_of_the_step_that_is_resumed(resized: dict[str, Any]) -> None:
+    """In every bit, on each number of ranks: as if a full checkpoint of that step had been loaded."""
+    made: dict[int, str] = {}
+    for results in resized["said"]:
+        assert len({str(each.get("wholes")) for each in results}) == 1
+        start, wholes = results[0]["start"], results[0].get("wholes", {})  # of plain loops
+        assert not wholes or wholes[start] == made.get(start, wholes[start])
+        made |= wholes
 
 
 def test_each_sample_of_an_epoch_is_used_once(resized: dict[str, Any]) -> None:
@@ -146,6 +163,47 @@ def test_a_loader_of_a_later_epoch_is_refused_by_name(tmp_path: Path) -> None:
     [told] = on_ranks(tmp_path, 1, change_loaders)
     assert told.startswith(f"{SAMPLES // BATCH}: elastic='batch'")
     assert "shuffled has a RandomSampler as its sampler" in told
+
+
+@pytest.mark.soak  # in short: the jobs above
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_fifty_changes_of_the_number_of_ranks(tmp_path: Path, is_sharded: bool) -> None:
+    """Hosts end well between two steps, or all at a rank's death in a step; those that go take their agents along, and storage has what is
+    lost with them.
+    """
+    draw, names, size = random.Random(int(is_sharded)), (f"host{number}" for number in count(3)), 3
+    case = Case(epochs=99, is_sharded=is_sharded)
+    stored = replace(case, options=case.options | {"storage": {"url": f"file://{tmp_path / 'stored'}", "every_steps": 1}})
+    done, sources, died = 0, Counter[str](), 0
+    with World(tmp_path, 3, **LAUNCHED) as ranks:
+        for number in range(51):
+            until = done + draw.randrange(1, 5)
+            moment = draw.choice(["before_update", "in_copy", "end_of_step"])
+            fault = f"step={draw.randrange(done + 1, until + 1)}:rank={draw.randrange(size)}:moment={moment}:sigkill"
+            faults = {"GEMINI_FAULTS": fault} if number and number < 50 and draw.random() < 0.5 else {}
+            # Those that live on are to meet the loss in a collective: two steps more.
+            results = ranks.outcome(train, stored, str(tmp_path / "ours"), until + 2 * len(faults), **faults)
+            if any(isinstance(each, Exception) for each in results):
+                assert faults, results
+                died += 1
+            else:
+                done = max(results[0]["wholes"])
+                sources += Counter({place.partition(" ")[0] for place in results[0]["restored"]})
+            if number == 49:
+                size = 3
+            elif number < 49:
+                size = draw.choice([other for other in (1, 2, 3, 6) if other != size])
+            kept = draw.sample(ranks.hosts, min(size, len(ranks.hosts)))
+            for gone in {*ranks.hosts} - {*kept}:
+                end_agent(ranks.run, gone)
+            ranks.hosts = [*kept, *islice(names, size - len(kept))]
+    print(f"{done} steps; {died} attempts died; read from {dict(sources)}")
+    with World(tmp_path, 3, **LAUNCHED) as others:
+        fixed = others.outcome(train, case, str(tmp_path / "fixed"), done)
+    ours, theirs = samples(tmp_path / "ours"), samples(tmp_path / "fixed")
+    for epoch, steps in theirs.items():
+        assert {step: sorted(ids) for step, ids in ours[epoch].items() if step < done} == {step: sorted(ids) for step, ids in steps.items()}
+    np.testing.assert_allclose(results[0]["weights"], fixed[0]["weights"], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.soak  # in short: the jobs above, of a launcher in miniature

@@ -17,12 +17,16 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, SubsetRandomSampler
 
 import gemini_ft
-from gemini_ft.lightning import GeminiStrategy
+from gemini_ft.lightning import GeminiFabricStrategy, GeminiModelParallelStrategy, GeminiStrategy
 from gemini_ft.testing import digest
 
 SAMPLES, BATCH, GLOBAL = 72, 2, 12  # micro-batches of 2, and steps of 12 samples: 6 micro-batches of all ranks
@@ -37,6 +41,7 @@ class Case:
     workers: int = 0
     draws: bool = False  # samples have noise
     kind: str = "dealt"  # of the loader
+    is_sharded: bool = False  # the model, by FSDP2
     pause: float = 0.0  # seconds after each step
     later: int = 0  # micro-batches of a step that a hook sets in the second epoch; 0: none does
     checkpoint: str | None = None  # to begin with
@@ -89,6 +94,8 @@ def loader_of(case: Case, rank: int, world: int) -> DataLoader[Any]:
             return DataLoader(Stream(), BATCH)
         case "batched":
             return DataLoader(data, batch_sampler=[[index, index] for index in sampler])
+        case "wrapped":
+            return DataLoader(data, BATCH, sampler=DistributedSamplerWrapper(SubsetRandomSampler(range(SAMPLES)), world, rank))
     raise ValueError(case.kind)
 
 
@@ -102,7 +109,7 @@ def train(case: Case, out: str, until: int) -> dict[str, Any]:
     gemini_ft.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = DistributedDataParallel(Net())
+    model = sharded(world) if case.is_sharded else DistributedDataParallel(Net())
     torch.manual_seed(rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
@@ -110,7 +117,7 @@ def train(case: Case, out: str, until: int) -> dict[str, Any]:
     checkpointer = gemini_ft.Checkpointer(model, optimizer, state={"loader": loader, "scheduler": scheduler}, **case.options)
     checkpointer.accumulation = case.accumulation
     start = step = checkpointer.resume()
-    this = began()
+    this, wholes = began(), {start: whole(model, optimizer)}
     with open(f"{out}.{rank}", "a", buffering=1) as trace:
         for epoch in range(checkpointer.scalars.get("epoch", 0), case.epochs):
             if isinstance(loader.sampler, DistributedSampler):
@@ -126,21 +133,43 @@ def train(case: Case, out: str, until: int) -> dict[str, Any]:
                 scheduler.step()
                 step += 1
                 checkpointer.step(epoch=epoch)
+                wholes[step] = whole(model, optimizer)
                 time.sleep(case.pause)
-                if step == until:
+                if step >= until:
                     checkpointer.flush()
-                    return said(start, checkpointer, model, optimizer)
+                    return said(start, checkpointer, model, wholes)
     checkpointer.close()
-    return said(start, checkpointer, model, optimizer)
+    return said(start, checkpointer, model, wholes)
 
 
-def said(start: int, checkpointer: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def sharded(world: int) -> nn.Module:
+    model, mesh = Net(), init_device_mesh("cpu", (world,))
+    for part in (model.first, model.last, model):
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """A digest of all weights and moments, as a full checkpoint of any number of ranks has them."""
+    return digest(
+        {
+            name: [full(param), {key: full(value) for key, value in optimizer.state[param].items()}]
+            for name, param in model.named_parameters()
+        }
+    )
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def said(start: int, checkpointer: Any, model: nn.Module, wholes: dict[int, str]) -> dict[str, Any]:
     return {
         "start": start,
         "accumulation": checkpointer.accumulation,
+        "wholes": wholes,
         "restored": checkpointer.stats.restored,
-        "weights": [value for param in model.parameters() for value in param.flatten().tolist()],
-        "state": digest({"model": dict(model.named_parameters()), "optimizer": optimizer.state_dict()}),
+        "weights": [value for param in model.parameters() for value in full(param).flatten().tolist()],
         "buffer": int(next(model.buffers())),
         "drawn": float(torch.rand(())),
     }
@@ -184,6 +213,11 @@ def fit(case: Case, out: str, until: int) -> dict[str, Any]:
             self.net = Net()
             self.world = 0
 
+        def configure_model(self) -> None:
+            if case.is_sharded:
+                assert self.device_mesh is not None
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
         def on_fit_start(self) -> None:
             self.world = self.trainer.world_size
 
@@ -218,7 +252,7 @@ def fit(case: Case, out: str, until: int) -> dict[str, Any]:
 
     L.seed_everything(3, verbose=False)
     module = Module()
-    strategy = GeminiStrategy(process_group_backend="gloo", **case.options)
+    strategy = (GeminiModelParallelStrategy if case.is_sharded else GeminiStrategy)(process_group_backend="gloo", **case.options)
     quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -231,13 +265,86 @@ def fit(case: Case, out: str, until: int) -> dict[str, Any]:
     )
     with contextlib.suppress(Stopped):
         trainer.fit(module, DataLoader(Numbers(), BATCH, shuffle=True, num_workers=case.workers), ckpt_path=case.checkpoint)
-    weights = [value for param in module.parameters() for value in param.flatten().tolist()]
+    weights = [value for param in module.parameters() for value in full(param).flatten().tolist()]
     return found | {
         "accumulation": trainer.accumulate_grad_batches,
         "world": module.world,
         "weights": weights,
         "epoch": trainer.current_epoch,
     }
+
+
+def fabricate(case: Case, out: str, until: int) -> dict[str, Any]:
+    """Does as `train`, by Fabric, which takes a snapshot when the next batch is asked for."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    strategy = GeminiFabricStrategy(process_group_backend="gloo", **case.options)
+    fabric = L.Fabric(accelerator="cpu", devices=world, strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(0)
+    model = Net()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+    loader = fabric.setup_dataloaders(DataLoader(Numbers(), BATCH, shuffle=True))
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "epoch": 0, "step": 0}
+    strategy.accumulation = case.accumulation
+    strategy.protect(state)
+    start, this = state["step"], began()
+    for epoch in range(state["epoch"], case.epochs):
+        state["epoch"] = epoch
+        for number, (ids, batch) in enumerate(loader, 1):
+            if state["step"] == until:
+                strategy.checkpointer.flush()
+                return said(start, strategy.checkpointer, model, {})
+            with open(f"{out}.{rank}", "a") as trace:
+                trace.write(f"{this} {state['step']} {epoch} {' '.join(map(str, ids.tolist()))}\n")
+            fabric.backward(model(batch).square().mean() / strategy.accumulation)
+            if number % strategy.accumulation == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                state["step"] += 1
+    checkpointer = strategy.checkpointer
+    strategy.close()
+    return said(start, checkpointer, model, {})
+
+
+def engage(case: Case, out: str, until: int) -> dict[str, Any]:
+    """Does as `train`, by an engine of DeepSpeed whose configuration does not know of other numbers of ranks."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import gemini_ft.deepspeed
+
+    gemini_ft.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = Net().float()
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": case.accumulation,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "gemini": {"on_late": "wait", **case.options},
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = gemini_ft.deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    loader = gemini_ft.resumable(loader_of(case, rank, world))
+    engine.gemini.keep(loader=loader)
+    checkpointer, state = engine.gemini.checkpointer, engine.gemini.client_state
+    start, this = engine.global_steps, began()
+    for epoch in range(state.get("epoch", 0), case.epochs):
+        state["epoch"] = epoch
+        loader.sampler.set_epoch(epoch)
+        for ids, batch in loader:
+            with open(f"{out}.{rank}", "a") as trace:
+                trace.write(f"{this} {engine.global_steps} {epoch} {' '.join(map(str, ids.tolist()))}\n")
+            engine.backward(engine(batch.float()).square().mean())
+            engine.step()
+            if engine.global_steps == until:
+                while checkpointer.stats.committed != until:
+                    time.sleep(0.01)
+                engine.gemini.close(finished=False)
+                return said(start, checkpointer, model, {}) | {"engine": engine.gradient_accumulation_steps()}
+    raise AssertionError(f"the data ended before step {until}")
 
 
 if __name__ == "__main__":

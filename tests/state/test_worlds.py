@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,17 +16,25 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 import gemini_ft
 from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError, StateError, UnsupportedStateError, WorldSizeError
-from gemini_ft.lightning.trainer_loops import carry_over, refuse_batches
+from gemini_ft.launch import notes
+from gemini_ft.lightning.trainer_loops import carry_over, refuse_batches, refuse_end
 from gemini_ft.loaders.stripes import why_undivided
 from gemini_ft.state import iterators
+from gemini_ft.state.base import PlainState
 from gemini_ft.state.iterators import Resumption
-from gemini_ft.state.worlds import Resize, carried_accumulation, check_step, refuse_data, refuse_fixed
+from gemini_ft.state.worlds import Resize, carried_accumulation, check_schedulers, check_step, refuse_data
 
 
 @pytest.fixture(autouse=True)
 def unresized() -> Iterator[None]:
     yield
     iterators.resumption = Resumption()
+
+
+@pytest.fixture
+def steps_told(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Tells loaders how many steps the loop has made."""
+    return lambda step: monkeypatch.setattr(notes, "step", step)
 
 
 class Job:
@@ -111,6 +119,7 @@ def test_a_position_that_is_loaded_again_begins_a_step() -> None:
         ("persistent", "persistent_workers=False"),
         ("iterated", "no DataLoader of a map-style dataset"),
         ("batched", "has a list as its batch sampler"),
+        ("wrapped", "has a DistributedSamplerWrapper as its sampler"),
     ],
 )
 def test_other_loaders_are_refused_by_name(kind: str, why: str) -> None:
@@ -191,9 +200,9 @@ def test_a_global_batch_that_does_not_divide_is_refused_with_the_numbers_that_do
 
 
 def test_where_nobody_asks_for_the_accumulation_it_is_refused() -> None:
-    """As by Fabric, transformers' Trainer and DeepSpeed's engines, which have no place for it."""
+    """As by transformers' Trainer and Lightning's DeepSpeed, which have no place for it."""
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="for plain loops and for Lightning's Trainer"):
+    with pytest.raises(ConfigError, match="for plain loops, Fabric and Lightning's Trainer"):
         gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters()), elastic="batch").open()
     with pytest.raises(ConfigError, match="leave restart out"):
         load_config({"elastic": "batch", "restart": "in_place"})
@@ -283,8 +292,54 @@ def test_ranks_that_take_over_one_rank_draw_apart() -> None:
         assert kept == [True, False, False], name
 
 
-def test_state_that_differs_between_ranks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="DistributedDataParallel does not wrap"):
-        refuse_fixed({}, is_replicated=False, has_pipeline=False)
-    with pytest.raises(ConfigError, match="a gradient pipeline"):
-        refuse_fixed({}, is_replicated=True, has_pipeline=True)
+def test_a_plain_parameter_that_no_rank_shares_is_refused() -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters())
+    assert not PlainState.of(model, optimizer, replicated=True).why_fixed(2)
+    why = PlainState.of(model, optimizer, replicated=None).why_fixed(2)
+    assert why == "a parameter that neither DistributedDataParallel nor fully_shard holds (model.weight)"
+
+
+def test_a_validation_in_an_epoch_begins_anew_whatever_its_sampler(steps_told: Callable[[int], None]) -> None:
+    """It is no position in the training: another number of ranks need not share it out, to its end or not."""
+
+    def loader() -> Any:
+        return gemini_ft.resumable(DataLoader(list(range(5)), 2))  # type: ignore[arg-type]
+
+    for taken in (1, 3):
+        validation = loader()
+        steps_told(7)
+        batches = iter(validation)
+        for _ in range(taken):
+            next(batches)
+        del batches
+        assert "batches" in validation.state_dict()
+        resumed = loader()
+        iterators.resumption = Resumption(resize=Resize(then=3, now=2, rank=1))
+        resumed.load_state_dict(validation.state_dict())
+        assert len(list(resumed)) == 3
+
+
+def test_a_scheduler_that_counts_micro_batches_is_refused() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    each_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    given = {"scheduler": each_step, "average": object()}
+    optimizer.step()
+    counts = check_schedulers(given, {})
+    for _ in range(2):
+        each_step.step()
+        counts = check_schedulers(given, counts)
+    each_step.step()
+    each_step.step()
+    with pytest.raises(StateError, match=r"state\['scheduler'\] was stepped 2 times for one step of the optimizer"):
+        check_schedulers(given, counts)
+
+
+def test_an_epoch_whose_last_step_other_ranks_leave_out_is_refused() -> None:
+    """Of 72 samples in batches of 4 with drop_last=True, two ranks have 9 batches each, and four have 4."""
+    loop = SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=4)))
+    trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=loop), num_training_batches=5)
+    refuse_end(trainer, Resize(then=2, now=4, rank=0))
+    trainer.num_training_batches = 4
+    with pytest.raises(WorldSizeError, match=r"4 ranks have 4 batches each .* all of which 2 ranks had used .* Start 2 ranks"):
+        refuse_end(trainer, Resize(then=2, now=4, rank=0))
