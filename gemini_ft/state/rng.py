@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from gemini_ft import accelerator
-from gemini_ft.state.fields import is_a, parts_of
+from gemini_ft.state.fields import fields_of, is_a, of_class, parts_of
 from gemini_ft.state.script import is_of_library, script_modules
 
 # (torch's bytes, (version, words, gauss) of `random`, numpy's: (name, words, position, has_gauss, gauss) of its usual generator; where
@@ -38,19 +38,25 @@ def is_generator(value: Any) -> bool:
 
 
 class _Place(NamedTuple):
-    """A variable of a module, or an attribute of a class."""
+    """A variable of a module, or an attribute of a class or an object in one."""
 
-    path: str
-    owner: ModuleType | type
-    name: str
+    module: ModuleType
+    names: Sequence[str]
+
+    @property
+    def path(self) -> str:
+        return ".".join([self.module.__name__, *self.names])
 
     @property
     def value(self) -> Any:
-        return vars(self.owner).get(self.name)
+        found: Any = self.module
+        for name in self.names:
+            found = _fields(found).get(name)
+        return found
 
 
 class _ScriptGenerators:
-    """The generators in variables of the script's modules and in attributes of their classes."""
+    """The generators in variables of the script's modules, and in attributes of their classes and of objects in these variables."""
 
     def __init__(self) -> None:
         self._places: list[_Place] = []  # those that had a generator at the last look
@@ -60,7 +66,7 @@ class _ScriptGenerators:
     def look(self) -> dict[str, Any]:
         if self._imported != len(sys.modules):
             self._sources, self._imported = script_modules(), len(sys.modules)
-        self._places = [place for module in self._sources for place in _places(module) if is_generator(place.value)]
+        self._places = [place for module in self._sources for place, value in _places(module) if is_generator(value)]
         return self.seen()
 
     def seen(self) -> dict[str, Any]:
@@ -76,7 +82,10 @@ _of_script = _ScriptGenerators()
 
 
 def script_generators() -> dict[str, Any]:
-    """The generators in variables of the script's modules and in attributes of their classes, by name."""
+    """The generators in variables of the script's modules, and in attributes of their classes and of objects in these variables, by name.
+
+    Of objects those whose class is the script's.
+    """
     return _of_script.look()
 
 
@@ -85,12 +94,22 @@ def script_states() -> dict[str, Any]:
     return _readable(script_generators())
 
 
-def _places(module: ModuleType) -> Iterator[_Place]:
+def _places(module: ModuleType) -> Iterator[tuple[_Place, Any]]:
     for name, value in [*vars(module).items()]:
-        path = f"{module.__name__}.{name}"
-        yield _Place(path, module, name)
-        if is_a(value, type) and vars(value).get("__module__") == module.__name__:
-            yield from (_Place(f"{path}.{attribute}", value, attribute) for attribute in [*vars(value)])
+        yield _Place(module, [name]), value
+        is_own = vars(value).get("__module__") == module.__name__ if is_a(value, type) else _is_scripts(type(value))
+        if is_own:
+            yield from ((_Place(module, [name, attribute]), inner) for attribute, inner in [*_fields(value).items()])
+
+
+def _fields(owner: Any) -> Mapping[str, Any]:
+    return vars(owner) if is_a(owner, (ModuleType, type)) else fields_of(owner)
+
+
+@of_class
+def _is_scripts(kind: type) -> bool:
+    """Whether a class is of the script's own code."""
+    return kind.__module__ != "builtins" and not is_of_library(kind.__module__)
 
 
 def _readable(generators: Mapping[str, Any]) -> dict[str, Any]:
