@@ -303,6 +303,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
             restore_buckets(state[name], wrapper)
             restore_sync(state[name], wrapper)
         set_rng_state(found.extras["rng"])
+        self.checkpointer.follow_epoch({name: item for name, item in others.items() if is_stateful(item)})
         return saved
 
     def _bind(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> dict[str, Any]:
