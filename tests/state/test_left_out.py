@@ -221,7 +221,7 @@ def test_the_place_in_an_inner_range_is_named_unless_it_is_kept(kept: bool, capl
         for place in range(0, 80, 20):
             iteration += 1
             watched.look([nn.Linear(2, 1)], {}, [], {"epoch": epoch} | ({"place": place} if kept else {}), iteration)
-    assert ["changes place while it trains" in line for line in caplog.messages] == [True] * (not kept)
+    assert sum("changes place while it trains" in line for line in caplog.messages) == (not kept)
 
 
 def test_flags_are_named_and_what_a_loop_only_adds_to_is_told_apart(caplog: pytest.LogCaptureFixture) -> None:
