@@ -26,7 +26,7 @@ _resumed: weakref.WeakSet[nn.Module | Optimizer] = weakref.WeakSet()
 
 def name_loads(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[Any]:
     """Warns when a script loads another state into what was resumed, until the handles that are returned are removed."""
-    resumed = [*map(unwrap_model, models), *optimizers]
+    resumed: list[nn.Module | Optimizer] = [*map(unwrap_model, models), *optimizers]
     _resumed.update(resumed)
     return [item.register_load_state_dict_pre_hook(_name_load) for item in resumed]
 
