@@ -40,12 +40,13 @@ from gemini_ft.state.ddp import ddp_state, findings, first_tensors, refuse_hooks
 from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence, lets_ranks_differ
 from gemini_ft.state.hyperparameters import Given, Hyperparameters, warn
 from gemini_ft.state.iterators import Resumption, check_epochs, unkept
-from gemini_ft.state.loop import LoopWatch, keepable
+from gemini_ft.state.loop import EpochBegin, LoopWatch, keepable
 from gemini_ft.state.optimizer_steps import OptimizerSteps
 from gemini_ft.state.rebuilding import Changes
 from gemini_ft.state.rng import GivenGenerator, rng_state, take_rng_state
 from gemini_ft.state.tensors import every_optimizer
 from gemini_ft.state.worlds import Resize, carried_accumulation, check_schedulers, check_step, iterations, refuse_data
+from gemini_ft.state.writes import name_loads
 from gemini_ft.storage.base import WORD
 from gemini_ft.torch_versions import buffers_are_broadcast
 from gemini_ft.worker.attempt import close_with, keep_groups, watch
@@ -152,6 +153,7 @@ class Checkpointer:
         self._begun: dict[str, int] | None = None  # by loader, the iterations that had begun when loaders were looked at last
         self._scheduled: dict[str, int] = {}  # by scheduler, the steps that it had counted at the last step
         self._watch = LoopWatch()
+        self._after_resume: list[Any] = []  # hooks until the first step
         self._updates = 0
         self._replay: Replay | None = None
         self._blocked = self._waited = 0.0  # seconds of this step
@@ -205,6 +207,8 @@ class Checkpointer:
         self._joined.prepare(self._state, found.extras, self._hyperparameters.saved())
         with self.putting_back():
             take_rng_state(found.extras["rng"], found.new_rank)
+            self.follow_epoch(self._stateful)
+            self._after_resume = name_loads(self._models.values(), every_optimizer(self._optimizers).values())
         return found.iteration
 
     def step(self, **scalars: Any) -> None:
@@ -222,6 +226,8 @@ class Checkpointer:
         if ddp.has_left_join(self._wrapped.values()):
             self._count_alike()
         self._iteration += 1
+        while self._after_resume:
+            self._after_resume.pop().remove()
         self.check_batches(self._stateful)
         if not self._has_looked:
             check_epochs(self._stateful.values(), then=self.scalars, now=scalars)
@@ -452,6 +458,10 @@ class Checkpointer:
         if session.rank == 0:
             read = ", ".join(f"{nbytes:,} bytes from {where}" for where, nbytes in sorted(self.stats.restored.items()))
             _log.info("resumed at iteration %d: rank 0 read %s in %.2f s", self._iteration, read or "nothing", self.stats.restore_seconds)
+
+    def follow_epoch(self, state: Mapping[str, Any]) -> None:
+        """Follows, once all has been put back, what a loop does again before its data goes on; see `gemini_ft.state.loop.EpochBegin`."""
+        iterators.resumption.before_first = EpochBegin(self._bound.hyperparameters, state).over
 
     def save(self, iteration: int, extras: Any) -> None:
         """Takes a snapshot of the state after ``iteration``: some state is copied now, the rest in the background.

@@ -57,14 +57,34 @@ class Engines:
     def put_back_generators(self, resumed: Protection) -> None:
         """Gives the random generators the states that they had at the newest of the snapshots that have been resumed."""
         found = [each for each in self.in_order() if each.found is not None and each is not resumed]
-        max([resumed, *found], key=_moment).put_back_generators()
+        newest = max([resumed, *found], key=_moment)
+        newest.put_back_generators()
+        then = _others(newest)
+        late = [each for each in [resumed, *found] if then.get(each.name, 0) > _step(each)]
+        if late and dist.get_rank() == 0:
+            _log.warning(
+                "ENGINES GO ON FROM DIFFERENT MOMENTS: in the newest snapshot, that of %s, there were %s. A failure came between the "
+                "snapshots of two engines, or one of them was left out (with on_late='wait' none is)",
+                newest.name,
+                ", ".join(f"{then[each.name]} steps of {each.name}, which goes on from {_step(each)}" for each in late),
+            )
 
 
 def _moment(protection: Protection) -> int:
     """A number that grows with each step of any engine."""
+    return _step(protection) + sum(_others(protection).values())
+
+
+def _step(protection: Protection) -> int:
+    assert protection.found is not None
+    return protection.found.iteration
+
+
+def _others(protection: Protection) -> dict[str, int]:
+    """The numbers of the other engines' last updates when the snapshot that an engine goes on from was taken."""
     assert protection.found is not None
     others: dict[str, int] = protection.found.extras.get("others", {})  # snapshots in storage may be older
-    return protection.found.iteration + sum(others.values())
+    return others
 
 
 engines = Engines()

@@ -6,6 +6,7 @@ only once they have made all that they were asked for.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from gemini_ft.loaders.parts import LoaderParts
 from gemini_ft.loaders.workers import WorkerStates
 from gemini_ft.state.remembered import AttributeSwap, Values
-from gemini_ft.state.rng import generator_states, set_generator_states
+from gemini_ft.state.rng import generator_states, randomness, set_generator_states
 
 log = logging.getLogger(__name__)
 OF_WORKERS = ("dataset", "collate")  # the parts that worker processes have copies of
@@ -38,6 +39,7 @@ class Between:
 
     def __init__(self, parts: LoaderParts, *, rests: bool, insists: bool) -> None:
         self._parts, self._says = parts, rests and not insists
+        self._looks_at_draws = not (rests or insists)
         loader = parts.loader
         persistent = getattr(loader, "persistent_workers", False)
         self._workers = getattr(loader, "num_workers", 0) if persistent or not rests else 0
@@ -121,13 +123,25 @@ class Between:
         return nullcontext() if self._exchange is None else self._exchange.undone()
 
     def drawn_here(self, indices: Iterator[Any]) -> Iterator[Any]:
-        """The same indices, each drawn with the dataset as it is in this process."""
-        while True:
+        """The same indices, each drawn with the dataset as it is in this process.
+
+        An order that goes on to be drawn from the process's generators, from which the loop draws as well, cannot be drawn again.
+        """
+        for number in itertools.count():
+            before = randomness()[:3] if number and self._looks_at_draws else None
             with self.as_here():
                 try:
                     index = next(indices)
                 except StopIteration:
                     return
+            if before is not None and before != randomness()[:3]:
+                self._looks_at_draws = False
+                self._name(
+                    ["the process's generators"],
+                    "the sampler of the loader of a %s draws from %s with later batches too, not with the first alone: after a failure "
+                    "its order may be another than without one. Draw the order of an epoch at once, or from a generator that the sampler "
+                    "has in an attribute",
+                )
             yield index
 
     def seed_source(self) -> bytes:

@@ -201,6 +201,7 @@ class Bookmark:
             self._between.name_doubtful(but=self._order)
         if position is None:
             return self._from_the_beginning(start)
+        self._together.goes_on()
         if "left" in position:
             log.info("the snapshot was taken after an iteration of the data had ended, at batch %d: it goes on there", position["batches"])
         else:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from gemini_ft.errors import UnsupportedStateError
+from gemini_ft.state.fields import is_a
 from gemini_ft.state.remembered import OF_LOADERS, Attributes
 from gemini_ft.state.rng import generator_states, private_generators, randomness, set_generator_states, set_randomness
 from gemini_ft.state.values import fills, sample_of
@@ -67,6 +69,12 @@ class LoaderParts:
         if is_torchdata(self._base) and is_stateful(loader.dataset) and not _refills(loader.dataset):
             # With rarer snapshots it takes the workers back to the last one, whose random states are not known.
             return "own" if not loader.num_workers or getattr(loader, "snapshot_every_n_steps", 0) == 1 else "replay"
+        kept = [name for name, value in vars(loader).items() if name != "_iterator" and is_a(value, _BaseDataLoaderIter)]
+        if kept and loader.num_workers:
+            raise UnsupportedStateError(
+                f"a {type(loader).__name__} keeps one iteration of its workers for all epochs, `{kept[0]}`: they load batches of an epoch "
+                "before it begins, and no snapshot can have these. Give a DataLoader with persistent_workers=True: its workers live on, too"
+            )
         if isinstance(loader.dataset, IterableDataset):
             return "replay"
         theirs = next(kind for kind in self._base.__mro__ if "__iter__" in vars(kind))

@@ -237,9 +237,10 @@ class _Variables:
         self.iterated: set[str] = set()
         self.begun: set[str] = set()
         modules: dict[int, Mapping[str, Any]] = {}
-        for frame in script_frames():
-            if (turns := turns_at(frame)) is None:
-                continue
+        frames = [(frame, turns) for frame in script_frames() if (turns := turns_at(frame)) is not None]
+        loops = [turn for _, turns in frames for turn in reversed(turns)]
+        self._inner = loops[0].counter if len(loops) > 1 else ""  # counts the turns inside one of an outer loop
+        for frame, turns in frames:
             if is_module := frame.f_code.co_name == "<module>":
                 modules.pop(id(frame.f_globals), None)
             else:
@@ -253,8 +254,8 @@ class _Variables:
 
     def _add(self, variables: Mapping[str, Any], turns: Sequence[LoopTurn]) -> None:
         carried = {name for turn in turns for name in turn.carried}
-        renewed = {name for turn in turns for name in turn.stored} - carried
-        brief = turns[-1].stored - carried if turns else set[str]()
+        renewed = {name for turn in turns for name in turn.stored} - carried - {self._inner}
+        brief = turns[-1].stored - carried - {self._inner} if turns else set[str]()
         self.added |= turns[0].added if turns else set()
         self.iterated |= {name for turn in turns for name in turn.iterated}
         for name, value in variables.items():

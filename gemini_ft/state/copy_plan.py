@@ -7,7 +7,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby
 
 import torch
 
@@ -22,7 +22,9 @@ from gemini_ft.wire.worker_messages import Reserved
 _libc = ctypes.CDLL(None)
 _libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _libc.memcpy.restype = ctypes.c_void_p
-Marks = tuple[list[int], list[int]]  # version counters, addresses
+Marks = tuple[list[int], list[int], bytes]  # version counters, addresses, some elements
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # as which elements of any type can be read, by their bytes
+_SAMPLED = 8  # elements of a view by which a write shows that no counter does
 LANDING = 64 * 2**20  # bytes that a device copies from one event to the next, at least: each event takes the interpreter lock
 _LARGEST_CLONE = 2**20  # bytes; residuals are as large as the gradients, and the device's memory is the training's
 _LARGE = 64 * 1024  # bytes; from here on a copy of its own, below it one call for many
@@ -127,6 +129,7 @@ class CopyPlan:
         self.background = [] if at_step else [copy for copy in copies if not copy.mutable]
         self._views = [copy.view for copy in self.background]
         self._counting = [view for view in self._views if not view.is_inference()]  # the others count no writes
+        self._samples = _Samples(self._views if self.device is None else [])  # whoever reads those of a device waits for it
         self._mutable = copies if at_step else [copy for copy in copies if copy.mutable]
         # Small ones on their device, where a copy costs nothing: a copy to this process's memory waits for all that is queued there.
         self._staged = [
@@ -140,8 +143,8 @@ class CopyPlan:
         self.batches = [_batch(moves, start, start + self.batch_bytes) for start in range(0, layout.nbytes, self.batch_bytes)]
 
     def marks(self) -> Marks:
-        """Version counter and address of every tensor that is copied in the background."""
-        return [view._version for view in self._counting], list(map(torch.Tensor.data_ptr, self._views))
+        """Version counter and address of every tensor that is copied in the background, and some elements of those of the host."""
+        return [view._version for view in self._counting], list(map(torch.Tensor.data_ptr, self._views)), self._samples.take()
 
     def all_marks(self) -> dict[str, list[tuple[int, int]]]:
         """Name -> version counters and addresses, of every tensor that is captured."""
@@ -164,9 +167,37 @@ class CopyPlan:
         """Names of tensors that were written or moved since ``marks``."""
         if (now := self.marks()) == marks:
             return []
-        moves = zip(self._counting + self._views, chain(*marks), chain(*now), strict=True)
-        written = {id(view) for view, old, new in moves if old != new}
+        moves = zip(self._counting + self._views, chain(*marks[:2]), chain(*now[:2]), strict=True)
+        written = {id(view) for view, old, new in moves if old != new} | self._samples.differing(marks[2], now[2])
         return list(dict.fromkeys(copy.name for copy in self.background if id(copy.view) in written))
+
+
+class _Samples:
+    """Some elements of each of many views, by which most writes show that torch counts no version for: through ``.data``, or by numpy."""
+
+    def __init__(self, views: Sequence[torch.Tensor]) -> None:
+        found = [(id(view), sample) for view in views if (sample := _sample(view)) is not None]
+        found.sort(key=lambda pair: pair[1].itemsize)
+        self._groups = [[sample for _, sample in group] for _, group in groupby(found, key=lambda pair: pair[1].dtype)]
+        self._ends = list(accumulate(sample.nbytes for _, sample in found))
+        self._views = [view for view, _ in found]
+
+    def take(self) -> bytes:
+        """The elements, as they are now."""
+        return b"".join(torch.cat(group).numpy().tobytes() for group in self._groups)
+
+    def differing(self, then: bytes, now: bytes) -> set[int]:
+        """The ids of the views of which elements differ between two results of `take`."""
+        places = zip(self._views, [0, *self._ends], self._ends, strict=False)
+        return {view for view, start, stop in places if then[start:stop] != now[start:stop]}
+
+
+def _sample(view: torch.Tensor) -> torch.Tensor | None:
+    """A view of a few elements, to be read as integers; None: they cannot be."""
+    if view.itemsize not in _INTEGERS or view.is_conj() or view.is_neg() or view.is_quantized or view.layout is not torch.strided:
+        return None
+    last = view.detach()[(-1,) * view.ndim].reshape(1) if view.ndim != 1 else view.detach()[:: -(-view.numel() // _SAMPLED)]
+    return last.view(_INTEGERS[view.itemsize])
 
 
 def _batch(moves: Sequence[tuple[int, torch.Tensor]], start: int, stop: int) -> Batch:

@@ -6,7 +6,7 @@ import gc
 import inspect
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import GeneratorType
 from typing import Any
@@ -31,11 +31,19 @@ class Resumption:
         gone_on: how many have gone on where they stood.
         to_go_on: how many have a position to go on at, and have not begun.
         resize: where the snapshot is of another number of ranks, these numbers.
+        before_first: called before the first of them goes on.
     """
 
     gone_on: int = 0
     to_go_on: int = 0
     resize: Resize | None = None
+    before_first: Callable[[], None] | None = None
+
+    def goes_on(self) -> None:
+        """Records that an iteration is about to go on."""
+        call, self.before_first = self.before_first, None
+        if call is not None:
+            call()
 
 
 resumption = Resumption()  # of the Checkpointer of this process that has resumed last
@@ -179,7 +187,12 @@ def _sources(iterator: Any) -> Iterator[int]:
 
 def _marks(state: Iterable[Any]) -> dict[int, Any]:
     """The bookmarks of the loaders in ``state``, by the ids of these."""
-    return {id(value): mark for value in state if (mark := _attribute(value, "_gemini")) is not None}
+    return {id(value): mark for value in state if (mark := bookmark_in(value)) is not None}
+
+
+def bookmark_in(value: Any) -> Any:
+    """The bookmark of a value that is a resumable loader; None of any other."""
+    return _attribute(value, "_gemini")
 
 
 def _attribute(value: Any, name: str) -> Any:

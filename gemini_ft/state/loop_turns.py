@@ -26,6 +26,7 @@ class LoopTurn(ast.NodeVisitor):
         carried: those of them that a turn reads before it assigns them.
         added: names that a turn adds to (``total += loss``, ``losses.append(loss)``), and reads only to print or log them.
         iterated: names in the expression that the loop iterates over.
+        counter: the name that counts the turns of a loop over a range, which begins anew with it; empty: it is no such loop.
     """
 
     def __init__(self, loop: ast.AST) -> None:
@@ -33,11 +34,15 @@ class LoopTurn(ast.NodeVisitor):
         self._read: set[str] = set()
         self._adds, self._used = set[str](), set[str]()
         self.iterated: set[str] = set()
+        self.counter = ""
         if isinstance(loop, ast.While):
             self.visit(loop.test)
         elif isinstance(loop, ast.For | ast.AsyncFor):
             self.iterated = {node.id for node in ast.walk(loop.iter) if isinstance(node, ast.Name)}
             self.visit(loop.target)
+            called = getattr(loop.iter, "func", None)
+            if isinstance(called, ast.Name) and called.id == "range" and isinstance(loop.target, ast.Name):
+                self.counter = loop.target.id
         for statement in getattr(loop, "body", ()):
             self.visit(statement)
         self.carried = self.stored & self._read

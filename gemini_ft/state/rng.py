@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from gemini_ft import accelerator
-from gemini_ft.state.fields import is_a, parts_of
+from gemini_ft.state.fields import fields_of, is_a, of_class, parts_of
 from gemini_ft.state.script import is_of_library, script_modules
 
 # (torch's bytes, (version, words, gauss) of `random`, numpy's: (name, words, position, has_gauss, gauss) of its usual generator; where
@@ -40,27 +40,34 @@ def is_generator(value: Any) -> bool:
 
 
 class _Place(NamedTuple):
-    """A variable of a module, or an attribute of a class."""
+    """A variable of a module, or an attribute of a class or an object in one."""
 
-    path: str
-    owner: ModuleType | type
-    name: str
+    module: ModuleType
+    names: Sequence[str]
+
+    @property
+    def path(self) -> str:
+        return ".".join([self.module.__name__, *self.names])
 
     @property
     def value(self) -> Any:
-        return vars(self.owner).get(self.name)
+        found: Any = self.module
+        for name in self.names:
+            found = _fields(found).get(name)
+        return found
 
 
 class _ScriptGenerators:
-    """The generators in variables of the script's modules and in attributes of their classes."""
+    """The generators in variables of the script's modules, and in attributes of their classes and of objects in these variables."""
 
     def __init__(self) -> None:
         self._places: list[_Place] = []  # those that had a generator at the last look
         self._imported = 0
 
     def look(self) -> dict[str, Any]:
-        self._imported = len(sys.modules)
-        self._places = [place for module in script_modules() for place in _places(module)]
+        if self._imported != len(sys.modules):
+            self._sources, self._imported = script_modules(), len(sys.modules)
+        self._places = [place for module in self._sources for place in _places(module)]
         return self.seen()
 
     def seen(self) -> dict[str, Any]:
@@ -76,7 +83,10 @@ _of_script = _ScriptGenerators()
 
 
 def script_generators() -> dict[str, Any]:
-    """The generators in variables of the script's modules and in attributes of their classes, by name."""
+    """The generators in variables of the script's modules, and in attributes of their classes and of objects in these variables, by name.
+
+    Of objects those whose class is the script's.
+    """
     return _of_script.look()
 
 
@@ -86,12 +96,25 @@ def script_states() -> dict[str, Any]:
 
 
 def _places(module: ModuleType) -> Iterator[_Place]:
-    """Where a module, and the classes that it defines, have a generator now."""
-    own = module.__name__
-    classes = [(f"{own}.{name}", value) for name, value in [*vars(module).items()] if is_a(value, type)]
-    for path, owner in [(own, module), *(each for each in classes if vars(each[1]).get("__module__") == own)]:
-        if not _USUAL.issuperset(map(id, map(type, vars(owner).values()))):  # a script's modules may have 100 000 variables
-            yield from (_Place(f"{path}.{name}", owner, name) for name, value in [*vars(owner).items()] if is_generator(value))
+    """Where a module, the classes that it defines, and its objects of the script's classes have a generator now."""
+    for name, value in [*vars(module).items()]:
+        is_class = is_a(value, type)
+        if id(type(value)) in _USUAL and not is_class:  # a script's modules may have 100 000 variables
+            continue
+        if is_generator(value):
+            yield _Place(module, [name])
+        if vars(value).get("__module__") == module.__name__ if is_class else _is_scripts(type(value)):
+            yield from (_Place(module, [name, attribute]) for attribute, inner in [*_fields(value).items()] if is_generator(inner))
+
+
+def _fields(owner: Any) -> Mapping[str, Any]:
+    return vars(owner) if is_a(owner, (ModuleType, type)) else fields_of(owner)
+
+
+@of_class
+def _is_scripts(kind: type) -> bool:
+    """Whether a class is of the script's own code."""
+    return kind.__module__ != "builtins" and not is_of_library(kind.__module__)
 
 
 def _readable(generators: Mapping[str, Any]) -> dict[str, Any]:

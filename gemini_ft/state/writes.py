@@ -1,4 +1,4 @@
-"""Finds out when a loop writes state that is being copied: before the next forward pass, or in it.
+"""Finds out when a loop writes state that is being copied, before the next forward pass or in it, and when it loads what has been resumed.
 
 A loop that writes parameters in forward (an embedding with max_norm) does so again when it is resumed, so its state may be copied at the
 end of each step instead. A write before the forward pass may stand behind the end of the iteration, and would be lost: it cannot be told
@@ -8,14 +8,36 @@ from one at the beginning of the next, so the user is asked.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch.distributed as dist
+from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
 
 from gemini_ft.state.copy_plan import CopyPlan, Marks
+from gemini_ft.state.tensors import unwrap_model
 
 _log = logging.getLogger("gemini_ft")
+_resumed: weakref.WeakSet[nn.Module | Optimizer] = weakref.WeakSet()
+
+
+def name_loads(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[Any]:
+    """Warns when a script loads another state into what was resumed, until the handles that are returned are removed."""
+    resumed: list[nn.Module | Optimizer] = [*map(unwrap_model, models), *optimizers]
+    _resumed.update(resumed)
+    return [item.register_load_state_dict_pre_hook(_name_load) for item in resumed]
+
+
+def _name_load(item: nn.Module | Optimizer, *_: Any) -> None:
+    if item in _resumed and not (dist.is_initialized() and dist.get_rank()):  # a copy has the hook, too
+        _log.warning(
+            "a %s that resume() has put back is loaded from elsewhere, which may be older, while loaders, generators and all else go on "
+            "where they were: load files of your own before resume(), or only if it has returned 0",
+            type(item).__qualname__,
+        )
 
 
 class CopyWhen:

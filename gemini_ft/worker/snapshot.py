@@ -1,7 +1,7 @@
 """Copies live tensors into a slot, in the background, while the next forward and backward run.
 
 Between two updates parameters and optimizer state are normally only read. "Normally" is checked: a tensor whose
-version counter or address changed during the copy makes the snapshot worthless, and it is discarded by name.
+version counter, address or sampled elements changed during the copy makes the snapshot worthless, and it is discarded by name.
 State that changes at other times (buffers, RNG, counters) is copied at once, before ``submit`` returns.
 """
 
@@ -56,7 +56,7 @@ class PendingSnapshot:
         iteration: what it is a snapshot of.
         extras: the encoded small state.
         digest: gives the digest of the replicated state, where one is due.
-        marks: version counter and address of each source when the snapshot was taken.
+        marks: of the sources when the snapshot was taken; see `CopyPlan.marks`.
         ready: the device's event that the state is final from here on; None: nothing is copied beside the training's own queue.
         begun, copied: the device's events around all copies, once they are queued.
         reached: the device's event that the next update was due; None: not yet asked for.
@@ -167,7 +167,7 @@ class Snapshotter:
     def leave_out(self, iteration: int) -> None:
         """Leaves out a snapshot that would wait for another agent; that one hears of it."""
         job = PendingSnapshot(
-            iteration=iteration, extras=b"", digest=None, marks=([], []), ready=None, cancelled="this host's agent is being replaced"
+            iteration=iteration, extras=b"", digest=None, marks=([], [], b""), ready=None, cancelled="this host's agent is being replaced"
         )
         with self._condition:
             self._unseen.append(job)

@@ -183,6 +183,20 @@ def test_random_numbers_go_on_from_the_newest_snapshot_of_any_engine() -> None:
     assert (maker.gave_back, judge.gave_back, new.gave_back) == (2, 0, 0)
 
 
+@pytest.mark.parametrize(("judges", "said"), [(5, False), (4, True)])
+def test_engines_that_go_on_from_different_moments_are_named(
+    judges: int, said: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a failure between the snapshots of two engines that had both stepped."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    several: Any = Engines()
+    maker, judge = Stepping("G", 5, {"D": 5}), Stepping("D", judges, {"G": judges})
+    several.open |= {maker, judge}
+    several.put_back_generators(judge)
+    found = [line for line in caplog.messages if "ENGINES GO ON FROM DIFFERENT MOMENTS" in line]
+    assert ["that of G, there were 5 steps of D, which goes on from 4." in line for line in found] == [True] * said
+
+
 class Closing:
     """An engine's protection that may fail to leave the run, and stands in a set where chance has it."""
 

@@ -15,7 +15,7 @@ import torch
 from loader_kit import BATCH, EPOCHS, SAMPLES, Job, Noisy, OwnEpochs, Stream, check_going_on, shuffled
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
 
-from gemini_ft.errors import StateError
+from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.loaders.loader import ResumableIterable, make_resumable
 from gemini_ft.loaders.parts import LoaderParts
 
@@ -351,6 +351,48 @@ class Forwards(Sampler[int]):
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+
+class Endless(Sampler[int]):
+    """Draws an order whenever the one before has come to its end, from the process's generators or from its own."""
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from torch.randperm(SAMPLES, generator=self.generator).tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_sampler_that_goes_on_drawing_from_the_process_is_named_once(workers: int, own: bool, caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> DataLoader[torch.Tensor]:
+        return DataLoader(Noisy(), BATCH, sampler=Endless(torch.Generator() if own else None), num_workers=workers)
+
+    if own:
+        check_going_on(make, (1, 8), limit=9)
+    else:
+        Job(make, resumable=True, limit=9).run(range(EPOCHS))
+    named = [line for line in caplog.messages if "draws from the process's generators with later batches too" in line]
+    assert len(named) == (not own)
+
+
+class Keeping(DataLoader[int]):
+    """As timm's MultiEpochsDataLoader."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(range(8), num_workers=workers)  # type: ignore[arg-type]
+        self.iterator = super().__iter__()
+
+    def __iter__(self) -> Any:
+        return (next(self.iterator) for _ in range(len(self)))
+
+
+def test_a_loader_that_keeps_an_iteration_of_its_workers_is_refused() -> None:
+    make_resumable(Keeping(0))
+    with pytest.raises(UnsupportedStateError, match="a Keeping keeps one iteration of its workers for all epochs, `iterator`"):
+        make_resumable(Keeping(1))
 
 
 def test_a_sampler_inside_of_another_is_told_no_epoch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -243,6 +244,13 @@ class Odd(TrainerCallback):
             optimizer.optimizer.seen = iter([1])
         if state.global_step == 7 and os.environ.get("WRONG"):
             raise ValueError("no such layer")
+        if state.global_step == 7 and os.environ.get("AWAY"):
+            os.rename("store", "away")
+            pathlib.Path("store").touch()
+        if state.global_step >= 5 and (signal := os.environ.get("SIGNAL")):
+            if state.global_step == 5:
+                os.kill(int(os.environ["GEMINI_LAUNCHER_PID"]), int(signal))
+            time.sleep(2)
 
 options = dict(use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False)
 arguments = TrainingArguments("out", max_steps=int(os.environ["STEPS"]), lr_scheduler_type="constant", **options)
@@ -260,11 +268,13 @@ def launch_trainer(folder: Folder, steps: int, **environ: str) -> tuple[int, lis
     """Launches the script; returns its status, the steps that it has begun, and what is stored in the end."""
     pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
     before = len(folder.output) if (folder.path / "output").exists() else 0
-    storage = {"GEMINI_STORAGE__URL": (folder.path / "store").as_uri(), "GEMINI_STORAGE__EVERY_STEPS": "4", "GEMINI_ON_LATE": "wait"}
-    status = folder.start(TRAINER, ranks=1, STEPS=str(steps), **storage, **environ)
+    storage = {"URL": (folder.path / "store").as_uri(), "EVERY_STEPS": "4", "PATIENCE": "2"}
+    options = {"GEMINI_ON_LATE": "wait"} | {f"GEMINI_STORAGE__{name}": value for name, value in storage.items()}
+    status = folder.start(TRAINER, ranks=1, STEPS=str(steps), **options, **environ)
     if status == 0:
         eventually(lambda: agent_pid(folder.run, "here") is None, "the leaving of the agent")
-    return status, [int(step) for step in re.findall("step ([0-9]+)\n", folder.output[before:])], stored(folder)
+    there = stored(folder) if (folder.path / "store").is_dir() else []
+    return status, [int(step) for step in re.findall("step ([0-9]+)\n", folder.output[before:])], there
 
 
 def test_transformers_trains_nothing_again_behind_an_end_and_goes_on_behind_what_is_stored(folder: Folder) -> None:
@@ -283,6 +293,19 @@ def test_transformers_goes_on_from_memory_behind_an_end_that_is_not_well(folder:
     assert launch_trainer(folder, 8, ODD="1") == (70, [5, 6, 7], [4]), folder.output
     assert launch_trainer(folder, 8, WRONG="1") == (70, [6, 7, 6, 7], [4]), folder.output
     assert launch_trainer(folder, 8)[::2] == (0, [4, 8]), folder.output  # it was mended
+
+
+@pytest.mark.soak
+def test_transformers_goes_on_from_storage_behind_an_end_that_gives_memory_back(folder: Folder) -> None:
+    """Ctrl-C, a drain of the only host, and a last upload that fails."""
+    (folder.path / "once").touch()
+    assert launch_trainer(folder, 8, SIGNAL=str(int(signal.SIGINT))) == (130, [0, 1, 2, 3, 4, 5], [4]), folder.output
+    status, steps, (*before, done) = launch_trainer(folder, 8, SIGNAL=str(int(signal.SIGUSR1)))
+    assert (status, steps[:2], before) == (85, [4, 5], [4]), folder.output
+    assert launch_trainer(folder, 8, AWAY="yes")[:2] == (73, [*range(done, 8)]), folder.output
+    (folder.path / "store").unlink()
+    (folder.path / "away").rename(folder.path / "store")
+    assert launch_trainer(folder, 8) == (0, [*range(done, 8)], [done, 8]), folder.output  # two are kept
 
 
 CHANGES_ITS_DATA = """

@@ -18,6 +18,7 @@ from session_case import (
     loop,
     stop_the_agent,
     stop_the_next_agent,
+    write_data_during_the_copy,
     write_during_the_copy,
     write_unseen,
     write_with_permission,
@@ -41,8 +42,9 @@ def told(result: Any, text: str) -> bool:
 
 
 class TestWrites:
-    def test_during_the_copy_cost_one_snapshot_and_are_named(self, one: World) -> None:
-        (result,) = one.outcome(*run(during=write_during_the_copy))
+    @pytest.mark.parametrize("during", [write_during_the_copy, write_data_during_the_copy])
+    def test_during_the_copy_cost_one_snapshot_and_are_named(self, one: World, during: Any) -> None:
+        (result,) = one.outcome(*run(during=during))
         assert told(result, "iteration 3 has no snapshot: model.0.weight written during the copy (write inside `with checkpointer.mutate")
         assert result["committed"] == 6
 

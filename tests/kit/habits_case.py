@@ -173,6 +173,7 @@ def zipped(loop: Loop) -> Iterator[None]:
     loop.begin(model, optimizer, short=short, long=long)
     yield
     for epoch in range(loop.scalars.get("epoch", 0), 4):
+        torch.manual_seed(10 + epoch)  # and again where the epoch goes on
         for (x,), (y,) in pairs[epoch % 2]():
             loop.step(x, y, train(model, x + y, optimizer), epoch=epoch)
             yield

@@ -142,17 +142,25 @@ def grow_small_state(iteration: int, net: nn.Module, optimizer: torch.optim.Opti
 
 def write_during_the_copy(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
     """Hold the agent back, so that the snapshot of iteration 2 cannot begin; then write a parameter."""
+    _write_during_the_copy(iteration, next(net.parameters()).detach(), checkpointer)
+
+
+def write_data_during_the_copy(iteration: int, net: nn.Module, optimizer: Any, checkpointer: gemini_ft.Checkpointer) -> None:
+    """As `write_during_the_copy`, through ``.data``, as averages are put in the weights' place before a validation."""
+    _write_during_the_copy(iteration, next(net.parameters()).data, checkpointer)
+
+
+def _write_during_the_copy(iteration: int, weight: torch.Tensor, checkpointer: gemini_ft.Checkpointer) -> None:
     if iteration == 1:
         settle(checkpointer)
         os.kill(agent_of(), signal.SIGSTOP)
     elif iteration == 2:
-        with torch.no_grad():
-            next(net.parameters()).add_(1)
+        weight.add_(1)
         os.kill(agent_of(), signal.SIGCONT)
 
 
 def write_unseen(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
-    """Write a parameter in a way that its version counter does not show."""
+    """Write a parameter after the copy, in a way that its version counter does not show."""
     if iteration == 2:
         wait_for_copy()
         next(net.parameters()).data.add_(1)

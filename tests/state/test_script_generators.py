@@ -27,6 +27,22 @@ class Hardware(random.Random):
 class Holding:
     numbers = random.Random(1)
 
+    def __init__(self) -> None:
+        self.own = np.random.default_rng(3)
+
+
+held = Holding()
+
+
+def noisy(samples: list[int]) -> Any:
+    """A collate function that draws from an object in a variable of the script."""
+    return torch.tensor(samples) + int(held.own.integers(1000))
+
+
+def with_noise(workers: int) -> Any:
+    held.own = np.random.default_rng(3)
+    return gemini_ft.resumable(DataLoader(range(1000), batch_size=4, collate_fn=noisy, num_workers=workers))  # type: ignore[arg-type]
+
 
 class Endless(Sampler[int]):
     """Draws each index when it is asked for it, from a variable of the script."""
@@ -55,7 +71,7 @@ def take(batches: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("make", [loader, of_a_sampler_of_its_own])
+@pytest.mark.parametrize("make", [loader, of_a_sampler_of_its_own, with_noise])
 def test_a_sampler_and_the_loop_go_on_with_generators_of_the_script(make: Any, workers: int) -> None:
     first = make(workers)
     batches, expected = iter(first), []
@@ -84,6 +100,7 @@ def test_generators_have_the_names_of_their_variables() -> None:
         f"{__name__}.order",
         f"{__name__}.numbers",
         f"{__name__}.Holding.numbers",
+        f"{__name__}.held.own",
     }
 
 

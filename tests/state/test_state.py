@@ -24,6 +24,7 @@ from gemini_ft.state.modules import apply_extras, collect_extras, destinations
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.state.survey import survey
 from gemini_ft.state.tensors import HOST, Fingerprint, Source, describe, split_state_name, state_name
+from gemini_ft.state.writes import name_loads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -677,3 +678,19 @@ def test_random_generators_of_the_accelerator_go_on_where_they_were() -> None:
     expected = torch.rand(3, device="cuda").tolist()
     set_rng_state(codec.decode(saved))
     assert torch.rand(3, device="cuda").tolist() == expected
+
+
+def test_what_is_loaded_over_what_was_resumed_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Until the first step; a copy of it may be loaded at any time."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handles = name_loads([model], [optimizer])
+    copied = copy.deepcopy(model)
+    copied.load_state_dict(model.state_dict())
+    assert not caplog.messages
+    for item in (model, optimizer, model):
+        item.load_state_dict(item.state_dict())
+        if item is optimizer:
+            for handle in handles:
+                handle.remove()
+    assert [line.partition(" that ")[0] for line in caplog.messages] == ["a Linear", "a SGD"]
