@@ -21,6 +21,7 @@ from gemini_ft.config import GeminiConfig
 from gemini_ft.core.decisions import Abort, Commit
 from gemini_ft.core.diligence import Diligence
 from gemini_ft.core.faults import World
+from gemini_ft.core.goodput import PastTime
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, GeminiError, ReplayError, ReplicaDivergedError
 from gemini_ft.events import EventLog
@@ -543,7 +544,14 @@ class Recorder:
                 part = fds[start : start + 100]
                 client.tell(Adopt(count=len(part), incarnation=spec.incarnation), part)
             failpoints.reached("worker_hands_over", rank=session.rank)
-            reopening = OpenSession(spec=spec, secret=session.secret, readopt=True, committed=self._committed, reached=self._copying.newest)
+            reopening = OpenSession(
+                spec=spec,
+                secret=session.secret,
+                readopt=True,
+                committed=self._committed,
+                past=PastTime(time=session.past.time, under_way=time.monotonic() - session.began),
+                reached=self._copying.newest,
+            )
             client.call(reopening, Opened)
         except GeminiError:
             client.close()

@@ -56,7 +56,9 @@ def test_a_host_that_hangs_is_judged_and_listed_and_a_spare_takes_its_place(
         assert main(["status", "--run-id", hosts.run, "--host", "host0"]) == 0
         listed, shown = capsys.readouterr().out.split("out of use: ")
         assert f"host1  {why}" in listed
-        assert shown.startswith(f"host host1: {why}")
+        assert shown.startswith(f"host host1: {why}; taken back by `gemini hosts --take-back host1`")
+        assert main(["hosts", "--run-id", hosts.run, "--take-back", "host1"]) == 0  # by the launchers at work
+        assert out_of_use(hosts.run) == {}
         hosts.wait_for(lambda: (hosts.status("host0"), hosts.status("host2")) == (0, 0))
 
 
