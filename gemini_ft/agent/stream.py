@@ -49,6 +49,7 @@ from gemini_ft.wire.worker_messages import (
     HoldsBack,
     Inject,
     Launch,
+    Miscomputed,
     Observed,
     Reserve,
     Room,
@@ -223,6 +224,8 @@ class Stream:
                 self.session.outbound.dispatched(message)
             case Collected():
                 self._inbound.collected(message)
+            case Miscomputed():
+                self.context.counters["divergences"] += 1
             case Excuse():  # the resumed version is not to blame for the failure of this session; every worker says so
                 self.attempts -= not self._excused
                 self._excused = True

@@ -251,6 +251,10 @@ class Excuse(Message):
     """Reports that the resumed state does not fit this script: the failure that follows does not count against it."""
 
 
+class Miscomputed(Message):
+    """Reports that an iteration which was computed again came out with other bits; one rank of each host says so."""
+
+
 class Verify(Call):
     """Asks for a check of every local copy of ``version`` against its checksums."""
 
@@ -337,7 +341,7 @@ class Inject(Message):
 ToAgent = (
     Hello | GetInventory | OpenSession | Reserve | Request | Copied | GiveUp | Progress | Watch | Observed | Worked | Figures | Dispatched
     | Collected | Excuse | Verify | Stage | Map | Adopt | Ping | Goodbye | Over | Ended | GetStatus | Visit | Leave | AskDrain | Inject
-    | Chunk | Landed | HoldsBack | TellSpares
+    | Chunk | Landed | HoldsBack | TellSpares | Miscomputed
 )  # fmt: skip
 to_agent: Channel[ToAgent] = Channel(ToAgent)
 

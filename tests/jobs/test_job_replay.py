@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from rank_kit import World
 from replay_case import train
 
+from gemini_ft.agent import lifecycle
 from gemini_ft.errors import ReplayError
 from gemini_ft.events import read_events
 
@@ -28,6 +30,7 @@ FAULTS = {
     "closure": "",
     "fsdp2": "; ".join(
         [
+            "step=3:host=0:corrupt",
             "step=5:rank=1:flip:of=gradient:moment=before_update",
             "step=9:rank=0:flip:of=weight:moment=in_copy",
             "step=13:rank=1:flip:of=moment:moment=in_copy",
@@ -56,9 +59,11 @@ def test_a_flipped_bit_is_found_its_host_is_named_and_the_job_ends_with_the_very
         calm = world.outcome(partial(train, kind, STEPS))
     with World(tmp_path, hosts=hosts, GEMINI_EVENTS=str(events), GEMINI_FAULTS=FAULTS[kind]) as world:
         errors, results = run(world, kind, verify="replay", compare_every=1, wrong_at=9)
+        accounts = [json.loads(lifecycle.status(world.run, host) or "") for host in hosts]
+    assert [account["streams"]["main"]["counters"]["divergences"] for account in accounts] == [len(errors)] * 2
     assert [result["state"] for result in results] == [result["state"] for result in calm]
     assert [len({*told}) for told in errors] == [1] * len(errors)  # on all ranks
     assert [told[0].partition(" came out at ")[2].partition(" Something")[0] for told in errors] == WRONG[kind]
     damaged = {(event["host"], event["owner"]) for event in read_events(events) if event["event"] == "damaged"}  # of one commit or of two
-    assert sorted(damaged) == ([("a", 0), ("a", 1)] if kind == "ddp" else [])
+    assert sorted(damaged) == ([] if kind == "closure" else [("a", 0), ("a", 1)])
     assert not any("no longer compared" in text or "cannot be computed again" in text for text in results[0]["told"]), results
