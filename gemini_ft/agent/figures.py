@@ -276,7 +276,7 @@ OF_STREAM = (
     Figure("gemini_replica_bytes_total", "Bytes of shards that were sent to other hosts.", _counted("replica_bytes")),
     Figure("gemini_damaged_copies_total", "Copies here that had to be discarded.", _counted("damaged")),
     Figure(
-        "gemini_divergences_total", "Times that ranks differed in what they must hold alike, or from themselves.", _counted("divergences")
+        "gemini_divergences_total", "Times that ranks differed in what they hold alike, or from themselves.", _counted("divergences")
     ),
     Figure("gemini_slots", "Slots by state.", _slots, "state"),
     Figure("gemini_uploads_total", "Checkpoints that have reached storage.", _counted("uploads")),
