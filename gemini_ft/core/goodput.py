@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-_KEPT = 16  # failures that are kept each by itself; of the older ones those of a cause are added up
+_KEPT = 8  # failures that are kept each by itself; of the older ones those of a cause are added up
 _MOST = 2**10  # failures of a ledger that somebody else has kept
 
 
