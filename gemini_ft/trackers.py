@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from gemini_ft.core.goodput import Phase, RunTime
-
 _log = logging.getLogger("gemini_ft")
 _EVERY = 30.0  # seconds between two questions to the agent
 _ANSWER_SECONDS = 0.5  # for its answer, in which a step waits
@@ -92,9 +90,9 @@ class TimeFigures:
         from gemini_ft.launch.endings import account_of  # with torch's launcher, which a worker that does not ask has no need of
 
         stream = account_of(self._run, _ANSWER_SECONDS).get("streams", {}).get(self._stream)
-        if stream is None or stream["measures"]["run"] is None:
+        if stream is None or (run := stream["measures"]["run"]) is None:
             return {}
-        run = RunTime(**stream["measures"]["run"])
-        found = {f"gemini/{phase.replace(' ', '_')}_seconds": float(value) for phase, value in run.seconds.items()}
-        goodput = run.seconds[Phase.TRAINING] / run.total if run.total else 0.0
-        return {**found, "gemini/goodput": goodput, "gemini/restarts": float(sum(failure["count"] for failure in run.failures))}
+        seconds, total = run["seconds"], sum(run["seconds"].values())
+        found = {f"gemini/{phase.replace(' ', '_')}_seconds": float(value) for phase, value in seconds.items()}
+        goodput = seconds["training"] / total if total else 0.0
+        return {**found, "gemini/goodput": goodput, "gemini/restarts": float(sum(failure["count"] for failure in run["failures"]))}
