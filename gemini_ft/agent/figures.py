@@ -275,9 +275,7 @@ OF_STREAM = (
     Figure("gemini_snapshot_interval_steps", "Steps between snapshots.", lambda of: of["traffic"] and of["traffic"]["interval"]),
     Figure("gemini_replica_bytes_total", "Bytes of shards that were sent to other hosts.", _counted("replica_bytes")),
     Figure("gemini_damaged_copies_total", "Copies here that had to be discarded.", _counted("damaged")),
-    Figure(
-        "gemini_divergences_total", "Times that ranks differed in what they hold alike, or from themselves.", _counted("divergences")
-    ),
+    Figure("gemini_divergences_total", "Times that ranks differed in what they hold alike, or from themselves.", _counted("divergences")),
     Figure("gemini_slots", "Slots by state.", _slots, "state"),
     Figure("gemini_uploads_total", "Checkpoints that have reached storage.", _counted("uploads")),
     Figure("gemini_failed_uploads_total", "Checkpoints whose upload failed.", _counted("failed_uploads")),

@@ -209,7 +209,11 @@ def test_the_environment_names_no_run_that_mlflow_no_longer_has(anew: Any, caplo
 def test_figures_are_asked_for_now_and_then_and_an_agent_that_is_away_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     now, asked = [100.0], list[str]()
     accounts: list[dict[str, Any]] = [{}, {"streams": {"other": {}}}]
-    runs = [{"seconds": {"training": 3.0, "replay": 1.0}, "failures": [{"count": 2}, {"count": 1}]}, {"seconds": {"training": 0.0}, "failures": []}, None]
+    runs = [
+        {"seconds": {"training": 3.0, "replay": 1.0}, "failures": [{"count": 2}, {"count": 1}]},
+        {"seconds": {"training": 0.0}, "failures": []},
+        None,
+    ]
     accounts += [{"streams": {"main": {"measures": {"run": run}}}} for run in runs]
 
     def account_of(run: str, seconds: float) -> dict[str, Any]:
