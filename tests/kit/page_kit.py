@@ -10,6 +10,7 @@ import io
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -53,7 +54,7 @@ def terminal(job: Job) -> str:
     answers = {f"{job['run']}/{host}": list(samples(of["account"])) for host, of in job["hosts"].items()}
     console = Console(record=True, width=185, file=io.StringIO())
     console.print(screen(answers, job["at"]))
-    return console.export_svg(title="gemini top", unique_id="top")
+    return re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title="gemini top", unique_id="top"), flags=re.DOTALL)  # from elsewhere
 
 
 @contextlib.contextmanager
