@@ -90,10 +90,9 @@ class TimeFigures:
         from gemini_ft.launch.endings import account_of  # with torch's launcher, which a worker that does not ask has no need of
 
         stream = account_of(self._run, _ANSWER_SECONDS).get("streams", {}).get(self._stream)
-        if stream is None:
+        if stream is None or (run := stream["measures"]["run"]) is None:
             return {}
-        seconds = stream["measures"]["seconds"]
-        total = sum(seconds.values())
-        found = {f"gemini/{phase}_seconds": float(value) for phase, value in seconds.items()}
+        seconds, total = run["seconds"], sum(run["seconds"].values())
+        found = {f"gemini/{phase.replace(' ', '_')}_seconds": float(value) for phase, value in seconds.items()}
         goodput = seconds["training"] / total if total else 0.0
-        return {**found, "gemini/goodput": goodput, "gemini/restarts": float(sum(stream["measures"]["restarts"].values()))}
+        return {**found, "gemini/goodput": goodput, "gemini/restarts": float(sum(failure["count"] for failure in run["failures"]))}

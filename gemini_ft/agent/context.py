@@ -165,6 +165,11 @@ class StreamContext:
         if leader == self.host.name:
             self._write_event("leader", epoch=epoch, leader=leader)
 
+    def left(self, worker: WorkerConnection, finished: bool) -> None:
+        """Records the orderly end of a worker."""
+        if self.is_present(worker):
+            self.measures.time.ended(time.monotonic(), is_interrupted=not finished)
+
     def lost(self, worker: WorkerConnection) -> None:
         """Records the end of a worker of the present incarnation, unless the worker had left before."""
         if worker.parting == "goodbye":

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gemini_ft
-from gemini_ft.core.goodput import FailureCost, Phase, TimeLedger
+from gemini_ft.core.goodput import PastTime, RunTime, TimeLedger
 from gemini_ft.core.promql import Sample
 from gemini_ft.core.versions import Version
 from gemini_ft.wire.worker_messages import ENDING, LATE, WRITTEN
@@ -30,7 +30,6 @@ Values = Value | Mapping[str, Value]  # a mapping: a value for each value of the
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _PACED = 32  # events of which the mean interval is taken
-_FAILURES = 8  # the newest ones, that an account tells of
 _UNDECIDED = 64  # the most iterations that are remembered until they are committed; some never are
 
 
@@ -82,7 +81,7 @@ class Measures:
         skips: reason -> number of snapshots that a worker of this host gave up.
         restarts: cause -> number of incarnations that followed another one.
         failed_at: cause -> when a worker was last lost by it, in seconds of the system's clock.
-        time: the time of the run by phase, as this host sees it: waiting for storage counts as rendezvous.
+        time: the time of the run by phase, as this host sees it; it goes on from what other agents, or a stored checkpoint, have kept.
     """
 
     def __init__(self) -> None:
@@ -97,9 +96,15 @@ class Measures:
         self._is_restoring = False
         self._cause = ""  # of the restart that is to come
 
-    def opened(self, number: int, resumed: Version | None, is_restart: bool) -> None:
+    def opened(self, number: int, resumed: Version | None, is_restart: bool, past: PastTime) -> None:
         """Begins a new incarnation; a restart is counted under the cause that was seen here."""
-        self.time.joined(time.monotonic(), number, resumed.iteration if resumed is not None else 0)
+        now = time.monotonic()
+        since = now - past.under_way if past.under_way is not None else None
+        if past.time is not None or since is not None:
+            self.time.go_on(past.time or RunTime(seconds={}), time.time() - now, since)
+        if past.waited:
+            self.time.waited(now, past.waited)
+        self.time.joined(now if since is None else since, number, resumed.iteration if resumed is not None else 0)
         self._is_restoring = resumed is not None
         if is_restart:
             self.restarts[self._cause or "elsewhere"] += 1
@@ -150,6 +155,10 @@ class Measures:
             self._cause, self.failed_at[cause] = cause, time.time()
         self.time.failed(time.monotonic(), cause, "", stood=stood)
 
+    def kept(self) -> RunTime | None:
+        """The time of the run, for agents that come later; None: there is none yet."""
+        return self.time.kept(time.time() - time.monotonic())
+
     @property
     def is_failing(self) -> bool:
         return bool(self._cause)
@@ -163,16 +172,14 @@ class Measures:
             "skips": self.skips,
             "restarts": self.restarts,
             "failed_at": self.failed_at,
-            "failures": list(map(self._failure, self.time.failures[-_FAILURES:])),
-            "seconds": {phase.replace(" ", "_"): seconds for phase, seconds in self.time.seconds.items() if phase != Phase.STORAGE},
+            "run": asdict(kept) if (kept := self.kept()) is not None else None,
+            "seconds": {
+                phase.replace(" ", "_"): seconds - self.time.earlier.get(phase, 0.0) for phase, seconds in self.time.seconds.items()
+            },
             "commit_seconds": self.commit_seconds.account(),
             "blocked_seconds": self.blocked_seconds.account(),
             "waited_seconds": self.waited_seconds.account(),
         }
-
-    def _failure(self, failure: FailureCost) -> dict[str, Any]:
-        seconds = {phase.replace(" ", "_"): seconds for phase, seconds in failure.seconds.items()}
-        return {**asdict(failure), "at": time.time() - (time.monotonic() - failure.at), "seconds": seconds}
 
 
 class Figure(NamedTuple):
@@ -268,7 +275,7 @@ OF_STREAM = (
     Figure("gemini_snapshot_interval_steps", "Steps between snapshots.", lambda of: of["traffic"] and of["traffic"]["interval"]),
     Figure("gemini_replica_bytes_total", "Bytes of shards that were sent to other hosts.", _counted("replica_bytes")),
     Figure("gemini_damaged_copies_total", "Copies here that had to be discarded.", _counted("damaged")),
-    Figure("gemini_divergences_total", "Times that ranks were found to differ in what they must hold alike.", _counted("divergences")),
+    Figure("gemini_divergences_total", "Times that ranks differed in what they hold alike, or from themselves.", _counted("divergences")),
     Figure("gemini_slots", "Slots by state.", _slots, "state"),
     Figure("gemini_uploads_total", "Checkpoints that have reached storage.", _counted("uploads")),
     Figure("gemini_failed_uploads_total", "Checkpoints whose upload failed.", _counted("failed_uploads")),

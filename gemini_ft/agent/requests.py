@@ -180,7 +180,7 @@ class Requests:
         worker.incarnation = message.spec.incarnation
         self._streams.note(worker.incarnation)
         self._run.secret = message.secret
-        stream.open(message.spec, message.readopt, message.committed)
+        stream.open(message.spec, message.readopt, message.committed, message.past)
         stream.launch = worker.launch
         if message.reached is not None:
             stream.perform(stream.context.host.arrived(worker.rank, stream.context.version(message.reached)))
@@ -263,6 +263,7 @@ class Requests:
                 attempts=stream.attempts,
                 finished=stream.finished,
                 launch=stream.launch,
+                time=stream.context.measures.kept(),
                 memory_folder=str(self._run.files.root.absolute()) if self._run.files is not None else "",
                 **({name: getattr(last, name) for name in ("incarnation", "lineage", "overtaken", "aside")} if last is not None else {}),
             )
@@ -288,6 +289,7 @@ class Requests:
     def _goodbye(self, worker: WorkerConnection, message: Goodbye) -> None:
         self.hangs.end(worker)
         worker.parting = "goodbye"
+        self._stream(worker).context.left(worker, message.finished)
         if message.finished:
             if not message.last:
                 self.departure.finish(worker)

@@ -20,7 +20,7 @@ class Storing:
 
     def __init__(self, context: StreamContext, spec: SessionSpec, term: Term) -> None:
         self._context = context
-        self.uploader = Uploader(spec, context.run.run_id, context.log, term)
+        self.uploader = Uploader(spec, context.run.run_id, context.log, term, context.measures.kept)
         self.said: list[ReportUploaded] = []  # until the upload is over, in case the leader has not heard
 
     def upload(self, owner: int, slot: int, version: Version) -> None:

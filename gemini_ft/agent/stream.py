@@ -23,6 +23,7 @@ from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.decisions import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Lacking, Send, Tell, Upload, Withdraw
+from gemini_ft.core.goodput import PastTime
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, PeerError, RecoveryError, ReplicaDivergedError, SupersededError
 from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of
@@ -48,6 +49,7 @@ from gemini_ft.wire.worker_messages import (
     HoldsBack,
     Inject,
     Launch,
+    Miscomputed,
     Observed,
     Reserve,
     Room,
@@ -103,7 +105,7 @@ class Stream:
         """The version that the last session resumed, if nothing has been committed since."""
         return self.context.spec.resumed if self.context.spec is not None and not self._progressed else None
 
-    def open(self, spec: SessionSpec, readopt: bool, committed: Version | None) -> None:
+    def open(self, spec: SessionSpec, readopt: bool, committed: Version | None, past: PastTime) -> None:
         """Begins an incarnation; ``readopt``: continues the present one, after this agent was restarted in its middle.
 
         Raises:
@@ -136,7 +138,7 @@ class Stream:
         context.spec = spec
         self._figures.clear()
         is_restart = not readopt and (before is not None or self.inherited is not None)
-        context.measures.opened(spec.incarnation.number, None if readopt else spec.resumed, is_restart)
+        context.measures.opened(spec.incarnation.number, None if readopt else spec.resumed, is_restart, past)
         self._session = AgentSession(context, spec, self._on_decision, readopt)
         if readopt:
             self._repeat_reports()  # workers that are choosing go on, and the copies they were shown are kept
@@ -222,6 +224,8 @@ class Stream:
                 self.session.outbound.dispatched(message)
             case Collected():
                 self._inbound.collected(message)
+            case Miscomputed():
+                self.context.counters["divergences"] += 1
             case Excuse():  # the resumed version is not to blame for the failure of this session; every worker says so
                 self.attempts -= not self._excused
                 self._excused = True

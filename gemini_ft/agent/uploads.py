@@ -18,6 +18,7 @@ from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.progress import Outage, TransferProgress
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.config import StorageConfig
+from gemini_ft.core.goodput import RunTime
 from gemini_ft.core.layout import Layout
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, GeminiError, ObjectGoneError, StorageError, SupersededError
@@ -76,10 +77,12 @@ class Term(Protocol):
 class Uploader:
     """Uploads the frozen slots of this host's shards; on the leader's host, writes the manifest."""
 
-    def __init__(self, spec: SessionSpec, run: str, log: Callable[[str], None], term: Term) -> None:
+    def __init__(
+        self, spec: SessionSpec, run: str, log: Callable[[str], None], term: Term, run_time: Callable[[], RunTime | None] = lambda: None
+    ) -> None:
         self.config = StorageConfig.model_validate(spec.storage)
         self.version: Version | None = None
-        self._spec, self._run, self._log, self._term = spec, run, log, term
+        self._spec, self._run, self._log, self._term, self._run_time = spec, run, log, term, run_time
         deletes = self.config.kept is not None
         self._reopen = partial(open_storage, self.config.url, self.config.endpoint_url, self.config.max_bandwidth, deletes)
         self._storage: Storage = self._reopen()
@@ -284,6 +287,7 @@ class Uploader:
             overtaken=tuple(self._spec.overtaken),
             aside=tuple(self._spec.aside),
             versions=_versions(),
+            time=self._run_time(),
             shards={owner: ShardRecord.model_validate_json(record) for owner, record in records.items()},
         )
 

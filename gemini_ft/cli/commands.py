@@ -271,7 +271,10 @@ def _describe(document: dict[str, Any]) -> str:
     if document.get("metrics"):
         page = f", page: http://{document['metrics']}/" if document.get("page") else ""
         lines.append(f"  metrics: http://{document['metrics']}/metrics{page}")
-    lines += [f"  out of use: host {name}: {why}" for name, why in sorted(document["out_of_use"].items())]
+    lines += [
+        f"  out of use: host {name}: {why}; taken back by `gemini hosts --take-back {name}`"
+        for name, why in sorted(document["out_of_use"].items())
+    ]
     for name, stream in document["streams"].items():
         age = "" if stream["committed_age"] is None else f", {in_words(stream['committed_age'])} ago"
         state = "finished" if stream["finished"] else f"committed iteration {stream['committed']}{age}"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from gemini_ft.cli.accounts import Answers, asking, parser_of
 from gemini_ft.core.words import in_words, table
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 HEAD = ("host", "stream", "ranks", "step", "steps/s", "committed", "age", "lag", "held up", "memory", "stored", "uploads", "last failure")
 _JOB = {
@@ -25,31 +28,37 @@ Figures = Mapping[str, float]  # of one stream on one host, those of the host in
 
 
 def command(argv: Sequence[str]) -> int:
-    """Shows a table until Ctrl-C; prints it once where there is no terminal, or no rich. Status 1: no agent has answered."""
-    epilog = "Without a terminal, or without rich, the table is printed once. The job needs no option, unless addresses are given."
+    """Shows a table until Ctrl-C; prints it once where there is no terminal. Status 1: no agent has answered."""
+    epilog = "Without a terminal the table is printed once. The job needs no option, unless addresses are given."
     parser = parser_of("top", "Show the hosts of a run side by side: steps, commits, memory, uploads and failures.", epilog)
     parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="between two looks (default: %(default)g)")
     parser.add_argument("--once", action="store_true", help="print the table once")
     options = parser.parse_args(argv)
     ask = asking(options)
-    if options.once or not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+    if options.once or not sys.stdout.isatty():
         answers = ask()
         print("\n".join([*summary(answers), table([HEAD, *rows(answers, time.time())])]))
         return int(not any(answers.values()))
-    from rich.console import Group
     from rich.live import Live
-    from rich.table import Table
-    from rich.text import Text
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # nothing else ends it, also where a script's shell has Ctrl-C ignored
     with suppress(KeyboardInterrupt), Live(screen=True, auto_refresh=False) as live:
         while True:
-            answers, shown = ask(), Table(*HEAD, box=None)
-            for row in rows(answers, time.time()):
-                shown.add_row(*map(Text, row))
-            live.update(Group(*map(Text, summary(answers)), shown), refresh=True)
+            live.update(screen(ask(), time.time()), refresh=True)
             time.sleep(max(0.1, options.every))
     return 0
+
+
+def screen(answers: Answers, now: float) -> Group:
+    """Returns the lines and the table for a terminal."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(*HEAD, box=None)
+    for row in rows(answers, now):
+        shown.add_row(*map(Text, row))
+    return Group(*map(Text, summary(answers)), shown)
 
 
 def summary(answers: Answers) -> Iterator[str]:

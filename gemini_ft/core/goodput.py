@@ -6,9 +6,13 @@ time between an orderly end and the next start of the run belongs to none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+
+_KEPT = 8  # failures that are kept each by itself; of the older ones those of a cause are added up
+_MOST = 2**10  # failures of a ledger that somebody else has kept
 
 
 class Phase(StrEnum):
@@ -34,6 +38,7 @@ class FailureCost:
         step: the last step that had ended.
         resumed: the step that was resumed; None: none yet.
         incarnation: number of the attempt that it has ended.
+        count: number of failures of one cause that are added up here; the rest is told of the last of them.
         seconds: time lost by phase, the replay included.
     """
 
@@ -43,10 +48,93 @@ class FailureCost:
     step: int
     incarnation: int = 0
     resumed: int | None = None
+    count: int = 1
     seconds: dict[Phase, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _refuse_wrong(self.seconds)
 
-class TimeLedger:
+
+def by_cause(failures: Iterable[FailureCost]) -> list[FailureCost]:
+    """Adds up the failures of each cause, in the order in which the causes came first."""
+    found: dict[str, FailureCost] = {}
+    for failure in failures:
+        if (before := found.get(failure.cause)) is not None:
+            phases = before.seconds.keys() | failure.seconds.keys()
+            seconds = {phase: before.seconds.get(phase, 0.0) + failure.seconds.get(phase, 0.0) for phase in phases}
+            failure = replace(failure, host="", count=before.count + failure.count, seconds=seconds)
+        found[failure.cause] = failure
+    return list(found.values())
+
+
+class BookedTime:
+    """Time by phase, ``seconds``, and the ``failures`` that some of it was lost to, the oldest first."""
+
+    seconds: dict[Phase, float]
+    failures: Sequence[FailureCost]
+
+    @property
+    def total(self) -> float:
+        """Seconds from the beginning until now, without those for which the run was over."""
+        return sum(self.seconds.values())
+
+    def shares(self) -> Mapping[Phase, float]:
+        """The share of each phase in the total time; the shares add up to 1, or are all 0 before any time has passed."""
+        return {phase: seconds / self.total if self.total else 0.0 for phase, seconds in self.seconds.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTime(BookedTime):
+    """A ledger as it is kept: in the manifest of each checkpoint, and by ranks that join for hosts whose agents are new.
+
+    Attributes:
+        seconds: time of the run by phase.
+        incarnation: number of the last attempt.
+        furthest: the newest step that was trained.
+        failures: the oldest first, in seconds of the system's clock; of each cause the older ones are added up.
+        is_lost: whether the time from here on is lost to the newest failure.
+        is_over: whether the last attempt has come to an orderly end.
+    """
+
+    seconds: dict[Phase, float]
+    incarnation: int = 0
+    furthest: int = 0
+    failures: tuple[FailureCost, ...] = ()
+    is_lost: bool = False
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        _refuse_wrong(self.seconds)
+        if len(self.failures) > _MOST or (self.is_lost and not self.failures):
+            raise ValueError(f"{len(self.failures)} failures")
+
+
+def longer(one: RunTime | None, other: RunTime | None) -> RunTime | None:
+    """The ledger of two that has seen more of the run."""
+    return max((each for each in (one, other) if each is not None), key=lambda each: each.total, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastTime:
+    """The time of a run before an agent serves an attempt.
+
+    Attributes:
+        time: that which is booked, for an agent that has not seen it; None: nothing.
+        waited: seconds for which the ranks waited for storage just now.
+        under_way: seconds for which the attempt has been at work, with another agent; None: it begins.
+    """
+
+    time: RunTime | None = None
+    waited: float = 0.0
+    under_way: float | None = None
+
+
+def _refuse_wrong(seconds: Mapping[Phase, float]) -> None:
+    if wrong := [value for value in seconds.values() if not (0 <= value < math.inf)]:
+        raise ValueError(f"{wrong[0]!r} seconds")
+
+
+class TimeLedger(BookedTime):
     """The ledger of one stream of one run.
 
     The reports of all ranks are booked together: a phase lasts until the last rank has left it, and a step ends with the first rank.
@@ -56,12 +144,14 @@ class TimeLedger:
 
     Attributes:
         seconds: time by phase, up to the last call.
-        failures: all failures, the oldest first.
+        failures: the oldest first; of each cause the older ones are added up.
+        earlier: the part of ``seconds`` that others had booked before this ledger began.
     """
 
     def __init__(self, began: float) -> None:
         self.seconds = dict.fromkeys(Phase, 0.0)
         self.failures: list[FailureCost] = []
+        self.earlier: Mapping[Phase, float] = {}
         self._at = began
         self._is_running = False  # an attempt is under way, and no failure of it is known
         self._incarnation = 0
@@ -75,6 +165,42 @@ class TimeLedger:
         self._furthest = 0
         self._is_done = False  # the last attempt had finished its work, and no other one has begun
         self._is_lost = False  # the present time is booked to the newest failure, too
+
+    def go_on(self, before: RunTime, clock: float, since: float | None = None) -> None:
+        """Goes on from what others have booked of the run, unless this ledger has seen an attempt itself.
+
+        Args:
+            before: their ledger.
+            clock: seconds that this ledger's clock is behind theirs.
+            since: the beginning of the attempt that is under way; None: one is about to begin, after an end of which nobody is left
+                to tell the cause if ``before`` does not.
+        """
+        if self._incarnation:
+            return
+        self.earlier = before.seconds
+        for phase, seconds in before.seconds.items():
+            self.seconds[phase] += seconds
+        self.failures[:0] = [replace(failure, at=failure.at - clock, seconds=dict(failure.seconds)) for failure in before.failures]
+        self._incarnation, self._step, self._furthest = before.incarnation, before.furthest, before.furthest
+        self._is_lost = before.is_lost
+        if since is not None:
+            self._at = since
+        elif not (before.is_lost or before.is_over):
+            self._begin_failure(at=self._at, cause="", host="")
+
+    def kept(self, clock: float) -> RunTime | None:
+        """The ledger up to the last call, for others whose clock is ``clock`` seconds ahead; None: it has seen no attempt yet."""
+        if not self._incarnation:
+            return None
+        failures = tuple(replace(failure, at=failure.at + clock, seconds=dict(failure.seconds)) for failure in self.failures)
+        return RunTime(
+            seconds=dict(self.seconds),
+            incarnation=self._incarnation,
+            furthest=self._furthest,
+            failures=failures,
+            is_lost=self._is_lost,
+            is_over=self._is_over,
+        )
 
     def joined(self, at: float, incarnation: int, step: int) -> None:
         """Books the time until a rank has joined an attempt that goes on after ``step``."""
@@ -146,15 +272,6 @@ class TimeLedger:
         self._is_interrupted = self._is_interrupted or is_interrupted
         self._is_over = self._is_over or self._is_running or is_interrupted
 
-    @property
-    def total(self) -> float:
-        """Seconds from the beginning until now, without those for which the run was over."""
-        return sum(self.seconds.values())
-
-    def shares(self) -> Mapping[Phase, float]:
-        """The share of each phase in the total time; the shares add up to 1, or are all 0 before any time has passed."""
-        return {phase: seconds / self.total if self.total else 0.0 for phase, seconds in self.seconds.items()}
-
     # -- inside
 
     def _leave_attempt(self, at: float) -> None:
@@ -168,6 +285,8 @@ class TimeLedger:
 
     def _begin_failure(self, at: float, cause: str, host: str) -> None:
         self.failures.append(FailureCost(at=at, cause=cause, host=host, step=self._step, incarnation=self._incarnation))
+        if len(self.failures) >= 2 * _KEPT:
+            self.failures = [*by_cause(self.failures[:-_KEPT]), *self.failures[-_KEPT:]]
         self._is_running, self._is_lost = False, True
 
     def _close(self, at: float, phase: Phase, begins: tuple[str, str] | None = None) -> None:

@@ -59,14 +59,14 @@ class HealthOptions:
 
 
 class Judgement:
-    """A run of a health command by ``sh``. What the command leaves in the background is left alone if it ends in time.
+    """A run of a health command by ``sh``. What the command leaves in the background goes on if it ends in time, and is heard no more.
 
     The output goes into memory, and not through a pipe, which would end whatever writes to it when this process is gone.
     """
 
     def __init__(self, command: str, seconds: float) -> None:
         self._seconds, self._until = seconds, time.monotonic() + seconds
-        self._output = os.memfd_create("gemini-health", os.MFD_CLOEXEC)
+        self._output = os.memfd_create("gemini-health", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND)  # what is written after it was cut begins at its new end
         weakref.finalize(self, os.close, self._output)
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": self._output, "stderr": subprocess.STDOUT}
@@ -83,8 +83,10 @@ class Judgement:
                     self._cut()
                 return None
             self.end()
+            self._seal()
             return f"the health command took longer than {self._seconds:g} s"
         self._cut()
+        self._seal()
         text = printable(" ".join(self._last.decode(errors="replace").split()))[-_SHOWN:]
         return f"the health command ended with status {status}{text and f': {text}'}" if status else ""
 
@@ -93,6 +95,10 @@ class Judgement:
         more = os.pread(self._output, _READ, max(0, os.fstat(self._output).st_size - _READ))
         os.ftruncate(self._output, 0)
         self._last = (self._last + more)[-_READ:]
+
+    def _seal(self) -> None:
+        """Takes no more memory for the output: what writes to it from now on gets an error, and not a signal as from a pipe."""
+        fcntl.fcntl(self._output, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
 
     def end(self) -> None:
         """Kills the command if it is still at work; one that even then does not end, as a device holds it, is left behind."""

@@ -25,6 +25,7 @@ from typing import Any, Final, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from gemini_ft.core.goodput import RunTime
 from gemini_ft.core.versions import MOST, Incarnation, Version
 from gemini_ft.errors import ConfigError, CorruptDataError, FormatError, ObjectGoneError, StorageError
 from gemini_ft.storage.base import WORD, Storage
@@ -72,6 +73,7 @@ class Manifest(BaseModel):
     overtaken: tuple[Incarnation, ...] = ()  # incarnations that its own knew of beside its ancestors
     aside: tuple[Incarnation, ...] = ()  # of these, those that the user has left aside
     versions: dict[str, str] = {}  # of the software that wrote it
+    time: RunTime | None = None  # of the run, as the host that wrote it had seen it; None: not known
     created: datetime = Field(default_factory=lambda: datetime.now(UTC))
 
     @property

@@ -9,6 +9,7 @@ from typing import Literal
 
 from gemini_ft.config import DEFAULT_TRAFFIC, LEADER_TIMEOUT, TrafficConfig
 from gemini_ft.core.decisions import Abort, Commit
+from gemini_ft.core.goodput import PastTime, RunTime
 from gemini_ft.core.stragglers import WorkTime
 from gemini_ft.core.traffic import Profile
 from gemini_ft.core.tree import FAN_IN
@@ -149,6 +150,7 @@ class OpenSession(Call):
     secret: bytes  # the one all hosts agreed on
     readopt: bool = False  # the agent was restarted within this incarnation: keep what was adopted
     committed: Version | None = None  # the newest commit this worker knows of
+    past: PastTime = PastTime()
     reached: int | None = None  # with readopt: the newest iteration that this worker has asked a slot for; it does not write it any more
 
 
@@ -249,6 +251,10 @@ class Excuse(Message):
     """Reports that the resumed state does not fit this script: the failure that follows does not count against it."""
 
 
+class Miscomputed(Message):
+    """Reports that an iteration which was computed again came out with other bits; one rank of each host says so."""
+
+
 class Verify(Call):
     """Asks for a check of every local copy of ``version`` against its checksums."""
 
@@ -335,7 +341,7 @@ class Inject(Message):
 ToAgent = (
     Hello | GetInventory | OpenSession | Reserve | Request | Copied | GiveUp | Progress | Watch | Observed | Worked | Figures | Dispatched
     | Collected | Excuse | Verify | Stage | Map | Adopt | Ping | Goodbye | Over | Ended | GetStatus | Visit | Leave | AskDrain | Inject
-    | Chunk | Landed | HoldsBack | TellSpares
+    | Chunk | Landed | HoldsBack | TellSpares | Miscomputed
 )  # fmt: skip
 to_agent: Channel[ToAgent] = Channel(ToAgent)
 
@@ -378,6 +384,7 @@ class Welcome(Answer):
     lineage: list[Version] = []  # of that one, see SessionSpec
     overtaken: list[Incarnation] = []
     aside: list[Incarnation] = []
+    time: RunTime | None = None  # of the run, as this agent has seen it
     memory_folder: str = ""  # where this agent makes slots as files; empty: in memory without a name
 
 

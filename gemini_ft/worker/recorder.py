@@ -21,6 +21,7 @@ from gemini_ft.config import GeminiConfig
 from gemini_ft.core.decisions import Abort, Commit
 from gemini_ft.core.diligence import Diligence
 from gemini_ft.core.faults import World
+from gemini_ft.core.goodput import PastTime
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, GeminiError, ReplayError, ReplicaDivergedError
 from gemini_ft.events import EventLog
@@ -42,6 +43,7 @@ from gemini_ft.wire.worker_messages import (
     GetStatus,
     Goodbye,
     Granted,
+    Miscomputed,
     Opened,
     OpenSession,
     Over,
@@ -235,6 +237,9 @@ class Recorder:
         error = refusal(self._recorded, found, self.session.spec.hosts)
         ranks = {str(rank): names for rank, names in enumerate(found) if names}
         self.events.write("replayed", iteration=self._recorded, ranks=ranks, text=str(error))
+        if self._speaks_for_host:
+            with contextlib.suppress(AgentError):
+                self.client.tell(Miscomputed())
         self._note_suspicion(error)
         raise error
 
@@ -244,13 +249,17 @@ class Recorder:
         if isinstance(error, ReplayError | ReplicaDivergedError) and f"rank {session.rank} (host {session.host})" in str(error):
             notes.say(notes.SUSPECTED)
 
+    @property
+    def _speaks_for_host(self) -> bool:
+        """Whether this is the first rank of its host."""
+        return self.session.spec.hosts.index(self.session.host) == self.session.rank
+
     def _scrub(self) -> None:
         """Has the agent compare the copies that this host has of the last commit with their checksums; it names those that differ.
 
         Called when the next snapshot has its slot, and is not whole: the last commit is known, and nothing of it is written to.
         """
-        hosts = self.session.spec.hosts
-        if (version := self._committed) is not None and hosts.index(self.session.host) == self.session.rank:
+        if (version := self._committed) is not None and self._speaks_for_host:
             with contextlib.suppress(AgentError):
                 self.client.call(Verify(version=version), Verified)
 
@@ -546,7 +555,14 @@ class Recorder:
                 part = fds[start : start + 100]
                 client.tell(Adopt(count=len(part), incarnation=spec.incarnation), part)
             failpoints.reached("worker_hands_over", rank=session.rank)
-            reopening = OpenSession(spec=spec, secret=session.secret, readopt=True, committed=self._committed, reached=self._copying.newest)
+            reopening = OpenSession(
+                spec=spec,
+                secret=session.secret,
+                readopt=True,
+                committed=self._committed,
+                past=PastTime(time=session.past.time, under_way=time.monotonic() - session.began),
+                reached=self._copying.newest,
+            )
             client.call(reopening, Opened)
         except GeminiError:
             client.close()

@@ -135,7 +135,9 @@ class Replay:
         self.disarm()
         for label, model in models.items():
             for prefix, module in _callable_modules(model, label):
-                self._hooks.append(module.register_forward_pre_hook(partial(self._enter, self._armings, prefix), with_kwargs=True))
+                enter = partial(self._enter, self._armings)
+                self._hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))  # the script's own come again
+                self._hooks.append(module.register_forward_pre_hook(partial(self._follow_parts, prefix)))
                 self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
             for name, param in model.named_parameters(prefix=label):
                 self._names[id(param)] = name
@@ -178,13 +180,17 @@ class Replay:
         if param.grad is not None and not self._is_repeating:
             self._shards[name] = param, version_of(param.grad), tensor_digest(param.grad)
 
-    def _enter(self, arming: int, prefix: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    def _follow_parts(self, prefix: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Follows parameters that FSDP2 has put together just now."""
+        if self._depth and not self._is_passive:
+            for name, param in module.named_parameters(prefix=prefix):
+                if not isinstance(param, DTensor):
+                    self._follow(name, param)
+
+    def _enter(self, arming: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if self._is_passive or kwargs is None or arming != self._armings:  # it was removed by another hook of this very call
             return
         self._depth += 1
-        for name, param in module.named_parameters(prefix=prefix):  # FSDP2 has put them together just now
-            if not isinstance(param, DTensor):
-                self._follow(name, param)
         if self._depth > 1 or not torch.is_grad_enabled():
             return
         if self._gradients:  # of the micro-batch before
@@ -251,8 +257,11 @@ class Replay:
         with torch.enable_grad():
             for call in self._calls:
                 tensors = call.again()
-                outputs += [tensors[index] for index in call.grads]
-                grads += call.grads.values()
+                for index, grad in call.grads.items():
+                    outputs.append(tensors[index])
+                    grads.append(grad)
+                    if (node := tensors[index].grad_fn) is not None:  # other outputs that were computed from it are in its gradient
+                        node.register_prehook(partial(_given_gradient, grad, tensors[index].output_nr))
             torch.autograd.grad(outputs, params, grads, allow_unused=True)
 
     def judge(self, first: Bits, again: Callable[[], Bits], changed: Collection[str] = ()) -> None:
@@ -295,8 +304,8 @@ class Replay:
             self._left_out |= names
             _log.warning(
                 "verify: replay: %s cannot be computed again with the same bits on most ranks, or not twice with the same bits on one, and "
-                "so is no longer compared. Its computation is not deterministic (torch.use_deterministic_algorithms), or no part of a call "
-                "of the model",
+                "so is no longer compared. Its computation is not deterministic (torch.use_deterministic_algorithms), reads what hooks or "
+                "other objects keep outside of the model, or is no part of a call of the model",
                 named(sorted(names)),
             )
 
@@ -396,6 +405,11 @@ def _note_gradient(grads: dict[int, torch.Tensor], index: int, number: int, inco
     """A hook of what has computed an output: notes the gradient of its result ``number``, where there is one."""
     if (grad := incoming[number]) is not None:
         grads[index] = grad
+
+
+def _given_gradient(grad: torch.Tensor, number: int, incoming: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    """A hook of what has computed an output: replaces the gradient of its result ``number``."""
+    return *incoming[:number], grad, *incoming[number + 1 :]
 
 
 def _detached(value: Any) -> Any:

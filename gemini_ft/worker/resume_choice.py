@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.config import GeminiConfig
+from gemini_ft.core.goodput import RunTime
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, ObjectGoneError, PeerError, StorageError, StorageUnclearError, WorldSizeError
 from gemini_ft.events import EventLog
@@ -59,6 +60,8 @@ class Choice:
     descent: Descent = field(default_factory=Descent)  # of the incarnation that resumes it
     damaged: frozenset[str] = frozenset()  # folders of checkpoints in storage that turned out to be damaged
     present: frozenset[str] = frozenset()  # folders in storage that are not of its ancestors
+    time: RunTime | None = None  # of the run, as storage has it
+    waited: float = 0.0  # seconds for which rank 0 waited for storage; 0 on others
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ class Chooser:
         self._holdings = {h: [s for s in each if s.version.incarnation not in self._left] for h, each in slots.items()}
         self._damaged: set[str] = set()  # folders in storage
         self._since: float | None = None  # when storage was first found to be away, on the monotonic clock
+        self._waited = 0.0  # seconds since then, when it was back
         self._stored = Stored()
         remembered = {about.stored for about in everyone if about.stored is not None}
         run = everyone[0].run
@@ -256,7 +260,16 @@ class Chooser:
         descent = self._descent(plan.version)
         this = about_to_begin(descent)
         present = frozenset(folder for folder, version in self._stored.present if not this.descends_from(version))
-        return Choice(plan=plan, given_up=given_up, descent=descent, damaged=frozenset(self._damaged), present=present)
+        manifest = self._stored.manifest
+        return Choice(
+            plan=plan,
+            given_up=given_up,
+            descent=descent,
+            damaged=frozenset(self._damaged),
+            present=present,
+            time=manifest.time if manifest is not None else None,
+            waited=self._waited,
+        )
 
     def _find(self, refused: frozenset[Version]) -> RecoveryPlan:
         """Plans, checks the copies the plan needs against their checksums, and plans again without those that are damaged."""
@@ -463,8 +476,9 @@ class Chooser:
     def _note_wait(self) -> None:
         """Writes down, on rank 0, for how long storage was waited for."""
         if self._rank == 0 and self._since is not None:
+            self._waited = time.monotonic() - self._since
             events = EventLog(self._everyone[0].run, stream=self._stream, rank=0, host=self._everyone[0].welcome.info.host)
-            events.write("waited", seconds=time.monotonic() - self._since)
+            events.write("waited", seconds=self._waited)
             events.close()
 
     def _stage(self, manifest: Manifest) -> bool:

@@ -28,6 +28,7 @@ from gemini_ft.agent.memory.slot_files import SlotFiles
 from gemini_ft.agent.metrics_page import check_metrics
 from gemini_ft.config import GeminiConfig, load_config, unknown_variables
 from gemini_ft.core import placement
+from gemini_ft.core.goodput import PastTime, longer
 from gemini_ft.core.versions import Incarnation
 from gemini_ft.core.words import in_words
 from gemini_ft.errors import ConfigError, RunAliveError
@@ -63,9 +64,11 @@ class WorkerSession:
     hello: Hello
     secret: bytes
     spec: SessionSpec
+    past: PastTime
     plan: RecoveryPlan
     infos: list[HostInfo]
     orders: Orders  # faults to inject
+    began: float = field(default_factory=time.monotonic)
     _sources: ShardReaders | None = field(default=None, init=False)
 
     @property
@@ -230,7 +233,7 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: s
     is_same = before is not None and before.is_same(now)
     launch = "" if before is None else now.id if is_same else before.id
     goes_on = is_same and before is not None and before.pid != os.getpid()  # a process that joins again was not restarted
-    own = {"secret": b"", "launch": None, "memory_folder": ""}  # exchanges between ranks travel openly
+    own = {"secret": b"", "launch": None, "memory_folder": "", "time": None}  # exchanges between ranks travel openly
     welcome = client.welcome.model_copy(update=own)
     mark = recall_on_host(config.storage.url, run, stream) if config.storage is not None else None
     return Introduction(
@@ -244,6 +247,7 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: s
         orders=Orders.read(run),
         stored=mark.version if mark is not None else None,
         launch=launch,
+        seconds=client.welcome.time.total if client.welcome.time is not None else 0.0,
         goes_on=goes_on,
     )
 
@@ -263,9 +267,12 @@ def _agree(
     if reopen is not None:
         check_storage(config, reopen, choice, hello, [about.welcome.info.host for about in everyone])
     make_spec = partial(_make_spec, config, stream, everyone, choice)
-    spec = exchange_or_raise(lambda: make_spec() if rank == 0 else None, config.timeout)[0]
+    seen = max(range(len(everyone)), key=lambda one: everyone[one].seconds)
+    own = client.welcome.time if rank == seen else None
+    said = exchange_or_raise(lambda: (make_spec() if rank == 0 else None, own, choice.waited), config.timeout)
+    spec, past = said[0][0], PastTime(time=longer(said[seen][1], choice.time), waited=said[0][2])
     assert spec is not None
-    opening = OpenSession(spec=spec, secret=secret)
+    opening = OpenSession(spec=spec, secret=secret, past=past)
     exchange_or_raise(lambda: client.call(opening, Opened)[0], config.timeout + 10)
     failpoints.reached("worker_opened", version.iteration if version is not None else None, rank)
     session = WorkerSession(
@@ -278,6 +285,7 @@ def _agree(
         hello=hello,
         secret=secret,
         spec=spec,
+        past=past,
         plan=choice.plan,
         infos=[about.welcome.info for about in everyone],
         orders=orders,

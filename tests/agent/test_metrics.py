@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from agent_kit import Job, eventually
+from agent_kit import Job, eventually, stopped
 from rank_kit import World
 from session_case import loop
 
@@ -30,6 +31,7 @@ from gemini_ft.agent import lifecycle, metrics_page
 from gemini_ft.agent.figures import DISTRIBUTIONS, OF_HOST, OF_STREAM, Distribution, MeanInterval, Measures
 from gemini_ft.agent.metrics_page import MetricsPage, check_metrics
 from gemini_ft.config import load_config
+from gemini_ft.core.goodput import PastTime
 from gemini_ft.errors import ConfigError
 from gemini_ft.wire.worker_messages import ENDING, LATE, WRITTEN, Request
 
@@ -101,6 +103,50 @@ def test_one_scrape_answers_for_the_host_and_the_leaders_for_the_job(served: Job
     assert (leader["gemini_blocked_seconds_count", "main"], leader["gemini_blocked_seconds_sum", "main"]) == (2, 7.004)
     assert leader["gemini_waited_seconds_bucket", "main", "0.0025"] == 2
     assert member["gemini_skipped_snapshots_total", "main", "other"] == 1
+
+
+def test_figures_of_the_job_are_on_one_page_but_for_an_election_and_no_counter_goes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GEMINI_METRICS", "0")
+    with Job(tmp_path) as job:
+        ranks = job.start(*"abc", hello={"agent_timeout": 0.0})
+        job.commit(ranks, 1, 2)
+        addresses = {host: address_of(job.run, host) for host in "abc"}
+        seen: dict[str, Samples] = {}
+
+        def leaders(*hosts: str) -> list[str]:
+            """The pages that have the job's figures now; of each the counters are those of the last look, or more."""
+            now = {host: scrape(addresses[host]) for host in hosts}
+            for host, figures in now.items():
+                counters = {name: value for name, value in seen.get(host, {}).items() if name[0].endswith(("_total", "_count", "_sum"))}
+                assert all(figures[name] >= value for name, value in counters.items())
+            seen.update(now)
+            found = [host for host, figures in now.items() if ("gemini_job_hosts", "main") in figures]
+            assert len(found) <= 1
+            return found
+
+        assert leaders(*"abc") == ["a"]
+        os.kill(job.pid("a"), signal.SIGKILL)
+        eventually(lambda: leaders(*"bc") == ["b"], "the next leader")
+        assert seen["b"]["gemini_job_absent_hosts", "main"] in (0, 1)
+        assert seen["b"]["gemini_commits_total", "main"] == 2
+        ranks[0].reconnect(job.version(2))
+        seen.pop("a")  # its agent is another one, and counts from 0
+        addresses["a"] = address_of(job.run, "a")
+        eventually(lambda: leaders(*"abc") == ["b"] and job.stream("a")["reaches_leader"], "the return of a host")
+        job.commit(ranks, 3)
+        with stopped(job.pid("b")):
+            eventually(lambda: leaders(*"ac") == ["c"], "the leader after it")
+        eventually(lambda: not job.stream("b")["job"], "the end of the leader of the past")
+        assert leaders(*"abc") == ["c"]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus")
+def test_prometheus_own_tool_has_nothing_to_say_of_the_figures(served: Job) -> None:
+    _, text = fetch(address_of(served.run, "a"), accept="text/plain;version=0.0.4")
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_host_that_the_others_go_on_without_hears_of_it_and_says_so(tmp_path: Path) -> None:
@@ -426,11 +472,11 @@ def test_reasons_and_causes_are_few() -> None:
     for reason in (LATE, ENDING, f"a, b {WRITTEN}", "the agent granted slot 3"):
         measures.skipped(reason)
     assert measures.skips == {"late": 1, "ending": 1, "written": 1, "other": 1}
-    measures.opened(1, None, is_restart=False)
+    measures.opened(1, None, is_restart=False, past=PastTime())
     measures.lost("hang")
     measures.lost("died")  # as the launcher ends the others
-    measures.opened(2, None, is_restart=True)
-    measures.opened(3, None, is_restart=True)
+    measures.opened(2, None, is_restart=True, past=PastTime())
+    measures.opened(3, None, is_restart=True, past=PastTime())
     assert measures.restarts == {"hang": 1, "elsewhere": 1, "died": 0, "failed": 0, "drain": 0}
     assert measures.failed_at.keys() == {"hang"}
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import re
 import socket
+import struct
 import threading
 import urllib.error
 import urllib.request
@@ -299,7 +301,7 @@ def test_what_hosts_say_is_text_and_what_is_missing_is_no_end(browser: Browser, 
     evil["run"] = RED
     of_evil = evil["hosts"][RED] = evil["hosts"].pop("host1")
     of_evil["account"]["streams"] = {RED: of_evil["account"]["streams"]["main"] | {"hang": {"text": RED}, "leader": RED}}
-    evil["hosts"]["host3"]["account"] = {"streams": {"main": {"measures": {"failures": [{}]}, "traffic": {"idle_spans": [[]]}}}}
+    evil["hosts"]["host3"]["account"] = {"streams": {"main": {"measures": {"run": {"failures": [{}]}}, "traffic": {"idle_spans": [[]]}}}}
     evil["hosts"]["host4"] = {"heard": 0, "account": None}
     with served_page(lambda: evil, tmp_path) as address:
         browser.look(f"http://{address}/#token={TOKEN}")
@@ -308,3 +310,20 @@ def test_what_hosts_say_is_text_and_what_is_missing_is_no_end(browser: Browser, 
         assert browser.run("document.querySelectorAll('img').length") == 0
         assert browser.run("document.getElementById('run').textContent") == RED
         assert browser.run("document.getElementById('time').textContent").count("was training") == 2
+
+
+@in_browser
+def test_the_pictures_of_the_docs_are_those_of_today(browser: Browser, tmp_path: Path) -> None:
+    """Drawn by scripts/page_picture. The picture of the page is as high as the page; fonts differ between machines."""
+    docs, (*_, replaced) = Path(__file__).parents[2] / "docs", recorded()
+    assert texts_of(page_kit.terminal(replaced)) == texts_of((docs / "top.svg").read_text())
+    with served_page(lambda: replaced, tmp_path) as address:
+        browser.look(f"http://{address}/#token={TOKEN}", width=1280)
+        browser.wait_for(f"(rows => rows.length === {len(replaced['hosts'])} && rows)({TEXTS})")
+        browser.picture(tmp_path / "page.png")
+    now, then = (struct.unpack(">II", (folder / "page.png").read_bytes()[16:24]) for folder in (tmp_path, docs))
+    assert now == pytest.approx(then, rel=0.02)
+
+
+def texts_of(picture: str) -> list[str]:
+    return re.findall(r"<text [^>]*>([^<]*)</text>", picture)

@@ -103,13 +103,6 @@ def test_top_in_a_terminal_goes_on_until_it_is_interrupted(job: Job) -> None:
         os.close(ours)
 
 
-def test_without_rich_the_table_is_printed_once(job: Job, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    status, shown = at_end(capsys, "top", "--run-id", job.run)
-    assert (status, shown.count(f"{job.run}/a")) == (0, 2)  # that it leads, and its row
-
-
 def judged(answers: dict[str, Any], later: float = 0.0) -> list[str]:
     """The alerts after two looks at real answers, as if they had come so much ``later``."""
     history, alerts = watch.History(3600.0), watch.Alerts(watch.read_rules(watch.RULES.read_text()))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
 from gemini_ft.agent.lifecycle import agent_environment
 from gemini_ft.cli import main as cli
 from gemini_ft.cli.goodput import ledgers
-from gemini_ft.core.goodput import Phase, TimeLedger
+from gemini_ft.core.goodput import Phase, RunTime, TimeLedger, by_cause
 from gemini_ft.events import EventLog, read_events
 
 
@@ -110,6 +112,71 @@ def test_a_failure_of_which_nobody_has_told() -> None:
     assert [(failure.cause, failure.step, failure.resumed) for failure in ledger.failures] == [("", 1, 1)]
     assert ledger.failures[0].seconds == {Phase.RENDEZVOUS: 7}
     assert ledger.seconds[Phase.TRAINING] == 2
+
+
+def test_what_was_kept_of_a_run_goes_on_where_nobody_has_seen_it() -> None:
+    first = TimeLedger(0.0)
+    first.joined(2.0, 1, 0)
+    first.stepped(5.0, 1, 0.0)
+    kept = first.kept(1000.0)
+    assert kept is not None
+    alone = TimeLedger(50.0)  # after the loss of everything, from what was stored at step 1
+    assert alone.kept(1000.0) is None
+    alone.go_on(kept, 1000.0)
+    alone.waited(52.0, 1.0)
+    alone.joined(53.0, 2, 1)
+    alone.restored(54.0)
+    alone.stepped(56.0, 2, 0.0)
+    expected = {Phase.TRAINING: 3 + 2, Phase.RENDEZVOUS: 2 + 1 + 1, Phase.STORAGE: 1, Phase.RESTORE: 1}
+    assert {phase: seconds for phase, seconds in alone.seconds.items() if seconds} == expected
+    assert [(failure.cause, failure.step, failure.resumed, sum(failure.seconds.values())) for failure in alone.failures] == [("", 1, 1, 4)]
+    alone.go_on(kept, 1000.0)  # it has seen the run by now
+    assert alone.total == 11
+    alone.failed(57.0, "died", "a")
+    beside = TimeLedger(70.0)  # the agent of a host that takes the place of a lost one
+    told = alone.kept(1000.0)
+    assert told is not None
+    assert told.failures[1].at == 1057.0
+    beside.go_on(told, 990.0)
+    beside.joined(71.0, 3, 1)
+    beside.restored(72.0)
+    beside.stepped(74.0, 2, 0.0)
+    assert [(failure.cause, failure.at) for failure in beside.failures] == [("", 60.0), ("died", 67.0)]
+    assert beside.failures[1].seconds == {Phase.DETECTION: 1, Phase.RENDEZVOUS: 1, Phase.RESTORE: 1, Phase.REPLAY: 2, Phase.STALL: 0}
+    assert beside.total - sum(beside.earlier.values()) == 4
+    assert len(alone.failures[1].seconds) == 1, "the ledgers share nothing"
+
+
+def test_an_agent_that_begins_in_the_middle_of_an_attempt_books_all_of_it() -> None:
+    before = TimeLedger(0.0)
+    before.joined(1.0, 1, 0)
+    kept = before.kept(0.0)
+    assert kept is not None
+    ledger = TimeLedger(20.0)
+    ledger.go_on(kept, 0.0, since=2.0)
+    ledger.joined(2.0, 2, 0)
+    ledger.stepped(21.0, 9, 0.5)
+    assert (ledger.seconds[Phase.TRAINING], ledger.seconds[Phase.STALL], ledger.total, ledger.failures) == (18.5, 0.5, 20, [])
+
+
+def test_of_many_failures_the_older_ones_are_added_up_by_cause() -> None:
+    ledger = TimeLedger(0.0)
+    for number in range(100):
+        ledger.joined(4.0 * number + 1, number + 1, number)
+        ledger.stepped(4.0 * number + 2, number + 1, 0.0)
+        ledger.failed(4.0 * number + 4, "hang" if number % 4 else "died", "a")
+    assert len(ledger.failures) < 40
+    assert {failure.cause: failure.count for failure in by_cause(ledger.failures)} == {"died": 25, "hang": 75}
+    assert sum(failure.seconds[Phase.DETECTION] for failure in ledger.failures) == ledger.seconds[Phase.DETECTION] == 200
+    kept = ledger.kept(0.0)
+    assert kept is not None
+    assert TypeAdapter(RunTime).validate_json(TypeAdapter(RunTime).dump_json(kept)) == kept
+
+
+@pytest.mark.parametrize("wrong", [{"seconds": {"training": math.nan}}, {"seconds": {"training": -1}}, {"seconds": {}, "is_lost": True}])
+def test_a_ledger_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        TypeAdapter(RunTime).validate_python(wrong)
 
 
 def test_a_rank_of_the_past_changes_nothing() -> None:
@@ -256,9 +323,11 @@ def test_events_of_several_files_are_one_run(tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["goodput", "--json", *map(str, files)]) == 0
     found = json.loads(capsys.readouterr().out)["main"]
     assert found["total_seconds"] == 10
+    assert found["causes"] == {"died": {"failures": 1, "lost_seconds": 5.0, "seconds": found["failures"][0]["seconds"]}}
     assert found["failures"][0] | {"at": 0} == {
         "at": 0,
         "cause": "died",
+        "failures": 1,
         "host": "a",
         "step": 1,
         "resumed": 1,
@@ -272,7 +341,7 @@ def test_where_there_are_no_events_the_way_to_get_them_is_said(
 ) -> None:
     monkeypatch.delenv("GEMINI_EVENTS", raising=False)
     assert cli.main(["goodput"]) == 2
-    assert "give the file that the run had in GEMINI_EVENTS" in capsys.readouterr().err
+    assert "give its id, or the file that it had in GEMINI_EVENTS" in capsys.readouterr().err
     assert cli.main(["goodput", str(tmp_path / "none")]) == 2
     assert f"there is no file {tmp_path / 'none'}" in capsys.readouterr().err
     (tmp_path / "empty").touch()

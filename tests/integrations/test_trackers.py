@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
+import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,9 +98,9 @@ def test_a_run_that_mlflow_no_longer_has_gives_way_to_a_new_one(
     assert "MLflow cannot go on with run mlflow-0" in caplog.text
 
 
-def trained(folder: Path, steps: int) -> list[dict[str, Any]]:
+def trained(folder: Path, steps: int, doubles: bool = True) -> list[dict[str, Any]]:
     """Trains by transformers' Trainer with its callbacks for both trackers, and ends as a crash would after so many steps."""
-    lines = install(folder / "trackers")
+    lines = install(folder / "trackers") if doubles else ()
     from huggingface_case import Texts, model
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.integrations import MLflowCallback, WandbCallback
@@ -116,7 +120,7 @@ def trained(folder: Path, steps: int) -> list[dict[str, Any]]:
     trainer = Trainer(model=model(), args=TrainingArguments(**options), train_dataset=Texts(22), callbacks=callbacks)
     with pytest.raises(KeyError, match="over"):
         trainer.train()
-    assert not {"WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID"} & os.environ.keys()
+    assert not (doubles and {"WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID"} & os.environ.keys())
     return [line for tracker in lines for line in tracker.told()]
 
 
@@ -132,6 +136,39 @@ def test_runs_of_transformers_callbacks_go_on_and_are_not_begun_anew(tmp_path: P
         assert runs == [(f"{tracker}-0", what) for what in ("begun", "continued")]
         assert {line["step"] for line in lines if line["what"] == "logged"} == {1, 2, 3, 4, 5, 6}
         assert any(name.endswith("gemini/goodput") for line in lines for name in line.get("names", ()))
+
+
+@contextlib.contextmanager
+def mlflow_server(folder: Path) -> Iterator[str]:
+    """MLflow's own server in a process of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        host, port = free.getsockname()
+    place = ["--backend-store-uri", f"sqlite:///{folder}/runs.db", "--artifacts-destination", str(folder / "artifacts")]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1", *place]
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.preloaded("deepspeed", "transformers")
+@pytest.mark.timeout(180)
+def test_runs_of_the_packages_themselves_go_on_at_mlflows_server_and_offline_at_wandb(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="needs mlflow: pip install mlflow")
+    pytest.importorskip("wandb", reason="needs wandb: pip install wandb")
+    environ = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
+    with mlflow_server(tmp_path) as address, World(tmp_path, MLFLOW_TRACKING_URI=address, **environ) as world:
+        for steps in (3, 6):
+            world.outcome(trained, tmp_path, steps, False)
+        client = mlflow.MlflowClient(address)
+        (run,) = client.search_runs(["0"])
+        assert {point.step for point in client.get_metric_history(run.info.run_id, "loss")} == {1, 2, 3, 4, 5, 6}
+        assert "gemini/goodput" in "".join(run.data.metrics)
+    ids = [path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")]
+    assert len(ids) == 2
+    assert len({*ids}) == 1, "W&B takes both for parts of one run when they are synchronized"
 
 
 # -- without a training
@@ -172,8 +209,12 @@ def test_the_environment_names_no_run_that_mlflow_no_longer_has(anew: Any, caplo
 def test_figures_are_asked_for_now_and_then_and_an_agent_that_is_away_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     now, asked = [100.0], list[str]()
     accounts: list[dict[str, Any]] = [{}, {"streams": {"other": {}}}]
-    accounts.append({"streams": {"main": {"measures": {"seconds": {"training": 3.0, "replay": 1.0}, "restarts": {"died": 2, "hang": 1}}}}})
-    accounts.append({"streams": {"main": {"measures": {"seconds": {"training": 0.0}, "restarts": {}}}}})
+    runs = [
+        {"seconds": {"training": 3.0, "replay": 1.0}, "failures": [{"count": 2}, {"count": 1}]},
+        {"seconds": {"training": 0.0}, "failures": []},
+        None,
+    ]
+    accounts += [{"streams": {"main": {"measures": {"run": run}}}} for run in runs]
 
     def account_of(run: str, seconds: float) -> dict[str, Any]:
         asked.append(run)
@@ -182,10 +223,10 @@ def test_figures_are_asked_for_now_and_then_and_an_agent_that_is_away_costs_noth
     monkeypatch.setattr(endings, "account_of", account_of)
     monkeypatch.setattr(trackers.time, "monotonic", lambda: now[0])
     figures, found = trackers.TimeFigures("r", "main"), []
-    for _ in range(4):
+    for _ in range(5):
         found.append(figures.due())
         assert figures.due() == {}
         now[0] += 31
-    assert asked == ["r"] * 4
+    assert asked == ["r"] * 5
     told = {"gemini/training_seconds": 3.0, "gemini/replay_seconds": 1.0, "gemini/goodput": 0.75, "gemini/restarts": 3.0}
-    assert found == [{}, {}, told, {"gemini/training_seconds": 0.0, "gemini/goodput": 0.0, "gemini/restarts": 0.0}]
+    assert found == [{}, {}, told, {"gemini/training_seconds": 0.0, "gemini/goodput": 0.0, "gemini/restarts": 0.0}, {}]

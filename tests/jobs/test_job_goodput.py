@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from agent_kit import agent_pid, end_agent
 from rank_kit import World
-from session_case import loop
+from session_case import loop, wait_for_upload
 
+from gemini_ft.agent import lifecycle
 from gemini_ft.cli import main as cli
 from gemini_ft.events import read_events
 
@@ -71,3 +77,52 @@ def test_the_time_of_a_job_that_is_killed_twice(tmp_path: Path, capsys: pytest.C
         assert ("replay" in failure["seconds"]) == (failure["resumed"] < step)
     for phase in ("detection", "restore", "replay"):  # only failures cost these
         assert sum(failure["seconds"].get(phase, 0) for failure in found["failures"]) == pytest.approx(found["seconds"][phase])
+
+
+def _lose_an_agent(iteration: int, *rest: Any) -> None:
+    wait_for_upload(iteration, *rest)
+    if iteration == _AGENT_LOST_AT and os.environ["RANK"] == "0" and (pid := agent_pid(os.environ["GEMINI_RUN_ID"], "a")) is not None:
+        os.kill(pid, signal.SIGKILL)
+
+
+_AGENT_LOST_AT = 20
+
+
+def test_a_job_of_which_only_storage_is_left_goes_on_with_its_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So do a host whose agent alone is new, and an agent that its worker has started in the middle of an attempt."""
+    url = f"file://{tmp_path}/store"
+    train = partial(loop, storage={"url": url, "every_steps": 2}, during=_lose_an_agent)
+
+    def ledger(*options: str) -> dict[str, Any]:
+        assert cli.main(["goodput", "--json", world.run, *options]) == 0
+        found = json.loads(capsys.readouterr().out)["main"]
+        assert sum(found["seconds"].values()) == pytest.approx(found["total_seconds"])
+        return dict(found)
+
+    def of_host(host: str) -> Any:
+        return json.loads(lifecycle.status(world.run, host) or "")["streams"]["main"]["measures"]
+
+    with World(tmp_path, 2, hosts=["a", "b"], GEMINI_FAULTS="step=5:rank=1:sigkill") as world:
+        world.finish(train, 8)
+        assert world.restarts == 1
+        for host in "ab":
+            end_agent(world.run, host)
+        stored = ledger("--storage", url)
+        assert stored["causes"].keys() == {"died"}
+        world.outcome(train, 3)
+        again = ledger()
+        assert [failure["cause"] for failure in again["failures"]] == ["died", None]
+        assert again["causes"]["died"] == stored["causes"]["died"]
+        assert again["causes"]["?"]["seconds"]["restore"] > 0
+        assert all(again["seconds"][phase] >= seconds for phase, seconds in stored["seconds"].items())
+        of_a = of_host("a")
+        assert of_a["run"]["seconds"]["training"] - of_a["seconds"]["training"] == pytest.approx(stored["seconds"]["training"])
+        end_agent(world.run, "b")
+        world.outcome(train, 3)
+        assert len(of_host("b")["run"]["failures"]) == 3
+        assert sum(of_host("b")["run"]["seconds"].values()) > again["total_seconds"]
+        before = of_host("a")["run"]["seconds"]
+        world.outcome(train, 6)
+        assert len(re.findall(r"agent \d+ of run", world.log("a"))) == 3
+        after = of_host("a")["run"]["seconds"]
+        assert all(after[phase] >= seconds for phase, seconds in before.items()), (before, after)

@@ -38,25 +38,31 @@ def test_a_sick_host_does_not_join_and_a_slow_one_is_drained_when_a_spare_waits(
     assert worlds == [["host1", "host2"], ["host1", "host3"]]
 
 
-def test_a_host_that_hangs_is_judged_and_listed_and_a_spare_takes_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("mode", ["sleeps", pytest.param("flips", marks=pytest.mark.soak)])
+def test_a_host_that_hangs_or_miscomputes_is_judged_and_listed_and_a_spare_takes_its_place(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its command is content until its rank falls asleep."""
+    """Its command is content until its rank falls asleep, or one of its weights changes in memory."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     health = f'test "$GEMINI_HOST_ID" != host1 || test ! -e {tmp_path}/sick || {{ echo broken; exit 9; }}'
     env = {"GEMINI_HEALTH": health, "GEMINI_HANG_TIMEOUT": "4", "XDG_RUNTIME_DIR": str(tmp_path)}
-    with EmulatedHosts(2, [SCRIPT, "30", "host1", "sleeps"], tmp_path, env=env, launcher=LAUNCHER) as hosts:
+    with EmulatedHosts(2, [SCRIPT, "30", "host1", mode], tmp_path, env=env, launcher=LAUNCHER) as hosts:
         hosts.wait_for(lambda: hosts.events("committed"))
         hosts.add()
         hosts.wait_for(lambda: hosts.status("host1") == UNHEALTHY)
-        assert {(hang["cause"], *hang["ranks"]) for hang in hosts.events("hang")} == {("asleep", rank_of(hosts, "host1"))}
+        rank = rank_of(hosts, "host1")
+        hangs = {(hang["cause"], *hang["ranks"]) for hang in hosts.events("hang")}
+        assert hangs == ({("asleep", rank)} if mode == "sleeps" else set())
+        assert {key for event in hosts.events("replayed") for key in event["ranks"]} == ({str(rank)} if mode == "flips" else set())
         why = "the health command ended with status 9: broken"
         assert out_of_use(hosts.run) == {"host1": why}
         assert main(["hosts", "--run-id", hosts.run]) == 0
         assert main(["status", "--run-id", hosts.run, "--host", "host0"]) == 0
         listed, shown = capsys.readouterr().out.split("out of use: ")
         assert f"host1  {why}" in listed
-        assert shown.startswith(f"host host1: {why}")
+        assert shown.startswith(f"host host1: {why}; taken back by `gemini hosts --take-back host1`")
+        assert main(["hosts", "--run-id", hosts.run, "--take-back", "host1"]) == 0  # by the launchers at work
+        assert out_of_use(hosts.run) == {}
         hosts.wait_for(lambda: (hosts.status("host0"), hosts.status("host2")) == (0, 0))
 
 

@@ -99,6 +99,8 @@ class TestResume:
         lose_all(two)
         results = two.outcome(*run(server.endpoint, 1))
         assert [(result["start"], max(result["restored"])) for result in results] == [(6, "storage")] * 2
+        measures = json.loads(lifecycle.status(two.run, "host0") or "")["streams"]["main"]["measures"]
+        assert measures["run"]["seconds"]["training"] > measures["seconds"]["training"]  # the time before is in it
 
     def test_each_shard_is_read_once(self, two: World, proxy: S3Proxy) -> None:
         two.outcome(*run(proxy.endpoint, 2, width=400_000))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,7 @@ from gemini_ft.events import read_events
 
 AT = 6  # the iteration after which it does so
 TIMEOUT = 3.0  # seconds: on a busy machine a step may take one
+SUMMARY = "Job summary: 3 processes, 1 node"
 Act = Callable[[], bool | None]  # True: it leaves the loop
 
 
@@ -67,8 +69,22 @@ def _odd_one(act: Act, culprit: int, at: int, iteration: int, *_: Any) -> bool:
     return bool(act()) if (iteration, dist.get_rank()) == (at, culprit) else False
 
 
+def answer_as_nccl(address: str) -> None:
+    """Answers one question at an address, as NCCL's RAS does."""
+
+    def serve(listener: socket.socket) -> None:
+        with listener, listener.accept()[0] as asker:
+            asker.recv(100)
+            asker.sendall(f"OK\n{SUMMARY}\n".encode())
+
+    host, port = address.split(":")
+    threading.Thread(target=serve, args=[socket.create_server((host, int(port)))], daemon=True).start()
+
+
 def hang(act: Act, culprit: int, at: int = AT) -> dict[str, Any]:
     """Trains, and then waits until the job has been judged: the end of this process would make the others fail."""
+    if os.environ["RANK"] == "0" and (address := os.environ.get("NCCL_RAS_ADDR")):
+        answer_as_nccl(address)
     during = partial(_odd_one, act, culprit, at)
     result = loop(10**6, during=during, hang_timeout=TIMEOUT, close=True)
     eventually(lambda: hangs(os.environ["GEMINI_EVENTS"]))

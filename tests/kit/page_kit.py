@@ -6,9 +6,11 @@ import asyncio
 import base64
 import contextlib
 import copy
+import io
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -19,7 +21,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from rich.console import Console
+
+from gemini_ft.agent.figures import samples
 from gemini_ft.agent.metrics_page import MetricsPage
+from gemini_ft.cli.top import screen
 
 TOKEN = "a-token-of-some-length"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -41,6 +47,14 @@ def of_size(job: Job, hosts: int) -> Job:
         found["hosts"][f"host{number}"] = account
     found["hosts"]["host0"]["account"]["streams"]["main"]["job"] |= {"hosts": hosts, "ranks": 8 * hosts}
     return found
+
+
+def terminal(job: Job) -> str:
+    """A picture of what ``gemini top`` shows of a moment."""
+    answers = {f"{job['run']}/{host}": list(samples(of["account"])) for host, of in job["hosts"].items()}
+    console = Console(record=True, width=185, file=io.StringIO())
+    console.print(screen(answers, job["at"]))
+    return re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title="gemini top", unique_id="top"), flags=re.DOTALL)  # from elsewhere
 
 
 @contextlib.contextmanager

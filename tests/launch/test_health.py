@@ -175,12 +175,13 @@ def test_a_command_that_leaves_something_in_the_background_has_ended(tmp_path: P
 
 
 def test_what_a_command_leaves_in_the_background_lives_when_the_launcher_ends(tmp_path: Path) -> None:
-    """It writes to the command's output. The launcher keeps neither a thread nor a descriptor for it."""
+    """It writes to the command's output, which takes no more memory. The launcher keeps neither a thread nor a descriptor for it."""
+    (tmp_path / "left").write_text("while ! test -e ended; do sleep 0.05; done; head -c 3000000 /dev/zero; touch alive; exec sleep 60")
     code = f"""
 import os, threading, time
 from gemini_ft.launch.health import Judgement
 before = os.listdir("/proc/self/fd")
-judgement = Judgement("(while ! test -e {tmp_path}/ended; do sleep 0.05; done; echo; touch {tmp_path}/alive) &", 60.0)
+judgement = Judgement("cd {tmp_path}; sh left & echo $! > pid", 60.0)
 while judgement.outcome(0.2) is None:
     pass
 del judgement
@@ -189,7 +190,11 @@ assert os.listdir("/proc/self/fd") == before
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     (tmp_path / "ended").touch()
-    eventually(lambda: (tmp_path / "alive").exists(), "a sign of life")
+    try:
+        eventually(lambda: (tmp_path / "alive").exists(), "a sign of life")
+        assert os.stat(f"/proc/{written(tmp_path / 'pid')}/fd/1").st_size == 0
+    finally:
+        os.kill(written(tmp_path / "pid"), signal.SIGKILL)
 
 
 def test_a_launcher_that_is_stopped_ends_its_health_command(tmp_path: Path) -> None:

@@ -271,6 +271,27 @@ def test_a_hook_that_comes_after_the_call_and_scales_the_gradient_of_its_output_
     assert not [record for record in caplog.records if record.name == "gemini_ft"], caplog.text
 
 
+class GivesParts(EightWide):
+    """Gives its result, a view of it, and what was computed from it."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = super().forward(x)
+        return {"hidden": hidden, "parts": hidden.split(4, dim=1), "out": torch.relu(hidden)}
+
+
+def test_outputs_that_come_from_one_another_and_hooks_of_the_script_are_no_difference(caplog: pytest.LogCaptureFixture) -> None:
+    """A pre-hook that changes arguments is called again with what the script gave, and not with what it had made of that."""
+    model, replay = GivesParts(), alone()
+    model.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    optimizer = Adam(model.parameters(), lr=1e-2)
+    replay.arm({"model": model}, [optimizer])
+    found = model(torch.randn(4, 8))
+    (found["hidden"].square().mean() + found["parts"][1].sum() + found["out"].mean()).backward()
+    optimizer.step()
+    assert replay.is_over
+    assert not [record for record in caplog.records if record.name == "gemini_ft"], caplog.text
+
+
 def test_what_one_hook_of_a_call_disarms_another_one_does_not_record() -> None:
     model, replay = nn.Sequential(EightWide()), alone()
     model.register_forward_pre_hook(lambda *_: replay.disarm())

@@ -17,6 +17,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gemini_ft.core.goodput import FailureCost, Phase, RunTime
 from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import ConfigError, CorruptDataError, FormatError, ObjectGoneError, StorageError, StorageUnclearError, SupersededError
@@ -25,6 +26,8 @@ from gemini_ft.storage.base import RangeReader, Steps, Storage, ignore
 from gemini_ft.storage.checkpoints import (
     FORMAT_VERSION,
     Manifest,
+    body_checksum,
+    checked,
     checkpoint_folder,
     examine,
     list_checkpoints,
@@ -103,6 +106,7 @@ def manifest_for(storage: Storage, at: Version, run: str = "run", stream: str = 
         logical_hash=layout.logical_hash,
         shards=shards,
         versions={"torch": "2.13.0"},
+        time=RunTime(seconds={Phase.TRAINING: 1.5}, failures=(FailureCost(at=0.5, cause="hang", host="a", step=3),), is_lost=True),
     )
 
 
@@ -167,6 +171,14 @@ def test_a_manifest_comes_back_whole(storage: LocalStorage) -> None:
     assert read_manifest(storage, manifest.folder) == manifest
     assert manifest.version == version(10)
     assert manifest.created.tzinfo is not None
+
+
+def test_what_was_stored_before_the_time_of_a_run_was_kept_is_read(storage: LocalStorage) -> None:
+    manifest = save(storage, version(10))
+    body = checked(storage.get(key := f"{manifest.folder}/manifest.json"))
+    del body["time"]
+    storage.put(key, [json.dumps({**body, "xxh3": body_checksum(body)}).encode()])
+    assert read_manifest(storage, manifest.folder) == manifest.model_copy(update={"time": None})
 
 
 def test_shards_come_back_by_their_manifest(storage: LocalStorage) -> None:

@@ -29,6 +29,7 @@ function drawn(name, attributes) {
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 const count = (value) => (isNumber(value) ? String(Math.round(value)) : "-");
 const words = (phase) => phase.replaceAll("_", " ");
+const byPhase = (seconds) => Object.fromEntries(PHASES.map((phase) => [phase, seconds?.[words(phase)] || 0]));
 const percent = (share) => `${(100 * share).toFixed(1)}%`;
 
 function time(seconds) {
@@ -135,7 +136,7 @@ function cellsOf({ host, heard, account, stream, of, away }, now) {
 function incidentsOf(rows) {
   const found = new Map();
   for (const { host, stream, of } of rows) {
-    for (const failure of of?.measures?.failures ?? []) {
+    for (const failure of of?.measures?.run?.failures?.slice(-8) ?? []) {
       const key = `${stream} ${failure.incarnation}`;
       const one = found.get(key) ?? { stream, at: failure.at, cause: "", hosts: [], step: 0, resumed: null, seconds: {} };
       const [before, after] = [CAUSES.indexOf(one.cause), CAUSES.indexOf(failure.cause)];
@@ -144,7 +145,8 @@ function incidentsOf(rows) {
       one.at = Math.min(one.at, failure.at);
       one.step = Math.max(one.step, failure.step);
       one.resumed = failure.resumed ?? one.resumed;
-      for (const phase of PHASES) one.seconds[phase] = Math.max(one.seconds[phase] || 0, failure.seconds?.[phase] || 0);
+      const lost = byPhase(failure.seconds);
+      for (const phase of PHASES) one.seconds[phase] = Math.max(one.seconds[phase] || 0, lost[phase] || 0);
       found.set(key, one);
     }
   }
@@ -221,7 +223,7 @@ function showTime(rows) {
   for (const stream of new Set(rows.filter(({ of }) => of).map((row) => row.stream))) {
     const own = rows.filter((row) => row.stream === stream && row.of);
     const { host, of } = own.find((row) => row.of.job) ?? own[0];
-    const seconds = of.measures?.seconds ?? {};
+    const seconds = byPhase(of.measures?.run?.seconds);
     const total = sum(Object.values(seconds));
     if (!total) continue;
     parts.push(made("p", `${stream}, as host ${host} sees it: ${percent((seconds.training || 0) / total)} of ${time(total)} was training.`), ...phases(seconds, total, `Time of ${stream}`));
