@@ -401,35 +401,44 @@ def test_a_worker_that_is_stopped_while_it_waits_for_its_next_attempt_is_replace
 @pytest.mark.parametrize("does", ["runs on", "is stopped", "is stopped for a moment", "is stopped after its first step"])
 def test_a_worker_that_is_stopped_before_its_first_step_is_killed(does: str, caplog: pytest.LogCaptureFixture) -> None:
     """The others waited for it until the process group's timeout, half an hour."""
-    workers = Workers()
+    workers, words = Workers(), [BEGUN, ARRIVED] if does.endswith("step") else [BEGUN]
     survivors, rank = Survivors(workers, 0.3), {"LOCAL_RANK": "0"}
-    end, theirs = channel.pair()
-    child = subprocess.Popen(["sleep", "100"], start_new_session=True)
-    process = workers.adopt(child.pid, child.poll)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+                end.connect(f"\0{survivors.address}")
+                channel.send(end, {"word": PARKED})
+                channel.receive(end)
+                for word in words:
+                    channel.send(end, {"word": word})
+                os.write(writer, b"x")
+                time.sleep(100)
+        finally:
+            os._exit(3)
+    process = workers.adopt(pid, lambda: os.waitstatus_to_exitcode(done[1]) if (done := os.waitpid(pid, os.WNOHANG))[0] else None)
     try:
-        with end, theirs:
-            theirs.setblocking(False)
-            first = survivors.begin(rank, [], lambda: process)
-            survivors._channels[process.pid] = theirs
-            channel.send(end, {"word": PARKED})
-            first.end(1)
-            second = survivors.begin(rank, [], lambda: pytest.fail("another one is started"))
-            assert second.poll() is None
-            for word in [BEGUN, ARRIVED] if does.endswith("step") else [BEGUN]:
-                channel.send(end, {"word": word})
-            assert second.poll() is None
-            if does != "runs on":
-                os.kill(process.pid, signal.SIGSTOP)
-            if does.endswith("moment"):
-                os.kill(process.pid, signal.SIGCONT)
-            until = time.monotonic() + (30.0 if does == "is stopped" else 0.5)
-            while time.monotonic() < until and second.poll() is None:
-                time.sleep(0.02)
-            assert second.poll() == (-signal.SIGKILL if does == "is stopped" else None)
-            assert ("was stopped before its first step, for 0.3 s (in_place_timeout)" in caplog.text) == (does == "is stopped")
+        first = survivors.begin(rank, [], lambda: process)
+        first.end(1)
+        second = survivors.begin(rank, [], lambda: pytest.fail("another one is started"))
+        eventually(lambda: second.poll() is None and is_readable(reader), "its word")
+        assert second.poll() is None
+        if does != "runs on":
+            os.kill(pid, signal.SIGSTOP)
+        if does.endswith("moment"):
+            os.kill(pid, signal.SIGCONT)
+        until = time.monotonic() + (30.0 if does == "is stopped" else 0.5)
+        while time.monotonic() < until and second.poll() is None:
+            time.sleep(0.02)
+        assert second.poll() == (-signal.SIGKILL if does == "is stopped" else None)
+        assert ("was stopped before its first step, for 0.3 s (in_place_timeout)" in caplog.text) == (does == "is stopped")
     finally:
         survivors.kill(process)
         survivors.close()
+        os.close(reader)
+        os.close(writer)
 
 
 @pytest.mark.parametrize("state", ["parked", "stopped", "ended"])
