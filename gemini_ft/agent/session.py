@@ -125,6 +125,11 @@ class AgentSession:
         return self.failover.leader.unheard(time.monotonic()) if self.failover.leader is not None else []
 
     @property
+    def gone(self) -> list[str]:
+        """Those of them that have no connection any more, on the host that leads."""
+        return self.failover.leader.missing(time.monotonic()) if self.failover.leader is not None else []
+
+    @property
     def is_obeyed(self) -> bool:
         return self.failover.leader is not None and self.failover.leader.is_obeyed
 

@@ -468,6 +468,7 @@ class Stream:
             "reaches_leader": session is not None and session.reaches_leader,
             "job": session.job if session is not None else None,
             "unheard": session.unheard if session is not None else [],
+            "gone": session.gone if session is not None else [],
             "committed": host.committed.iteration if host.committed else None,
             "committed_age": min(ages, default=None),
             "command": self.launch.command if self.launch is not None else [],

@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from tempfile import mkdtemp
 from types import FrameType
@@ -40,7 +41,7 @@ from gemini_ft.hosts import began, host_id, lasting_names
 from gemini_ft.launch import grace
 from gemini_ft.launch.failures import may_go_away
 from gemini_ft.launch.health import HostHealth
-from gemini_ft.launch.notes import DRAINED, DRAINED_STATUS, PROTECTED, REFUSED, Notes
+from gemini_ft.launch.notes import DRAINED, DRAINED_STATUS, PROTECTED, REFUSED, WAITS, Notes
 from gemini_ft.launch.replaced import replaced
 from gemini_ft.wire.private import newest_first, runtime_folder
 from gemini_ft.wire.worker_messages import AskDrain, Draining, GetStatus, Status, TellSpares, ToWorker
@@ -182,10 +183,11 @@ def account_of(run: str, seconds: float = lifecycle.ANSWER_SECONDS) -> dict[str,
         return {}
 
 
-def unheard(run: str) -> set[str]:
-    """The lasting names of the hosts of which this host's agent hears nothing, if it leads the commits of a run."""
+def unheard(run: str) -> dict[str, bool]:
+    """The lasting names of the hosts of which this host's agent hears nothing, if it leads; whether they have no connection any more."""
     streams = account_of(run, _UNHEARD_SECONDS).get("streams", {}).values()
-    return {name for stream in streams for host in stream.get("unheard", ()) for name in lasting_names(host)}
+    found = [(host, host in stream.get("gone", ())) for stream in streams for host in stream.get("unheard", ())]
+    return {name: is_gone for host, is_gone in found for name in lasting_names(host)}
 
 
 def tell_spares(run: str, waiting: int, lacking: int) -> bool:
@@ -220,18 +222,24 @@ def await_workers(context: Any) -> None:
 class Endings:
     """The failures of one job's workers on this host.
 
+    Args:
+        join_seconds: for which absent hosts are waited for that alone may have what was committed.
+
     Attributes:
         status: with which the job ends for good; 0: not yet.
         shown: the failure that is final, of one worker; the others' failures mostly follow from it, or are the same.
         has_begun: whether workers have been started.
         has_drained: whether a worker has left after a committed step; where a drain has begun, workers may as well have failed before.
+        waits_since: when the workers first failed only because such hosts are absent, and have ever since; None: they have not.
     """
 
-    def __init__(self, notes: Notes, run: str) -> None:
+    def __init__(self, notes: Notes, run: str, join_seconds: float = math.inf) -> None:
         self.status = 0
         self.shown: ProcessFailure | None = None
         self.has_begun = self.has_drained = False
-        self._notes, self._run = notes, run
+        self._notes, self._run, self._join_seconds = notes, run, join_seconds
+        self.waits_since: float | None = None
+        self._waits = 0  # how often workers had said so at the last failure
         self._before: set[tuple[str, str, str, str]] = set()
         self._since = time.monotonic()
         self._has_warned = False
@@ -258,9 +266,24 @@ class Endings:
             text = "the same %s for the second time%s, at %s: another restart would only repeat it. %s"
             _log.error(text, kind, when, where, self._kept())
         self.look(has_failed=True)
+        self._judge_wait(failed)
         if not self.status:
             failpoints.reached("launcher_restarts")
         return bool(self.status)
+
+    def _judge_wait(self, failed: Sequence[ProcessFailure]) -> None:
+        """Ends the job where absent hosts have been waited for long enough."""
+        before, self._waits = self._waits, self._notes.count(WAITS)
+        if self.status or self._waits == before:
+            self.waits_since = None
+        elif self.waits_since is None:
+            self.waits_since = time.monotonic()
+            text = "hosts that are absent may have what was committed (see above): the job waits for them, for %g s at most (join_timeout)"
+            _log.warning(text, self._join_seconds)
+        elif time.monotonic() - self.waits_since >= self._join_seconds:
+            self.status, self.shown = 1, next(iter(failed), None)
+            text = "hosts that may have what was committed have not come back within %g s (join_timeout): the job ends"
+            _log.error(text, self._join_seconds)
 
     def look(self, has_failed: bool = False) -> None:
         """Says once that nothing is protected, when that has cost something or workers have had time to join a run."""
@@ -311,14 +334,17 @@ def _place(data: Any) -> tuple[str, str, str, str] | None:
 
 
 @contextmanager
-def final_endings(notes: Notes, run: str, drain: HostDrain, health: HostHealth, *, interval: float) -> Iterator[Endings]:
+def final_endings(
+    notes: Notes, run: str, drain: HostDrain, health: HostHealth, *, interval: float, join_seconds: float = math.inf
+) -> Iterator[Endings]:
     """Inside, torch's launcher restarts no workers whose failure is final, and none of a host that is drained.
 
     Args:
         health: told which ranks are here, and of hangs that they caused.
         interval: seconds after which torch's launcher looks at the workers though there is no news of them.
+        join_seconds: in which a host must have joined.
     """
-    original, endings = LocalElasticAgent._monitor_workers, Endings(notes, run)
+    original, endings = LocalElasticAgent._monitor_workers, Endings(notes, run, join_seconds)
 
     def monitor(agent: LocalElasticAgent, group: WorkerGroup) -> RunResult:
         endings.has_begun = True
@@ -334,6 +360,8 @@ def final_endings(notes: Notes, run: str, drain: HostDrain, health: HostHealth, 
             raise SignalException("this host is drained", signal.SIGTERM)  # the one end after which the others' rendezvous goes on
         if result.is_failed() and endings.judge(result.failures.values()):
             agent._remaining_restarts = 0
+        elif result.is_failed() and endings.waits_since is not None:
+            agent._remaining_restarts += agent._remaining_restarts > 0  # the restart that follows is none of a failure
         elif result.is_failed() and endings.hung & health.ranks:
             health.suspect("as it kept the job waiting")
         elif result.state == WorkerState.HEALTHY:

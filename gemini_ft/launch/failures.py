@@ -91,11 +91,12 @@ def refusal_behind(error: BaseException | None) -> GeminiError | None:
 def _is_of_its_own(error: BaseException) -> bool:
     """Whether an error is judged by itself, whatever was being handled when it was raised: restarts are for it, or it has a status."""
     has_status = isinstance(error, GeminiError) and hasattr(error, "exit_status")
-    text = _text(error).replace(_text(error.__context__), "")  # which it may repeat
+    text = text_of(error).replace(text_of(error.__context__), "")  # which it may repeat
     return has_status or may_go_away([kind.__name__ for kind in type(error).__mro__], text)
 
 
-def _text(error: BaseException | None) -> str:
+def text_of(error: BaseException | None) -> str:
+    """The error's text; empty if it has none that can be had."""
     try:
         return str(error)
     except Exception:

@@ -32,9 +32,10 @@ logger = logging.getLogger(__name__)
 IN_PLACE = "GEMINI_IN_PLACE"  # in the environment of workers: process id of their launcher, and the abstract address at which they call it
 FAILED, PARKED, LEAVES = "failed", "parked", "leaves"  # a worker's words: its attempt has failed; it waits for the next; it cannot stay
 NEVER = "never"  # and while its attempt goes on: it cannot stay after it
-BEGUN = "begun"  # it has the order to begin the next attempt
+BEGUN, ARRIVED = "begun", "arrived"  # it has the order to begin the next attempt; it has made a step in it
 _REFUSAL = "worker (pid %d) does not stay, and another one is started: %s"
 _LATE = "a surviving worker (pid %d) has not come back within %g s (in_place_timeout): killing it, another one is started"
+_STOPPED = "a surviving worker (pid %d) was stopped before its first step, for %g s (in_place_timeout): killing it"
 _LATE_RESERVE = "a worker in reserve (pid %d) has not come to gemini_ft.run within %g s: killing it, another one is started"
 _ON_ITS_WAY = 300.0  # seconds, at most, for a worker in reserve that has not come to `gemini_ft.run` when it is needed
 _KILL_SECONDS = 30.0  # for the kernel to end a process that was killed
@@ -63,7 +64,7 @@ class Attempt:
         self._before = before  # until the worker has come back from it
         self._status: int | None = None  # with which it has ended, while the process lives
         self._ended_at = 0.0
-        self._begins_by: float | None = None  # until when the worker must have taken the order to begin
+        self._begins_by: float | None = None  # until when the worker must have taken the order to begin, or go on if it is stopped
         self.patience = survivors.seconds
         self.process: Process = before.process if before is not None else survivors.new(start())
         self.pid = self.process.pid
@@ -82,10 +83,10 @@ class Attempt:
                     return None
                 self._survivors.dismiss(self.process.pid)
                 return self.process.poll()
-            if self._survivors.last_word(self.process.pid) is not None:
+            if self._survivors.last_word(self.process.pid) in (FAILED, PARKED, LEAVES):
                 self.end(1)
             elif self._begins_by is not None and self.process.poll() is None and self._survivors.workers.stopped_by is None:
-                self._await_begin(self._begins_by)
+                self._await_arrival(self._begins_by)
         return self.process.poll() if self._status is None else self._status
 
     def wait(self, timeout: float | None = None) -> int:
@@ -122,13 +123,22 @@ class Attempt:
             logger.warning(_LATE_RESERVE if before.is_reserve else _LATE, self.process.pid, before.patience)
         self._replace()
 
-    def _await_begin(self, until: float) -> None:
-        """Starts another worker if this one was stopped while it waited for the order to begin, and does not take it."""
-        if self._survivors.has_begun(self.process.pid):
+    def _await_arrival(self, until: float) -> None:
+        """Starts another worker if this one was stopped and does not take the order to begin; kills one that is stopped after that.
+
+        From its first step on the agent alone watches it.
+        """
+        word, is_late = self._survivors.last_word(self.process.pid), time.monotonic() >= until
+        if word == ARRIVED:
             self._begins_by = None
-        elif time.monotonic() >= until:
-            logger.warning(_LATE, self.process.pid, self._survivors.seconds)
-            self._replace()
+        elif word == BEGUN and not _is_stopped(self.process.pid):
+            self._begins_by = time.monotonic() + self._survivors.seconds
+        elif is_late:
+            logger.warning(_STOPPED if word == BEGUN else _LATE, self.process.pid, self._survivors.seconds)
+            if word == BEGUN:  # others may have met it
+                self._survivors.kill(self.process)
+            else:
+                self._replace()
 
     def _replace(self) -> None:
         self._survivors.kill(self.process)
@@ -157,7 +167,6 @@ class Survivors:
         self._listener.setblocking(False)
         self._channels: dict[int, socket.socket] = {}  # by process id, of those that are inside `gemini_ft.run`
         self._words: dict[int, str] = {}  # the last one of each
-        self._begun: set[int] = set()  # those that have taken their last order
         self._refusals: dict[int, str] = {}  # of those that cannot stay, as they have said
         self._attempts: dict[str, Attempt] = {}  # the last one of each place: the number of a worker among those of this host
         self._reserve: dict[str, tuple[object, ...]] = {}  # places whose worker has not had an attempt yet -> what it was started as
@@ -234,11 +243,6 @@ class Survivors:
         self._hear()
         return self._words.get(pid)
 
-    def has_begun(self, pid: int) -> bool:
-        """Whether a worker has taken the last order to begin that it was sent."""
-        self._hear()
-        return pid in self._begun
-
     def refuses(self, pid: int) -> bool:
         """Whether a worker has said during its attempt that it cannot stay; then the log says why."""
         self._hear()
@@ -253,7 +257,6 @@ class Survivors:
             return False
         if anew:
             del self._words[pid]
-            self._begun.discard(pid)
         try:
             channel.send(self._channels[pid], message, descriptors)
         except OSError:
@@ -275,15 +278,13 @@ class Survivors:
                 while (received := _received(end)) is not None:
                     if received["word"] == NEVER:
                         self._refusals[pid] = received["why"]
-                    elif received["word"] == BEGUN:
-                        self._begun.add(pid)
                     else:
                         self._words[pid] = received["word"]
                         if "why" in received:
                             logger.warning(_REFUSAL, pid, received["why"])
                 self._channels.pop(pid).close()  # it has left `gemini_ft.run`
-                if self._words.get(pid) != LEAVES:
-                    self._words.pop(pid, None)
+                if self._words.get(pid) in (FAILED, PARKED):
+                    del self._words[pid]
                 self._refusals.pop(pid, None)
 
     def dismiss(self, pid: int) -> None:
@@ -301,6 +302,13 @@ class Survivors:
 def _kind(command: Sequence[str], environ: Mapping[str, str]) -> tuple[object, ...]:
     """The parts of a start that torch may make different for each worker (``${local_rank}``, --numa-binding, --virtual-local-rank)."""
     return (*command, *map(environ.get, ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")))
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process that this one has started."""
+    with suppress(ChildProcessError):
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
 
 
 def _received(end: socket.socket) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import signal
 import socket
@@ -128,7 +129,8 @@ def command(argv: Sequence[str]) -> int:
             health.drain = drain.heard_once
             stack.callback(health.end)
             interval, options.monitor_interval = options.monitor_interval, min(_NO_INTERVAL, options.monitor_interval)
-            endings = stack.enter_context(final_endings(notes, run_id, drain, health, interval=interval))
+            seconds = _join_seconds(options)
+            endings = stack.enter_context(final_endings(notes, run_id, drain, health, interval=interval, join_seconds=seconds))
             copy = stack.enter_context(copied_from_pipe(program)) if not (options.module or options.no_python) else None
             reserve = torchrun.determine_local_world_size(options.nproc_per_node) if config.spare == "warm" else 0
             stand_by = stack.enter_context(workers_of(options, program, copy, reserve))
@@ -225,17 +227,19 @@ def check_range(options: argparse.Namespace, config: GeminiConfig, environ: Muta
 
 
 def _check_health(options: argparse.Namespace, config: GeminiConfig) -> None:
-    if config.health is None:
-        return
-    try:
-        seconds = float(_parse_rendezvous_config(options.rdzv_conf).get("join_timeout", RendezvousTimeout().join.total_seconds()))
-    except ValueError:
-        return  # torch's launcher says what is wrong
-    if config.health_timeout >= seconds:
+    if config.health is not None and config.health_timeout >= (seconds := _join_seconds(options)):
         raise ConfigError(
             f"health_timeout={config.health_timeout:g}: must be less than the {seconds:g} s in which a host must have joined "
             "(--rdzv-conf join_timeout=...)"
         )
+
+
+def _join_seconds(options: argparse.Namespace) -> float:
+    """The time in which a host must have joined; infinite where its value is wrong, which torch's launcher says."""
+    try:
+        return float(_parse_rendezvous_config(options.rdzv_conf).get("join_timeout", RendezvousTimeout().join.total_seconds()))
+    except ValueError:
+        return math.inf
 
 
 def in_short(error: ChildFailedError, shown: ProcessFailure | None) -> ChildFailedError:

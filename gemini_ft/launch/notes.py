@@ -14,6 +14,7 @@ NOTES = "GEMINI_NOTES_FILE"  # names the file in the worker's environment
 FIXED = "fixed"  # the job's state can be loaded by the same number of ranks only
 PROTECTED = "protected"  # this worker asks to join a run; if it must not, its error says why
 REFUSED = "refused"  # this worker ends with an error that no restart may talk away
+WAITS = "waits"  # this worker has found that the state is not whole without hosts that are absent, and is about to fail
 LACKS = "lacks"  # the state is not whole without hosts that are absent, and this host is none of those that had it
 STORES = "stores"  # what the job commits last is to be in storage when it ends
 DRAINED = "drained"  # this worker has left after a step that is committed, because its host is drained

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini_ft import accelerator
-from gemini_ft.launch.failures import may_go_away
-from gemini_ft.launch.in_place import NEVER
+from gemini_ft.launch.failures import may_go_away, text_of
+from gemini_ft.launch.in_place import ARRIVED, NEVER
 from gemini_ft.wire import channel
 
 
@@ -45,6 +45,7 @@ class OwnAttempt:
         is_sharded: whether some of it is sharded over a mesh.
         is_of_others: whether it has ended by an error that follows from what another rank has met.
         refusal: the reason why this process cannot stay after it; empty: none is known.
+        has_arrived: whether it has made a step.
     """
 
     def __init__(self, end: socket.socket, at_refusal: Callable[[], object] = lambda: None) -> None:
@@ -60,7 +61,7 @@ class OwnAttempt:
         self.defaults: list[Any] = []
         self.groups: list[Any] = []
         self.is_sharded = False
-        self.is_of_others = False
+        self.is_of_others = self.has_arrived = False
         self.refusal = ""
 
     def await_order(self) -> tuple[dict[str, str], list[int]]:
@@ -92,7 +93,7 @@ class OwnAttempt:
     def blame(self, error: BaseException | None) -> None:
         """Notes whether the error that ends the attempt is this rank's own."""
         if error is not None:
-            self.is_of_others = may_go_away([kind.__name__ for kind in type(error).__mro__], str(error))
+            self.is_of_others = may_go_away([kind.__name__ for kind in type(error).__mro__], text_of(error))
 
     def leave_if_over(self) -> None:
         """Raises OverError in the thread of the training."""
@@ -150,6 +151,13 @@ def leave_if_over() -> None:
     """Ends the attempt, if another worker has failed meanwhile. Raises OverError: another worker has failed."""
     if present is not None:
         present.leave_if_over()
+
+
+def arrived() -> None:
+    """Tells the launcher of the attempt's first step: the agent watches this worker from then on."""
+    if present is not None and not present.has_arrived:
+        present.has_arrived = True
+        present.say(ARRIVED)
 
 
 def has_failed() -> bool | None:

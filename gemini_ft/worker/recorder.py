@@ -59,7 +59,7 @@ from gemini_ft.wire.worker_messages import (
     WriteRecord,
 )
 from gemini_ft.worker import drain
-from gemini_ft.worker.attempt import has_failed, leave_if_over
+from gemini_ft.worker.attempt import arrived, has_failed, leave_if_over
 from gemini_ft.worker.collectives import UNSEEN, Observation, write_record
 from gemini_ft.worker.courier import Courier
 from gemini_ft.worker.drain import Drain
@@ -167,6 +167,7 @@ class Recorder:
             GeminiError: something that must stop the job has happened since the last call.
         """
         self.raise_fatal()
+        arrived()
         self._step_over(iteration)
         self.session.forget_sources()
         self._copying.make_way()

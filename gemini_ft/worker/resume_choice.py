@@ -208,6 +208,7 @@ class Chooser:
 
     def _refuse(self, what: str, way: str, had: Collection[str]) -> NoReturn:
         """Raises PeerError, after a while; ``had``: the hosts that others give way to."""
+        notes.say(notes.WAITS)
         if self._client.welcome.info.host not in had:
             notes.say(notes.LACKS)
         time.sleep(_ABSENT_SECONDS)

@@ -15,6 +15,7 @@ import pytest
 from gemini_ft.cli.goodput import ledgers
 from gemini_ft.errors import FINAL
 from gemini_ft.events import read_events
+from gemini_ft.launch.endings import ENDED_ELSEWHERE
 from gemini_ft.testing import EmulatedHosts
 
 KIT = Path(__file__).parents[1] / "kit"
@@ -236,11 +237,12 @@ def test_a_survivor_that_is_stuck_is_replaced(tmp_path: Path) -> None:
     """And a rank that waits for it stays."""
     whole = job(tmp_path / "whole", keeper="nothing", restart="process", workers=3)
     deeds = [f"{number}:0:{4 + 2 * number}:{deed}" for number, deed in enumerate(["stop", "sleep", "swallow"])]
-    outcome = job(tmp_path / "job", *deeds, "0:1:4:raise", "1:1:6:raise", "2:1:8:raise", workers=3, timeout="2")
+    outcome = job(tmp_path / "job", *deeds, "0:1:4:raise", "1:1:6:raise", "2:1:8:raise", "3:1:start:stop", workers=3, timeout="2")
     assert (whole.status, outcome.status) == (0, 0), outcome.output
     assert outcome.bits == whole.bits
-    assert [len({*rank.pids}) for rank in outcome.ranks] == [4, 1, 1], outcome.output
+    assert [len({*rank.pids}) for rank in outcome.ranks] == [4, 2, 1], outcome.output
     assert outcome.output.count("has not come back within 2 s (in_place_timeout)") == 3
+    assert outcome.output.count("was stopped before its first step, for 2 s (in_place_timeout)") == 1
 
 
 def test_what_an_attempt_leaves_behind_never_meets_the_next_one(alone: Outcome, tmp_path: Path) -> None:
@@ -339,21 +341,9 @@ def test_the_lower_rungs_of_a_recovery_cost_no_process_either(plain: Outcome, tm
     assert all(f"bytes from {place}" in logs[0] for place in ("peer host1", "storage"))
 
 
-def test_the_survivors_of_other_hosts_stay_too(plain: Outcome, tmp_path: Path) -> None:
-    (tmp_path / "job").mkdir()
-    program = [SCRIPT, str(tmp_path / "job"), "gemini", "0:1:4:kill"]
-    with EmulatedHosts(2, program, tmp_path, env={"GEMINI_RESTART": "in_place", "GEMINI_IN_PLACE_TIMEOUT": "20"}) as hosts:
-        hosts.wait_for(lambda: not hosts.alive)
-        assert [hosts.status(host) for host in ("host0", "host1")] == [0, 0]
-    ranks = read(tmp_path / "job")
-    assert [(rank.steps, rank.end) for rank in ranks] == plain.bits
-    assert sorted(len({*rank.pids}) for rank in ranks) == [1, 2]
-
-
 def test_a_lost_host_costs_no_process_of_another(plain: Outcome, tmp_path: Path) -> None:
-    """Two hosts are lost, and spares take their places: one falls silent without closing a connection, and one, with rank 0, is killed.
-
-    The spares' workers have waited in reserve.
+    """A worker is killed; then two hosts are lost, and spares take their places: one falls silent without closing a connection, and one,
+    with rank 0, is killed. The spares' workers have waited in reserve, and each of them is killed while it loads.
     """
     (tmp_path / "job").mkdir()
     env = {
@@ -363,7 +353,8 @@ def test_a_lost_host_costs_no_process_of_another(plain: Outcome, tmp_path: Path)
         "GEMINI_IN_PLACE_TIMEOUT": "60",
         "GEMINI_FAULTS": "step=8:rank=0:kill",
     }
-    with EmulatedHosts(2, [SCRIPT, str(tmp_path / "job"), "gemini", "0:1:4:freeze"], tmp_path, env=env) as hosts:
+    deeds = ["0:1:2:kill", "1:1:4:freeze", "*:0:loading:fall", "*:1:loading:fall"]
+    with EmulatedHosts(2, [SCRIPT, str(tmp_path / "job"), "gemini", *deeds], tmp_path, env=env) as hosts:
         names = ["host0", "host1", hosts.add(), hosts.add()]
         hosts.wait_for(lambda: len(hosts.alive) == 1)
         logs = [(tmp_path / f"{name}.log").read_text() for name in names]
@@ -371,6 +362,25 @@ def test_a_lost_host_costs_no_process_of_another(plain: Outcome, tmp_path: Path)
     ranks = read(tmp_path / "job")
     assert [(rank.steps, rank.end) for rank in ranks] == plain.bits
     pids = {*ranks[0].pids, *ranks[1].pids}
-    assert len(pids) == 4, logs  # two, and one for each lost host
+    assert len(pids) == 7, logs  # two, one for the killed worker, and two for each lost host
     assert len(pids & {path.name.removeprefix("reserve-") for path in (tmp_path / "job").glob("reserve-*")}) == 2, logs
     assert "in_place_timeout" not in str(logs)
+
+
+@pytest.mark.soak
+def test_a_job_whose_only_copy_is_lost_says_so_and_ends(tmp_path: Path) -> None:
+    """A host is lost before a replica of its shard is anywhere, and nothing is in storage."""
+    (tmp_path / "job").mkdir()
+    env = {"GEMINI_RESTART": "in_place", "GEMINI_REPLICAS": "1", "GEMINI_FAULTS": "step=3:rank=1:kill"}
+    program = ["--rdzv-conf=is_host=0,join_timeout=20", "--max-restarts=2", SCRIPT, str(tmp_path / "job"), "gemini"]
+    with EmulatedHosts(2, program, tmp_path, env=env) as hosts:
+        names = ["host0", "host1", hosts.add()]
+        hosts.wait_for(lambda: not hosts.alive)
+        logs = "".join((tmp_path / f"{name}.log").read_text() for name in names)
+        assert sorted(map(hosts.status, names)) in ([-9, 1, 1], [-9, 1, ENDED_ELSEWHERE]), logs
+    assert "no host here has the shards of ranks [1]; these hosts may: host" in logs
+    assert "GEMINI_RESUME=never" in logs
+    assert "have not come back within 20 s (join_timeout): the job ends" in logs
+    pids = [pid for rank in read(tmp_path / "job") for pid in rank.pids]
+    assert len({*pids}) == 3, logs
+    assert len(pids) > 2 + 1 + 2 * 2, logs  # more attempts than restarts

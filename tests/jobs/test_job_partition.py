@@ -49,12 +49,13 @@ def test_a_spare_begins_nothing_by_itself_and_a_host_that_comes_back_does(tmp_pa
 
 
 def test_a_job_begins_nothing_anew_while_hosts_that_may_have_its_state_are_absent(tmp_path: Path) -> None:
-    with job(tmp_path, 2, GEMINI_REPLICAS="1") as hosts:
+    with job(tmp_path, 2, options=["--rdzv-conf=is_host=0,join_timeout=300"], GEMINI_REPLICAS="1") as hosts:
         hosts.wait_for(lambda: reached(hosts, 5))
         hosts.replace("host1")
         said = "these hosts may: host1. Nothing is begun without them"
         hosts.wait_for(lambda: said in (tmp_path / "host0.log").read_text() or len(hosts.events("joined")) > 2)
         assert len(hosts.events("joined")) == 2
+        hosts.wait_for(lambda: "the job waits for them, for 300 s at most (join_timeout)" in (tmp_path / "host0.log").read_text())
 
 
 @pytest.mark.soak

@@ -74,6 +74,8 @@ def reached(moment: object, model: Any = None) -> None:
         match deed if when in here else "":
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "fall" if os.path.exists(f"{FOLDER}/reserve-{os.getpid()}"):
+                os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "sleep":

@@ -56,10 +56,12 @@ def undisturbed(steps: int, ranks: int = 1) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def job(folder: Path, count: int, stores: int | Sequence[str] = 1, network: Network | None = None, **env: str) -> EmulatedHosts:
-    """A job on emulated hosts that goes on until `finish`."""
+def job(
+    folder: Path, count: int, stores: int | Sequence[str] = 1, network: Network | None = None, options: Sequence[str] = (), **env: str
+) -> EmulatedHosts:
+    """A job on emulated hosts that goes on until `finish`; ``options``: further ones of the launcher."""
     (folder / "train.py").write_text(SCRIPT)
-    program = [str(folder / "train.py"), str(ENDLESS), str(folder / "weights")]
+    program = [*options, str(folder / "train.py"), str(ENDLESS), str(folder / "weights")]
     return EmulatedHosts(count, program, folder, env=env, stores=stores, network=network)
 
 

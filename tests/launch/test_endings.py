@@ -7,7 +7,7 @@ import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ from gemini_ft.launch.endings import LEFT, Endings, HostDrain, final_endings
 from gemini_ft.launch.failures import refusal_behind
 from gemini_ft.launch.health import HealthOptions, HostHealth
 from gemini_ft.launch.launcher import in_short
-from gemini_ft.launch.notes import DRAINED, PROTECTED, Notes, notes_of_workers, say
+from gemini_ft.launch.notes import DRAINED, PROTECTED, WAITS, Notes, notes_of_workers, say
 from gemini_ft.wire.worker_messages import Status
 
 GROUP: Any = SimpleNamespace(workers=[])
@@ -179,6 +179,35 @@ def test_a_worker_may_say_so_itself(status: int, endings: Any, tmp_path: Path) -
     assert endings.status == status
 
 
+def test_hosts_that_alone_have_what_was_committed_are_waited_for_as_long_as_a_host_may_take_to_join(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each look for them had used up a restart: a job ended after a minute, or, with a thousand restarts, after two hours."""
+    now, agent = [1000.0], cast("Any", SimpleNamespace(_pcontext=SimpleNamespace(subprocess_handlers={}), _remaining_restarts=2))
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    result = RunResult(WorkerState.FAILED, failures={0: failure(tmp_path, "PeerError", text="these hosts may: host1")})
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda agent, group: result)
+    drain = HostDrain("no such run", 0.0, None)
+    with notes_of_workers() as notes, final_endings(notes, "r", drain, well(notes), interval=0.0, join_seconds=60.0) as endings:
+
+        def fails(*words: str, after: float) -> int:
+            """The restarts that are left when torch's launcher has started the next attempt."""
+            now[0] += after
+            for word in (PROTECTED, *words):
+                say(word)
+            LocalElasticAgent._monitor_workers(agent, GROUP)
+            agent._remaining_restarts -= agent._remaining_restarts > 0
+            return int(agent._remaining_restarts)
+
+        assert [fails(WAITS, after=7.0) for _ in range(9)] == [2] * 9, "56 s"
+        assert fails(after=7.0) == 1, "another failure is one"
+        assert [fails(WAITS, after=7.0) for _ in range(9)] == [1] * 9, "and the next wait has its own time"
+        assert caplog.text.count("the job waits for them, for 60 s at most (join_timeout)") == 2
+        assert (fails(WAITS, after=7.0), endings.status) == (0, 1)
+        assert endings.shown is result.failures[0]
+        assert "have not come back within 60 s (join_timeout): the job ends" in caplog.text
+
+
 class TestUnprotected:
     @pytest.fixture(autouse=True)
     def soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,11 +321,13 @@ def test_a_refusal_among_the_errors_of_a_group_is_one() -> None:
     assert refusal_behind(ExceptionGroup("two tasks", [ValueError("x"), ConnectionError("y")])) is None
 
 
-@pytest.mark.parametrize("streams", [{}, {"main": {"unheard": ["given", "node-1-0a1b2c3d"]}, "of an agent of another release": {}}])
+@pytest.mark.parametrize(
+    "streams", [{}, {"main": {"unheard": ["given", "node-1-0a1b2c3d"], "gone": ["given"]}, "of an agent of another release": {}}]
+)
 def test_hosts_that_the_agent_has_lost_are_told_by_their_lasting_names(streams: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The rendezvous knows hosts by these names: the default one has no boot id in it."""
     answer = Status(document=json.dumps({"streams": streams}))
     monkeypatch.setattr(module.lifecycle, "ask", lambda run, host, message, seconds: answer)
-    assert module.unheard("r") == ({"given", "node-1-0a1b2c3d", "node-1"} if streams else set())
+    assert module.unheard("r") == ({"given": True, "node-1-0a1b2c3d": False, "node-1": False} if streams else {})
     monkeypatch.setattr(module.lifecycle, "ask", lambda run, host, message, seconds: None)
-    assert module.unheard("r") == set()
+    assert module.unheard("r") == {}

@@ -37,7 +37,7 @@ from gemini_ft.events import read_events
 from gemini_ft.faults import inject
 from gemini_ft.hosts import began, is_readable
 from gemini_ft.launch.grace import Process, Workers, await_news
-from gemini_ft.launch.in_place import BEGUN, FAILED, LEAVES, PARKED, Attempt, Survivors
+from gemini_ft.launch.in_place import ARRIVED, BEGUN, FAILED, LEAVES, PARKED, Attempt, Survivors
 from gemini_ft.launch.worker_start import ForkServer, ForkServerError, StandBy, WarmStart, WorkerHandler, cold_workers
 from gemini_ft.state.copy_plan import MappedSlot
 from gemini_ft.wire import channel
@@ -88,6 +88,21 @@ def test_a_refusal_leaves_the_process_whatever_a_script_makes_of_it(launcher: so
     assert attempt.present is not None
     with pytest.raises(RuntimeError, match="the experiment has failed"):
         in_place.once(train, attempt.present)
+
+
+def test_an_error_whose_text_cannot_be_had_costs_no_process_either(launcher: socket.socket) -> None:
+    class UnshownError(Exception):
+        def __str__(self) -> str:
+            raise AttributeError("text")
+
+    def train() -> None:
+        raise UnshownError
+
+    assert attempt.present is not None
+    assert in_place.once(train, attempt.present) == []
+    received = channel.receive(launcher)
+    assert received is not None
+    assert received[0] == {"word": FAILED}
 
 
 def test_the_files_of_an_attempt_are_closed_with_it(tmp_path: Path) -> None:
@@ -379,6 +394,49 @@ def test_a_worker_that_is_stopped_while_it_waits_for_its_next_attempt_is_replace
             assert second.poll() == 1
     assert survivors.workers.send.called == is_stopped
     survivors.close()
+
+
+@pytest.mark.parametrize("does", ["runs on", "is stopped", "is stopped for a moment", "is stopped after its first step"])
+def test_a_worker_that_is_stopped_before_its_first_step_is_killed(does: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The others waited for it until the process group's timeout, half an hour."""
+    workers, words = Workers(), [BEGUN, ARRIVED] if does.endswith("step") else [BEGUN]
+    survivors, rank = Survivors(workers, 0.3), {"LOCAL_RANK": "0"}
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+                end.connect(f"\0{survivors.address}")
+                channel.send(end, {"word": PARKED})
+                channel.receive(end)
+                for word in words:
+                    channel.send(end, {"word": word})
+                os.write(writer, b"x")
+                time.sleep(100)
+        finally:
+            os._exit(3)
+    process = workers.adopt(pid, lambda: os.waitstatus_to_exitcode(done[1]) if (done := os.waitpid(pid, os.WNOHANG))[0] else None)
+    try:
+        first = survivors.begin(rank, [], lambda: process)
+        first.end(1)
+        second = survivors.begin(rank, [], lambda: pytest.fail("another one is started"))
+        eventually(lambda: second.poll() is None and is_readable(reader), "its word")
+        assert second.poll() is None
+        if does != "runs on":
+            os.kill(pid, signal.SIGSTOP)
+        if does.endswith("moment"):
+            os.kill(pid, signal.SIGCONT)
+        until = time.monotonic() + (30.0 if does == "is stopped" else 0.5)
+        while time.monotonic() < until and second.poll() is None:
+            time.sleep(0.02)
+        assert second.poll() == (-signal.SIGKILL if does == "is stopped" else None)
+        assert ("was stopped before its first step, for 0.3 s (in_place_timeout)" in caplog.text) == (does == "is stopped")
+    finally:
+        survivors.kill(process)
+        survivors.close()
+        os.close(reader)
+        os.close(writer)
 
 
 @pytest.mark.parametrize("state", ["parked", "stopped", "ended"])
