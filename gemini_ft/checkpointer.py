@@ -37,7 +37,15 @@ from gemini_ft.recovery.restore import putting_back, read_extras
 from gemini_ft.state import ddp, iterators
 from gemini_ft.state.base import BoundState, PlainState, TrainingState
 from gemini_ft.state.ddp import ddp_state, findings, first_tensors, refuse_hooks, restore_buckets, restore_sync, send_first
-from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence, lets_ranks_differ
+from gemini_ft.state.gradients import (
+    FiguresReporter,
+    GradientState,
+    WithGradients,
+    announced,
+    check_presence,
+    is_elastic,
+    lets_ranks_differ,
+)
 from gemini_ft.state.hyperparameters import Given, Hyperparameters, warn
 from gemini_ft.state.iterators import Resumption, check_epochs, unkept
 from gemini_ft.state.loop import LoopWatch, keepable
@@ -664,7 +672,8 @@ class Checkpointer:
         faults.at_step(iteration, "in_copy", self._any_tensor)
 
     def _refuse_fixed(self) -> None:
-        refuse_fixed(self._models, is_replicated=self._is_replicated, has_pipeline=self._gradients is not None)
+        if not is_elastic(self._gradients):
+            refuse_fixed(self._models, is_replicated=self._is_replicated, has_pipeline=self._gradients is not None)
 
     def _prepare_replay(self) -> None:
         """Has the iteration that begins checked where it is due (``verify: replay``)."""

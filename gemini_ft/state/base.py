@@ -84,6 +84,16 @@ class TrainingState(Protocol):
         ...
 
 
+def as_one_rank(
+    state: TrainingState, layouts: Mapping[int, Layout], extras: Mapping[int, Extras], rank: int
+) -> tuple[Sequence[Read], Mapping[str, torch.Tensor], Extras]:
+    """The result of ``resized`` where a rank takes all that the one of the same number had, modulo the ranks that there were."""
+    source = rank % len(layouts)
+    live = state.destinations(stored_specs(source, layouts), source, len(layouts))
+    reads = plan_reads([item.spec for item in live], source, layouts)
+    return reads, {item.spec.name: item.tensor for item in live}, extras[source]
+
+
 class BoundState(TrainingState, Protocol):
     """A state as a checkpointer is given it."""
 
@@ -213,10 +223,7 @@ class PlainState:
         """Takes what all ranks hold alike, and the rest from the rank of the same number, modulo the ranks that there were."""
         if not self.is_replicated:
             raise WorldSizeError(f"modules and optimizers of {len(layouts)} ranks that differ cannot be loaded by {world_size}")
-        source = rank % len(layouts)
-        live = self.destinations(stored_specs(source, layouts), source, len(layouts))
-        reads = plan_reads([item.spec for item in live], source, layouts)
-        return reads, {item.spec.name: item.tensor for item in live}, extras[source]
+        return as_one_rank(self, layouts, extras, rank)
 
     def findings(self) -> Iterable[Finding]:
         found = self._surveyor()

@@ -1,0 +1,97 @@
+"""What the ranks of test_local_steps.py run beside torchft: its LocalSGD and DiLoCo, between replicas on gloo, and the same by rules."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from local_steps_case import DILOCO, loss_of, network
+from sync_case import join
+from torch import nn
+
+import gemini_ft
+from gemini_ft.testing import first_difference
+
+STEPS = 9
+FRAGMENTS = [["2."], ["0."]]  # of theirs, in the order in which ours take turns: the last layer first
+CASES: dict[str, dict[str, Any]] = {
+    "LocalSGD": {"every": 3},
+    "DiLoCo": {"every": 3, "outer": DILOCO},
+    "DiLoCo, each step": {"every": 1, "outer": DILOCO},
+    "streaming": {"every": 4, "outer": DILOCO},
+}
+
+
+def differences() -> dict[str, str | None]:
+    """Case -> where the weights of a step differ between torchft and the pipeline; None: nowhere, in bits."""
+    from torchft import LighthouseServer
+
+    rank = join().rank()
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2) if rank == 0 else None
+    address = [lighthouse.address() if lighthouse is not None else ""]
+    dist.broadcast_object_list(address, src=0)
+    found = {}
+    for number, (name, rule) in enumerate(CASES.items()):
+        rules = [rule] if name != "streaming" else _streaming(rule)
+        found[name] = first_difference(_ours(rules, rank), _theirs(name, rule, rank, address[0], 29600 + 10 * number))
+        dist.barrier()
+    if lighthouse is not None:
+        lighthouse.shutdown()
+    return found
+
+
+def _streaming(rule: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"fragments": 2, **rule}]
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, synchronize: Any) -> dict[str, Any]:
+    states = {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step, 0, rank, torch.float32).backward()
+        synchronize()
+        optimizer.step()
+        states[str(step)] = {name: value.clone() for name, value in model.state_dict().items()}
+    return states
+
+
+def _ours(rules: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+    model = network()
+    with closing(gemini_ft.GradientSynchronizer(model, [{"params": "*", **rule} for rule in rules])) as synchronizer:
+        return _train(model, torch.optim.AdamW(model.parameters(), 1e-2), rank, synchronizer.synchronize)
+
+
+def _theirs(name: str, rule: dict[str, Any], rank: int, lighthouse: str, port: int) -> dict[str, Any]:
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.local_sgd import DiLoCo, LocalSGD
+
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=20)),
+        load_state_dict=lambda state: None,
+        state_dict=dict,
+        min_replica_size=2,
+        use_async_quorum=False,
+        replica_id=f"{name}{rank}",
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=lighthouse,
+        hostname="127.0.0.1",
+        init_sync=False,
+    )
+    with ExitStack() as stack:
+        stack.callback(manager.shutdown, wait=False)
+        if name == "LocalSGD":
+            stack.enter_context(LocalSGD(manager, model, optimizer, rule["every"]))
+        else:
+            parts: list[nn.Module] = [model] if name != "streaming" else [model[2], model[0]]
+            outer = [torch.optim.SGD(part.parameters(), **rule["outer"]) for part in parts]
+            stack.enter_context(DiLoCo(manager, parts, optimizer, outer, rule["every"]))
+        return _train(model, optimizer, rank, lambda: None)
