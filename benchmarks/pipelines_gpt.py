@@ -64,7 +64,7 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 PARTS = ("losses", "seconds", "report")
 CHECKED = "SparseLoCo", "200mbit"  # the cell that is run from end to end as well
-STEPS = 300
+STEPS = 150
 TIMEOUT = 7200.0
 NEAR = 1.02  # times DDP's loss: the target
 QUIET = 0.1  # of the machine that other programs may take while steps are timed
