@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -15,7 +16,8 @@ from gemini_ft.pipeline.routes import of_all_ranks
 from gemini_ft.pipeline.rules import Rule
 
 
-class HostGroups(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class HostGroups:
     """Process groups of a rank.
 
     Attributes:
@@ -58,4 +60,6 @@ def host_groups(ranks: Sequence[int], hosts: Sequence[int], group: Any, *, betwe
     members = [[rank for rank, its in zip(ranks, hosts, strict=True) if its == host] for host in range(max(hosts) + 1)]
     mine = members[hosts[ranks.index(dist.get_rank())]]
     peers = [each[mine.index(dist.get_rank())] for each in members]
-    return HostGroups(own_group(mine, group), own_group(peers, group), own_group(peers if between else mine, group, "gloo"))
+    return HostGroups(
+        host=own_group(mine, group), peers=own_group(peers, group), control=own_group(peers if between else mine, group, "gloo")
+    )

@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def differences() -> dict[str, str | None]:
     """Case -> where the weights of a step differ between torchft and the pipeline; None: nowhere, in bits."""
-    from torchft import LighthouseServer
+    from torchft.coordination import LighthouseServer
 
     rank = join().rank()
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2) if rank == 0 else None
