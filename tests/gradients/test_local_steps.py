@@ -41,8 +41,11 @@ def test_ranks_end_with_the_bits_of_one_process(case: str, found: list[dict[str,
 
 
 @pytest.mark.soak
-def test_weights_are_torchfts_in_every_bit(tmp_path: Path) -> None:
-    """After each step, by its LocalSGD and its DiLoCo, whole and in fragments, on gloo with its own managers and lighthouse."""
+def test_weights_are_those_of_torchft(tmp_path: Path) -> None:
+    """After each step, by its LocalSGD and its DiLoCo, whole and in fragments, on gloo with its own managers and lighthouse.
+
+    A manager waits for others' heartbeats, which a machine that is overloaded does not get done.
+    """
     pytest.importorskip("torchft", reason="needs torchft: pip install torchft")
     import torchft_case
 
