@@ -76,7 +76,8 @@ def masters(engine: Any) -> list[tuple[str, torch.Tensor]]:
 
 def own_parts(engine: Any) -> dict[str, torch.Tensor]:
     """Name -> what this rank's masters have of a parameter: a view, in the parameter's shape where that is all of it."""
-    flat, names, found = dict(masters(engine)), {id(param): name for name, param in trained(engine.module).items()}, {}
+    flat, found = dict(masters(engine)), dict[str, torch.Tensor]()
+    names = {id(param): name for name, param in trained(engine.module).items()}
     for master, offset, param, start, stop in _of_masters(engine):
         if start < stop:
             part = flat[master].detach()[offset : offset + stop - start]
