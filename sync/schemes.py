@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
-from .base import Scheme, SparseScheme
+from .base import Dimensions, Scheme, SparseScheme
 from .builtin import AGsparse, Dense
 from .fpisa import FPISA
+from .hierarchical import Hierarchical
 from .inceptionn import InceptionnRing
 from .omnireduce import OmniReduce, OmniReduceStreaming
 from .parameter_server import SinglePS, SparsePS
@@ -28,3 +29,14 @@ LOSSY_SCHEMES: Mapping[str, type[Scheme]] = {InceptionnRing.name: InceptionnRing
 
 SWITCH_SCHEMES: Mapping[str, type[SwitchScheme[Any]]] = {scheme.name: scheme for scheme in (SwitchML, OmniReduceStreaming, FPISA)}
 """The schemes that go through a switch, whose address and key they need, by name."""
+
+
+def dimensions_table() -> str:
+    """The four dimensions of every scheme, as a Markdown table."""
+    rows = ["| scheme | class | communication | aggregation | partition | balance |", "|" + "---|" * 6]
+    schemes: list[type[Scheme]] = [*SCHEMES.values(), Hierarchical, *LOSSY_SCHEMES.values(), *SWITCH_SCHEMES.values()]
+    for scheme in schemes:
+        place = cast(Dimensions, scheme.dimensions)  # a property of the base class, a plain value in these
+        cells = (place.communication, place.aggregation, place.partition, place.balance or "n/a")
+        rows.append(f"| {scheme.name} | `{scheme.__module__.rpartition('.')[2]}.{scheme.__name__}` | {' | '.join(cells)} |")
+    return "\n".join(rows)

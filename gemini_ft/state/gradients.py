@@ -107,7 +107,7 @@ class _Several:
     """The states of several synchronizers, in the order in which they were made."""
 
     def __init__(self, inner: Sequence[GradientState]) -> None:
-        self._inner = {str(number): each for number, each in enumerate(inner)}
+        self._inner: dict[str, Any] = {str(number): each for number, each in enumerate(inner)}
         self.lets_ranks_differ = any(map(lets_ranks_differ, inner))
         self.is_elastic = all(map(is_elastic, inner))
 
